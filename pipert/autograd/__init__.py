@@ -1,0 +1,9 @@
+"""The autograd pieces of the lane. Nothing here knows threads, workers or partitions.
+
+``token`` orders tasks, ``transfer`` moves tensors between devices, ``checkpoint`` trades memory for
+recomputation, ``random`` makes random numbers independent of thread timing.
+"""
+
+from __future__ import annotations
+
+__all__: list[str] = []

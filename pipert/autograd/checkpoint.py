@@ -1,0 +1,195 @@
+"""Checkpoint and Recompute: the paper's pair with shared memory (section 3.2.4), non-reentrant.
+
+The standard way to checkpoint is one autograd function that runs the forward without grad and, in
+its backward, runs it again and calls ``backward`` inside. That ties recomputation to
+back-propagation, while the pipeline wants ``R[i,j]`` while ``dy`` is still on its way and ``B[i,j]`` after.
+The paper splits it in two functions that share memory; as long as the inner ``backward`` stays,
+``autograd.grad``, ``retain_graph``, DDP and frozen layers still behave differently.
+
+Here there is no inner ``backward``. Rules:
+
+1. ``F[i,j]`` runs with grad enabled under saved-tensor hooks that keep a :class:`_Slot` instead of each
+   tensor that an operation saves. So the graph of ``B[i,j]`` is the ordinary one, without its data.
+2. :func:`recompute_before` puts one node behind the partition's output. Its backward runs the
+   partition again under hooks that fill the slots, in the order in which they were made, and hands
+   the gradients on. It is the only thing between the arrival of ``dy`` and ``B[i,j]``, so the wait for
+   a copy of ``dy`` goes right below it.
+3. An operation of ``B[i,j]`` that reads its slot empties it: an activation lives no longer than
+   without checkpointing. A slot read while empty recomputes on the spot: a graph entered past the
+   node of rule 2, or an operation that reads twice.
+4. The shared memory, :class:`Checkpoint`, is owned by its slots alone, and through them by the graph.
+   Autograd drops the slots when the backward is over, and with them go the saved inputs. When no
+   slot is left there is nothing to recompute, and the node does nothing.
+5. The inputs are kept as they were before the partition ran: the partition gets a copy, so that an
+   in-place first layer cannot spoil them. Changed by anyone else they are refused, as autograd does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipert._typing import Tensors, Value
+from pipert.errors import RecomputationError
+from pipert.value import describe
+
+__all__: list[str] = []
+
+Hook = Callable[[Any], Any]
+
+
+class _Slot:
+    """Stands for one saved tensor: its shape and dtype, and its value from R to B."""
+
+    __slots__ = ("__weakref__", "checkpoint", "dtype", "full", "shape", "value")
+
+    def __init__(self, checkpoint: Checkpoint, tensor: Tensor) -> None:
+        self.checkpoint = checkpoint
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.full = False
+        self.value: Any = None
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+    def fill(self, value: Any) -> None:
+        self.value = value
+        self.full = True
+
+    def take(self) -> Tensor:
+        if not self.full:
+            self.checkpoint.recompute()
+        value, self.value, self.full = self.value, None, False
+        unpack = self.checkpoint.unpack
+        tensor: Tensor = value if unpack is None else unpack(value)
+        return tensor
+
+
+class Checkpoint:
+    """The shared memory of one checkpointed task: its inputs and its slots.
+
+    Args:
+        replay: computes the task again from its input value, with grad enabled, under the context
+            and the random numbers of the first time. It must reference no run and no thread.
+        value: the input, any pytree.
+        hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they get what is recomputed,
+            as they would get what is saved without checkpointing.
+    """
+
+    __slots__ = ("__weakref__", "_inputs", "_replay", "_slots", "_spec", "pack", "unpack")
+
+    def __init__(
+        self, replay: Callable[[Value], Value], value: Value, hooks: tuple[Hook, Hook] | None
+    ) -> None:
+        self._replay = replay
+        leaves, self._spec = pytree.tree_flatten(value)
+        self._inputs = [_Input(x) if isinstance(x, Tensor) else x for x in leaves]
+        self._slots: list[weakref.ref[_Slot]] = []
+        self.pack, self.unpack = hooks if hooks is not None else (None, None)
+
+    def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
+        """``compute(value)`` with each saved tensor replaced by a slot (rule 1, 5)."""
+
+        def keep(tensor: Tensor) -> _Slot:
+            slot = _Slot(self, tensor)
+            self._slots.append(weakref.ref(slot))
+            return slot
+
+        own = pytree.tree_map_only(Tensor, torch.clone, value)
+        with torch.autograd.graph.saved_tensors_hooks(keep, _Slot.take):
+            return compute(own)
+
+    def recompute(self) -> None:
+        """Run the task again and fill the slots that are still there."""
+        slots = iter(self._slots)
+
+        def fill(tensor: Tensor) -> None:
+            reference = next(slots, None)
+            slot = reference() if reference is not None else None
+            if reference is None or (
+                slot is not None and (slot.shape != tensor.shape or slot.dtype != tensor.dtype)
+            ):
+                expected = "no more tensors" if slot is None else slot
+                raise RecomputationError(
+                    f"a recomputation saved {describe(tensor)} where its forward saved {expected}"
+                    + _REMEDY
+                )
+            if slot is not None:
+                kept = tensor.detach()
+                slot.fill(kept if self.pack is None else self.pack(kept))
+
+        with torch.enable_grad():
+            leaves = [x.fresh() if isinstance(x, _Input) else x for x in self._inputs]
+            value = pytree.tree_unflatten(leaves, self._spec)
+            with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
+                self._replay(value)
+        missing = sum(1 for _ in slots)
+        if missing:
+            raise RecomputationError(
+                f"a recomputation saved {missing} of {len(self._slots)} tensors less than its "
+                "forward" + _REMEDY
+            )
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint of {len(self._inputs)} inputs and {len(self._slots)} slots>"
+
+
+_REMEDY = (
+    "; layers must do the same again when they run again: no counters, no random numbers from a "
+    "generator of their own, no dependence on what the training loop changes. Use "
+    "checkpoint='never' otherwise"
+)
+
+
+class _Input:
+    """One input tensor as it was, without the graph that made it (rule 5)."""
+
+    __slots__ = ("_requires_grad", "_tensor", "_version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor.detach()
+        self._requires_grad = tensor.requires_grad
+        self._version = -1 if tensor.is_inference() else tensor._version
+
+    def fresh(self) -> Tensor:
+        """A copy for the partition to use up, no leaf, so that it may be changed in place."""
+        if self._version not in (-1, self._tensor._version):
+            raise RuntimeError(
+                "an input of a checkpointed partition was modified in place between its forward "
+                f"and its recomputation: {describe(self._tensor)}; clone it before modifying it"
+            )
+        return self._tensor.detach().requires_grad_(self._requires_grad).clone()
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, checkpoint: weakref.ref[Checkpoint], *ys: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.checkpoint = checkpoint
+        return tuple(y.detach() for y in ys)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        checkpoint = ctx.checkpoint()
+        if checkpoint is not None:
+            checkpoint.recompute()
+        return (None, *grads)
+
+
+def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
+    """Make the backward of ``ys``, differentiable all, begin with the recomputation (rule 2, 4)."""
+    weak = weakref.ref(checkpoint)
+    outputs: Tensors = _Recompute.apply(weak, *ys)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+def _never_read(_: Any) -> Tensor:
+    raise AssertionError("the graph of a recomputation is never run backward")

@@ -1,0 +1,70 @@
+"""Fork and Join: order in the backward graph that is not there in the data (section 3.2.2).
+
+The micro-batches of one partition share no tensor, so autograd would run their backward in any
+order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of ``F[i,j]``, and
+``Join`` ties it into the values of ``F[i+1,j]``::
+
+    y, token = fork(y)          # at the end of F[i,j]
+    x = join(x, token)          # at the start of F[i+1,j]
+
+In the backward, ``Join'`` of ``B[i+1,j]`` comes last, and ``Fork'`` of ``B[i,j]``, which comes first,
+has to wait for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is over when
+*all* its gradients are there.
+
+Where no input is differentiable, as usual in the first partition, there is nothing to join to, and
+making an input differentiable would compute a gradient that nobody asked for. There the fork takes
+the previous token itself. ``Fork'`` of ``i+1`` then releases ``Fork'`` of ``i`` before ``B[i+1,j]`` is over,
+but the engine still runs ``B[i+1,j]`` first: among ready nodes it takes the one made last, and the
+nodes of ``F[i+1,j]`` were made after the fork of ``i`` by the same thread
+(``test_backward_runs_in_reverse_order_without_differentiable_input``).
+
+Outputs are detached tensors rather than the inputs as they are: torch forbids in-place operations
+on those, and the next layer may well be one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipert._typing import Tensors
+
+__all__: list[str] = []
+
+_EMPTY = torch.empty(0)
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor | None, *ys: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return (_EMPTY.detach(), *[y.detach() for y in ys])
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads)
+
+
+def fork(ys: Tensors, token: Tensor | None = None) -> tuple[Tensors, Tensor]:
+    """Take a token out of ``ys``, differentiable all; a ``token`` not joined before goes in."""
+    out, *rest = _Fork.apply(token, *ys)  # type: ignore[no-untyped-call]
+    return tuple(rest), out
+
+
+def join(xs: Tensors, token: Tensor) -> Tensors:
+    """Tie ``token`` into ``xs``, differentiable all."""
+    joined: Tensors = _Join.apply(token, *xs)  # type: ignore[no-untyped-call]
+    return joined

@@ -1,0 +1,86 @@
+"""The clock: posts the tasks of a run to the in-queues, diagonal by diagonal (section 3.2.1).
+
+It fixes the total order and does not wait for a diagonal to finish: a worker starts ``F[i,j]`` the
+moment its input is there. It is a thread of its own, so that runs of several callers are posted
+whole, one after the other, and overlap in the pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipert.lane import Lane
+from pipert.workers.turn import Turn
+from pipert.workers.worker import Task
+
+__all__: list[str] = []
+
+
+class ForwardTask:
+    """``F[i,j]`` of one run, as a worker takes it."""
+
+    __slots__ = ("_due", "_i", "_lane")
+
+    def __init__(self, lane: Lane, i: int) -> None:
+        self._lane = lane
+        self._i = i
+        self._due = [lane.progress]  # emptied by whoever settles the task; pop() is atomic
+
+    def run(self, turn: Turn) -> None:
+        self._lane.forward(self._i, turn)
+        self._due.pop().settle()
+
+    def abandon(self, error: BaseException) -> None:
+        try:
+            progress = self._due.pop()
+        except IndexError:
+            return  # its run was broken off after it was settled
+        self._lane.skip(self._i, error)
+        progress.settle()
+
+    def __repr__(self) -> str:
+        return f"<ForwardTask F[{self._i},{self._lane.j}]>"
+
+
+class Posting:
+    """Posts one run; the clock's task.
+
+    A caller that is interrupted may withdraw the run before the clock has begun to post it.
+
+    Args:
+        lanes: the run's, one for each partition.
+        workers: the worker of each partition.
+        put: hands a task to a worker, or abandons it.
+    """
+
+    __slots__ = ("_claim", "_lanes", "_put", "_workers")
+
+    def __init__(
+        self, lanes: Sequence[Lane], workers: Sequence[int], put: Callable[[int, Task], None]
+    ) -> None:
+        self._lanes = lanes
+        self._workers = workers
+        self._put = put
+        self._claim = [True]  # emptied by whoever decides about the run; pop() is atomic
+
+    def withdraw(self) -> bool:
+        """Take the run back; False if its tasks have been posted or soon will be."""
+        try:
+            self._claim.pop()
+        except IndexError:
+            return False
+        return True
+
+    def run(self, turn: Turn) -> None:
+        if self.withdraw():
+            put, lanes, workers = self._put, self._lanes, self._workers
+            for i, j in lanes[0].progress.schedule:
+                put(workers[j], ForwardTask(lanes[j], i))
+
+    def abandon(self, error: BaseException) -> None:
+        if self.withdraw():
+            for i, j in self._lanes[0].progress.schedule:
+                ForwardTask(self._lanes[j], i).abandon(error)
+
+    def __repr__(self) -> str:
+        return f"<Posting of {self._lanes[0].progress!r}>"

@@ -1,0 +1,119 @@
+"""What ``F[i,j]`` and ``R[i,j]`` both do: the layers of partition *j* on micro-batch *i*.
+
+A computation outlives its run, in the graph, when it may have to be repeated. It therefore references
+the partition and what must be the same the second time, but neither the run nor a queue.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from torch import nn
+
+from pipert._typing import Value
+from pipert.autograd.random import TaskRandom
+from pipert.value import describe
+from pipert.workers.context import CallerContext
+
+__all__ = ["is_checkpointing", "is_recomputing"]
+
+# Set in the task's own copy of the caller's context variables, so there is nothing to reset.
+_checkpointing: ContextVar[bool] = ContextVar("pipert_checkpointing", default=False)
+_recomputing: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
+
+
+def is_checkpointing() -> bool:
+    """Whether this code runs in a forward that will be recomputed (section 3.2.4 of the paper).
+
+    True inside a layer during ``F[i,j]`` of a checkpointed micro-batch, False elsewhere.
+    """
+    return _checkpointing.get()
+
+
+def is_recomputing() -> bool:
+    """Whether this code runs in a recomputation, i.e. inside a layer during ``R[i,j]``.
+
+    A layer with side effects, such as counting its calls, can skip them here.
+    """
+    return _recomputing.get()
+
+
+class Computation:
+    """One partition on one micro-batch.
+
+    Args:
+        partition: its layers.
+        i, j, m: which micro-batch of how many, and which partition.
+        place: where the partition computes, for errors.
+        context: the caller's.
+        random: the task's random numbers; ``None`` when no layer draws any.
+    """
+
+    __slots__ = ("_context", "_partition", "_place", "_random", "i", "j", "m")
+
+    def __init__(
+        self,
+        partition: nn.Sequential,
+        i: int,
+        j: int,
+        m: int,
+        place: str,
+        context: CallerContext,
+        random: TaskRandom | None,
+    ) -> None:
+        self._partition = partition
+        self.i = i
+        self.j = j
+        self.m = m
+        self._place = place
+        self._context = context
+        self._random = random
+
+    def forward(self, value: Value) -> Value:
+        """``F[i,j]``, under the caller's context already."""
+        return self._compute(value)
+
+    def checkpointed_forward(self, value: Value) -> Value:
+        """``F[i,j]`` that will be recomputed."""
+        _checkpointing.set(True)
+        return self._compute(value)
+
+    def recompute(self, value: Value) -> Value:
+        """``R[i,j]``, on the thread of a backward."""
+        return self._context.run_recomputation(self._recompute, value)
+
+    def _recompute(self, value: Value) -> Value:
+        _recomputing.set(True)
+        return self._compute(value)
+
+    def _compute(self, value: Value) -> Value:
+        if self._random is None:
+            return self._run_layers(value)
+        return self._random.run(self._run_layers, value)
+
+    def _run_layers(self, value: Value) -> Value:
+        done = 0
+        try:
+            for layer in self._partition:
+                if self.j == 0 and done == 0:
+                    args, kwargs = value
+                    value = layer(*args, **kwargs)
+                else:
+                    value = layer(value)
+                done += 1
+        except BaseException as error:
+            error.add_note(self._note(done, value))
+            raise
+        return value
+
+    def _note(self, index: int, value: Value) -> str:
+        task, phase = ("R", "recomputation") if is_recomputing() else ("F", "forward")
+        name, layer = list(self._partition._modules.items())[index]
+        return (
+            f"in {phase} {task}[{self.i},{self.j}]: partition {self.j} on {self._place}, layer "
+            f"{name!r} ({type(layer).__qualname__}), micro-batch {self.i} of {self.m}, input "
+            f"{describe(value)}"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Computation [{self.i},{self.j}] of {self.m} micro-batches on {self._place}>"

@@ -1,0 +1,78 @@
+"""Which devices a pipe runs on, and which worker serves each partition.
+
+A CUDA device has one worker, however many partitions it holds: its tasks then reach the device in
+the clock's order. Every ``cpu`` entry is a *logical device* with a worker of its own, so that
+``['cpu', 'cpu']`` computes two partitions at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from pipert._typing import Device
+
+__all__: list[str] = []
+
+
+def default_devices(partitions: int) -> list[torch.device]:
+    """The CUDA devices in order, or, with no CUDA, one logical CPU device for each partition."""
+    if torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [torch.device("cpu")] * partitions
+
+
+def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
+    """Normalise ``devices``, refusing what this process cannot run on.
+
+    Raises:
+        TypeError: an entry is no device, or ``devices`` is a single device.
+        ValueError: an entry is neither CPU nor CUDA, or names a CUDA device that is not there.
+    """
+    if isinstance(devices, str | torch.device):
+        raise TypeError(
+            f"devices must be a sequence with one device for each partition, got {devices!r}; "
+            f"write devices=[{str(devices)!r}]"
+        )
+    return [_parse(device) for device in devices]
+
+
+def _parse(device: Device) -> torch.device:
+    if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+        raise TypeError(f"a device must be a torch.device, str or int, got {device!r}")
+    if isinstance(device, int):
+        parsed = torch.device("cuda", device)
+    else:
+        parsed = torch.device(device)
+    if parsed.type == "cpu":
+        return torch.device("cpu")
+    if parsed.type != "cuda":
+        raise ValueError(
+            f"devices must be CPU or CUDA devices, got {parsed}; pipert does not know how to order "
+            f"copies on {parsed.type!r}"
+        )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = parsed.index if parsed.index is not None or count == 0 else torch.cuda.current_device()
+    if index is None or index >= count:
+        raise ValueError(
+            f"devices names {parsed}, but {count} CUDA devices are available; name others, or leave "
+            "devices out to take what there is"
+        )
+    return torch.device("cuda", index)
+
+
+def assign_workers(devices: list[torch.device]) -> list[int]:
+    """The worker of each partition: shared for one CUDA device, its own for each ``cpu`` entry."""
+    workers: list[int] = []
+    of_cuda: dict[torch.device, int] = {}
+    count = 0
+    for device in devices:
+        worker = of_cuda.get(device)
+        if worker is None:
+            worker = count
+            count += 1
+            if device.type == "cuda":
+                of_cuda[device] = worker
+        workers.append(worker)
+    return workers

@@ -1,0 +1,56 @@
+"""The exceptions that pipert raises for a wrong *state*.
+
+A wrong argument is a ``TypeError``, ``ValueError`` or ``IndexError``; what a layer raises comes out
+as it is, with a note. What is left is here. Each is made fresh where it is raised: a shared
+instance would gather the tracebacks of everyone who caught it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "NestedCheckpointError",
+    "PipeClosedError",
+    "PipertError",
+    "RecomputationError",
+    "ReentrantCallError",
+    "WorkerDiedError",
+]
+
+
+class PipertError(RuntimeError):
+    """Base of the errors below, so that a service can tell them from those of its layers."""
+
+
+class PipeClosedError(PipertError):
+    """The pipe was called after :meth:`Pipe.close`, or closed by another thread during the call."""
+
+
+class WorkerDiedError(PipertError):
+    """A worker thread ended while tasks were waiting for it.
+
+    Only something outside pipert does that, such as an asynchronous exception thrown into the
+    thread. The next call starts a new worker. Unlike :class:`PipeClosedError` nobody asked for it.
+    """
+
+
+class ReentrantCallError(PipertError):
+    """A layer called the pipe that was running it; its worker would wait for itself for ever."""
+
+
+class RecomputationError(PipertError):
+    """A recomputation saved other tensors than its forward did, so gradients would be wrong.
+
+    Layers must be referentially transparent under checkpointing (section 3 of the paper).
+    """
+
+
+class NestedCheckpointError(PipertError):
+    """``torch.utils.checkpoint`` inside a layer of a pipe drew from the CPU's random generator.
+
+    It would replay other random numbers than it drew in the forward, because it saves the state of
+    a generator that the workers of one process share.
+    """
+
+
+class QueueClosed(Exception):
+    """A closed queue was used. Never leaves pipert: the one who catches it settles the task."""

@@ -1,0 +1,111 @@
+"""The model side: splitting a Sequential into partitions and placing them on devices.
+
+Layers stay the objects they are, under the names they have, so parameters keep their identity and the
+``state_dict`` its keys whatever the balance is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipert.autograd.random import may_draw
+
+__all__: list[str] = []
+
+
+def check_module(module: Any) -> None:
+    """Refuse what is no plain Sequential.
+
+    Raises:
+        TypeError: not an ``nn.Sequential``, or a subclass with a ``forward`` of its own, which would
+            never be called.
+    """
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
+            "an nn.Sequential in the order in which they run"
+        )
+    if type(module).forward is not nn.Sequential.forward:
+        raise TypeError(
+            f"{type(module).__qualname__} overrides forward, which a pipe would never call; make "
+            "what it does a layer of a plain nn.Sequential"
+        )
+
+
+def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | None) -> None:
+    """Refuse a balance that does not fit the module; ``devices`` is how many there are, if known.
+
+    Raises:
+        ValueError: an entry is not positive, or the entries do not add up to the layers.
+        IndexError: there are more partitions than devices.
+    """
+    layers = len(module)
+    even = even_balance(layers, min(layers, max(1, len(balance))))
+    advice = f"; an even split would be balance={even}" if layers else ""
+    if any(count <= 0 for count in balance):
+        raise ValueError(f"each entry of balance must be positive, got {list(balance)}{advice}")
+    if sum(balance) != layers:
+        raise ValueError(
+            f"balance must add up to the number of layers, but {list(balance)} adds up to "
+            f"{sum(balance)} and the module has {layers}{advice}"
+        )
+    if devices is not None and len(balance) > devices:
+        raise IndexError(
+            f"each partition needs a device, but balance has {len(balance)} partitions and there "
+            f"are {devices} devices; use a shorter balance, or name devices (one may appear twice)"
+        )
+
+
+def even_balance(layers: int, partitions: int) -> list[int]:
+    """Layers for each partition, as equal as possible, the longer ones first."""
+    return [layers // partitions + (j < layers % partitions) for j in range(partitions)]
+
+
+def split(
+    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
+) -> tuple[nn.Sequential, ...]:
+    """The partitions, placed on their devices.
+
+    Raises:
+        ValueError: a parameter or buffer is used on two devices; nothing has moved then.
+    """
+    named = list(module._modules.items())
+    partitions = []
+    start = 0
+    for count in balance:
+        partition = nn.Sequential()
+        # add_module refuses names that are attributes, such as a layer called 'train'.
+        partition._modules.update(named[start : start + count])
+        partition.training = module.training
+        partitions.append(partition)
+        start += count
+    _check_shared(partitions, devices)
+    for partition, device in zip(partitions, devices, strict=True):
+        partition.to(device)
+    return tuple(partitions)
+
+
+def _check_shared(partitions: list[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    homes: dict[torch.Tensor, tuple[str, torch.device]] = {}
+    clashes = []
+    for partition, device in zip(partitions, devices, strict=True):
+        tensors = [*partition.named_parameters(), *partition.named_buffers()]
+        for name, tensor in tensors:
+            other, home = homes.setdefault(tensor, (name, device))
+            if home != device:
+                clashes.append(f"{other!r} on {home} is {name!r} on {device}")
+    if clashes:
+        raise ValueError(
+            "a parameter or buffer shared by several layers must stay on one device, but "
+            + "; ".join(clashes)
+            + ". Choose a balance that puts those layers on one device"
+        )
+
+
+def draws(partition: nn.Sequential) -> bool:
+    """Whether one of its layers could draw random numbers, in the mode it is in now."""
+    return any(may_draw(layer) for layer in partition)

@@ -1,0 +1,253 @@
+"""``Pipe``: an ``nn.Sequential`` that runs pipeline-parallel."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Device, Value
+from pipert.device import default_devices, parse_devices
+from pipert.microbatch import gather, scatter
+from pipert.partition import check_balance, check_module, even_balance, split
+from pipert.runtime import Runtime
+
+__all__ = ["Pipe"]
+
+_MODES = ("always", "except_last", "never")
+
+# The hooks and flags of the wrapped module that calling the pipe must honour.
+_SHARED_WITH_MODULE = (
+    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks",
+)  # fmt: skip
+
+
+class Pipe(nn.Module):
+    """Runs an ``nn.Sequential`` over several devices, one worker thread for each.
+
+    A call splits its arguments into micro-batches, passes them through the partitions in the order of
+    the deterministic clock-cycle (section 3.2 of the paper), and puts the outputs together. The
+    result is the plain module's, gradients included; use it in any training loop.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    >>> with Pipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4) as pipe:
+    ...     pipe(torch.randn(32, 8)).shape
+    torch.Size([32, 1])
+
+    Args:
+        module: the layers. They are moved to their devices, and stay the same objects under the same
+            names: ``state_dict()`` keys, parameter names and identities are the module's.
+        balance: how many layers each partition takes, in order.
+        devices: where each partition goes; more than there are partitions is fine. A CUDA device may
+            appear more than once and is served by one thread. Each ``'cpu'`` is a logical device
+            with a thread of its own. Default: the CUDA devices in order, or, with no CUDA, one
+            logical CPU device for each partition.
+        chunks: the number of micro-batches a call is split into, at most; default 1.
+        checkpoint: which micro-batches are recomputed in the backward instead of keeping their
+            activations: ``'always'``, ``'except_last'`` (default) or ``'never'``.
+
+    Raises:
+        ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks`` is
+            below one; ``checkpoint`` is unknown; a device is not there; a parameter would be
+            needed on two devices.
+        TypeError: ``module`` is no plain ``nn.Sequential``, or ``devices`` names no devices.
+        IndexError: there are more partitions than devices.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+    ) -> None:
+        super().__init__()
+        if balance is None:
+            raise ValueError(_balance_advice(module))
+        self.chunks = chunks
+        self.checkpoint = checkpoint
+        check_module(module)
+        self._balance = [int(count) for count in balance]
+        check_balance(module, self._balance, None)
+        parsed = (
+            default_devices(len(self._balance)) if devices is None else parse_devices(devices)
+        )
+        check_balance(module, self._balance, len(parsed))
+        self._devices = parsed[: len(self._balance)]
+        self._partitions = split(module, self._balance, self._devices)
+        self.training = module.training
+        # Not add_module: it refuses layers that are called like an attribute of this class.
+        self._modules.update(module._modules)
+        for name in _SHARED_WITH_MODULE:
+            self.__dict__[name] = module.__dict__[name]
+        self._start()
+
+    def _start(self) -> None:
+        self._runtime = Runtime(self._partitions, self._devices)
+        # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
+        self._stop = weakref.finalize(self, self._runtime.pool.stop)
+        self._stop.atexit = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Value:
+        """Run a mini-batch.
+
+        Args:
+            *args, **kwargs: go to the first layer; every later layer gets the one value before it.
+                Any pytree. Tensors with at least one dimension are split along dimension 0, into
+                ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
+                else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
+
+        Returns:
+            The last layer's value on the last device: tensors concatenated along dimension 0,
+            0-dimensional ones stacked to ``(micro-batches,)``, equal other leaves once.
+
+        Raises:
+            ValueError: arguments disagree on the number of rows, or outputs cannot be joined.
+            TypeError: an argument hides rows that cannot be split.
+            PipeClosedError: after :meth:`close`.
+            Exception: whatever a layer raises, with a note that says where.
+        """
+        if not self._partitions:
+            if len(args) != 1 or kwargs:
+                raise TypeError("a pipe without layers takes one positional argument")
+            return args[0]
+        inputs = scatter(args, kwargs, self._chunks)
+        m = len(inputs)
+        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
+        return gather(self._runtime.forward(inputs, checkpointed))
+
+    @property
+    def balance(self) -> list[int]:
+        """How many layers each partition has."""
+        return list(self._balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._devices)
+
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """The partitions, each an ``nn.Sequential`` of the module's own layers."""
+        return self._partitions
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches, at most. May be assigned between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        number = int(chunks)
+        if number < 1:
+            raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
+        self._chunks = number
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are recomputed. May be assigned between calls."""
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        if str(checkpoint) not in _MODES:
+            raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
+        self._checkpoint = str(checkpoint)
+
+    def close(self) -> None:
+        """End the threads and wait for them. Again: no-op. Calls after it are refused.
+
+        May be called from any thread; a call that is running is cancelled and raises
+        :class:`PipeClosedError`. From inside a layer the threads are ended, but not waited for. The
+        layers and their parameters remain usable.
+        """
+        self._runtime.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return sum(self._balance)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """The layer at ``index``, or an ``nn.Sequential`` of a slice of them."""
+        layers = [layer for partition in self._partitions for layer in partition._modules.items()]
+        if not isinstance(index, slice):
+            layer = layers[index][1]
+            assert layer is not None
+            return layer
+        part = nn.Sequential()
+        part._modules.update(layers[index])
+        part.training = self.training
+        return part
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._partitions:
+            yield from partition
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        super().train(mode)
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like come down to."""
+        for device in set(self._devices):
+            moved = fn(torch.empty(0, device=device)).device
+            if moved != device:
+                raise RuntimeError(
+                    f"the layers of a Pipe live on its devices {list(map(str, self._devices))} and "
+                    f"cannot be moved to {moved}; make a new Pipe of the module with other devices,"
+                    " or move the layers one by one after close()"
+                )
+        super()._apply(fn, recurse)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Threads are not copied; a copy starts its own."""
+        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
+        return {k: v for k, v in dict(state).items() if k not in ("_runtime", "_stop")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._start()
+
+    def extra_repr(self) -> str:
+        return f"chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+
+    def __repr__(self) -> str:
+        lines = [f"Pipe({self.extra_repr()}"]
+        for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
+            lines.append(f"  partition {j} on {device}:")
+            for name, layer in partition._modules.items():
+                lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
+        return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
+
+
+def _balance_advice(module: object) -> str:
+    layers = len(module) if isinstance(module, nn.Sequential) else 4
+    partitions = min(2, layers)
+    even = even_balance(layers, partitions) if partitions else []
+    return (
+        "balance is required: how many layers each partition takes, one entry for each device. "
+        f"This module has {layers} layers; for {partitions} devices an even split is\n\n"
+        f"    Pipe(module, balance={even}, ...)\n\n"
+        "Give a slow layer fewer neighbours: a pipeline runs at the pace of its slowest partition."
+    )

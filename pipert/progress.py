@@ -1,0 +1,72 @@
+"""How far a run is: which tasks may start, what has failed, and whether all is settled.
+
+Guarantees:
+
+* **R2** ``wait`` returns when each task of the run has run, failed or been skipped.
+* **R3** of several failures the one that comes first in the schedule is raised, whatever the timing.
+* **R4** after a failure nothing later in the schedule starts. What comes earlier still does: it might
+  fail too, and then it is the one to be raised. That is what makes R3 hold for every timing: the
+  tasks before the first failing one always run.
+
+``failed_at`` only falls, under the lock; tasks read it without.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+
+from pipert.queues.latch import Latch
+from pipert.schedule import Schedule
+
+__all__: list[str] = []
+
+
+class _Skipped(enum.Enum):
+    SKIPPED = "skipped"
+
+
+SKIPPED = _Skipped.SKIPPED
+"""Sent instead of an output when there is none."""
+
+_NEVER = 1 << 62
+
+
+class Progress:
+    """The state that the tasks of one run share."""
+
+    __slots__ = ("_errors", "_latch", "_lock", "failed_at", "schedule", "settle")
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.failed_at = _NEVER
+        self._lock = threading.Lock()
+        self._errors: dict[int, BaseException] = {}
+        self._latch = Latch(len(schedule))
+        self.settle = self._latch.arrive  # once for each task
+
+    def fail(self, position: int, error: BaseException) -> None:
+        """The task at ``position`` failed."""
+        with self._lock:
+            self._errors.setdefault(position, error)
+            self.failed_at = min(self.failed_at, position)
+
+    def cancel(self) -> None:
+        """Let no further task start. Nothing is raised for it."""
+        with self._lock:
+            self.failed_at = -1
+
+    def wait(self) -> None:
+        """Wait until all tasks are settled."""
+        self._latch.wait()
+
+    def take_error(self) -> BaseException | None:
+        """The failure to raise, if any; forget all, so that no cycle keeps their frames alive."""
+        with self._lock:
+            errors, self._errors = self._errors, {}
+        return errors[min(errors)] if errors else None
+
+    def __repr__(self) -> str:
+        state = "settled" if self._latch.is_open() else "running"
+        failed = "" if self.failed_at == _NEVER else f", failed at {self.failed_at}"
+        return f"<Progress of m={self.schedule.m} n={self.schedule.n}, {state}{failed}>"

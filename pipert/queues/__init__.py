@@ -1,0 +1,5 @@
+"""Waiting: what threads of pipert block on. Nothing here knows torch or pipelines."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,45 @@
+"""A gate that opens once, when everyone expected has arrived.
+
+Guarantees: ``wait`` returns only after ``parties`` calls of ``arrive``; ``arrive`` never blocks and
+may be called from any thread; ``wait`` on the main thread can be interrupted by a signal handler
+that raises, and may then be called again.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+__all__: list[str] = []
+
+
+class Latch:
+    """Opens at the ``parties``-th :meth:`arrive`; open from the start when ``parties`` is 0."""
+
+    __slots__ = ("_arrivals", "_gate", "_parties")
+
+    def __init__(self, parties: int) -> None:
+        self._parties = parties
+        self._arrivals = itertools.count(1)  # next() of it is one atomic step
+        self._gate = threading.Lock()
+        if parties > 0:
+            self._gate.acquire()
+
+    def arrive(self) -> None:
+        """Count one arrival; the last one opens the gate. More than ``parties`` is a bug."""
+        arrival = next(self._arrivals)
+        assert arrival <= self._parties, "more arrivals than parties"
+        if arrival == self._parties:
+            self._gate.release()
+
+    def wait(self) -> None:
+        """Block until the gate is open."""
+        with self._gate:
+            pass
+
+    def is_open(self) -> bool:
+        """Whether everyone has arrived."""
+        return not self._gate.locked()
+
+    def __repr__(self) -> str:
+        return f"<Latch of {self._parties}, {'open' if self.is_open() else 'shut'}>"

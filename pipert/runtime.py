@@ -1,0 +1,145 @@
+"""The engine of a pipe: its threads, and one mini-batch's way through them.
+
+Guarantees:
+
+* **R1** a result belongs to one run: each has queues and outputs of its own, and nothing survives it.
+* **R2** when :meth:`Runtime.forward` returns, raises or is interrupted, no task of its run is queued or
+  executing.
+* **R3**, **R4** see ``progress``.
+* **R5** after any failure the runtime is usable at once and holds no tensor of the failed run: it holds no
+  run at all. Lanes reference the run's progress, not the other way round, so no cycle delays that.
+* **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what its
+  successor waits for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+from pipert._typing import Value
+from pipert.autograd.random import RunSeed
+from pipert.clock import Posting
+from pipert.device import assign_workers
+from pipert.errors import ReentrantCallError
+from pipert.lane import Lane
+from pipert.progress import Progress
+from pipert.queues.closable import ClosableQueue
+from pipert.schedule import Schedule
+from pipert.stream import CopyStreams
+from pipert.workers.context import CallerContext
+from pipert.workers.pool import Pool
+
+__all__: list[str] = []
+
+_log = logging.getLogger("pipert")
+
+# The pools whose tasks the current code runs inside of, carried into workers like all variables.
+_inside: ContextVar[tuple[Pool, ...]] = ContextVar("pipert_inside", default=())
+
+
+class Runtime:
+    """Runs mini-batches through partitions.
+
+    Args:
+        partitions: each on its device already.
+        devices: one for each partition.
+    """
+
+    def __init__(
+        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
+    ) -> None:
+        self._partitions = tuple(partitions)
+        self._devices = tuple(devices)
+        self._workers = assign_workers(list(devices))
+        self._streams = CopyStreams()
+        served = [devices[self._workers.index(w)] for w in range(len(set(self._workers)))]
+        names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
+        self._cpu_workers = sum(device.type == "cpu" for device in served)
+        self._clock = len(names)
+        self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
+
+    def forward(self, inputs: list[Value], checkpointed: int) -> list[Value]:
+        """Compute all micro-batches; the first ``checkpointed`` of them with checkpointing.
+
+        Args:
+            inputs: ``(args, kwargs)`` for each micro-batch. Emptied as the run goes on.
+            checkpointed: from 0 to ``len(inputs)``.
+
+        Returns:
+            The last partition's output for each micro-batch.
+        """
+        if self.pool in _inside.get():
+            raise ReentrantCallError(
+                "a layer called the pipe that is running it, whose worker would wait for itself; "
+                "call the layers it needs directly"
+            )
+        self.pool.start()
+        progress = Progress(Schedule(len(inputs), len(self._partitions)))
+        outputs: list[Value] = []
+        lanes = self._lanes(progress, inputs, outputs, checkpointed)
+        posting = Posting(lanes, self._workers, self.pool.put)
+        try:
+            self.pool.put(self._clock, posting)
+            progress.wait()
+        except BaseException:
+            progress.cancel()
+            if not posting.withdraw():
+                _wait_out(progress)
+            raise
+        error = progress.take_error()
+        if error is None:
+            return outputs
+        try:
+            raise error
+        finally:
+            del error  # it references this frame
+
+    def _lanes(
+        self, progress: Progress, inputs: list[Value], outputs: list[Value], checkpointed: int
+    ) -> list[Lane]:
+        context = CallerContext(
+            [device for device in set(self._devices) if device.type == "cuda"], self._cpu_workers
+        )
+        context.set_variable(_inside, (*_inside.get(), self.pool))
+        seed = RunSeed()
+        devices, n = self._devices, len(self._devices)
+        queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
+        return [
+            Lane(
+                j,
+                self._partitions[j],
+                devices[j],
+                devices[j - 1] if j > 0 else None,
+                devices[j + 1] if j < n - 1 else None,
+                checkpointed,
+                progress,
+                context,
+                seed,
+                self._streams,
+                queues[j - 1] if j > 0 else inputs,
+                queues[j].put if j < n - 1 else outputs.append,
+            )
+            for j in range(n)
+        ]
+
+    def close(self) -> None:
+        """End the threads; join them, unless a task of this runtime is what calls."""
+        self.pool.close(join=self.pool not in _inside.get())
+
+    def __repr__(self) -> str:
+        return f"<Runtime of {len(self._partitions)} partitions, {self.pool!r}>"
+
+
+def _wait_out(progress: Progress) -> None:
+    """R2 for an interrupted caller: the tasks that are executing cannot be interrupted."""
+    while True:
+        try:
+            progress.wait()
+            return
+        except BaseException:
+            _log.warning("interrupted again; still waiting for the layers that are executing")

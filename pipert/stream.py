@@ -1,0 +1,75 @@
+"""CUDA streams for copies, or nothing at all on CPU (section 3.2.3 of the paper).
+
+Copies between devices run on streams of their own, so that they neither block computation nor are
+blocked by it. There is one for each device and micro-batch: micro-batches do not depend on each
+other, so their copies need not either.
+
+What keeps memory safe: the source of a copy may be dropped while the copy still reads it, and the
+result is allocated on the copy stream but read on the compute stream. Both are told to the
+allocator with ``record_stream``, for tensors that really change device only. Nothing that stays on
+its device is ever recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from pipert._typing import Tensors
+
+__all__: list[str] = []
+
+
+class CopyStreams:
+    """The copy streams of one pipe, made at first use and kept: streams are a limited resource."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # callers of one pipe may ask at once
+        self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+
+    def get(self, device: torch.device, i: int) -> torch.cuda.Stream | None:
+        """The stream for copies of micro-batch ``i`` from or to ``device``; ``None`` on CPU."""
+        if device.type != "cuda":
+            return None
+        with self._lock:
+            stream = self._streams.get((device, i))
+            if stream is None:
+                stream = self._streams[device, i] = torch.cuda.Stream(device)
+            return stream
+
+    def __repr__(self) -> str:
+        return f"<CopyStreams, {len(self._streams)} made>"
+
+
+def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """The stream that the current thread computes on; ``None`` on CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def wait(waiter: torch.cuda.Stream | None, awaited: torch.cuda.Stream | None) -> None:
+    """Make what comes next on ``waiter`` wait for what is on ``awaited`` now. CPU: no-op."""
+    if waiter is not None and awaited is not None:
+        waiter.wait_stream(awaited)
+
+
+def copy(
+    tensors: Tensors,
+    device: torch.device,
+    source: torch.cuda.Stream | None,
+    target: torch.cuda.Stream | None,
+) -> Tensors:
+    """Copy ``tensors`` to ``device``; reading on stream ``source``, writing on ``target``.
+
+    The caller has made ``source`` wait for what computes the tensors, and makes its compute stream
+    wait for ``target`` before it reads the results. A copy to the CPU returns when it is done.
+    """
+    with torch.cuda.stream(source), torch.cuda.stream(target):
+        results = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors]
+    reader = compute_stream(device)
+    for tensor, result in zip(tensors, results, strict=True):
+        if source is not None:
+            tensor.record_stream(source)
+        if reader is not None:
+            result.record_stream(reader)
+    return tuple(results)

@@ -1,0 +1,55 @@
+"""Reaching the tensors inside a value, which is any pytree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipert._typing import Tensors, Value
+
+__all__: list[str] = []
+
+
+def select(
+    value: Value, wanted: Callable[[Tensor], bool]
+) -> tuple[Tensors, Callable[[Tensors], Value]]:
+    """The tensors of ``value`` that are ``wanted``, and a function that puts others in their place."""
+    if isinstance(value, Tensor):
+        return ((value,), _only) if wanted(value) else ((), lambda _: value)
+    leaves, spec = pytree.tree_flatten(value)
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
+
+    def rebuild(tensors: Tensors) -> Value:
+        for k, tensor in zip(places, tensors, strict=True):
+            leaves[k] = tensor
+        return pytree.tree_unflatten(leaves, spec)
+
+    return tuple(leaves[k] for k in places), rebuild
+
+
+def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
+    """:func:`select` of the tensors that require grad."""
+    return select(value, _requires_grad)
+
+
+def describe(value: Value) -> str:
+    """How an error shows a value: tensors by dtype and shape, the rest by structure and type."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, tuple | list):
+        inner = ", ".join(map(describe, value))
+        return f"({inner})" if isinstance(value, tuple) else f"[{inner}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {describe(item)}" for key, item in value.items()) + "}"
+    return type(value).__qualname__
+
+
+def _only(tensors: Tensors) -> Any:
+    return tensors[0]
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    return tensor.requires_grad

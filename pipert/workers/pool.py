@@ -1,0 +1,123 @@
+"""The threads of one pipe: when they start and how they end.
+
+Guarantees:
+
+* **P1** threads start at the first use and are reused.
+* **P2** ``close`` is idempotent, may be called from anywhere, and joins; from inside a task it cannot,
+  since the others may be waiting for that task.
+* **P3** ``stop`` ends the threads without joining; it is what runs when the last reference to a pipe is
+  dropped, in a finalizer.
+* **P4** the interpreter exits: at exit all threads are stopped and joined, for ``_AT_EXIT`` at most.
+* **P5** a forked child has none of its parent's threads; it starts its own.
+* **P6** threads are named ``pipert-<device>-<n>``, for the operating system too.
+
+The lock guards the list of threads. It is reentrant, because a signal handler may close the pool on
+the very thread that is starting it; ``stop`` does without, because a finalizer may run anywhere.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from pipert.errors import PipeClosedError, QueueClosed
+from pipert.workers.worker import Task, WorkerThread
+
+__all__: list[str] = []
+
+_AT_EXIT = 10.0  # s
+
+
+class Pool:
+    """Worker threads, one for each name.
+
+    Args:
+        names: the threads' names.
+        devices: the device each serves, as long as ``names``.
+    """
+
+    def __init__(self, names: Sequence[str], devices: Sequence[torch.device]) -> None:
+        self._names = tuple(names)
+        self._devices = tuple(devices)
+        self._closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._lock = threading.RLock()
+        self._turns = threading.Lock()
+        self._threads: list[WorkerThread] = []
+        self._pid = os.getpid()
+
+    def put(self, worker: int, task: Task) -> None:
+        """Hand a task to a worker, or abandon it if that worker does not take tasks any more."""
+        threads = self._threads
+        try:
+            threads[worker].in_queue.put(task)
+        except QueueClosed:
+            task.abandon(PipeClosedError("the pipe was closed during the call"))
+
+    def start(self) -> None:
+        """Make sure that each worker has a live thread.
+
+        Raises:
+            PipeClosedError: the pool was closed.
+        """
+        if self._pid != os.getpid():
+            self._reset()  # P5
+        if self._threads and not self._closed and all(t.is_alive() for t in self._threads):
+            return
+        with self._lock:
+            if self._closed:
+                raise PipeClosedError("the pipe was closed; make a new Pipe of the same module")
+            if not self._threads:
+                self._threads = [self._new(k) for k in range(len(self._names))]
+            for k, thread in enumerate(self._threads):
+                if not thread.is_alive():
+                    self._threads[k] = self._new(k)
+
+    def _new(self, k: int) -> WorkerThread:
+        thread = WorkerThread(self._names[k], self._devices[k], self._turns)
+        thread.start()
+        return thread
+
+    def stop(self) -> None:
+        """Let every thread end after its current task, without waiting for it (P3)."""
+        self._closed = True
+        if self._pid == os.getpid():
+            for thread in self._threads:
+                thread.stop()
+
+    def close(self, join: bool = True) -> None:
+        """Stop, and join unless a task of the pool is what calls (P2)."""
+        self.stop()
+        with self._lock:  # whoever is starting threads has finished
+            threads = list(self._threads)
+        self.stop()
+        if join and self._pid == os.getpid():
+            for thread in threads:
+                thread.join()
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`stop` or :meth:`close` was called."""
+        return self._closed
+
+    def __repr__(self) -> str:
+        alive = sum(thread.is_alive() for thread in self._threads)
+        return f"<Pool of {len(self._names)}, {alive} running{', closed' if self.closed else ''}>"
+
+
+@atexit.register
+def _end_all() -> None:
+    """P4. Daemon threads that are still in torch when the interpreter goes can crash it."""
+    threads = [thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
+    for thread in threads:
+        thread.stop()
+    deadline = time.monotonic() + _AT_EXIT
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,79 @@
+"""The loop of a worker thread.
+
+Guarantees:
+
+* **W1** each accepted task has one outcome: it is run, or it is abandoned with the reason. What its
+  computation raises is the task's own business; an exception thrown into the thread from outside
+  ends the loop, and the task at hand and all that are left are abandoned.
+* **W2** an idle worker references nothing of its last task.
+* **W3** a worker never references its pool: it gets a queue and values.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Protocol
+
+import torch
+from torch.multiprocessing import _set_thread_name
+
+from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
+from pipert.queues.closable import ClosableQueue
+from pipert.workers.turn import Turn
+
+__all__: list[str] = []
+
+_log = logging.getLogger("pipert")
+
+
+class Task(Protocol):
+    """What a worker takes from its in-queue. It is run once, or abandoned."""
+
+    def run(self, turn: Turn) -> None:
+        """Do it, on the worker, and settle it whatever happens. Gives the turn up if it blocks."""
+
+    def abandon(self, error: BaseException) -> None:
+        """It never runs, or its run was broken off, because of ``error``. Settle it, if it is not
+        settled yet. Called on any thread; must neither block nor raise."""
+
+
+class WorkerThread(threading.Thread):
+    """A daemon thread with an in-queue. Daemon, so that a layer that never returns cannot keep the
+    interpreter alive; ``pool`` ends the others properly."""
+
+    def __init__(self, name: str, device: torch.device, turns: threading.Lock) -> None:
+        in_queue: ClosableQueue[Task] = ClosableQueue()
+        super().__init__(target=work, args=(in_queue, device, Turn(turns)), name=name, daemon=True)
+        self.in_queue = in_queue
+
+    def stop(self) -> None:
+        """Let the thread end after its current task; abandon the others. From anywhere."""
+        for task in self.in_queue.close():
+            task.abandon(PipeClosedError("the pipe was closed while the task was waiting"))
+
+
+def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> None:
+    """Run tasks until the queue is closed."""
+    name = threading.current_thread().name
+    _set_thread_name(name)
+    task: Task | None = None
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        while True:
+            try:
+                task = in_queue.get(before_waiting=turn.give_up)
+            except QueueClosed:
+                return
+            task.run(turn)
+            task = None  # W2
+    finally:
+        turn.give_up()
+        left = in_queue.close()
+        if task is not None:
+            left.insert(0, task)
+        if left:
+            _log.error("%s ended with %d tasks to do", name, len(left))
+        for task in left:
+            task.abandon(WorkerDiedError(f"{name} was ended from outside while it had tasks to do"))
