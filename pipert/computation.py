@@ -12,6 +12,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.autograd.random import TaskRandom
+from pipert.microbatch import Arguments
 from pipert.value import describe
 from pipert.workers.context import CallerContext
 
@@ -95,9 +96,8 @@ class Computation:
         done = 0
         try:
             for layer in self._partition:
-                if self.j == 0 and done == 0:
-                    args, kwargs = value
-                    value = layer(*args, **kwargs)
+                if isinstance(value, Arguments):
+                    value = layer(*value.args, **value.kwargs)
                 else:
                     value = layer(value)
                 done += 1

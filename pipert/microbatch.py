@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,13 @@ from torch.utils import _pytree as pytree
 from pipert._typing import Value
 
 __all__ = ["Replicate"]
+
+
+class Arguments(NamedTuple):
+    """The arguments of the first layer, when they are not just one positional one."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 class Replicate:
@@ -70,7 +77,9 @@ class _Scatter(torch.autograd.Function):
 
 
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Value]:
-    """Split a call's arguments into at most ``chunks`` micro-batches ``(args, kwargs)``.
+    """Split a call's arguments into at most ``chunks`` micro-batches.
+
+    Each is the value of the first layer's only positional argument, or :class:`Arguments`.
 
     Raises:
         ValueError: two leaves disagree on the batch size; both paths and sizes are named.
@@ -98,11 +107,18 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     m = max(1, min(chunks, 1 if batch is None else batch))
     if m == 1:
         whole = [leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]
-        return [pytree.tree_unflatten(whole, spec)]
+        return [_as_value(*pytree.tree_unflatten(whole, spec))]
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     columns = [_split(leaf, sizes) for leaf in leaves]
-    return [pytree.tree_unflatten(list(row), spec) for row in zip(*columns, strict=True)]
+    if args and args[0] is leaves[0] and len(leaves) == 1:
+        return columns[0]
+    rows = zip(*columns, strict=True)
+    return [_as_value(*pytree.tree_unflatten(list(row), spec)) for row in rows]
+
+
+def _as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+    return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
 def gather(outputs: list[Value]) -> Value:

@@ -21,18 +21,27 @@ def select(
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     leaves, spec = pytree.tree_flatten(value)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
+    selected = tuple([leaves[k] for k in places])
+    for k in places:
+        leaves[k] = None  # whoever keeps ``rebuild`` does not keep them
 
     def rebuild(tensors: Tensors) -> Value:
+        filled = list(leaves)
         for k, tensor in zip(places, tensors, strict=True):
-            leaves[k] = tensor
-        return pytree.tree_unflatten(leaves, spec)
+            filled[k] = tensor
+        return pytree.tree_unflatten(filled, spec)
 
-    return tuple(leaves[k] for k in places), rebuild
+    return selected, rebuild
 
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """:func:`select` of the tensors that require grad."""
     return select(value, _requires_grad)
+
+
+def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
+    """:func:`select` of all tensors."""
+    return select(value, _any)
 
 
 def describe(value: Value) -> str:
@@ -53,3 +62,7 @@ def _only(tensors: Tensors) -> Any:
 
 def _requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
+
+
+def _any(_: Tensor) -> bool:
+    return True

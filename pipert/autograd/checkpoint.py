@@ -32,11 +32,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipert._typing import Tensors, Value
 from pipert.errors import RecomputationError
-from pipert.value import describe
+from pipert.value import describe, tensors_of
 
 __all__: list[str] = []
 
@@ -82,14 +81,14 @@ class Checkpoint:
             as they would get what is saved without checkpointing.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "_replay", "_slots", "_spec", "pack", "unpack")
+    __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "_slots", "pack", "unpack")
 
     def __init__(
         self, replay: Callable[[Value], Value], value: Value, hooks: tuple[Hook, Hook] | None
     ) -> None:
         self._replay = replay
-        leaves, self._spec = pytree.tree_flatten(value)
-        self._inputs = [_Input(x) if isinstance(x, Tensor) else x for x in leaves]
+        tensors, self._rebuild = tensors_of(value)
+        self._inputs = [_Input(tensor) for tensor in tensors]
         self._slots: list[weakref.ref[_Slot]] = []
         self.pack, self.unpack = hooks if hooks is not None else (None, None)
 
@@ -101,7 +100,8 @@ class Checkpoint:
             self._slots.append(weakref.ref(slot))
             return slot
 
-        own = pytree.tree_map_only(Tensor, torch.clone, value)
+        tensors, rebuild = tensors_of(value)
+        own = rebuild(tuple([tensor.clone() for tensor in tensors]))
         with torch.autograd.graph.saved_tensors_hooks(keep, _Slot.take):
             return compute(own)
 
@@ -125,8 +125,7 @@ class Checkpoint:
                 slot.fill(kept if self.pack is None else self.pack(kept))
 
         with torch.enable_grad():
-            leaves = [x.fresh() if isinstance(x, _Input) else x for x in self._inputs]
-            value = pytree.tree_unflatten(leaves, self._spec)
+            value = self._rebuild(tuple([x.fresh() for x in self._inputs]))
             with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
                 self._replay(value)
         missing = sum(1 for _ in slots)

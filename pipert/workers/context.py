@@ -76,7 +76,7 @@ class CallerContext:
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._threads = torch.get_num_threads()
         self._threads_share = max(1, self._threads // max(1, cpu_workers))
-        self._plain = not (
+        self._plain = self._autocast == _NEW_THREAD_AUTOCAST and not (
             self._inference
             or self._function_modes
             or self._dispatch_modes
@@ -93,30 +93,36 @@ class CallerContext:
         self._variables.run(variable.set, value)
 
     def run_forward(self, function: Callable[..., T], *args: Any) -> T:
-        """``function(*args)`` for ``F[i,j]``, on a worker."""
+        """``function(*args)`` for ``F[i,j]``, on a worker: a thread with nothing put on."""
         if torch.get_num_threads() != self._threads_share:
             set_own_threads(self._threads_share)
         for stream in self._streams:
             torch.cuda.set_stream(stream)
-        return self._run(False, function, *args)
+        if not self._plain:
+            return self._run_unusual(False, function, *args)
+        torch._C._set_grad_enabled(self._grad)
+        try:
+            return self._variables.copy().run(function, *args)
+        finally:
+            torch._C._set_grad_enabled(True)
 
     def run_recomputation(self, function: Callable[..., T], *args: Any) -> T:
-        """``function(*args)`` for ``R[i,j]``, on a thread that runs a backward."""
+        """``function(*args)`` for ``R[i,j]``, on a thread that runs a backward under modes of its own."""
         threads = torch.get_num_threads()
         if threads == self._threads:
-            return self._run(True, function, *args)
+            if self._plain and _nothing_put_on():
+                return self._variables.copy().run(function, *args)
+            return self._run_unusual(True, function, *args)
         torch.set_num_threads(self._threads)
         try:
-            return self._run(True, function, *args)
+            return self._run_unusual(True, function, *args)
         finally:
             torch.set_num_threads(threads)
 
-    def _run(self, clear_cache: bool, function: Callable[..., T], *args: Any) -> T:
+    def _run_unusual(self, clear_cache: bool, function: Callable[..., T], *args: Any) -> T:
         grad = torch.is_grad_enabled()
         torch._C._set_grad_enabled(self._grad)
         try:
-            if self._plain and self._autocast == _get_autocast() and not _modes_are_on():
-                return self._variables.copy().run(function, *args)
             with self._unusual(clear_cache):
                 return self._variables.copy().run(function, *args)
         finally:
@@ -171,6 +177,15 @@ def _get_autocast() -> Autocast:
     )
 
 
+def _get_new_thread_autocast() -> Autocast:
+    found: list[Autocast] = []
+    _on_new_thread(lambda: found.append(_get_autocast()))
+    return found[0]
+
+
+_NEW_THREAD_AUTOCAST = _get_new_thread_autocast()
+
+
 def _set_autocast(autocast: Autocast) -> None:
     torch.set_autocast_cache_enabled(autocast[0])
     for kind, (enabled, dtype) in zip(_AUTOCAST_TYPES, autocast[1], strict=True):
@@ -200,6 +215,19 @@ def _autocast(autocast: Autocast, clear_cache: bool) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
+def _nothing_put_on() -> bool:
+    """Whether the current thread is as :meth:`CallerContext.run_recomputation` needs it.
+
+    Grad mode does not matter: a recomputation sets it.
+    """
+    return (
+        not torch.is_inference_mode_enabled()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+        and _get_autocast() == _NEW_THREAD_AUTOCAST
+    )
+
+
 def _function_modes() -> list[Any]:
     return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
 
@@ -208,10 +236,6 @@ def _dispatch_modes() -> list[Any]:
     if not torch._C._len_torch_dispatch_stack():
         return []
     return dispatch._get_current_dispatch_mode_stack()
-
-
-def _modes_are_on() -> bool:
-    return bool(torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack())
 
 
 @contextlib.contextmanager
