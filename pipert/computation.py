@@ -1,7 +1,7 @@
 """What ``F[i,j]`` and ``R[i,j]`` both do: the layers of partition *j* on micro-batch *i*.
 
-A computation outlives its run, in the graph, when it may have to be repeated. It therefore references
-the partition and what must be the same the second time, but neither the run nor a queue.
+A computation outlives its run, in the graph, when it may have to be repeated. It therefore
+references the partition and what must be the same the second time, but neither the run nor a queue.
 """
 
 from __future__ import annotations

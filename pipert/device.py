@@ -53,11 +53,13 @@ def _parse(device: Device) -> torch.device:
             f"copies on {parsed.type!r}"
         )
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = parsed.index if parsed.index is not None or count == 0 else torch.cuda.current_device()
+    index: int | None = parsed.index
+    if index is None and count:
+        index = torch.cuda.current_device()
     if index is None or index >= count:
         raise ValueError(
-            f"devices names {parsed}, but {count} CUDA devices are available; name others, or leave "
-            "devices out to take what there is"
+            f"devices names {parsed}, but {count} CUDA devices are available; name others, or "
+            "leave devices out to take what there is"
         )
     return torch.device("cuda", index)
 

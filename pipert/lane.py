@@ -14,9 +14,9 @@
     fork      token for F[i+1,j]                 Fork'      B[i+1,j] is done
     send      y to partition j+1                 Copy'      dy arrives from partition j+1
 
-What does nothing is left out: on CPU there are no copies and waits, without grad no autograd pieces at
-all, and the first and last micro-batch have nothing to join and nobody to fork for. Skips will enter
-after ``receive`` and leave before ``send``, as further values beside ``x`` and ``y``.
+What does nothing is left out: on CPU there are no copies and waits, without grad no autograd pieces
+at all, and the first and last micro-batch have nothing to join and nobody to fork for. Skips will
+enter after ``receive`` and leave before ``send``, as further values beside ``x`` and ``y``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Lane:
                         y = self._context.run_forward(self._forward, i, x)
                     finally:
                         turn.end()
-        except BaseException as error:
+        except BaseException as error:  # noqa: B036  raised in the caller
             progress.fail(position, error)
         self._send(y)
 

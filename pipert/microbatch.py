@@ -63,7 +63,7 @@ class _Scatter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sizes = sizes
         ctx.like = x.new_empty((0, *x.shape[1:]))
-        return tuple(part.detach() for part in x.split(sizes))
+        return tuple(part.detach() for part in torch.split(x, sizes))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -89,8 +89,9 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     batch: int | None = None
 
     def path(k: int) -> str:
-        (root, *rest), _ = pytree.tree_flatten_with_path((args, kwargs))[0][k]
-        return ("kwargs" if root.idx else "args") + pytree.keystr(tuple(rest))
+        keys = pytree.tree_flatten_with_path((args, kwargs))[0][k][0]
+        root = "args" if pytree.keystr(keys[:1]) == "[0]" else "kwargs"
+        return root + pytree.keystr(keys[1:])
 
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
@@ -155,7 +156,7 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
         return [leaf] * len(sizes)
     if leaf.requires_grad and torch.is_grad_enabled():
         return list(_Scatter.apply(leaf, sizes))  # type: ignore[no-untyped-call]
-    return list(leaf.split(sizes))
+    return list(torch.split(leaf, sizes))
 
 
 def _join(column: list[Any], outputs: list[Value], k: int) -> Any:

@@ -1,7 +1,7 @@
 """The model side: splitting a Sequential into partitions and placing them on devices.
 
-Layers stay the objects they are, under the names they have, so parameters keep their identity and the
-``state_dict`` its keys whatever the balance is.
+Layers stay the objects they are, under the names they have, so parameters keep their identity and
+the ``state_dict`` its keys whatever the balance is.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def check_module(module: Any) -> None:
     """Refuse what is no plain Sequential.
 
     Raises:
-        TypeError: not an ``nn.Sequential``, or a subclass with a ``forward`` of its own, which would
-            never be called.
+        TypeError: not an ``nn.Sequential``, or a subclass with a ``forward`` of its own, which
+            would never be called.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(

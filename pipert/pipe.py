@@ -31,8 +31,8 @@ _SHARED_WITH_MODULE = (
 class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` over several devices, one worker thread for each.
 
-    A call splits its arguments into micro-batches, passes them through the partitions in the order of
-    the deterministic clock-cycle (section 3.2 of the paper), and puts the outputs together. The
+    A call splits its arguments into micro-batches, passes them through the partitions in the order
+    of the deterministic clock-cycle (section 3.2 of the paper), and puts the outputs together. The
     result is the plain module's, gradients included; use it in any training loop.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -41,20 +41,20 @@ class Pipe(nn.Module):
     torch.Size([32, 1])
 
     Args:
-        module: the layers. They are moved to their devices, and stay the same objects under the same
-            names: ``state_dict()`` keys, parameter names and identities are the module's.
+        module: the layers. They move to their devices, and stay the same objects under the
+            same names: ``state_dict()`` keys, parameter names and identities are the module's.
         balance: how many layers each partition takes, in order.
-        devices: where each partition goes; more than there are partitions is fine. A CUDA device may
-            appear more than once and is served by one thread. Each ``'cpu'`` is a logical device
-            with a thread of its own. Default: the CUDA devices in order, or, with no CUDA, one
-            logical CPU device for each partition.
+        devices: where each partition goes; more than there are partitions is fine. A CUDA device
+            may appear more than once and is served by one thread. Each ``'cpu'`` is a logical
+            device with a thread of its own. Default: the CUDA devices in order, or, with no CUDA,
+            one logical CPU device for each partition.
         chunks: the number of micro-batches a call is split into, at most; default 1.
         checkpoint: which micro-batches are recomputed in the backward instead of keeping their
             activations: ``'always'``, ``'except_last'`` (default) or ``'never'``.
 
     Raises:
-        ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks`` is
-            below one; ``checkpoint`` is unknown; a device is not there; a parameter would be
+        ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
+            is below one; ``checkpoint`` is unknown; a device is not there; a parameter would be
             needed on two devices.
         TypeError: ``module`` is no plain ``nn.Sequential``, or ``devices`` names no devices.
         IndexError: there are more partitions than devices.
@@ -184,6 +184,7 @@ class Pipe(nn.Module):
     def __getitem__(self, index: int) -> nn.Module: ...
     @overload
     def __getitem__(self, index: slice) -> nn.Sequential: ...
+
     def __getitem__(self, index: int | slice) -> nn.Module:
         """The layer at ``index``, or an ``nn.Sequential`` of a slice of them."""
         layers = [layer for partition in self._partitions for layer in partition._modules.items()]
@@ -217,16 +218,15 @@ class Pipe(nn.Module):
                     f"cannot be moved to {moved}; make a new Pipe of the module with other devices,"
                     " or move the layers one by one after close()"
                 )
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads are not copied; a copy starts its own."""
-        state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__
-        return {k: v for k, v in dict(state).items() if k not in ("_runtime", "_stop")}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_runtime", "_stop")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start()
 
     def extra_repr(self) -> str:

@@ -3,10 +3,11 @@
 Guarantees:
 
 * **R2** ``wait`` returns when each task of the run has run, failed or been skipped.
-* **R3** of several failures the one that comes first in the schedule is raised, whatever the timing.
-* **R4** after a failure nothing later in the schedule starts. What comes earlier still does: it might
-  fail too, and then it is the one to be raised. That is what makes R3 hold for every timing: the
-  tasks before the first failing one always run.
+* **R3** of several failures the one that comes first in the schedule is raised, whatever the
+  timing.
+* **R4** after a failure nothing later in the schedule starts. What comes earlier still does: it
+  might fail too, and then it is the one to be raised. That is what makes R3 hold for every timing:
+  the tasks before the first failing one always run.
 
 ``failed_at`` only falls, under the lock; tasks read it without.
 """

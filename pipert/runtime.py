@@ -2,14 +2,16 @@
 
 Guarantees:
 
-* **R1** a result belongs to one run: each has queues and outputs of its own, and nothing survives it.
-* **R2** when :meth:`Runtime.forward` returns, raises or is interrupted, no task of its run is queued or
-  executing.
+* **R1** a result belongs to one run: each has queues and outputs of its own, and nothing survives
+  it.
+* **R2** when :meth:`Runtime.forward` returns, raises or is interrupted, no task of its run is
+  queued or executing.
 * **R3**, **R4** see ``progress``.
-* **R5** after any failure the runtime is usable at once and holds no tensor of the failed run: it holds no
-  run at all. Lanes reference the run's progress, not the other way round, so no cycle delays that.
-* **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what its
-  successor waits for.
+* **R5** after any failure the runtime is usable at once and holds no tensor of the failed run: it
+  holds no run at all. Lanes reference the run's progress, not the other way round, so no cycle
+  delays that.
+* **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what
+  its successor waits for.
 """
 
 from __future__ import annotations
@@ -141,5 +143,5 @@ def _wait_out(progress: Progress) -> None:
         try:
             progress.wait()
             return
-        except BaseException:
+        except BaseException:  # noqa: B036  the first interrupt is being raised
             _log.warning("interrupted again; still waiting for the layers that are executing")

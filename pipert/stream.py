@@ -35,7 +35,8 @@ class CopyStreams:
         with self._lock:
             stream = self._streams.get((device, i))
             if stream is None:
-                stream = self._streams[device, i] = torch.cuda.Stream(device)
+                stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                self._streams[device, i] = stream
             return stream
 
     def __repr__(self) -> str:

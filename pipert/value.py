@@ -16,7 +16,7 @@ __all__: list[str] = []
 def select(
     value: Value, wanted: Callable[[Tensor], bool]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """The tensors of ``value`` that are ``wanted``, and a function that puts others in their place."""
+    """The tensors of ``value`` that are ``wanted``, and what puts others in their place."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     leaves, spec = pytree.tree_flatten(value)

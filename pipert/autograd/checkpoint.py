@@ -2,26 +2,29 @@
 
 The standard way to checkpoint is one autograd function that runs the forward without grad and, in
 its backward, runs it again and calls ``backward`` inside. That ties recomputation to
-back-propagation, while the pipeline wants ``R[i,j]`` while ``dy`` is still on its way and ``B[i,j]`` after.
-The paper splits it in two functions that share memory; as long as the inner ``backward`` stays,
-``autograd.grad``, ``retain_graph``, DDP and frozen layers still behave differently.
+back-propagation, while the pipeline wants ``R[i,j]`` while ``dy`` is still on its way and
+``B[i,j]`` after. The paper splits it in two functions that share memory; as long as the inner
+``backward`` stays, ``autograd.grad``, ``retain_graph``, DDP and frozen layers still behave
+differently.
 
 Here there is no inner ``backward``. Rules:
 
-1. ``F[i,j]`` runs with grad enabled under saved-tensor hooks that keep a :class:`_Slot` instead of each
-   tensor that an operation saves. So the graph of ``B[i,j]`` is the ordinary one, without its data.
+1. ``F[i,j]`` runs with grad enabled under saved-tensor hooks that keep a :class:`_Slot` instead of
+   each tensor that an operation saves. So the graph of ``B[i,j]`` is the ordinary one, without its
+   data.
 2. :func:`recompute_before` puts one node behind the partition's output. Its backward runs the
    partition again under hooks that fill the slots, in the order in which they were made, and hands
-   the gradients on. It is the only thing between the arrival of ``dy`` and ``B[i,j]``, so the wait for
-   a copy of ``dy`` goes right below it.
+   the gradients on. It is the only thing between the arrival of ``dy`` and ``B[i,j]``, so the wait
+   for a copy of ``dy`` goes right below it.
 3. An operation of ``B[i,j]`` that reads its slot empties it: an activation lives no longer than
    without checkpointing. A slot read while empty recomputes on the spot: a graph entered past the
    node of rule 2, or an operation that reads twice.
-4. The shared memory, :class:`Checkpoint`, is owned by its slots alone, and through them by the graph.
-   Autograd drops the slots when the backward is over, and with them go the saved inputs. When no
-   slot is left there is nothing to recompute, and the node does nothing.
+4. The shared memory, :class:`Checkpoint`, is owned by its slots alone, and through them by the
+   graph. Autograd drops the slots when the backward is over, and with them go the saved inputs.
+   When no slot is left there is nothing to recompute, and the node does nothing.
 5. The inputs are kept as they were before the partition ran: the partition gets a copy, so that an
-   in-place first layer cannot spoil them. Changed by anyone else they are refused, as autograd does.
+   in-place first layer cannot spoil them. Changed by anyone else they are refused, as autograd
+   does.
 """
 
 from __future__ import annotations
@@ -90,7 +93,8 @@ class Checkpoint:
         tensors, self._rebuild = tensors_of(value)
         self._inputs = [_Input(tensor) for tensor in tensors]
         self._slots: list[weakref.ref[_Slot]] = []
-        self.pack, self.unpack = hooks if hooks is not None else (None, None)
+        self.pack: Hook | None = hooks[0] if hooks is not None else None
+        self.unpack: Hook | None = hooks[1] if hooks is not None else None
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """``compute(value)`` with each saved tensor replaced by a slot (rule 1, 5)."""

@@ -7,18 +7,19 @@ stream of random numbers of its own:
 * Its seed comes from the run's seed and the task's place ``(i, j)``. The run's seed is one number
   drawn from the caller's generator, when the first task of the run asks for random numbers: a
   model without randomness leaves the generator as it was, a random one moves it by one draw.
-* While a layer runs, a ``TorchFunctionMode`` watches for functions that draw. Under a lock it gives the
-  default generator the state of the task's stream, calls the function, and puts everything back.
-  The lock is held for one function, never while anything else waits.
+* While a layer runs, a ``TorchFunctionMode`` watches for functions that draw. Under a lock it gives
+  the default generator the state of the task's stream, calls the function, and puts everything
+  back. The lock is held for one function, never while anything else waits.
 * ``R[i,j]`` starts the same stream again.
 
-Layers known not to draw (``may_draw``) run without the watching, which costs about a microsecond for
-each torch function. What draws without passing a torch function, such as compiled code, draws from
-the shared generator, as it would without pipert.
+Layers known not to draw (``may_draw``) run without the watching, which costs about a microsecond
+for each torch function. What draws without passing a torch function, such as compiled code, draws
+from the shared generator, as it would without pipert.
 
-A **CUDA** device has a generator of its own, and one worker, whose tasks draw in a fixed order. There
-``F[i,j]`` notes the state and ``R[i,j]`` puts it back for its duration; a lock for each device keeps
-the two apart. A run inside a layer of another run takes no such lock: the outer one holds it.
+A **CUDA** device has a generator of its own, and one worker, whose tasks draw in a fixed order.
+There ``F[i,j]`` notes the state and ``R[i,j]`` puts it back for its duration; a lock for each
+device keeps the two apart. A run inside a layer of another run takes no such lock: the outer one
+holds it.
 """
 
 from __future__ import annotations
@@ -247,11 +248,10 @@ def _functions_that_draw() -> frozenset[str]:
         "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank",
     }  # fmt: skip
     for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        if isinstance(packet, torch._ops.OpOverloadPacket) and any(
-            torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags
-            for overload in packet.overloads()
-        ):
+        packet: Any = getattr(torch.ops.aten, name)
+        overloads: list[str] = getattr(packet, "overloads", list)()
+        tags = [tag for overload in overloads for tag in getattr(packet, overload).tags]
+        if torch.Tag.nondeterministic_seeded in tags:
             names.add(name)
     return frozenset(names)
 

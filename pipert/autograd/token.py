@@ -7,15 +7,15 @@ order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of 
     y, token = fork(y)          # at the end of F[i,j]
     x = join(x, token)          # at the start of F[i+1,j]
 
-In the backward, ``Join'`` of ``B[i+1,j]`` comes last, and ``Fork'`` of ``B[i,j]``, which comes first,
-has to wait for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is over when
-*all* its gradients are there.
+In the backward, ``Join'`` of ``B[i+1,j]`` comes last, and ``Fork'`` of ``B[i,j]``, which comes
+first, has to wait for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is
+over when *all* its gradients are there.
 
 Where no input is differentiable, as usual in the first partition, there is nothing to join to, and
 making an input differentiable would compute a gradient that nobody asked for. There the fork takes
-the previous token itself. ``Fork'`` of ``i+1`` then releases ``Fork'`` of ``i`` before ``B[i+1,j]`` is over,
-but the engine still runs ``B[i+1,j]`` first: among ready nodes it takes the one made last, and the
-nodes of ``F[i+1,j]`` were made after the fork of ``i`` by the same thread
+the previous token itself. ``Fork'`` of ``i+1`` then releases ``Fork'`` of ``i`` before ``B[i+1,j]``
+is over, but the engine still runs ``B[i+1,j]`` first: among ready nodes it takes the one made last,
+and the nodes of ``F[i+1,j]`` were made after the fork of ``i`` by the same thread
 (``test_backward_runs_in_reverse_order_without_differentiable_input``).
 
 Outputs are detached tensors rather than the inputs as they are: torch forbids in-place operations

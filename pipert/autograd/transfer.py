@@ -1,7 +1,8 @@
 """Copy and Wait: moving values between devices inside the graph (section 3.2.3 of the paper).
 
-Each does in the backward what the other direction needs: ``Copy'`` brings the gradient back over the
-same two streams, and ``Wait'`` lets what waited go on to be waited for. On CPU the lane has neither.
+Each does in the backward what the other direction needs: ``Copy'`` brings the gradient back over
+the same two streams, and ``Wait'`` lets what waited go on to be waited for. On CPU the lane has
+neither.
 """
 
 from __future__ import annotations

@@ -40,11 +40,11 @@ class ClosableQueue(Generic[T]):
 
     def put(self, item: T) -> None:
         """Append ``item``; :class:`QueueClosed` if the queue does not accept it any more."""
-        if self._closed:
+        if self.is_closed():
             raise QueueClosed
         cell = [item]
         self._cells.put(cell)
-        if self._closed and _take(cell) is not None:
+        if self.is_closed() and _take(cell) is not None:
             raise QueueClosed
 
     def get(self, before_waiting: Callable[[], None] | None = None) -> T:
@@ -77,6 +77,10 @@ class ClosableQueue(Generic[T]):
                 left.append(taken[0])
         self._cells.put(None)
         return left
+
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called; with other threads about, only "yes" lasts."""
+        return self._closed
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"

@@ -5,22 +5,23 @@ caller's: autocast would be lost and training run in float32 without a word. A
 :class:`CallerContext` is captured in the call and put on around ``F[i,j]`` on the worker and around
 ``R[i,j]`` on whatever thread runs the backward. Each row:
 
-=====================  ============================================================================
-grad mode              as the caller's
-inference mode         as the caller's
-autocast               enabled and dtype of every device type, cache
-default device         with all other torch-function modes, which it is one of
-dispatch modes         as the caller's stack
-context variables      a copy for each task: changes stay in the task
-saved-tensor hooks     the caller's innermost pair
-current streams        of each CUDA device of the pipe (``F`` only: autograd sets those of ``R``)
-intra-op threads       the caller's count, shared out among the pipe's CPU workers in ``F`` (``R`` runs
-                       alone on its thread, with all of them)
-deterministic          process-wide in torch, so seen anyway; nothing to carry
-=====================  ============================================================================
+====================  ==========================================================================
+grad mode             as the caller's
+inference mode        as the caller's
+autocast              enabled and dtype of every device type, and whether it caches
+default device        with all other torch-function modes, one of which it is
+dispatch modes        as the caller's stack
+context variables     a copy for each task: changes stay in the task
+saved-tensor hooks    the caller's innermost pair
+current streams       of each CUDA device of the pipe; in ``R`` autograd has set them
+intra-op threads      in ``F`` the caller's count shared out among the pipe's CPU workers; in ``R``,
+                      which runs alone on its thread, all of them
+deterministic         process-wide in torch, so it is seen anyway and nothing is carried
+====================  ==========================================================================
 
-**W4** what is put on is taken off again, also after an error. The count of intra-op threads stays with the
-worker, who owns its thread; :func:`set_own_threads` says how the rest of the process is spared.
+**W4** what is put on is taken off again, also after an error. The count of intra-op threads stays
+with the worker, who owns its thread; :func:`set_own_threads` says how the rest of the process is
+spared.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class CallerContext:
         return self._grad and not self._inference
 
     def set_variable(self, variable: contextvars.ContextVar[T], value: T) -> None:
-        """Let the tasks see ``value`` in ``variable``; the caller does not. Before the first task."""
+        """Let the tasks see ``value``; the caller does not. Before the first task."""
         self._variables.run(variable.set, value)
 
     def run_forward(self, function: Callable[..., T], *args: Any) -> T:
@@ -107,7 +108,7 @@ class CallerContext:
             torch._C._set_grad_enabled(True)
 
     def run_recomputation(self, function: Callable[..., T], *args: Any) -> T:
-        """``function(*args)`` for ``R[i,j]``, on a thread that runs a backward under modes of its own."""
+        """``function(*args)`` for ``R[i,j]``, on the thread of a backward."""
         threads = torch.get_num_threads()
         if threads == self._threads:
             if self._plain and _nothing_put_on():
@@ -146,10 +147,10 @@ class CallerContext:
 def set_own_threads(count: int) -> None:
     """Set the intra-op thread count of the current thread alone.
 
-    ``torch.set_num_threads`` sets it for the current thread and as the default of threads to come. The
-    default is seen and put back by a thread made for that: it starts with the default, and what it
-    sets for itself is gone with it. ``get_num_threads`` comes first, because a thread that never asked
-    would take the default again at its first operation.
+    ``torch.set_num_threads`` sets it for the current thread and as the default of threads to come.
+    The default is seen and put back by a thread made for that: it starts with the default, and what
+    it sets for itself is gone with it. ``get_num_threads`` comes first, because a thread that never
+    asked would take the default again at its first operation.
     """
     torch.get_num_threads()
     with _default_threads:
@@ -229,7 +230,10 @@ def _nothing_put_on() -> bool:
 
 
 def _function_modes() -> list[Any]:
-    return _get_current_function_mode_stack() if torch._C._len_torch_function_stack() else []
+    if not torch._C._len_torch_function_stack():
+        return []
+    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return stack
 
 
 def _dispatch_modes() -> list[Any]:
@@ -259,9 +263,9 @@ def _replace_modes(
     functions: list[Any], new_functions: list[Any], dispatches: list[Any], new_dispatches: list[Any]
 ) -> None:
     for _ in functions:
-        _pop_mode()
+        _pop_mode()  # type: ignore[no-untyped-call]
     for mode in new_functions:
-        _push_mode(mode)
+        _push_mode(mode)  # type: ignore[no-untyped-call]
     for _ in dispatches:
         dispatch._pop_mode()
     for mode in new_dispatches:

@@ -3,11 +3,12 @@
 Guarantees:
 
 * **P1** threads start at the first use and are reused.
-* **P2** ``close`` is idempotent, may be called from anywhere, and joins; from inside a task it cannot,
-  since the others may be waiting for that task.
-* **P3** ``stop`` ends the threads without joining; it is what runs when the last reference to a pipe is
-  dropped, in a finalizer.
-* **P4** the interpreter exits: at exit all threads are stopped and joined, for ``_AT_EXIT`` at most.
+* **P2** ``close`` is idempotent, may be called from anywhere, and joins; from inside a task it
+  cannot, since the others may be waiting for that task.
+* **P3** ``stop`` ends the threads without joining; it is what runs when the last reference to a
+  pipe is dropped, in a finalizer.
+* **P4** the interpreter exits: at exit all threads are stopped and joined, for ``_AT_EXIT`` at
+  most.
 * **P5** a forked child has none of its parent's threads; it starts its own.
 * **P6** threads are named ``pipert-<device>-<n>``, for the operating system too.
 

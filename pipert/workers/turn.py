@@ -2,15 +2,16 @@
 
 The standard way is to let every worker with an input run. The interpreter lock lets one of them
 execute Python at a time, and each torch operation gives it away for an instant: with eight workers
-and tasks of 20 us, most of the time went into five context switches for each task (77 us a task; 25 us
-with turns; ``benchmarks/overhead.py``). So workers whose tasks are short take turns, and keep one for
-a few tasks. Tasks that are long, such as real layers, sleep or compute outside the interpreter lock,
-know nothing of turns.
+and tasks of 20 us, most of the time went into five context switches for each task (77 us a task; 25
+us with turns; ``benchmarks/overhead.py``). So workers whose tasks are short take turns, and keep
+one for a few tasks. Tasks that are long, such as real layers, sleep or compute outside the
+interpreter lock, know nothing of turns.
 
 A turn is a hint about speed, never about order:
 
-* A worker waits for it for ``_PATIENCE`` at most, then goes on without, and does not ask for a while.
-  Tasks that wait for each other, or a task that is suddenly long, therefore delay nobody by more.
+* A worker waits for it for ``_PATIENCE`` at most, then goes on without, and does not ask for a
+  while. Tasks that wait for each other, or a task that is suddenly long, therefore delay nobody by
+  more.
 * It is given up before the worker blocks for anything else, and after ``_HOLD``.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool.
