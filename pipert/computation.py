@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from torch import nn
 
 from pipert._typing import Value
-from pipert.autograd.random import TaskRandom
+from pipert.autograd.random_state import TaskRandom
 from pipert.microbatch import Arguments
 from pipert.value import describe
 from pipert.workers.context import CallerContext

@@ -29,10 +29,9 @@ from torch import Tensor, nn
 
 from pipert import stream
 from pipert._typing import Tensors, Value
-from pipert.autograd import token as order
-from pipert.autograd import transfer
+from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
-from pipert.autograd.random import RunSeed, TaskRandom
+from pipert.autograd.random_state import RunSeed, TaskRandom
 from pipert.computation import Computation
 from pipert.partition import draws
 from pipert.progress import SKIPPED, Progress

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from pipert._typing import Value
-from pipert.autograd.random import RunSeed
+from pipert.autograd.random_state import RunSeed
 from pipert.clock import Posting
 from pipert.device import assign_workers
 from pipert.errors import ReentrantCallError

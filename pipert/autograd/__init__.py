@@ -1,7 +1,7 @@
 """The autograd pieces of the lane. Nothing here knows threads, workers or partitions.
 
-``token`` orders tasks, ``transfer`` moves tensors between devices, ``checkpoint`` trades memory for
-recomputation, ``random`` makes random numbers independent of thread timing.
+``order`` orders tasks, ``transfer`` moves tensors between devices, ``checkpoint`` trades memory for
+recomputation, ``random_state`` makes random numbers independent of thread timing.
 """
 
 from __future__ import annotations
