@@ -7,11 +7,12 @@ references the partition and what must be the same the second time, but neither 
 from __future__ import annotations
 
 from contextvars import ContextVar
+from functools import partial
 
 from torch import nn
 
 from pipert._typing import Value
-from pipert.autograd.random_state import TaskRandom
+from pipert.autograd.random_state import TaskRandom, call_layer
 from pipert.microbatch import Arguments
 from pipert.value import describe
 from pipert.workers.context import CallerContext
@@ -96,10 +97,11 @@ class Computation:
         done = 0
         try:
             for layer in self._partition:
+                call = layer if self._random is None else partial(call_layer, layer)
                 if isinstance(value, Arguments):
-                    value = layer(*value.args, **value.kwargs)
+                    value = call(*value.args, **value.kwargs)
                 else:
-                    value = layer(value)
+                    value = call(value)
                 done += 1
         except BaseException as error:
             error.add_note(self._note(done, value))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipert.autograd.random_state import may_draw
+from pipert.autograd.drawing import may_draw
 
 __all__: list[str] = []
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed
@@ -33,6 +33,7 @@ from pipert.progress import Progress
 from pipert.queues.closable import ClosableQueue
 from pipert.schedule import Schedule
 from pipert.stream import CopyStreams
+from pipert.value import select
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool
 
@@ -104,12 +105,13 @@ class Runtime:
     def _lanes(
         self, progress: Progress, inputs: list[Value], outputs: list[Value], checkpointed: int
     ) -> list[Lane]:
-        context = CallerContext(
-            [device for device in set(self._devices) if device.type == "cuda"], self._cpu_workers
-        )
+        devices = self._devices
+        on_cuda = {device for device in devices if device.type == "cuda"}
+        on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
+        context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self.pool))
         seed = RunSeed()
-        devices, n = self._devices, len(self._devices)
+        n = len(devices)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
         return [
             Lane(
@@ -135,6 +137,10 @@ class Runtime:
 
     def __repr__(self) -> str:
         return f"<Runtime of {len(self._partitions)} partitions, {self.pool!r}>"
+
+
+def _is_cuda(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _wait_out(progress: Progress) -> None:

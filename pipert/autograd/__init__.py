@@ -1,7 +1,8 @@
 """The autograd pieces of the lane. Nothing here knows threads, workers or partitions.
 
 ``order`` orders tasks, ``transfer`` moves tensors between devices, ``checkpoint`` trades memory for
-recomputation, ``random_state`` makes random numbers independent of thread timing.
+recomputation, ``random_state`` makes random numbers independent of thread timing, ``drawing`` knows
+who draws them.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ stream of random numbers of its own:
 * ``R[i,j]`` starts the same stream again.
 
 Layers known not to draw (``may_draw``) run without the watching, which costs about a microsecond
-for each torch function. What draws without passing a torch function, such as compiled code, draws
-from the shared generator, as it would without pipert.
+for each torch function. Compiled layers cannot be watched; those that could draw have the generator
+to themselves while they run, one at a time.
 
 A **CUDA** device has a generator of its own, and one worker, whose tasks draw in a fixed order.
 There ``F[i,j]`` notes the state and ``R[i,j]`` puts it back for its duration; a lock for each
@@ -38,19 +38,21 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
-from pipert.errors import NestedCheckpointError
+from pipert.autograd.drawing import FUNCTIONS_THAT_DRAW, is_compiled, may_draw
+from pipert.errors import NestedCheckpointError, ReentrantCallError
 
 __all__: list[str] = []
 
 _MASK = (1 << 64) - 1
 
 # Held while the default generator has a task's state in it.
-_swapping = threading.Lock()
+_lending = threading.Lock()
+_lent: ContextVar[bool] = ContextVar("pipert_generator_lent", default=False)
 
 
 def _renew_lock() -> None:
-    global _swapping
-    _swapping = threading.Lock()
+    global _lending
+    _lending = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_renew_lock)  # whoever held it is not there in the child
@@ -59,39 +61,48 @@ os.register_at_fork(after_in_child=_renew_lock)  # whoever held it is not there 
 class RunSeed:
     """The seed of one run, drawn when it is first needed.
 
-    Args:
-        outer: the stream of the task inside which the run was started, if any; it is drawn from
-            instead of the generator, for the same reason.
+    Made in the caller. A run inside a task of another run draws from that task's stream instead of
+    the generator, for the same reason as everything else there.
+
+    Raises:
+        ReentrantCallError: a compiled layer, which has the generator to itself, called a pipe.
     """
 
     __slots__ = ("_outer", "_seed")
 
     def __init__(self) -> None:
+        if _lent.get():
+            raise ReentrantCallError(
+                "a compiled layer called a pipe; the pipe's layers would wait for the random "
+                "generator that the compiled layer holds. Compile the layers of the inner pipe"
+            )
         self._outer = _current.get()
         self._seed: int | None = None
 
     def get(self) -> int:
-        """The seed; the caller holds ``_swapping``."""
+        """The seed; the caller holds ``_lending``."""
         if self._seed is None:
-            state = torch.default_generator.get_state()
+            shared = torch.default_generator.get_state()
             if self._outer is not None:
                 torch.default_generator.set_state(self._outer.state())
-            self._seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            number = torch.empty((), dtype=torch.int64, device="cpu").random_()
             if self._outer is not None:
                 self._outer.keep(torch.default_generator.get_state())
-                torch.default_generator.set_state(state)
+                torch.default_generator.set_state(shared)
+            self._seed = int(number.item())
         return self._seed
 
 
 class _Stream:
     """The random numbers of one task: a generator state that goes in and out of the default one."""
 
-    __slots__ = ("_place", "_seed", "_state")
+    __slots__ = ("_place", "_seed", "_state", "on_cpu")
 
-    def __init__(self, seed: RunSeed, place: int) -> None:
+    def __init__(self, seed: RunSeed, place: int, on_cpu: bool) -> None:
         self._seed = seed
         self._place = place
         self._state: Tensor | None = None
+        self.on_cpu = on_cpu
 
     def state(self) -> Tensor:
         if self._state is None:
@@ -101,6 +112,21 @@ class _Stream:
 
     def keep(self, state: Tensor) -> None:
         self._state = state
+
+    @contextlib.contextmanager
+    def in_default_generator(self) -> Iterator[None]:
+        """Let the default generator draw this stream's numbers."""
+        with _lending:
+            mine = self.state()  # first: it may draw the run's seed from the generator
+            shared = torch.default_generator.get_state()
+            torch.default_generator.set_state(mine)
+            try:
+                yield
+            finally:
+                self._state = torch.default_generator.get_state()
+                torch.default_generator.set_state(shared)
+        if not torch.equal(mine, self._state):
+            _refuse_nested_checkpoint()
 
 
 _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", default=None)
@@ -117,20 +143,10 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name not in _DRAWING or (kwargs and kwargs.get("generator") is not None):
+        if name not in FUNCTIONS_THAT_DRAW or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **kwargs or {})
-        with _swapping:
-            mine = self._stream.state()  # first: it may draw the run's seed from the generator
-            shared = torch.default_generator.get_state()
-            torch.default_generator.set_state(mine)
-            try:
-                result = func(*args, **kwargs or {})
-            finally:
-                self._stream.keep(torch.default_generator.get_state())
-                torch.default_generator.set_state(shared)
-        if not torch.equal(mine, self._stream.state()):
-            _refuse_nested_checkpoint()
-        return result
+        with self._stream.in_default_generator():
+            return func(*args, **kwargs or {})
 
 
 class TaskRandom:
@@ -151,11 +167,13 @@ class TaskRandom:
         self._device_state: Tensor | None = None
 
     def run(self, compute: Callable[[Value], Value], value: Value) -> Value:
-        """``compute(value)`` with the task's random numbers, from their start each time."""
-        stream = _Stream(self._seed, self._place)
-        token = _current.set(stream)
+        """``compute(value)`` with the task's random numbers, from their start each time.
+
+        ``compute`` calls its layers by :func:`call_layer`.
+        """
+        token = _current.set(_Stream(self._seed, self._place, self._device.type == "cpu"))
         try:
-            with self._on_device(), _Watch(stream):
+            with self._on_device():
                 return compute(value)
         finally:
             _current.reset(token)
@@ -200,14 +218,27 @@ def _exclusive(device: torch.device) -> Iterator[None]:
             _holds_device.reset(token)
 
 
-def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer could draw random numbers: anything but a leaf known not to."""
-    kind = type(layer)
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        return True
-    if kind in _DROPOUTS:
-        return layer.training
-    return kind not in _DETERMINISTIC
+def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
+    """``layer(*args, **kwargs)``, drawing from the current task's stream if there is one.
+
+    A compiled layer cannot be watched. On CPU it has the generator to itself while it runs, unless
+    no module in it could draw.
+    """
+    stream = _current.get()
+    if stream is None or not may_draw(layer):
+        return layer(*args, **kwargs)
+    if not is_compiled(layer):
+        with _Watch(stream):
+            return layer(*args, **kwargs)
+    modules = [module for module in layer.modules() if not is_compiled(module)]
+    if not stream.on_cpu or not any(map(may_draw, modules)):
+        return layer(*args, **kwargs)
+    token = _lent.set(True)
+    try:
+        with stream.in_default_generator():
+            return layer(*args, **kwargs)
+    finally:
+        _lent.reset(token)
 
 
 def _mix(number: int) -> int:
@@ -227,56 +258,8 @@ def _refuse_nested_checkpoint() -> None:
                 "from the CPU's generator; its recomputation would draw others. Take it out of the "
                 "layer and let the pipe checkpoint, with checkpoint='except_last' or 'always'"
             )
-        frame = frame.f_back if frame.f_code is not _TASK_CODE else None
+        frame = frame.f_back if frame.f_code is not _LAYER_CODE else None
 
 
 _TORCH_CHECKPOINT = torch.utils.checkpoint.__file__
-_TASK_CODE = TaskRandom.run.__code__
-
-
-def _functions_that_draw() -> frozenset[str]:
-    """Names of torch functions that may draw from a default generator.
-
-    What torch marks, and by hand what is composed of it without a mark of its own.
-    """
-    names = {
-        "_sample_dirichlet", "binomial", "dropout1d", "dropout2d", "dropout3d", "dropout_",
-        "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout",
-        "feature_dropout_", "fractional_max_pool2d", "fractional_max_pool2d_with_indices",
-        "fractional_max_pool3d", "fractional_max_pool3d_with_indices", "gumbel_softmax",
-        "multi_head_attention_forward", "random_", "rrelu", "rrelu_",
-        "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank",
-    }  # fmt: skip
-    for name in dir(torch.ops.aten):
-        packet: Any = getattr(torch.ops.aten, name)
-        overloads: list[str] = getattr(packet, "overloads", list)()
-        tags = [tag for overload in overloads for tag in getattr(packet, overload).tags]
-        if torch.Tag.nondeterministic_seeded in tags:
-            names.add(name)
-    return frozenset(names)
-
-
-_DRAWING = _functions_that_draw()
-
-_DROPOUTS = frozenset(
-    {
-        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-        nn.FeatureAlphaDropout, nn.RReLU,
-    }  # fmt: skip
-)
-
-_DETERMINISTIC = frozenset(
-    {
-        nn.Identity, nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Flatten,
-        nn.Unflatten, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
-        nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm,
-        nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
-        nn.LocalResponseNorm, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d,
-        nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
-        nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample,
-        nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReLU, nn.ReLU6,
-        nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
-        nn.Tanh, nn.Softplus, nn.Softmax, nn.LogSoftmax, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh,
-        nn.GLU, nn.Softsign, nn.Tanhshrink, nn.LogSigmoid, nn.Threshold,
-    }  # fmt: skip
-)
+_LAYER_CODE = call_layer.__code__

@@ -57,7 +57,7 @@ class CallerContext:
     """The caller's thread-local settings; immutable, shared by all tasks of a run.
 
     Args:
-        devices: the CUDA devices whose current streams matter.
+        devices: the CUDA devices whose current streams matter: the pipe's and its inputs'.
         cpu_workers: how many CPU workers share the caller's intra-op threads.
     """
 
@@ -97,8 +97,8 @@ class CallerContext:
         """``function(*args)`` for ``F[i,j]``, on a worker: a thread with nothing put on."""
         if torch.get_num_threads() != self._threads_share:
             set_own_threads(self._threads_share)
-        for stream in self._streams:
-            torch.cuda.set_stream(stream)
+        if self._streams:
+            _set_streams(self._streams)
         if not self._plain:
             return self._run_unusual(False, function, *args)
         torch._C._set_grad_enabled(self._grad)
@@ -142,6 +142,13 @@ class CallerContext:
                 )
             stack.enter_context(_modes(self._function_modes, self._dispatch_modes))
             yield
+
+
+def _set_streams(streams: list[torch.cuda.Stream]) -> None:
+    device = torch.cuda.current_device()
+    for stream in streams:
+        torch.cuda.set_stream(stream)  # makes the stream's device the current one
+    torch.cuda.set_device(device)
 
 
 def set_own_threads(count: int) -> None:

@@ -70,15 +70,19 @@ class Pool:
         """
         if self._pid != os.getpid():
             self._reset()  # P5
-        if self._threads and not self._closed and all(t.is_alive() for t in self._threads):
+        if (
+            not self._closed
+            and len(self._threads) == len(self._names)
+            and all(thread.is_alive() for thread in self._threads)
+        ):
             return
         with self._lock:
             if self._closed:
                 raise PipeClosedError("the pipe was closed; make a new Pipe of the same module")
-            if not self._threads:
-                self._threads = [self._new(k) for k in range(len(self._names))]
-            for k, thread in enumerate(self._threads):
-                if not thread.is_alive():
+            for k in range(len(self._names)):
+                if k == len(self._threads):
+                    self._threads.append(self._new(k))
+                elif not self._threads[k].is_alive():
                     self._threads[k] = self._new(k)
 
     def _new(self, k: int) -> WorkerThread:

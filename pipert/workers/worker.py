@@ -56,7 +56,7 @@ class WorkerThread(threading.Thread):
 def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> None:
     """Run tasks until the queue is closed."""
     name = threading.current_thread().name
-    _set_thread_name(name)
+    _set_thread_name(name[:15])  # what Linux takes
     task: Task | None = None
     try:
         if device.type == "cuda":

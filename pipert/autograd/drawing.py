@@ -1,0 +1,75 @@
+"""What draws random numbers: the functions of torch, and the layers that might call them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__: list[str] = []
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether a layer could draw random numbers: anything but a leaf known not to."""
+    kind = type(layer)
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return True
+    if kind in _DROPOUTS:
+        return layer.training
+    return kind not in _DETERMINISTIC
+
+
+def is_compiled(layer: nn.Module) -> bool:
+    """Whether torch.compile made or changed the layer."""
+    # Not isinstance: torch._dynamo takes long to import, and is there only if someone compiled.
+    in_place: object = getattr(layer, "_compiled_call_impl", None)
+    return in_place is not None or type(layer).__module__.startswith("torch._dynamo")
+
+
+def _functions_that_draw() -> frozenset[str]:
+    """Names of torch functions that may draw from a default generator.
+
+    What torch marks, and by hand what is composed of it without a mark of its own.
+    """
+    names = {
+        "_sample_dirichlet", "binomial", "dropout1d", "dropout2d", "dropout3d", "dropout_",
+        "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout",
+        "feature_dropout_", "fractional_max_pool2d", "fractional_max_pool2d_with_indices",
+        "fractional_max_pool3d", "fractional_max_pool3d_with_indices", "gumbel_softmax",
+        "multi_head_attention_forward", "random_", "rrelu", "rrelu_",
+        "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank",
+    }  # fmt: skip
+    for name in dir(torch.ops.aten):
+        packet: Any = getattr(torch.ops.aten, name)
+        overloads: list[str] = getattr(packet, "overloads", list)()
+        tags = [tag for overload in overloads for tag in getattr(packet, overload).tags]
+        if torch.Tag.nondeterministic_seeded in tags:
+            names.add(name)
+    return frozenset(names)
+
+
+FUNCTIONS_THAT_DRAW = _functions_that_draw()
+
+_DROPOUTS = frozenset(
+    {
+        nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+        nn.FeatureAlphaDropout, nn.RReLU,
+    }  # fmt: skip
+)
+
+_DETERMINISTIC = frozenset(
+    {
+        nn.Identity, nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.Flatten,
+        nn.Unflatten, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d,
+        nn.ConvTranspose3d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm,
+        nn.LayerNorm, nn.RMSNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+        nn.LocalResponseNorm, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d,
+        nn.AvgPool3d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d,
+        nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d, nn.Upsample,
+        nn.PixelShuffle, nn.PixelUnshuffle, nn.ZeroPad2d, nn.ReflectionPad2d, nn.ReLU, nn.ReLU6,
+        nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Sigmoid,
+        nn.Tanh, nn.Softplus, nn.Softmax, nn.LogSoftmax, nn.Hardswish, nn.Hardsigmoid, nn.Hardtanh,
+        nn.GLU, nn.Softsign, nn.Tanhshrink, nn.LogSigmoid, nn.Threshold,
+    }  # fmt: skip
+)
