@@ -22,6 +22,7 @@ enter after ``receive`` and leave before ``send``, as further values beside ``x`
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -105,11 +106,8 @@ class Lane:
             if position < progress.failed_at:
                 x = self._receive_input(i, turn)
                 if x is not SKIPPED and position < progress.failed_at:
-                    turn.begin()
-                    try:
-                        y = self._context.run_forward(self._forward, i, x)
-                    finally:
-                        turn.end()
+                    turn.take()
+                    y = self._context.run_forward(self._forward, i, x, turn)
         except BaseException as error:  # noqa: B036  raised in the caller
             progress.fail(position, error)
         self._send(y)
@@ -125,16 +123,19 @@ class Lane:
             return x
         return self._receive.get(turn.give_up)
 
-    def _forward(self, i: int, x: Value) -> Value:
+    def _forward(self, i: int, x: Value, turn: Turn) -> Value:
         x, copied = self._copy_in(i, x)
         x = self._join(x)
         if copied is not None:
             x = self._wait_for(copied, x)
-        computation = self._computation(i)
+        computation, checkpoint = self._computation(i), None
+        started = perf_counter()
         if i >= self._checkpointed or not self._context.grad_enabled:
-            return self._leave(i, computation.forward(x), None)
-        checkpoint = Checkpoint(computation.recompute, x, self._context.saved_tensor_hooks)
-        y = checkpoint.record(computation.checkpointed_forward, x)
+            y = computation.forward(x)
+        else:
+            checkpoint = Checkpoint(computation.recompute, x, self._context.saved_tensor_hooks)
+            y = checkpoint.record(computation.checkpointed_forward, x)
+        turn.layers_took(perf_counter() - started)
         return self._leave(i, y, checkpoint)
 
     def _join(self, x: Value) -> Value:

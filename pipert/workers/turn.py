@@ -1,18 +1,20 @@
 """A turn at the interpreter for tasks that are shorter than a switch between threads.
 
 The standard way is to let every worker with an input run. The interpreter lock lets one of them
-execute Python at a time, and each torch operation gives it away for an instant: with eight workers
-and tasks of 20 us, most of the time went into five context switches for each task (77 us a task; 25
-us with turns; ``benchmarks/overhead.py``). So workers whose tasks are short take turns, and keep
-one for a few tasks. Tasks that are long, such as real layers, sleep or compute outside the
-interpreter lock, know nothing of turns.
+execute Python at a time, and each torch operation gives it away for an instant. With eight workers
+and tasks that cost 20 us, a task took 75 us, most of it spent in five context switches; with turns
+it takes 25 (``benchmarks/overhead.py``). So workers whose layers compute next to nothing take
+turns, and keep one for a few tasks. Real layers sleep or compute outside the interpreter lock, and
+know nothing of turns: for them, one at a time would be slower.
 
 A turn is a hint about speed, never about order:
 
 * A worker waits for it for ``_PATIENCE`` at most, then goes on without, and does not ask for a
-  while. Tasks that wait for each other, or a task that is suddenly long, therefore delay nobody by
-  more.
+  while. Tasks that wait for each other, or a task that is suddenly long, delay nobody by more.
 * It is given up before the worker blocks for anything else, and after ``_HOLD``.
+
+How long layers took depends on who else wanted the interpreter. What counts is the shortest of the
+last times, each forgotten by and by; one that is long beyond doubt counts at once.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool.
 """
@@ -24,26 +26,41 @@ from time import perf_counter
 
 __all__: list[str] = []
 
-_SHORT = 200e-6  # s; tasks below take turns
-_HOLD = 300e-6  # s; how long one may keep a turn when others wait
-_PATIENCE = 2e-3  # s; how long one waits for a turn
-_BACK_OFF = 50e-3  # s; how long one who waited in vain does not ask again
+
+def _interpreter_speed() -> float:
+    """Seconds for a thousand additions: 25 us on the machine on which the factors were found."""
+    shortest = 1.0
+    for _ in range(5):
+        started = perf_counter()
+        total = 0
+        for k in range(1000):
+            total += k
+        shortest = min(shortest, perf_counter() - started)
+    return shortest
+
+
+_UNIT = _interpreter_speed()
+_SHORT = 1.2 * _UNIT  # whose layers take less takes turns
+_LONG = 20 * _UNIT  # layers that take more are long beyond doubt
+_HOLD = 12 * _UNIT  # how long one may keep a turn when others wait
+_PATIENCE = 80 * _UNIT  # how long one waits for a turn
+_BACK_OFF = 2000 * _UNIT  # how long one who waited in vain does not ask again
+_FORGET = 1.1  # by how much the shortest time grows at each task
 
 
 class Turn:
     """One worker's part in the turns of its pool."""
 
-    __slots__ = ("_ask_again", "_held_since", "_lock", "_started", "_took")
+    __slots__ = ("_ask_again", "_held_since", "_lock", "_took")
 
     def __init__(self, lock: threading.Lock) -> None:
         self._lock = lock
         self._held_since: float | None = None
-        self._started = 0.0
-        self._took = float("inf")  # of an unknown task expect that it is long
+        self._took = float("inf")  # of unknown layers expect that they are long
         self._ask_again = 0.0
 
-    def begin(self) -> None:
-        """A task is about to compute."""
+    def take(self) -> None:
+        """A task has all it needs and is about to start."""
         now = perf_counter()
         if self._held_since is not None and now - self._held_since > _HOLD:
             self.give_up()
@@ -54,11 +71,10 @@ class Turn:
                 self._held_since = now
             else:
                 self._ask_again = now + _BACK_OFF
-        self._started = now
 
-    def end(self) -> None:
-        """The task has computed."""
-        self._took = perf_counter() - self._started
+    def layers_took(self, took: float) -> None:
+        """The layers of the task computed for ``took`` seconds."""
+        self._took = took if took > _LONG else min(took, self._took * _FORGET)
         if self._took >= _SHORT:
             self.give_up()
 
