@@ -41,10 +41,12 @@ def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
 def _parse(device: Device) -> torch.device:
     if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
         raise TypeError(f"a device must be a torch.device, str or int, got {device!r}")
-    if isinstance(device, int):
-        parsed = torch.device("cuda", device)
-    else:
-        parsed = torch.device(device)
+    try:
+        parsed = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"a device must be 'cpu', 'cuda', 'cuda:<index>' or a CUDA index, got {device!r}"
+        ) from error
     if parsed.type == "cpu":
         return torch.device("cpu")
     if parsed.type != "cuda":

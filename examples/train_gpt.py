@@ -1,0 +1,391 @@
+"""Train a small GPT, written as a plain ``nn.Sequential``, over several devices.
+
+    python examples/train_gpt.py                   # every GPU there is, else two CPU workers
+    python examples/train_gpt.py --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8
+    python examples/train_gpt.py --stop-at 200 --save gpt.pt      # the first part of a run
+    python examples/train_gpt.py --resume gpt.pt --save gpt.pt    # the rest of it
+    python examples/train_gpt.py --resume gpt.pt --sample 1000    # when finished: only write
+
+The text is one that every machine with Python has: the sources of its standard library, read as
+bytes, so that the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
+
+The model knows nothing about pipelines. What makes this a pipelined training is the one line that
+says ``Pipe(...)``, and two moves: a batch goes to the first device, and its targets go to the last
+one, where the logits come out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pickle
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from pipert import Pipe
+
+VOCABULARY = 256  # a token is a byte
+MAX_BYTES = 4_000_000  # of text are used
+HELD_OUT = 0.1  # this much of the text, its end
+HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # what is read from a folder
+PROMPT = b"def "  # what the generated sample continues
+
+# Saved with the model's shape, so that a resumed run goes on as it began. The devices may differ.
+SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "checkpoint")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of the model: a saved state fits what :func:`build_model` makes of it."""
+
+    context: int = 128
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(f"heads must divide width, but {self.width} / {self.heads} does not")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Held-out loss in nats per byte, untrained and after ``steps`` steps, and the sample."""
+
+    before: float
+    after: float
+    steps: int
+    sample: bytes
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class Embed(nn.Module):
+    """Tokens and their positions: ``[batch, time]`` int64 to ``[batch, time, width]``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.token(tokens)
+        return embedded + self.position.weight[: tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """Causal self-attention, then an MLP, each added to its input: ``[batch, time, width]``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads, self.dropout = config.heads, config.dropout
+        self.attend = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width))
+        self.project = nn.Linear(width, width)
+        self.expand = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU())
+        self.shrink = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        heads = self.attend(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        x = x + F.dropout(self.project(mixed.transpose(1, 2).flatten(2)), dropout)
+        return x + F.dropout(self.shrink(self.expand(x)), dropout)
+
+
+def build_model(config: ModelConfig) -> nn.Sequential:
+    """A GPT of ``layers + 2`` layers: ``[batch, time]`` int64 to logits ``[batch, time, 256]``.
+
+    The head has a weight of its own, where GPT-2 uses the embedding's: they are on two devices.
+    """
+    blocks = [Block(config) for _ in range(config.layers)]
+    to_logits = nn.Linear(config.width, VOCABULARY, bias=False)
+    head = nn.Sequential(nn.LayerNorm(config.width), to_logits)
+    model = nn.Sequential(Embed(config), *blocks, head)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+    return model
+
+
+# --- the text -------------------------------------------------------------------------------------
+
+
+def read_text(path: Path | None) -> bytes:
+    """A file, a folder's text files or, for ``None``, the standard library, in a fixed order."""
+    if path is None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    elif path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_SUFFIXES)
+    else:
+        files = [path]
+    return b"".join(file.read_bytes() for file in files)[:MAX_BYTES]
+
+
+def split_text(text: bytes, context: int) -> tuple[Tensor, Tensor]:
+    """The training and the held-out part, uint8; ``ValueError`` if one has no whole window."""
+    held_out = int(len(text) * HELD_OUT)
+    if held_out <= context:
+        raise ValueError(
+            f"the text is too short: a tenth of it is held out, so --context {context} needs "
+            f"{math.ceil((context + 1) / HELD_OUT)} bytes, and there are {len(text)}"
+        )
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tokens[:-held_out], tokens[-held_out:]
+
+
+def cut_windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
+    """``context + 1`` bytes from each start, int64: inputs and, one place later, targets."""
+    return text[starts[:, None] + torch.arange(context + 1)].long()
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def loss_of(pipe: Pipe, windows: Tensor) -> Tensor:
+    """Mean cross entropy of the next byte, a scalar on the last device."""
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    logits = pipe(inputs.to(pipe.devices[0]))
+    return F.cross_entropy(logits.flatten(0, 1), targets.to(pipe.devices[-1]).flatten())
+
+
+def evaluate(pipe: Pipe, windows: Tensor, batch: int) -> float:
+    """Mean loss over ``windows``, in nats per byte."""
+    pipe.eval()
+    with torch.no_grad():
+        losses = [loss_of(pipe, part).item() * len(part) for part in torch.split(windows, batch)]
+    return math.fsum(losses) / len(windows)
+
+
+def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
+    """Rises in a line to ``peak`` over the warm-up, then falls along a cosine to a tenth of it."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / (steps - warmup)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+class Trainer:
+    """A pipe and all else that its next step depends on: optimizer, step and random states."""
+
+    def __init__(self, pipe: Pipe, options: argparse.Namespace) -> None:
+        self.pipe, self.options, self.step = pipe, options, 0
+        self.optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.lr, betas=(0.9, 0.95))
+        self.generator = torch.Generator().manual_seed(options.seed)  # draws the batches
+
+    def train(self, text: Tensor, stop: int) -> None:
+        """Step until ``stop``, each time on windows from anywhere in ``text``."""
+        options, began = self.options, time.perf_counter()
+        self.pipe.train()
+        steps = range(self.step, stop)
+        with tqdm(steps, desc="training", unit="step", initial=self.step, total=stop) as bar:
+            for done, step in enumerate(bar, start=1):
+                places = len(text) - options.context
+                starts = torch.randint(places, (options.batch,), generator=self.generator)
+                loss = loss_of(self.pipe, cut_windows(text, starts, options.context))
+                self.optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = learning_rate(step, options.lr, options.warmup, options.steps)
+                self.optimizer.step()
+                self.step = step + 1
+                speed = done * options.batch * options.context / (time.perf_counter() - began)
+                bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, which ``torch.load(..., weights_only=True)`` takes."""
+        return {
+            "model": self.pipe.state_dict(),  # under the plain module's names
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "batches": self.generator.get_state(),
+            "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],  # for dropout
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called; the state of a GPU not here is left out."""
+        self.pipe.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        self.generator.set_state(state["batches"])
+        torch.set_rng_state(state["random"][0])
+        for index, random in enumerate(state["random"][1 : 1 + torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(random, index)
+
+
+def generate(pipe: Pipe, count: int, context: int, temperature: float, seed: int) -> bytes:
+    """``count`` bytes after ``PROMPT``, each drawn from what the model expects there."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.tensor([list(PROMPT)])  # [1, time], growing
+    pipe.eval()
+    with torch.no_grad():
+        for _ in range(count):
+            logits = pipe(tokens[:, -context:].to(pipe.devices[0]))[:, -1].cpu()
+            probabilities = F.softmax(logits / temperature, dim=-1)
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
+            tokens = torch.cat([tokens, drawn], dim=1)
+    return bytes(tokens[0, len(PROMPT) :].tolist())
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Write ``state``; an earlier file stays until the new one is whole."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    torch.save(state, unfinished)
+    os.replace(unfinished, path)
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """What :func:`save_state` wrote, on the CPU; ``ValueError`` if it is anything else."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {key: state[key] for key in ("config", "options", "trainer")}
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a file that --save wrote: {error}") from error
+
+
+def positive(text: str) -> int:
+    """An integer from 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return int(text)
+
+
+def integers(text: str) -> list[int]:
+    """``'3,3'`` as ``[3, 3]``."""
+    return [int(number) for number in text.split(",")]
+
+
+def devices(text: str) -> list[torch.device]:
+    """``'cpu,cpu'`` as two devices."""
+    try:
+        return [torch.device(name.strip()) for name in text.split(",")]
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} must be like cpu,cpu: {error}") from error
+
+
+def even_balance(layers: int, partitions: int) -> list[int]:
+    """``layers`` over at most ``partitions`` partitions, the longer ones first."""
+    partitions = min(layers, partitions)
+    return [layers // partitions + (j < layers % partitions) for j in range(partitions)]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every option, with its default."""
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT over several devices with pipert.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    gpus = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    modes = ("always", "except_last", "never")
+    add, model = parser.add_argument, ModelConfig()
+    add("--steps", type=positive, default=500, help="of the run and its learning-rate schedule")
+    add("--stop-at", type=positive, help="stop after this step; --resume does the rest")
+    add("--batch", type=positive, default=16, help="windows of text in a mini-batch")
+    add("--context", type=positive, default=model.context, help="bytes the model sees")
+    add("--width", type=positive, default=model.width, help="features of a token")
+    add("--layers", type=positive, default=model.layers, help="transformer blocks")
+    add("--heads", type=positive, default=model.heads, help="attention heads of a block")
+    add("--dropout", type=float, default=model.dropout, help="probability")
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--warmup", type=positive, default=20, help="steps until the learning rate is there")
+    add("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
+    add("--data", help="a text file, or a folder of them; else the standard library")
+    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
+    add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
+    add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
+    add("--checkpoint", choices=modes, default="except_last", help="micro-batches to recompute")
+    add("--save", type=Path, help="write the trained state to this file")
+    add("--resume", type=Path, help="go on from such a file, with its model and its options")
+    add("--sample", type=int, default=200, help="bytes to generate at the end; 0 for none")
+    add("--temperature", type=float, default=0.8, help="of the sample: lower is more cautious")
+    return parser
+
+
+def read_options(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, ModelConfig, dict[str, Any] | None]:
+    """The options, the model's shape and the state to resume; ``ValueError`` for a mistake.
+
+    Saved options become defaults, so that the command line still wins. The shape cannot change.
+    """
+    options, saved = parser.parse_args(argv), None
+    if options.resume is not None:
+        saved = load_state(options.resume)
+        parser.set_defaults(**saved["config"], **saved["options"])
+        options = parser.parse_args(argv)
+    config = ModelConfig(**{name: getattr(options, name) for name in asdict(ModelConfig())})
+    if saved is not None and asdict(config) != saved["config"]:
+        raise ValueError(f"--resume fixes the model to {saved['config']}; leave these options out")
+    if not min(options.lr, options.temperature) > 0:
+        raise ValueError("--lr and --temperature must be above 0")
+    if options.save is not None and not options.save.parent.is_dir():
+        raise ValueError(f"--save needs a folder that exists, not {options.save.parent}")
+    if options.balance is None:
+        options.balance = even_balance(config.layers + 2, len(options.devices))
+    return options, config, saved
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Train as ``argv`` says; a mistake in it ends the program with a message and code 2."""
+    parser = build_parser()
+    try:
+        options, config, saved = read_options(parser, argv)
+        text = read_text(None if options.data is None else Path(options.data))
+        training, held_out = split_text(text, config.context)
+        torch.manual_seed(options.seed)
+        model = build_model(config)
+        pipe = Pipe(
+            model,
+            options.balance,
+            devices=options.devices,
+            chunks=options.chunks,
+            checkpoint=options.checkpoint,
+        )
+    except (IndexError, OSError, ValueError) as error:
+        parser.error(str(error))
+    starts = torch.linspace(0, len(held_out) - config.context - 1, HELD_OUT_WINDOWS).long()
+    windows = cut_windows(held_out, starts, config.context)
+    with pipe:
+        where = ", ".join(f"{b} on {d}" for b, d in zip(pipe.balance, pipe.devices, strict=True))
+        print(f"{len(model)} layers: {where}; {len(training):,} bytes to learn from")
+        trainer = Trainer(pipe, options)
+        before = evaluate(pipe, windows, options.batch)
+        if saved is not None:
+            trainer.load_state_dict(saved["trainer"])
+        trainer.train(training, min(options.steps, options.stop_at or options.steps))
+        if options.save is not None:
+            kept = {name: getattr(options, name) for name in SAVED_OPTIONS}
+            state = {"config": asdict(config), "options": kept, "trainer": trainer.state_dict()}
+            save_state(options.save, state)
+        after = evaluate(pipe, windows, options.batch)
+        sample = generate(pipe, options.sample, config.context, options.temperature, options.seed)
+    if sample:
+        print(f"--- a sample ---\n{(PROMPT + sample).decode(errors='replace')}\n---")
+    print(f"held-out loss: {before:.2f} before, {after:.2f} after {trainer.step} steps")
+    return Result(before, after, trainer.step, sample)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""The GPT example keeps its word: it learns, saves, resumes exactly, refuses what cannot be."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+TEXT = b"the pipeline is full when every worker has a task. " * 100
+WHERE = ["--devices", "cpu,cpu", "--sample", "0"]
+MODEL = "--context 16 --width 16 --layers 2 --heads 2 --batch 8 --chunks 2 --warmup 2 --lr 0.01"
+
+pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[ModuleType]:
+    """The example, imported from its path: it is a script, not part of a package."""
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm's monitor is a thread that outlives the progress bar."""
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    """The options of a run that takes a moment."""
+    data = tmp_path / "text.txt"
+    data.write_bytes(TEXT)
+    return [*MODEL.split(), *WHERE, "--data", str(data)]
+
+
+@pytest.mark.slow
+def test_training_lowers_the_held_out_loss(example: ModuleType, tiny: list[str]) -> None:
+    result = example.main([*tiny, "--steps", "20"])
+    assert result.steps == 20
+    assert result.after < result.before - 1
+
+
+@pytest.mark.slow
+def test_the_last_line_says_the_loss_before_and_after(
+    example: ModuleType, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    example.main([*tiny, "--steps", "2"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"held-out loss: \d\.\d\d before, \d\.\d\d after 2 steps", last)
+
+
+@pytest.mark.slow
+def test_the_sample_has_the_length_asked_for(example: ModuleType, tiny: list[str]) -> None:
+    assert len(example.main([*tiny, "--steps", "1", "--sample", "20"]).sample) == 20
+
+
+@pytest.mark.slow
+def test_the_saved_model_loads_into_the_plain_sequential(
+    example: ModuleType, tiny: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "gpt.pt"
+    result = example.main([*tiny, "--steps", "2", "--save", str(file)])
+    state = torch.load(file, weights_only=True)
+    model = example.build_model(example.ModelConfig(**state["config"])).eval()
+    model.load_state_dict(state["trainer"]["model"], strict=True)
+    held_out = example.split_text(TEXT, context=16)[1].long()
+    starts = torch.linspace(0, len(held_out) - 17, example.HELD_OUT_WINDOWS).long()
+    windows = example.cut_windows(held_out, starts, 16)
+    with torch.no_grad():
+        logits = model(windows[:, :-1])
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert loss.item() == pytest.approx(result.after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", ["0.0", "0.2"])
+def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
+    example: ModuleType, tiny: list[str], tmp_path: Path, dropout: str
+) -> None:
+    whole, part, rest = (str(tmp_path / name) for name in ("whole.pt", "part.pt", "rest.pt"))
+    run = [*tiny, "--steps", "6", "--dropout", dropout]
+    uninterrupted = example.main([*run, "--save", whole])
+    stopped = example.main([*run, "--save", part, "--stop-at", "3"])
+    torch.manual_seed(99)  # another process would stand elsewhere
+    resumed = example.main([*WHERE, "--resume", part, "--save", rest])
+    assert stopped.steps == 3
+    assert resumed == uninterrupted
+    expected = torch.load(whole, weights_only=True)["trainer"]["model"]
+    actual = torch.load(rest, weights_only=True)["trainer"]["model"]
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_a_finished_run_can_be_resumed_for_a_sample(
+    example: ModuleType, tiny: list[str], tmp_path: Path
+) -> None:
+    file = str(tmp_path / "gpt.pt")
+    finished = example.main([*tiny, "--steps", "2", "--save", file])
+    again = example.main([*WHERE, "--resume", file, "--sample", "3"])
+    assert (again.steps, again.after, len(again.sample)) == (2, finished.after, 3)
+
+
+@pytest.mark.slow
+def test_resuming_with_another_model_shape_is_refused(
+    example: ModuleType, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(tmp_path / "gpt.pt")
+    example.main([*tiny, "--steps", "1", "--save", file])
+    with pytest.raises(SystemExit):
+        example.main([*WHERE, "--resume", file, "--width", "32"])
+    assert "--resume fixes the model to {'context': 16, 'width': 16," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--balance 3,3", "[3, 3] adds up to 6 and the module has 4"),
+        ("--balance 1,1,2", "balance has 3 partitions and there are 2 devices"),
+        ("--balance two", "argument --balance: invalid integers value: 'two'"),
+        ("--devices cpu,toaster", "argument --devices: 'cpu,toaster' must be like cpu,cpu"),
+        ("--heads 3", "heads must divide width"),
+        ("--dropout 1", "dropout must be from 0 to below 1, not 1.0"),
+        ("--lr 0", "--lr and --temperature must be above 0"),
+        ("--chunks 0", "argument --chunks: must be 1 or more, not 0"),
+        ("--checkpoint sometimes", "argument --checkpoint: invalid choice: 'sometimes'"),
+        ("--context 600", "the text is too short: a tenth of it is held out, so --context 600"),
+        ("--save no/such/folder/gpt.pt", "--save needs a folder that exists"),
+        ("--data no/such/text.txt", "No such file"),
+        ("--resume train_gpt.py", "is not a file that --save wrote"),
+    ],
+)
+def test_a_bad_option_ends_the_program_with_a_clear_message(
+    example: ModuleType,
+    tiny: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(EXAMPLE.parent)
+    with pytest.raises(SystemExit) as end:
+        example.main([*tiny, *options.split()])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_held_out_part_shares_no_byte_with_the_training_part(example: ModuleType) -> None:
+    training, held_out = example.split_text(b"t" * 900 + b"h" * 100, context=16)
+    assert bytes(training.tolist()) == b"t" * 900
+    assert bytes(held_out.tolist()) == b"h" * 100
+
+
+def test_without_data_the_text_is_the_standard_library(example: ModuleType) -> None:
+    text = example.read_text(None)
+    assert b"class ArgumentParser(" in text
+    assert text == example.read_text(None)
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(example: ModuleType, tmp_path: Path) -> None:
+    for name, content in (("b.txt", b"two"), ("a.py", b"one"), ("c.bin", b"not text")):
+        (tmp_path / name).write_bytes(content)
+    assert example.read_text(tmp_path) == b"onetwo"
+
+
+@pytest.mark.parametrize(
+    ("partitions", "balance"), [(1, [6]), (2, [3, 3]), (4, [2, 2, 1, 1]), (9, [1] * 6)]
+)
+def test_layers_are_spread_evenly(example: ModuleType, partitions: int, balance: list[int]) -> None:
+    assert example.even_balance(6, partitions) == balance
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth(example: ModuleType) -> None:
+    rates = [example.learning_rate(step, 1.0, 4, 100) for step in range(101)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[100] == pytest.approx(0.1)
