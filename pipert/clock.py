@@ -43,9 +43,7 @@ class ForwardTask:
 
 
 class Posting:
-    """Posts one run; the clock's task.
-
-    A caller that is interrupted may withdraw the run before the clock has begun to post it.
+    """Posts one run; the clock's task. Posts or abandons it once, however often it is put.
 
     Args:
         lanes: the run's, one for each partition.
@@ -61,26 +59,25 @@ class Posting:
         self._lanes = lanes
         self._workers = workers
         self._put = put
-        self._claim = [True]  # emptied by whoever decides about the run; pop() is atomic
-
-    def withdraw(self) -> bool:
-        """Take the run back; False if its tasks have been posted or soon will be."""
-        try:
-            self._claim.pop()
-        except IndexError:
-            return False
-        return True
+        self._claim = [True]  # emptied by whoever posts or abandons the run; pop() is atomic
 
     def run(self, turn: Turn) -> None:
-        if self.withdraw():
+        if self._is_first():
             put, lanes, workers = self._put, self._lanes, self._workers
             for i, j in lanes[0].progress.schedule:
                 put(workers[j], ForwardTask(lanes[j], i))
 
     def abandon(self, error: BaseException) -> None:
-        if self.withdraw():
+        if self._is_first():
             for i, j in self._lanes[0].progress.schedule:
                 ForwardTask(self._lanes[j], i).abandon(error)
+
+    def _is_first(self) -> bool:
+        try:
+            self._claim.pop()
+        except IndexError:
+            return False
+        return True
 
     def __repr__(self) -> str:
         return f"<Posting of {self._lanes[0].progress!r}>"

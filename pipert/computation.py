@@ -6,6 +6,7 @@ references the partition and what must be the same the second time, but neither 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 
@@ -80,13 +81,13 @@ class Computation:
         _checkpointing.set(True)
         return self._compute(value)
 
-    def recompute(self, value: Value) -> Value:
-        """``R[i,j]``, on the thread of a backward."""
-        return self._context.run_recomputation(self._recompute, value)
+    def recompute(self, get_value: Callable[[], Value]) -> Value:
+        """``R[i,j]``, on the thread of a backward; the value is made under the context, too."""
+        return self._context.run_recomputation(self._recompute, get_value)
 
-    def _recompute(self, value: Value) -> Value:
+    def _recompute(self, get_value: Callable[[], Value]) -> Value:
         _recomputing.set(True)
-        return self._compute(value)
+        return self._compute(get_value())
 
     def _compute(self, value: Value) -> Value:
         if self._random is None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
+from pipert.value import describe
 
 __all__ = ["Replicate"]
 
@@ -89,7 +90,9 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     batch: int | None = None
 
     def path(k: int) -> str:
-        keys = pytree.tree_flatten_with_path((args, kwargs))[0][k][0]
+        keys = _keys((args, kwargs), k)
+        if keys is None:
+            return f"leaf {k} of the arguments"
         root = "args" if pytree.keystr(keys[:1]) == "[0]" else "kwargs"
         return root + pytree.keystr(keys[1:])
 
@@ -162,26 +165,34 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
 def _join(column: list[Any], outputs: list[Value], k: int) -> Any:
     first = column[0]
     if all(isinstance(leaf, Tensor) for leaf in column):
+        kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{_path(outputs[0], k)} must have one shape beyond its rows, one dtype and one "
+                "device in all micro-batches, got "
+                + ", ".join(sorted({f"{describe(leaf)} on {leaf.device}" for leaf in column}))
+                + "; return rows of equal shape, or a 0-dimensional tensor"
+            )
         if first.dim() == 0:
             return torch.stack(column)
-        if len(column) == 1:
-            return first
-        shapes = {(tuple(leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in column}
-        if len(shapes) > 1:
-            raise ValueError(
-                f"{_path(outputs[0], k)} must have one shape beyond its rows, one dtype "
-                f"and one device in all micro-batches, got {sorted(map(str, shapes))}; return "
-                "rows of equal shape, or a 0-dimensional tensor"
-            )
-        return torch.cat(column)
+        return torch.cat(column) if len(column) > 1 else first
     for i, leaf in enumerate(column[1:], start=1):
-        if leaf is not first and (type(leaf) is not type(first) or not bool(leaf == first)):
+        if not _equal(first, leaf):
             raise ValueError(
-                f"{_path(outputs[0], k)} is no tensor, so it must be equal in all "
-                f"micro-batches, but is {first!r} in micro-batch 0 and {leaf!r} in micro-batch "
-                f"{i}; return a tensor to have one value for each micro-batch"
+                f"{_path(outputs[0], k)} is no tensor, so it must be equal in all micro-batches, "
+                f"but is {first!r} in micro-batch 0 and {leaf!r} in micro-batch {i}; return a "
+                "tensor to have one value for each micro-batch"
             )
     return first
+
+
+def _equal(first: Any, other: Any) -> bool:
+    if first is other:
+        return True
+    try:
+        return type(first) is type(other) and bool(first == other)
+    except (TypeError, ValueError, RuntimeError):  # such as the truth of an array
+        return False
 
 
 def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
@@ -205,5 +216,13 @@ def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
 
 def _path(output: Value, k: int) -> str:
     """How a user writes the ``k``-th leaf of ``output``, e.g. ``output[0]['mask']``."""
-    path, _ = pytree.tree_flatten_with_path(output)[0][k]
-    return "output" + pytree.keystr(path)
+    keys = _keys(output, k)
+    return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)
+
+
+def _keys(value: Value, k: int) -> tuple[Any, ...] | None:
+    """The way to the ``k``-th leaf; ``None`` below a type that was registered without names."""
+    try:
+        return tuple(pytree.tree_flatten_with_path(value)[0][k][0])
+    except ValueError:
+        return None

@@ -19,13 +19,21 @@ __all__ = ["Pipe"]
 
 _MODES = ("always", "except_last", "never")
 
-# The hooks and flags of the wrapped module that calling the pipe must honour.
+# The hooks of the wrapped module that calling the pipe must honour.
 _SHARED_WITH_MODULE = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_is_full_backward_hook", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
     "_state_dict_hooks", "_state_dict_pre_hooks",
 )  # fmt: skip
+
+
+_OWN = frozenset(
+    {
+        "_balance", "_checkpoint", "_chunks", "_devices", "_partitions", "_runtime", "_stop",
+        "checkpoint", "chunks", "training",
+    }  # fmt: skip
+)
 
 
 class Pipe(nn.Module):
@@ -72,6 +80,8 @@ class Pipe(nn.Module):
         super().__init__()
         if balance is None:
             raise ValueError(_balance_advice(module))
+        if not isinstance(balance, Iterable):
+            raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
         self.chunks = chunks
         self.checkpoint = checkpoint
         check_module(module)
@@ -88,7 +98,15 @@ class Pipe(nn.Module):
         self._modules.update(module._modules)
         for name in _SHARED_WITH_MODULE:
             self.__dict__[name] = module.__dict__[name]
+        self.__dict__["_hooked"] = module
         self._start()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A layer may have any name, also that of a setting, and must not be in its way.
+        if name in _OWN:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def _start(self) -> None:
         self._runtime = Runtime(self._partitions, self._devices)
@@ -123,6 +141,17 @@ class Pipe(nn.Module):
         m = len(inputs)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
         return gather(self._runtime.forward(inputs, checkpointed))
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Which kind of backward hooks there are, registered with the module or the pipe."""
+        own: bool | None = self.__dict__["_full_backward_hook"]
+        module = self.__dict__.get("_hooked")
+        return own if own is not None or module is None else module._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, full: bool | None) -> None:
+        self.__dict__["_full_backward_hook"] = full
 
     @property
     def balance(self) -> list[int]:
@@ -242,12 +271,12 @@ class Pipe(nn.Module):
 
 
 def _balance_advice(module: object) -> str:
-    layers = len(module) if isinstance(module, nn.Sequential) else 4
-    partitions = min(2, layers)
-    even = even_balance(layers, partitions) if partitions else []
+    advice = "balance is required: how many layers each partition takes, one entry for each device"
+    if not isinstance(module, nn.Sequential) or not len(module):
+        return advice + ", as in Pipe(module, balance=[2, 2])"
+    even = even_balance(len(module), min(2, len(module)))
     return (
-        "balance is required: how many layers each partition takes, one entry for each device. "
-        f"This module has {layers} layers; for {partitions} devices an even split is\n\n"
-        f"    Pipe(module, balance={even}, ...)\n\n"
+        f"{advice}. This module has {len(module)} layers; for {len(even)} devices an even split "
+        f"is\n\n    Pipe(module, balance={even}, ...)\n\n"
         "Give a slow layer fewer neighbours: a pipeline runs at the pace of its slowest partition."
     )

@@ -90,9 +90,7 @@ class Runtime:
             self.pool.put(self._clock, posting)
             progress.wait()
         except BaseException:
-            progress.cancel()
-            if not posting.withdraw():
-                _wait_out(progress)
+            self._call_off(progress, posting)
             raise
         error = progress.take_error()
         if error is None:
@@ -101,6 +99,19 @@ class Runtime:
             raise error
         finally:
             del error  # it references this frame
+
+    def _call_off(self, progress: Progress, posting: Posting) -> None:
+        """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
+        while True:
+            try:
+                progress.cancel()
+                # Again, since nobody knows how far the interrupted call came. It posts once.
+                self.pool.put(self._clock, posting)
+                progress.wait()
+                progress.take_error()
+                return
+            except BaseException:  # noqa: B036  the first interrupt is being raised
+                _log.warning("interrupted again; still waiting for the layers that are executing")
 
     def _lanes(
         self, progress: Progress, inputs: list[Value], outputs: list[Value], checkpointed: int
@@ -141,13 +152,3 @@ class Runtime:
 
 def _is_cuda(tensor: Tensor) -> bool:
     return tensor.is_cuda
-
-
-def _wait_out(progress: Progress) -> None:
-    """R2 for an interrupted caller: the tasks that are executing cannot be interrupted."""
-    while True:
-        try:
-            progress.wait()
-            return
-        except BaseException:  # noqa: B036  the first interrupt is being raised
-            _log.warning("interrupted again; still waiting for the layers that are executing")

@@ -68,8 +68,8 @@ class _Slot:
         if not self.full:
             self.checkpoint.recompute()
         value, self.value, self.full = self.value, None, False
-        unpack = self.checkpoint.unpack
-        tensor: Tensor = value if unpack is None else unpack(value)
+        hooks = self.checkpoint.hooks
+        tensor: Tensor = value if hooks is None else hooks[1](value)
         return tensor
 
 
@@ -77,70 +77,107 @@ class Checkpoint:
     """The shared memory of one checkpointed task: its inputs and its slots.
 
     Args:
-        replay: computes the task again from its input value, with grad enabled, under the context
-            and the random numbers of the first time. It must reference no run and no thread.
+        replay: puts on the context of the first time, grad enabled included, asks the function it
+            is given for the input value, and computes the task again with the same random numbers.
+            It must reference no run and no thread.
         value: the input, any pytree.
         hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they get what is recomputed,
             as they would get what is saved without checkpointing.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "_slots", "pack", "unpack")
+    __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "hooks", "slots")
 
     def __init__(
-        self, replay: Callable[[Value], Value], value: Value, hooks: tuple[Hook, Hook] | None
+        self,
+        replay: Callable[[Callable[[], Value]], Value],
+        value: Value,
+        hooks: tuple[Hook, Hook] | None,
     ) -> None:
         self._replay = replay
         tensors, self._rebuild = tensors_of(value)
         self._inputs = [_Input(tensor) for tensor in tensors]
-        self._slots: list[weakref.ref[_Slot]] = []
-        self.pack: Hook | None = hooks[0] if hooks is not None else None
-        self.unpack: Hook | None = hooks[1] if hooks is not None else None
+        self.slots: list[weakref.ref[_Slot]] = []
+        self.hooks = hooks
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """``compute(value)`` with each saved tensor replaced by a slot (rule 1, 5)."""
-
-        def keep(tensor: Tensor) -> _Slot:
-            slot = _Slot(self, tensor)
-            self._slots.append(weakref.ref(slot))
-            return slot
-
         tensors, rebuild = tensors_of(value)
         own = rebuild(tuple([tensor.clone() for tensor in tensors]))
-        with torch.autograd.graph.saved_tensors_hooks(keep, _Slot.take):
+        with torch.autograd.graph.saved_tensors_hooks(_Keep(self), _Slot.take):
             return compute(own)
 
     def recompute(self) -> None:
         """Run the task again and fill the slots that are still there."""
-        slots = iter(self._slots)
-
-        def fill(tensor: Tensor) -> None:
-            reference = next(slots, None)
-            slot = reference() if reference is not None else None
-            if reference is None or (
-                slot is not None and (slot.shape != tensor.shape or slot.dtype != tensor.dtype)
-            ):
-                expected = "no more tensors" if slot is None else slot
-                raise RecomputationError(
-                    f"a recomputation saved {describe(tensor)} where its forward saved {expected}"
-                    + _REMEDY
-                )
-            if slot is not None:
-                kept = tensor.detach()
-                slot.fill(kept if self.pack is None else self.pack(kept))
-
-        with torch.enable_grad():
-            value = self._rebuild(tuple([x.fresh() for x in self._inputs]))
-            with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
-                self._replay(value)
-        missing = sum(1 for _ in slots)
-        if missing:
+        fill = _Fill(self)
+        with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
+            self._replay(self._fresh_value)
+        if fill.filled < len(self.slots):
             raise RecomputationError(
-                f"a recomputation saved {missing} of {len(self._slots)} tensors less than its "
-                "forward" + _REMEDY
+                f"a recomputation saved {fill.filled} tensors and its forward {len(self.slots)}"
+                + _REMEDY
             )
 
+    def _fresh_value(self) -> Value:
+        return self._rebuild(tuple([x.fresh() for x in self._inputs]))
+
     def __repr__(self) -> str:
-        return f"<Checkpoint of {len(self._inputs)} inputs and {len(self._slots)} slots>"
+        return f"<Checkpoint of {len(self._inputs)} inputs and {len(self.slots)} slots>"
+
+
+class _Keep:
+    """Packs what ``F[i,j]`` saves into slots."""
+
+    __slots__ = ("checkpoint",)
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+
+    def __call__(self, tensor: Tensor) -> _Slot:
+        slot = _Slot(self.checkpoint, tensor)
+        self.checkpoint.slots.append(weakref.ref(slot))
+        return slot
+
+
+class _Fill:
+    """Puts what ``R[i,j]`` saves into the slots, in the order in which they were made."""
+
+    __slots__ = ("checkpoint", "filled")
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.filled = 0
+
+    def __call__(self, tensor: Tensor) -> None:
+        slots = self.checkpoint.slots
+        if self.filled == len(slots):
+            raise RecomputationError(
+                f"a recomputation saved {describe(tensor)} where its forward saved nothing more"
+                + _REMEDY
+            )
+        slot = slots[self.filled]()
+        self.filled += 1
+        if slot is None:
+            return  # nobody will read it
+        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
+            raise RecomputationError(
+                f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + _REMEDY
+            )
+        kept, hooks = tensor.detach(), self.checkpoint.hooks
+        slot.fill(kept if hooks is None else hooks[0](kept))
+
+
+def hooks_of_caller() -> tuple[Hook, Hook] | None:
+    """The innermost saved-tensor hooks of the current thread, seen through those of this file.
+
+    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` takes over the user's hooks. Ours belong
+    to this task alone: their order would be mixed up by the threads of the other run, whose graph
+    is kept as it is instead.
+    """
+    hooks: tuple[Hook, Hook] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and isinstance(hooks[0], _Keep | _Fill):
+        return hooks[0].checkpoint.hooks
+    return hooks
 
 
 _REMEDY = (

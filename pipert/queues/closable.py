@@ -9,17 +9,21 @@ Guarantees:
   ``put`` or ``get`` of the same queue at that moment.
 
 Q3 rules out a lock of our own: a finalizer that runs on the thread that holds it would wait for
-itself. ``SimpleQueue.put`` is documented to be reentrant, so it carries the items, and ownership of
-an item is decided by one atomic operation. An item travels in a *cell*, a list of one element;
-whoever empties the cell owns the item. That settles the race of ``put`` with ``close``: a put that
-finds the queue closed after it has put tries to empty its own cell. If it can, the item is refused;
-if it cannot, somebody received it or ``close`` returned it.
+itself. ``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the one holds the items, the
+other wakes. An item lies in a *cell*, a list of one element, and whoever empties the cell owns the
+item. That settles the race of ``put`` with ``close``: a put that finds the queue closed afterwards
+tries to empty its own cell. If it can, the item is refused; if it cannot, somebody has it.
+
+What a waiter blocks on carries nothing. An exception thrown into a waiting thread from outside is
+raised the moment the thread wakes, and would take along whatever the blocking call returns; this
+way the item stays in the queue, where ``close`` finds it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from pipert.errors import QueueClosed
@@ -32,10 +36,11 @@ T = TypeVar("T")
 class ClosableQueue(Generic[T]):
     """An unbounded FIFO of items of type ``T``. Any number of threads may put, get and close."""
 
-    __slots__ = ("__weakref__", "_cells", "_closed")
+    __slots__ = ("__weakref__", "_cells", "_closed", "_wakeups")
 
     def __init__(self) -> None:
-        self._cells: SimpleQueue[list[T] | None] = SimpleQueue()  # None: closed
+        self._cells: deque[list[T]] = deque()
+        self._wakeups: SimpleQueue[None] = SimpleQueue()  # one for each put, one for close
         self._closed = False
 
     def put(self, item: T) -> None:
@@ -43,7 +48,8 @@ class ClosableQueue(Generic[T]):
         if self.is_closed():
             raise QueueClosed
         cell = [item]
-        self._cells.put(cell)
+        self._cells.append(cell)
+        self._wakeups.put(None)
         if self.is_closed() and _take(cell) is not None:
             raise QueueClosed
 
@@ -51,16 +57,17 @@ class ClosableQueue(Generic[T]):
         """Remove and return the oldest item; wait for one, or raise :class:`QueueClosed`.
 
         ``before_waiting`` is called when there is nothing yet, before the thread blocks. With
-        several receivers it may be missed by the one that loses the race; it is a hint.
+        several receivers the one that loses a race may miss it; it is a hint.
         """
         while True:
-            if before_waiting is not None and self._cells.empty():
+            if before_waiting is not None and self._wakeups.empty():
                 before_waiting()
-            cell = self._cells.get()
-            if cell is None:
-                self._cells.put(None)  # for the next waiter
-                raise QueueClosed
-            taken = _take(cell)
+            self._wakeups.get()
+            try:
+                taken = _take(self._cells.popleft())
+            except IndexError:  # only close wakes without an item
+                self._wakeups.put(None)  # for the next waiter
+                raise QueueClosed from None
             if taken is not None:
                 return taken[0]
 
@@ -68,14 +75,14 @@ class ClosableQueue(Generic[T]):
         """Close and return what nobody had received. Again: an empty list."""
         self._closed = True
         left: list[T] = []
-        while True:
+        while self._cells:
             try:
-                cell = self._cells.get_nowait()
-            except Empty:
+                taken = _take(self._cells.popleft())
+            except IndexError:  # somebody else was faster
                 break
-            if cell is not None and (taken := _take(cell)) is not None:
+            if taken is not None:
                 left.append(taken[0])
-        self._cells.put(None)
+        self._wakeups.put(None)
         return left
 
     def is_closed(self) -> bool:
@@ -84,7 +91,7 @@ class ClosableQueue(Generic[T]):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
-        return f"<ClosableQueue {state}, about {self._cells.qsize()} waiting>"
+        return f"<ClosableQueue {state}, about {len(self._cells)} waiting>"
 
 
 def _take(cell: list[T]) -> tuple[T] | None:

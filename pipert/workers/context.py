@@ -40,6 +40,8 @@ from torch.overrides import (
 )
 from torch.utils import _python_dispatch as dispatch
 
+from pipert.autograd.checkpoint import hooks_of_caller
+
 __all__: list[str] = []
 
 T = TypeVar("T")
@@ -73,7 +75,7 @@ class CallerContext:
         self._function_modes = _function_modes()
         self._dispatch_modes = _dispatch_modes()
         self._variables = contextvars.copy_context()
-        self.saved_tensor_hooks = _top_hooks()
+        self.saved_tensor_hooks = hooks_of_caller()
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._threads = torch.get_num_threads()
         self._threads_share = max(1, self._threads // max(1, cpu_workers))
@@ -111,14 +113,22 @@ class CallerContext:
         """``function(*args)`` for ``R[i,j]``, on the thread of a backward."""
         threads = torch.get_num_threads()
         if threads == self._threads:
-            if self._plain and _nothing_put_on():
-                return self._variables.copy().run(function, *args)
-            return self._run_unusual(True, function, *args)
+            return self._run_under_modes(function, *args)
         torch.set_num_threads(self._threads)
         try:
-            return self._run_unusual(True, function, *args)
+            return self._run_under_modes(function, *args)
         finally:
             torch.set_num_threads(threads)
+
+    def _run_under_modes(self, function: Callable[..., T], *args: Any) -> T:
+        if not self._plain or not _nothing_put_on():
+            return self._run_unusual(True, function, *args)
+        grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._grad)
+        try:
+            return self._variables.copy().run(function, *args)
+        finally:
+            torch._C._set_grad_enabled(grad)
 
     def _run_unusual(self, clear_cache: bool, function: Callable[..., T], *args: Any) -> T:
         grad = torch.is_grad_enabled()
@@ -136,7 +146,7 @@ class CallerContext:
                 stack.enter_context(torch.inference_mode(self._inference))
                 torch._C._set_grad_enabled(self._grad)
             stack.enter_context(_autocast(self._autocast, clear_cache))
-            if self.saved_tensor_hooks is not None and self.saved_tensor_hooks != _top_hooks():
+            if self.saved_tensor_hooks is not None and self.saved_tensor_hooks != hooks_of_caller():
                 stack.enter_context(
                     torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
                 )
@@ -224,10 +234,7 @@ def _autocast(autocast: Autocast, clear_cache: bool) -> Iterator[None]:
 
 
 def _nothing_put_on() -> bool:
-    """Whether the current thread is as :meth:`CallerContext.run_recomputation` needs it.
-
-    Grad mode does not matter: a recomputation sets it.
-    """
+    """Whether the current thread is like a new one, but for its grad mode."""
     return (
         not torch.is_inference_mode_enabled()
         and not torch._C._len_torch_function_stack()
@@ -277,9 +284,3 @@ def _replace_modes(
         dispatch._pop_mode()
     for mode in new_dispatches:
         dispatch._push_mode(mode)
-
-
-def _top_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipert.errors import PipeClosedError, QueueClosed
+from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
 from pipert.workers.worker import Task, WorkerThread
 
 __all__: list[str] = []
@@ -60,7 +60,11 @@ class Pool:
         try:
             threads[worker].in_queue.put(task)
         except QueueClosed:
-            task.abandon(PipeClosedError("the pipe was closed during the call"))
+            if self._closed:
+                error: BaseException = PipeClosedError("the pipe was closed during the call")
+            else:
+                error = WorkerDiedError(f"{threads[worker].name} was ended from outside")
+            task.abandon(error)
 
     def start(self) -> None:
         """Make sure that each worker has a live thread.
@@ -84,6 +88,9 @@ class Pool:
                     self._threads.append(self._new(k))
                 elif not self._threads[k].is_alive():
                     self._threads[k] = self._new(k)
+            if self.closed:  # meanwhile, by a signal handler or another thread
+                self.stop()
+                raise PipeClosedError("the pipe was closed while its threads were starting")
 
     def _new(self, k: int) -> WorkerThread:
         thread = WorkerThread(self._names[k], self._devices[k], self._turns)

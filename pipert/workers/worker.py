@@ -58,6 +58,7 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> Non
     name = threading.current_thread().name
     _set_thread_name(name[:15])  # what Linux takes
     task: Task | None = None
+    reason: BaseException | None = None
     try:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -68,12 +69,15 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> Non
                 return
             task.run(turn)
             task = None  # W2
+    except BaseException as error:  # noqa: B036  whoever waits for a task gets it
+        _log.exception("%s was ended from outside", name)
+        reason = error
     finally:
         turn.give_up()
         left = in_queue.close()
         if task is not None:
             left.insert(0, task)
-        if left:
-            _log.error("%s ended with %d tasks to do", name, len(left))
         for task in left:
-            task.abandon(WorkerDiedError(f"{name} was ended from outside while it had tasks to do"))
+            died = WorkerDiedError(f"{name} was ended from outside while it had tasks to do")
+            died.__cause__ = reason
+            task.abandon(died)

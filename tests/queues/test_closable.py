@@ -1,0 +1,443 @@
+"""Q1 to Q3 of the closable queue: nothing lost, nobody left waiting, closed from anywhere.
+
+What a finalizer does to a thread that is inside ``put``, ``get`` or ``close`` is not left to chance:
+a trace function runs it between any two bytecodes of the queue, one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from pipert.errors import QueueClosed
+from pipert.queues import closable
+from pipert.queues.closable import ClosableQueue
+
+WAIT = 10.0  # s; what should happen at once is given up after it
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Let threads switch about as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def start(function: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread is blocked for ever"
+
+
+# Items
+
+
+def test_items_come_out_in_the_order_in_which_they_went_in() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    for item in range(5):
+        queue.put(item)
+    assert [queue.get() for _ in range(5)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("item", [None, False, [], ()])
+def test_an_item_may_be_anything_false(item: object) -> None:
+    queue: ClosableQueue[object] = ClosableQueue()
+    queue.put(item)
+    assert queue.get() is item
+
+
+def test_a_received_item_is_not_referenced_any_more() -> None:
+    class Item:
+        pass
+
+    queue: ClosableQueue[Item] = ClosableQueue()
+    item = Item()
+    dead = weakref.ref(item)
+    queue.put(item)
+    gc.disable()
+    try:
+        del item
+        queue.get()
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
+def test_get_waits_for_an_item() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    waiting = threading.Event()
+    got: list[int] = []
+    thread = start(lambda: got.append(queue.get(before_waiting=waiting.set)))
+    assert waiting.wait(WAIT)
+    queue.put(7)
+    join([thread])
+    assert got == [7]
+
+
+# Q1
+
+
+def test_close_returns_what_nobody_received_in_order() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    for item in range(4):
+        queue.put(item)
+    queue.get()
+    assert queue.close() == [1, 2, 3]
+
+
+def test_closing_again_returns_nothing() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.put(1)
+    queue.close()
+    assert queue.close() == []
+
+
+def test_put_into_a_closed_queue_is_refused() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.close()
+    with pytest.raises(QueueClosed):
+        queue.put(1)
+
+
+def test_what_was_put_before_close_is_not_received_after_it() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.put(1)
+    queue.close()
+    with pytest.raises(QueueClosed):
+        queue.get()
+
+
+def test_each_refusal_is_an_exception_of_its_own() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.close()
+    with pytest.raises(QueueClosed) as first:
+        queue.put(1)
+    with pytest.raises(QueueClosed) as second:
+        queue.put(1)
+    assert first.value is not second.value
+
+
+@pytest.mark.parametrize("closers", [1, 3])
+@pytest.mark.parametrize("items", [3, 300])
+@pytest.mark.usefixtures("switching")
+def test_each_item_of_many_threads_is_accounted_for_exactly_once(items: int, closers: int) -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    received: list[int] = []  # list.append and list.extend are atomic
+    refused: list[int] = []
+    returned: list[int] = []
+    putters = getters = 3
+    together = threading.Barrier(putters + getters + closers)
+    close_now = threading.Event()
+
+    def put(first: int) -> None:
+        together.wait(WAIT)
+        for item in range(first, first + items):
+            if item % items == items // 2:
+                close_now.set()
+            try:
+                queue.put(item)
+            except QueueClosed:
+                refused.append(item)
+
+    def get() -> None:
+        together.wait(WAIT)
+        while True:
+            try:
+                received.append(queue.get())
+            except QueueClosed:
+                return
+
+    def close() -> None:
+        together.wait(WAIT)
+        close_now.wait(WAIT)
+        returned.extend(queue.close())
+
+    threads = [start(lambda first=k * items: put(first)) for k in range(putters)]  # type: ignore[misc]
+    threads += [start(get) for _ in range(getters)] + [start(close) for _ in range(closers)]
+    join(threads)
+    assert sorted(received + refused + returned) == list(range(putters * items))
+
+
+def accounts(item: int, queue: ClosableQueue[int], outcome: dict[str, list[int]]) -> list[str]:
+    """Where ``item`` went, by name; ``queue`` has been closed."""
+    outcome["left"] = queue.close()
+    return [name for name, items in outcome.items() for it in items if it == item]
+
+
+def between_bytecodes(k: int, code: set[Any], action: Callable[[], None]) -> Callable[[], bool]:
+    """Run ``action`` before the k-th bytecode that this thread executes in one of ``code``.
+
+    Returns a function that stops this and says whether ``action`` has run.
+    """
+    count = -1
+    old = sys.gettrace()
+
+    def local(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal count
+        if event == "opcode":
+            count += 1
+            if count == k:
+                sys.settrace(None)
+                frame.f_trace = None
+                action()
+                return None
+        return local
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        if frame.f_code not in code:
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    def stop() -> bool:
+        sys.settrace(old)
+        return count >= k
+
+    sys.settrace(trace)
+    return stop
+
+
+PUT = {ClosableQueue.put.__code__, closable._take.__code__}
+GET = {ClosableQueue.get.__code__, closable._take.__code__}
+CLOSE = {ClosableQueue.close.__code__, closable._take.__code__}
+
+
+def test_an_item_that_is_put_while_the_queue_is_closed_is_accounted_for_once() -> None:
+    for k in range(200):
+        queue: ClosableQueue[int] = ClosableQueue()
+        outcome: dict[str, list[int]] = {"returned": [], "refused": []}
+
+        def close() -> None:
+            outcome["returned"] += queue.close()  # noqa: B023
+
+        stop = between_bytecodes(k, PUT, close)
+        try:
+            queue.put(1)
+        except QueueClosed:
+            outcome["refused"].append(1)
+        if not stop():
+            break
+        assert len(accounts(1, queue, outcome)) == 1, f"at bytecode {k}: {outcome}"
+    assert k > 10, "no bytecode was interrupted"
+
+
+def test_an_item_that_is_received_while_the_queue_is_closed_is_accounted_for_once() -> None:
+    for k in range(200):
+        queue: ClosableQueue[int] = ClosableQueue()
+        outcome: dict[str, list[int]] = {"returned": [], "received": []}
+
+        def close() -> None:
+            outcome["returned"] += queue.close()  # noqa: B023
+
+        queue.put(1)
+        stop = between_bytecodes(k, GET, close)
+        try:
+            outcome["received"].append(queue.get())
+        except QueueClosed:
+            pass
+        if not stop():
+            break
+        assert len(accounts(1, queue, outcome)) == 1, f"at bytecode {k}: {outcome}"
+    assert k > 10, "no bytecode was interrupted"
+
+
+def test_an_item_that_is_put_during_close_is_accounted_for_once() -> None:
+    for k in range(200):
+        queue: ClosableQueue[int] = ClosableQueue()
+        outcome: dict[str, list[int]] = {"returned": [], "refused": []}
+
+        def put() -> None:
+            try:
+                queue.put(1)  # noqa: B023
+            except QueueClosed:
+                outcome["refused"].append(1)  # noqa: B023
+
+        stop = between_bytecodes(k, CLOSE, put)
+        outcome["returned"] += queue.close()
+        if not stop():
+            break
+        assert len(accounts(1, queue, outcome)) == 1, f"at bytecode {k}: {outcome}"
+    assert k > 10, "no bytecode was interrupted"
+
+
+def test_an_item_that_is_received_during_close_is_accounted_for_once() -> None:
+    for k in range(200):
+        queue: ClosableQueue[int] = ClosableQueue()
+        outcome: dict[str, list[int]] = {"returned": [], "received": []}
+
+        def get() -> None:
+            try:  # another thread would wait where this one puts an item of its own
+                outcome["received"].append(queue.get(lambda: queue.put(2)))  # noqa: B023
+            except QueueClosed:
+                pass
+
+        queue.put(1)
+        stop = between_bytecodes(k, CLOSE, get)
+        outcome["returned"] += queue.close()
+        if not stop():
+            break
+        assert len(accounts(1, queue, outcome)) == 1, f"at bytecode {k}: {outcome}"
+    assert k > 10, "no bytecode was interrupted"
+
+
+# Q2
+
+
+def test_close_wakes_every_thread_that_waits() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    waiting = threading.Semaphore(0)
+    woken: list[bool] = []
+
+    def get() -> None:
+        with pytest.raises(QueueClosed):
+            queue.get(before_waiting=waiting.release)
+        woken.append(True)
+
+    threads = [start(get) for _ in range(4)]
+    for _ in threads:
+        assert waiting.acquire(timeout=WAIT)
+    queue.close()
+    join(threads)
+    assert len(woken) == 4
+
+
+def test_whoever_comes_after_close_is_woken_too() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.close()
+    for _ in range(3):
+        with pytest.raises(QueueClosed):
+            queue.get()
+
+
+def test_whoever_comes_after_a_second_close_is_woken_too() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.close()
+    queue.close()
+    for _ in range(3):
+        with pytest.raises(QueueClosed):
+            queue.get()
+
+
+# Q3
+
+
+def test_a_finalizer_may_close_the_queue() -> None:
+    class Owner:
+        pass
+
+    queue: ClosableQueue[int] = ClosableQueue()
+    owner = Owner()
+    weakref.finalize(owner, queue.close)
+    del owner
+    with pytest.raises(QueueClosed):
+        queue.put(1)
+
+
+def test_a_finalizer_on_another_thread_may_close_the_queue() -> None:
+    class Owner:
+        def __init__(self, queue: ClosableQueue[int]) -> None:
+            self.queue = queue
+
+        def __del__(self) -> None:
+            self.queue.close()
+
+    queue: ClosableQueue[int] = ClosableQueue()
+    waiting = threading.Event()
+    owners = [Owner(queue)]
+
+    def drop() -> None:
+        waiting.wait(WAIT)
+        owners.clear()
+
+    thread = start(drop)
+    with pytest.raises(QueueClosed):
+        queue.get(before_waiting=waiting.set)
+    join([thread])
+
+
+def test_the_garbage_collector_may_close_the_queue_that_its_thread_is_about_to_wait_on() -> None:
+    class Owner:
+        def __init__(self, queue: ClosableQueue[int]) -> None:
+            self.queue = queue
+            self.itself = self
+
+        def __del__(self) -> None:
+            self.queue.close()
+
+    queue: ClosableQueue[int] = ClosableQueue()
+    Owner(queue)
+
+    def collect() -> None:
+        gc.collect()
+
+    with pytest.raises(QueueClosed):
+        queue.get(before_waiting=collect)
+
+
+@pytest.mark.parametrize("inside", ["put", "get"])
+def test_a_finalizer_may_close_the_queue_its_thread_is_inside_of(inside: str) -> None:
+    class Owner:
+        pass
+
+    for k in range(200):
+        queue: ClosableQueue[int] = ClosableQueue()
+        queue.put(1)
+        owners = [Owner()]
+        weakref.finalize(owners[0], queue.close)
+        stop = between_bytecodes(k, PUT if inside == "put" else GET, owners.clear)
+        try:
+            queue.put(2) if inside == "put" else queue.get()
+        except QueueClosed:
+            pass
+        if not stop():
+            break
+        with pytest.raises(QueueClosed):
+            queue.get()
+    assert k > 10, "no bytecode was interrupted"
+
+
+# The hook
+
+
+def test_the_hook_is_not_called_when_an_item_is_there() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.put(1)
+    calls: list[bool] = []
+    queue.get(before_waiting=lambda: calls.append(True))
+    assert calls == []
+
+
+def test_the_hook_is_not_called_when_the_queue_is_closed() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    queue.close()
+    calls: list[bool] = []
+    with pytest.raises(QueueClosed):
+        queue.get(before_waiting=lambda: calls.append(True))
+    assert calls == []
+
+
+def test_the_hook_is_called_before_the_thread_blocks() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    assert queue.get(before_waiting=lambda: queue.put(3)) == 3
+
+
+def test_the_repr_says_whether_it_is_open() -> None:
+    queue: ClosableQueue[int] = ClosableQueue()
+    before = repr(queue)
+    queue.close()
+    assert ("open" in before, "closed" in repr(queue)) == (True, True)

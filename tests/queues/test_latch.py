@@ -1,0 +1,162 @@
+"""The latch: opens after everyone, for everyone, and lets a signal through."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import pytest
+
+from pipert.queues.latch import Latch
+
+WAIT = 10.0  # s; what should happen at once is given up after it
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.fixture
+def soon() -> Iterator[Callable[[], None]]:
+    """Makes a signal arrive soon whose handler raises."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = signal.signal(signal.SIGALRM, handler)
+    yield lambda: signal.setitimer(signal.ITIMER_REAL, 0.02) and None
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def start(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, daemon=True)
+    thread.start()
+    return thread
+
+
+def until_inside_wait(thread: threading.Thread) -> None:
+    """Return when ``thread`` executes :meth:`Latch.wait`."""
+    assert thread.ident is not None
+    while sys._current_frames()[thread.ident].f_code is not Latch.wait.__code__:
+        assert thread.is_alive()
+
+
+def test_a_latch_of_nobody_is_open() -> None:
+    assert Latch(0).is_open()
+
+
+def test_it_is_shut_before_the_last_arrival() -> None:
+    latch = Latch(3)
+    latch.arrive()
+    latch.arrive()
+    assert not latch.is_open()
+
+
+def test_the_last_arrival_opens_it() -> None:
+    latch = Latch(2)
+    latch.arrive()
+    latch.arrive()
+    assert latch.is_open()
+
+
+def test_wait_returns_at_once_when_it_is_open() -> None:
+    latch = Latch(1)
+    latch.arrive()
+    latch.wait()
+    latch.wait()
+    assert latch.is_open()
+
+
+def test_wait_does_not_return_before_the_last_arrival() -> None:
+    latch = Latch(2)
+    over: list[bool] = []
+
+    def wait() -> None:
+        latch.wait()
+        over.append(last)
+
+    last = False
+    thread = start(wait)
+    until_inside_wait(thread)
+    latch.arrive()
+    until_inside_wait(thread)
+    last = True
+    latch.arrive()
+    thread.join(WAIT)
+    assert over == [True]
+
+
+def test_the_last_arrival_wakes_everyone_who_waits() -> None:
+    latch = Latch(1)
+    threads = [start(latch.wait) for _ in range(4)]
+    for thread in threads:
+        until_inside_wait(thread)
+    latch.arrive()
+    for thread in threads:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_arrivals_of_many_threads_at_once_are_all_counted() -> None:
+    latch = Latch(8 * 50)
+    together = threading.Barrier(8)
+
+    def arrive() -> None:
+        together.wait(WAIT)
+        for _ in range(50):
+            latch.arrive()
+
+    threads = [start(arrive) for _ in range(8)]
+    for thread in threads:
+        thread.join(WAIT)
+    assert latch.is_open()
+
+
+def test_one_arrival_too_many_is_our_own_bug() -> None:
+    latch = Latch(1)
+    latch.arrive()
+    with pytest.raises(AssertionError, match="more arrivals than parties"):
+        latch.arrive()
+
+
+def test_a_signal_handler_that_raises_interrupts_the_wait(soon: Callable[[], None]) -> None:
+    latch = Latch(1)
+    with pytest.raises(Interrupted):
+        soon()
+        latch.wait()
+
+
+def test_an_interrupted_wait_leaves_the_latch_shut(soon: Callable[[], None]) -> None:
+    latch = Latch(1)
+    with pytest.raises(Interrupted):
+        soon()
+        latch.wait()
+    assert not latch.is_open()
+
+
+def test_an_interrupted_wait_can_be_waited_again(soon: Callable[[], None]) -> None:
+    latch = Latch(1)
+    with pytest.raises(Interrupted):
+        soon()
+        latch.wait()
+    main = threading.current_thread()
+
+    def arrive() -> None:
+        until_inside_wait(main)
+        latch.arrive()
+
+    thread = start(arrive)
+    latch.wait()
+    thread.join(WAIT)
+    assert latch.is_open()
+
+
+def test_the_repr_says_whether_it_is_open() -> None:
+    latch = Latch(1)
+    before = repr(latch)
+    latch.arrive()
+    assert (before, repr(latch)) == ("<Latch of 1, shut>", "<Latch of 1, open>")

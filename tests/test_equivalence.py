@@ -1,0 +1,707 @@
+"""The equivalence contract of ARCHITECTURE.md: ``Pipe(module)`` against ``module``.
+
+Rows 1, 2, 4, 5 and 6, and the pitfalls about gradients. Row 3 is about random numbers and row 7
+about refusals; those are tested beside what draws and what refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+
+MODES = ["always", "except_last", "never"]
+BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
+ROWS = [6, 7, 2, 1, 0]
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+class Apply(nn.Module):
+    """A layer that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+class AddInPlace(nn.Module):
+    """Changes its input in place, and the graph with it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(width, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.bias)
+
+
+class DoubleInTraining(nn.Module):
+    """Like dropout, gives other numbers in train and eval; unlike it, the plain module's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x
+
+
+class Outcome(NamedTuple):
+    """What a training step leaves behind."""
+
+    output: Tensor
+    loss: Tensor
+    grads: dict[str, Tensor | None]
+    input_grad: Tensor | None
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+def seven_layers() -> nn.Sequential:
+    """Each balance of ``BALANCES`` but the first starts a stage with the in-place layer."""
+    norm = nn.LayerNorm(4, dtype=torch.float64)
+    first, second = linear(3, 4), linear(4, 4)
+    return nn.Sequential(
+        first, nn.Tanh(), second, nn.ReLU(inplace=True), linear(4, 4), norm, linear(4, 2)
+    )
+
+
+def batch(rows: int, requires_grad: bool = True) -> Tensor:
+    return torch.randn(rows, 3, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
+    }
+
+
+def step(module: nn.Module, x: Tensor) -> Outcome:
+    """One training step from no gradients; the loss ends at what is frozen."""
+    module.zero_grad()
+    own = x.detach().clone().requires_grad_(x.requires_grad)
+    output = module(own)
+    loss = output.square().sum()
+    if loss.requires_grad:
+        loss.backward()
+    # Not own.requires_grad: a first layer that works in place puts own into the graph.
+    return Outcome(output, loss, grads_of(module), own.grad if x.requires_grad else None)
+
+
+class Pair(NamedTuple):
+    """The same step of the plain module and of the pipe."""
+
+    plain: Outcome
+    piped: Outcome
+
+
+def pair(module: nn.Sequential, balance: list[int], x: Tensor, **options: Any) -> Pair:
+    plain = step(copy.deepcopy(module), x)
+    with Pipe(module, balance, devices=["cpu"] * len(balance), **options) as pipe:
+        return Pair(plain, step(pipe, x))
+
+
+# Row 1.
+
+
+class Case(NamedTuple):
+    balance: list[int]
+    chunks: int
+    checkpoint: str
+    rows: int
+
+
+CASES = [Case(b, c, k, r) for b in BALANCES for c in (1, 3) for k in MODES for r in ROWS]
+
+
+def name_of(case: Case) -> str:
+    partitions = f"n={len(case.balance)}"
+    return f"{partitions}-chunks={case.chunks}-{case.checkpoint}-{case.rows} rows"
+
+
+@pytest.fixture(scope="module", params=CASES, ids=name_of)
+def steps(request: pytest.FixtureRequest) -> Pair:
+    case: Case = request.param
+    torch.manual_seed(0)
+    module = seven_layers()
+    x = batch(case.rows)
+    return pair(module, case.balance, x, chunks=case.chunks, checkpoint=case.checkpoint)
+
+
+def test_output_is_the_plain_modules(steps: Pair) -> None:
+    same(steps.piped.output, steps.plain.output)
+
+
+def test_loss_is_the_plain_modules(steps: Pair) -> None:
+    same(steps.piped.loss, steps.plain.loss)
+
+
+def test_parameter_gradients_are_the_plain_modules(steps: Pair) -> None:
+    same(steps.piped.grads, steps.plain.grads)
+
+
+def test_input_gradient_is_the_plain_modules(steps: Pair) -> None:
+    same(steps.piped.input_grad, steps.plain.input_grad)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_gradients_accumulate_over_several_backward_calls(checkpoint: str) -> None:
+    module = seven_layers()
+    plain = copy.deepcopy(module)
+    xs = [batch(rows) for rows in (5, 1, 8)]
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        for x in xs:
+            pipe(x).square().sum().backward()
+            plain(x).square().sum().backward()
+    same(grads_of(pipe), grads_of(plain))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first first", "last first"])
+def test_two_forwards_may_be_open_before_their_backwards(
+    checkpoint: str, order: tuple[int, int]
+) -> None:
+    module = seven_layers()
+    plain = copy.deepcopy(module)
+    xs = [batch(5), batch(6)]
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        losses = [pipe(x).square().sum() for x in xs]
+        for k in order:
+            losses[k].backward()
+            plain(xs[k]).square().sum().backward()
+    same(grads_of(pipe), grads_of(plain))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_loss_over_two_calls_is_differentiated_once(checkpoint: str) -> None:
+    module = seven_layers()
+    plain = copy.deepcopy(module)
+    xs = [batch(5), batch(5)]
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
+        (pipe(xs[0]) * pipe(xs[1])).sum().backward()
+    (plain(xs[0]) * plain(xs[1])).sum().backward()
+    same(grads_of(pipe), grads_of(plain))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_double_backward_is_the_plain_modules(checkpoint: str, chunks: int) -> None:
+    def penalty(module: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+        module.zero_grad()
+        (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        grad.square().sum().backward()  # type: ignore[no-untyped-call]
+        return grads_of(module)
+
+    module, x = seven_layers(), batch(7)
+    expected = penalty(copy.deepcopy(module), x)
+    with Pipe(module, [2, 1, 4], chunks=chunks, checkpoint=checkpoint, devices=["cpu"] * 3) as pipe:
+        same(penalty(pipe, x), expected)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("j", [0, 1, 2])
+def test_autograd_grad_of_one_partition_is_the_plain_modules(checkpoint: str, j: int) -> None:
+    module, x = seven_layers(), batch(7, requires_grad=False)
+    with Pipe(module, [2, 1, 4], chunks=3, checkpoint=checkpoint, devices=["cpu"] * 3) as pipe:
+        wanted = list(pipe.partitions[j].parameters())
+        piped = torch.autograd.grad(pipe(x).square().sum(), wanted)
+    same(piped, torch.autograd.grad(module(x).square().sum(), wanted))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_gradient_of_some_rows_is_the_plain_modules(checkpoint: str) -> None:
+    module, x = seven_layers(), batch(7)
+    (expected,) = torch.autograd.grad(module(x)[2:4].sum(), x)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=7, checkpoint=checkpoint) as pipe:
+        (grad,) = torch.autograd.grad(pipe(x)[2:4].sum(), x)
+    same(grad, expected)
+
+
+# Row 2.
+
+FROZEN = {
+    "nothing": [],
+    "first layer": [0],
+    "middle layer": [2],
+    "last layer": [6],
+    "first partition": [0, 2],
+    "last partition": [4, 5, 6],
+    "everything": [0, 2, 4, 5, 6],
+}
+
+
+class Freeze(NamedTuple):
+    frozen: str
+    input_requires_grad: bool
+    chunks: int
+    checkpoint: str
+
+
+FREEZES = [Freeze(f, g, c, k) for f in FROZEN for g in (False, True) for c in (1, 3) for k in MODES]
+
+
+def name_of_freeze(case: Freeze) -> str:
+    differentiable = "grad" if case.input_requires_grad else "no grad"
+    return f"{case.frozen}-{differentiable}-chunks={case.chunks}-{case.checkpoint}"
+
+
+@pytest.fixture(scope="module", params=FREEZES, ids=name_of_freeze)
+def frozen(request: pytest.FixtureRequest) -> Pair:
+    case: Freeze = request.param
+    torch.manual_seed(0)
+    module = seven_layers()
+    for index in FROZEN[case.frozen]:
+        module[index].requires_grad_(False)
+    x = batch(7, case.input_requires_grad)
+    return pair(module, [3, 4], x, chunks=case.chunks, checkpoint=case.checkpoint)
+
+
+def test_output_requires_grad_when_the_plain_modules_does(frozen: Pair) -> None:
+    assert frozen.piped.output.requires_grad == frozen.plain.output.requires_grad
+
+
+def test_the_parameters_with_a_gradient_are_the_plain_modules(frozen: Pair) -> None:
+    piped, plain = frozen.piped.grads, frozen.plain.grads
+    assert {n for n, g in piped.items() if g is None} == {n for n, g in plain.items() if g is None}
+
+
+def test_gradients_of_a_frozen_module_are_the_plain_modules(frozen: Pair) -> None:
+    same(frozen.piped.grads, frozen.plain.grads)
+
+
+def test_input_gradient_of_a_frozen_module_is_the_plain_modules(frozen: Pair) -> None:
+    same(frozen.piped.input_grad, frozen.plain.input_grad)
+
+
+# Row 4.
+
+
+def normalised() -> nn.Sequential:
+    return nn.Sequential(linear(3, 4), nn.BatchNorm1d(4, dtype=torch.float64), linear(4, 2))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_batchnorm_normalises_each_micro_batch(checkpoint: str) -> None:
+    module, x = normalised(), batch(8)
+    plain = copy.deepcopy(module)
+    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        same(pipe(x), torch.cat([plain(part) for part in x.tensor_split(3)]))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_batchnorm_gradients_are_those_of_the_micro_batches(checkpoint: str) -> None:
+    module, x = normalised(), batch(8)
+    plain = copy.deepcopy(module)
+    for part in x.tensor_split(3):
+        plain(part).square().sum().backward()
+    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(x).square().sum().backward()
+    same(grads_of(pipe), grads_of(plain))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_batchnorm_statistics_of_the_forward_are_those_of_the_micro_batches(
+    checkpoint: str,
+) -> None:
+    module, x = normalised(), batch(8)
+    plain = copy.deepcopy(module)
+    for part in x.tensor_split(3):
+        plain(part)
+    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(x)
+    same(dict(pipe.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_5_recomputation_updates_no_batchnorm_statistics(checkpoint: str) -> None:
+    module = normalised()
+    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        loss = pipe(batch(8)).sum()
+        before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+        loss.backward()
+        same(dict(pipe.named_buffers()), before)
+
+
+# Row 5.
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+def test_pitfall_22_state_dict_has_the_plain_modules_keys(balance: list[int]) -> None:
+    module = seven_layers()
+    keys = list(module.state_dict())
+    with Pipe(module, balance, devices=["cpu"] * len(balance)) as pipe:
+        assert list(pipe.state_dict()) == keys
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+def test_pitfall_22_parameters_keep_name_and_identity(balance: list[int]) -> None:
+    module = seven_layers()
+    named = [(name, id(parameter)) for name, parameter in module.named_parameters()]
+    with Pipe(module, balance, devices=["cpu"] * len(balance)) as pipe:
+        assert [(name, id(parameter)) for name, parameter in pipe.named_parameters()] == named
+
+
+def test_pitfall_22_buffers_keep_name_and_identity() -> None:
+    module = normalised()
+    named = [(name, id(buffer)) for name, buffer in module.named_buffers()]
+    with Pipe(module, [1, 2], devices=["cpu"] * 2) as pipe:
+        assert [(name, id(buffer)) for name, buffer in pipe.named_buffers()] == named
+
+
+@pytest.mark.parametrize("balance", BALANCES, ids=str)
+def test_pitfall_22_checkpoint_of_one_balance_loads_under_another(balance: list[int]) -> None:
+    saved, x = seven_layers(), batch(5)
+    with Pipe(saved, [3, 4], devices=["cpu"] * 2) as pipe:
+        state = pipe.state_dict()
+    with Pipe(seven_layers(), balance, devices=["cpu"] * len(balance)) as pipe:
+        pipe.load_state_dict(state)
+        same(pipe(x), saved(x))
+
+
+def test_pitfall_22_checkpoint_loads_into_the_plain_module() -> None:
+    module, plain, x = seven_layers(), seven_layers(), batch(5)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2) as pipe:
+        plain.load_state_dict(pipe.state_dict())
+    same(plain(x), module(x))
+
+
+# Row 6.
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_any_call_may_have_another_batch_size(checkpoint: str) -> None:
+    module = seven_layers()
+    plain = copy.deepcopy(module)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
+        for rows in (8, 1, 5, 0, 16, 3):
+            x = batch(rows)
+            assert_same_steps(pipe, plain, x)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_any_call_may_have_another_shape(checkpoint: str) -> None:
+    module = seven_layers()
+    plain = copy.deepcopy(module)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint) as pipe:
+        for shape in ((4, 3), (4, 5, 3), (2, 1, 6, 3), (4, 3)):
+            assert_same_steps(pipe, plain, torch.randn(*shape, dtype=torch.float64))
+
+
+def assert_same_steps(pipe: Pipe, plain: nn.Module, x: Tensor) -> None:
+    piped, expected = step(pipe, x), step(plain, x)
+    same((piped.output, piped.grads), (expected.output, expected.grads))
+
+
+CONTEXTS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_any_call_may_have_another_mode(checkpoint: str) -> None:
+    module = nn.Sequential(linear(3, 4), DoubleInTraining(), linear(4, 4), DoubleInTraining())
+    x = batch(5)
+    with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        for training, context in [
+            (True, "grad"), (False, "inference_mode"), (True, "no_grad"), (False, "grad"),
+            (True, "inference_mode"), (True, "grad"), (False, "no_grad"),
+        ]:  # fmt: skip
+            pipe.train(training)
+            with CONTEXTS[context]():
+                same(pipe(x), module(x))
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_output_requires_grad_under_the_callers_mode_only(context: str) -> None:
+    with Pipe(seven_layers(), [3, 4], devices=["cpu"] * 2, chunks=2) as pipe:
+        with CONTEXTS[context]():
+            assert pipe(batch(4)).requires_grad == (context == "grad")
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_output_of_inference_mode_is_an_inference_tensor(chunks: int) -> None:
+    with Pipe(seven_layers(), [3, 4], devices=["cpu"] * 2, chunks=chunks) as pipe:
+        with torch.inference_mode():
+            assert pipe(batch(5)).is_inference()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_training_goes_on_after_a_call_without_grad(checkpoint: str) -> None:
+    module = seven_layers()
+    plain = copy.deepcopy(module)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        with torch.no_grad():
+            pipe(batch(7))
+        assert_same_steps(pipe, plain, batch(7))
+
+
+# Pitfall 6: gradients somewhere else than the plain module's.
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_6_autograd_grad_adds_nothing_to_any_grad(checkpoint: str) -> None:
+    module, x = seven_layers(), batch(7)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        torch.autograd.grad(pipe(x).sum(), x)
+    assert set(grads_of(module).values()) == {None}
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_6_frozen_input_keeps_the_parameter_gradients(checkpoint: str) -> None:
+    module, x = seven_layers(), batch(7, requires_grad=False)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(x).sum().backward()
+    assert None not in grads_of(module).values()
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_6_output_of_frozen_layers_requires_no_grad(checkpoint: str) -> None:
+    module, x = seven_layers().requires_grad_(False), batch(7, requires_grad=False)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        assert not pipe(x).requires_grad
+
+
+# Pitfall 7: recomputation under other conditions than the forward.
+
+
+def first_gradients(module: nn.Sequential, checkpoint: str, step: Callable[[Pipe], Any]) -> Any:
+    torch.manual_seed(3)
+    module.zero_grad()
+    with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        step(pipe)
+    return grads_of(module)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_pitfall_7_recomputation_draws_the_same_random_numbers(checkpoint: str) -> None:
+    module = nn.Sequential(linear(3, 4), nn.Dropout(0.5), linear(4, 4), nn.Dropout(0.5))
+    x = batch(6)
+
+    def train(pipe: Pipe) -> None:
+        loss = pipe(x).square().sum()
+        torch.manual_seed(4)
+        loss.backward()
+
+    kept = first_gradients(module, "never", train)
+    same(first_gradients(module, checkpoint, train), kept, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_pitfall_7_recomputation_is_under_the_forwards_autocast(checkpoint: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(6, 3)
+
+    def train(pipe: Pipe) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = pipe(x)
+        output.float().square().sum().backward()
+
+    kept = first_gradients(module, "never", train)
+    same(first_gradients(module, checkpoint, train), kept)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_pitfall_7_recomputation_sees_the_forwards_context_variables(checkpoint: str) -> None:
+    scale: ContextVar[float] = ContextVar("scale", default=1.0)
+    scaled = Apply(lambda x: x * torch.full_like(x, scale.get()))
+    module, x = nn.Sequential(linear(3, 4), scaled, linear(4, 4), nn.Tanh()), batch(6)
+
+    def train(pipe: Pipe) -> None:
+        token = scale.set(5.0)
+        loss = pipe(x).square().sum()
+        scale.reset(token)
+        loss.backward()
+
+    kept = first_gradients(module, "never", train)
+    same(first_gradients(module, checkpoint, train), kept)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_pitfall_7_recomputation_gets_the_forwards_keyword_arguments(checkpoint: str) -> None:
+    first = Apply(lambda x, *, weight: x * weight)
+    module, x = nn.Sequential(first, linear(3, 4), linear(4, 4), nn.Tanh()), batch(6)
+    weights = batch(6, requires_grad=False)
+
+    def train(pipe: Pipe) -> None:
+        pipe(x, weight=weights).square().sum().backward()
+
+    kept = first_gradients(module, "never", train)
+    same(first_gradients(module, checkpoint, train), kept)
+
+
+# Pitfall 18: what crosses a boundary and is not differentiable, or not used.
+
+
+def assert_same_gradients(
+    module: nn.Sequential, balance: list[int], checkpoint: str, loss: Callable[[Any], Tensor]
+) -> None:
+    plain, x = copy.deepcopy(module), batch(7)
+    expected = torch.autograd.grad(loss(plain(x)), [x, *plain.parameters()], allow_unused=True)
+    devices = ["cpu"] * len(balance)
+    with Pipe(module, balance, devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
+        wanted = [x, *module.parameters()]
+        same(torch.autograd.grad(loss(pipe(x)), wanted, allow_unused=True), expected)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_18_integer_stage_output(checkpoint: str) -> None:
+    best = Apply(lambda x: (x, x.argmax(1, keepdim=True)))
+    take = Apply(lambda value: value[0].gather(1, value[1]))
+    module = nn.Sequential(linear(3, 4), best, take, linear(1, 2))
+    assert_same_gradients(module, [2, 2], checkpoint, torch.sum)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_18_unused_stage_output(checkpoint: str) -> None:
+    module = nn.Sequential(
+        linear(3, 4), Apply(lambda x: (x.tanh(), x.exp())), Apply(lambda value: value[0])
+    )
+    assert_same_gradients(module, [2, 1], checkpoint, torch.sum)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_18_detached_stage_output(checkpoint: str) -> None:
+    module = nn.Sequential(linear(3, 4), Apply(torch.detach), linear(4, 2))
+    assert_same_gradients(module, [2, 1], checkpoint, torch.sum)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_18_stage_output_detached_beside_one_that_is_not(checkpoint: str) -> None:
+    module = nn.Sequential(
+        linear(3, 4), Apply(lambda x: (x, x.detach())), Apply(lambda v: v[0] * v[1]), linear(4, 2)
+    )
+    assert_same_gradients(module, [2, 2], checkpoint, torch.sum)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("which", [0, 1])
+def test_pitfall_18_loss_on_one_of_two_outputs(checkpoint: str, which: int) -> None:
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(lambda x: (x.exp(), x.square())))
+    assert_same_gradients(module, [1, 2], checkpoint, lambda output: output[which].sum())
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_18_integer_output_of_the_last_stage(checkpoint: str) -> None:
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(lambda x: (x.argmax(1), x.exp())))
+    assert_same_gradients(module, [1, 2], checkpoint, lambda output: output[1].sum())
+
+
+# Pitfall 19: a second backward, and layers that work in place.
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_pitfall_19_second_backward_with_retain_graph(checkpoint: str, chunks: int) -> None:
+    module, x = seven_layers(), batch(7)
+    plain = copy.deepcopy(module)
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint) as pipe:
+        losses = [pipe(x).square().sum(), plain(x).square().sum()]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+            loss.backward()
+    same(grads_of(module), grads_of(plain))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_19_second_backward_without_retain_graph_is_autograds_error(
+    checkpoint: str,
+) -> None:
+    module = seven_layers()
+    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        loss = pipe(batch(7)).square().sum()
+        loss.backward()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+def in_place_first() -> list[nn.Module]:
+    return [nn.ReLU(inplace=True), AddInPlace(4)]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("first", in_place_first(), ids=lambda layer: type(layer).__name__)
+def test_pitfall_19_in_place_first_layer_of_a_later_stage(
+    checkpoint: str, chunks: int, first: nn.Module
+) -> None:
+    module = nn.Sequential(linear(3, 4), copy.deepcopy(first), linear(4, 2))
+    steps = pair(module, [1, 2], batch(7), chunks=chunks, checkpoint=checkpoint)
+    same(steps.piped.grads, steps.plain.grads)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("first", in_place_first(), ids=lambda layer: type(layer).__name__)
+def test_pitfall_19_in_place_first_layer_of_the_first_stage(
+    checkpoint: str, chunks: int, first: nn.Module
+) -> None:
+    module = nn.Sequential(copy.deepcopy(first), linear(4, 4), linear(4, 2))
+    x = torch.randn(7, 4, dtype=torch.float64)
+    steps = pair(module, [2, 1], x, chunks=chunks, checkpoint=checkpoint)
+    same(steps.piped.grads, steps.plain.grads)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("first", in_place_first(), ids=lambda layer: type(layer).__name__)
+def test_pitfall_19_in_place_first_layer_with_a_differentiable_input(
+    checkpoint: str, chunks: int, first: nn.Module
+) -> None:
+    before, layers = linear(3, 4), [copy.deepcopy(first), linear(4, 4), linear(4, 2)]
+    plain, x = copy.deepcopy(nn.Sequential(before, *layers)), batch(7)
+    module = nn.Sequential(*layers)
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint) as pipe:
+        piped = step(nn.Sequential(before, pipe), x)
+    same(piped.input_grad, step(plain, x).input_grad)
+
+
+# Pitfall 20: parameters in two places, and stages without any.
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_20_tied_weights_get_the_sum_of_their_gradients(checkpoint: str) -> None:
+    def tied() -> nn.Sequential:
+        first, last = linear(3, 3), linear(3, 3)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), last)
+
+    torch.manual_seed(1)
+    steps = pair(tied(), [1, 2], batch(7), chunks=3, checkpoint=checkpoint)
+    same(steps.piped.grads, steps.plain.grads)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_20_layer_that_occurs_twice_gets_the_sum_of_its_gradients(
+    checkpoint: str,
+) -> None:
+    layer = linear(3, 3)
+    module = nn.Sequential(layer, nn.Tanh(), layer)
+    steps = pair(module, [1, 2], batch(7), chunks=3, checkpoint=checkpoint)
+    same(steps.piped.grads, steps.plain.grads)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_20_stages_without_parameters(checkpoint: str) -> None:
+    module = nn.Sequential(nn.Tanh(), linear(3, 4), nn.Sigmoid(), nn.Flatten(), linear(4, 2))
+    steps = pair(module, [1, 1, 2, 1], batch(7), chunks=3, checkpoint=checkpoint)
+    same(steps.piped.grads, steps.plain.grads)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_20_module_without_parameters(checkpoint: str) -> None:
+    module = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Flatten())
+    steps = pair(module, [1, 2], batch(7), chunks=3, checkpoint=checkpoint)
+    same(steps.piped.input_grad, steps.plain.input_grad)

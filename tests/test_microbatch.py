@@ -1,0 +1,516 @@
+"""Splitting a call's arguments into micro-batches and joining the outputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipert import Pipe, Replicate, is_checkpointing
+from pipert.microbatch import Arguments, gather, scatter
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Registered:
+    rows: Tensor
+    scale: float
+
+
+@dataclass
+class Unregistered:
+    rows: Tensor
+
+
+class Box:
+    """Registered as a pytree, but without the names of its children."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Bag:
+    """An object that torch knows nothing about."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+
+
+class Array:
+    """What a NumPy array looks like from here; NumPy itself need not be installed."""
+
+    def __init__(self, ndim: int) -> None:
+        self.ndim = ndim
+
+    def __eq__(self, other: object) -> Any:
+        return Ambiguous()
+
+
+class Ambiguous:
+    """What comparing two arrays gives."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("the truth value of an array is ambiguous")
+
+
+torch.export.register_dataclass(Registered)
+pytree.register_pytree_node(Box, lambda box: ([box.content], None), lambda c, _: Box(*c))
+
+
+class Apply(nn.Module):
+    """A layer that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def call(functions: list[Callable[..., Any]], *args: Any, chunks: int = 2, **kwargs: Any) -> Any:
+    """One call of a pipe with one partition for each function."""
+    n = len(functions)
+    module = nn.Sequential(*map(Apply, functions))
+    with Pipe(module, [1] * n, devices=["cpu"] * n, chunks=chunks) as pipe:
+        return pipe(*args, **kwargs)
+
+
+def unchanged(value: Any) -> Any:
+    return value
+
+
+def rows(count: int) -> Tensor:
+    return torch.arange(count * 2.0).view(count, 2)
+
+
+def sizes(batch: int, chunks: int) -> list[int]:
+    return [len(part) for part in scatter((rows(batch),), {}, chunks)]
+
+
+# How many micro-batches of which size.
+
+
+@pytest.mark.parametrize("batch", range(1, 12))
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_there_are_as_many_micro_batches_as_chunks_or_rows(batch: int, chunks: int) -> None:
+    assert len(sizes(batch, chunks)) == min(batch, chunks)
+
+
+@pytest.mark.parametrize("batch", range(1, 12))
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_sizes_differ_by_at_most_one(batch: int, chunks: int) -> None:
+    assert max(sizes(batch, chunks)) - min(sizes(batch, chunks)) <= 1
+
+
+@pytest.mark.parametrize("batch", range(12))
+@pytest.mark.parametrize("chunks", range(1, 9))
+def test_micro_batches_in_order_are_the_mini_batch(batch: int, chunks: int) -> None:
+    x = rows(batch)
+    assert torch.equal(torch.cat(scatter((x,), {}, chunks)), x)
+
+
+def test_pitfall_16_five_rows_in_four_chunks_are_four_micro_batches() -> None:
+    assert sizes(5, 4) == [2, 1, 1, 1]
+
+
+def test_pitfall_16_batch_smaller_than_chunks() -> None:
+    assert sizes(3, 8) == [1, 1, 1]
+
+
+def test_pitfall_16_no_rows_are_one_micro_batch() -> None:
+    assert sizes(0, 4) == [0]
+
+
+def test_pitfall_16_last_micro_batch_is_the_last_of_those_there_are() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(is_checkpointing())
+        return x
+
+    call([look], rows(3).requires_grad_(), chunks=8)
+    assert seen == [True, True, False]
+
+
+def test_call_without_tensors_is_one_micro_batch() -> None:
+    assert call([lambda: 5], chunks=4) == 5
+
+
+def test_0_dimensional_tensor_does_not_set_the_batch_size() -> None:
+    assert len(scatter((torch.tensor(1.0), rows(4)), {}, 2)) == 2
+
+
+# Pitfall 2: everything that has rows is split, or refused.
+
+
+def test_pitfall_2_other_number_of_rows_is_refused() -> None:
+    with pytest.raises(ValueError, match="same number of rows"):
+        scatter((rows(8), rows(2)), {}, 4)
+
+
+def test_pitfall_2_other_number_of_rows_is_refused_with_one_chunk() -> None:
+    with pytest.raises(ValueError, match="same number of rows"):
+        scatter((rows(8), rows(2)), {}, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "paths"),
+    [
+        ((rows(8), rows(2)), {}, r"args\[0\] has 8 and args\[1\] has 2"),
+        (((rows(8), rows(2)),), {}, r"args\[0\]\[0\] has 8 and args\[0\]\[1\] has 2"),
+        ((rows(8),), {"mask": rows(2)}, r"args\[0\] has 8 and kwargs\['mask'\] has 2"),
+        ((), {"a": rows(3), "b": [rows(4)]}, r"kwargs\['a'\] has 3 and kwargs\['b'\]\[0\] has 4"),
+        ((Pair(rows(3), rows(4)),), {}, r"args\[0\]\.left has 3 and args\[0\]\.right has 4"),
+        ((3, rows(3), None, rows(4)), {}, r"args\[1\] has 3 and args\[3\] has 4"),
+        ((rows(1), rows(3)), {}, r"args\[0\] has 1 and args\[1\] has 3"),
+        ((rows(0), rows(3)), {}, r"args\[0\] has 0 and args\[1\] has 3"),
+    ],
+)
+def test_pitfall_2_refusal_names_both_paths_and_sizes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], paths: str
+) -> None:
+    with pytest.raises(ValueError, match=paths):
+        scatter(args, kwargs, 4)
+
+
+def test_pitfall_2_refusal_names_the_sizes_below_a_pytree_without_names() -> None:
+    with pytest.raises(ValueError, match=r"has 3 and .* has 4"):
+        scatter((Box(rows(3)), rows(4)), {}, 2)
+
+
+def test_pitfall_2_refusal_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match=r"Replicate\(\.\.\.\)"):
+        scatter((rows(8), rows(2)), {}, 4)
+
+
+def test_pitfall_2_tensors_in_a_list_are_split() -> None:
+    parts = scatter(([rows(4), rows(4)],), {}, 2)
+    assert [[len(x) for x in part] for part in parts] == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("leaf", "remedy"),
+    [
+        (Array(2), "torch.as_tensor"),
+        (Unregistered(rows(4)), "register_dataclass"),
+        (Bag(rows(4)), "register its class as a pytree"),
+    ],
+    ids=["array", "dataclass", "object"],
+)
+def test_pitfall_2_object_that_hides_rows_is_refused_with_a_remedy(leaf: Any, remedy: str) -> None:
+    with pytest.raises(TypeError, match=rf"args\[1\] is a {type(leaf).__name__}.*{remedy}"):
+        scatter((rows(4), leaf), {}, 2)
+
+
+def test_pitfall_2_object_that_hides_rows_may_be_replicated() -> None:
+    bag = Bag(rows(4))
+    assert [part.args[1] for part in scatter((rows(4), Replicate(bag)), {}, 2)] == [bag, bag]
+
+
+def test_array_without_dimensions_goes_to_each_micro_batch() -> None:
+    scalar = Array(0)
+    assert all(part.args[1] is scalar for part in scatter((rows(4), scalar), {}, 2))
+
+
+# Replicate.
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_replicated_tensor_goes_whole_to_each_micro_batch(chunks: int) -> None:
+    table = rows(7)
+    parts = scatter((rows(6), Replicate(table)), {}, chunks)
+    assert all(part.args[1] is table for part in parts)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_replicated_pytree_goes_whole_to_each_micro_batch(chunks: int) -> None:
+    tables = {"a": rows(7), "b": [rows(1)]}
+    parts = scatter((rows(6), Replicate(tables)), {}, chunks)
+    assert all(part.args[1] is tables for part in parts)
+
+
+def test_replicate_works_inside_a_pytree() -> None:
+    parts = scatter(({"x": rows(6), "bias": Replicate(rows(2))},), {}, 3)
+    assert [(len(part["x"]), len(part["bias"])) for part in parts] == [(2, 2)] * 3
+
+
+def test_replicate_works_as_a_keyword_argument() -> None:
+    result = call([lambda x, bias: x + bias.sum(0)], rows(6), bias=Replicate(rows(3)), chunks=2)
+    same(result, rows(6) + rows(3).sum(0))
+
+
+def test_replicated_tensor_gets_the_gradient_of_all_micro_batches() -> None:
+    bias = torch.ones(1, 2, requires_grad=True)
+    call([lambda x, b: x * b], rows(6), Replicate(bias), chunks=3).sum().backward()
+    same(bias.grad, rows(6).sum(0, keepdim=True))
+
+
+def test_replicate_shows_what_it_holds() -> None:
+    assert repr(Replicate(3)) == "Replicate(3)"
+
+
+def test_0_dimensional_tensor_gets_the_gradient_of_all_micro_batches() -> None:
+    scale = torch.tensor(2.0, requires_grad=True)
+    call([lambda x, s: x * s], rows(6), scale, chunks=3).sum().backward()
+    same(scale.grad, rows(6).sum())
+
+
+# The gradient of what is split.
+
+
+def test_gradient_of_a_split_tensor_is_that_of_its_rows() -> None:
+    x = rows(5).requires_grad_()
+    parts = scatter((x,), {}, 3)
+    (parts[0].sum() + 2 * parts[1].sum() + 3 * parts[2].sum()).backward()
+    same(x.grad, torch.tensor([[1.0, 1], [1, 1], [2, 2], [2, 2], [3, 3]]))
+
+
+def test_gradient_of_micro_batches_that_were_not_used_is_zero() -> None:
+    x = rows(5).requires_grad_()
+    scatter((x,), {}, 3)[1].sum().backward()
+    same(x.grad, torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1], [0, 0]]))
+
+
+def test_split_tensor_requires_no_grad_under_no_grad() -> None:
+    with torch.no_grad():
+        parts = scatter((rows(5).requires_grad_(),), {}, 3)
+    assert not any(part.requires_grad for part in parts)
+
+
+def test_split_does_not_copy_the_batch() -> None:
+    x = rows(4)
+    assert scatter((x,), {}, 2)[0].data_ptr() == x.data_ptr()
+
+
+# Pitfall 14: any value crosses any boundary.
+
+VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "None": lambda x: (x, None),
+    "bool": lambda x: (x, True),
+    "int": lambda x: (x, 3),
+    "float": lambda x: (x, 2.5),
+    "str": lambda x: (x, "name"),
+    "list": lambda x: [x, x + 1],
+    "dict": lambda x: {"x": x, "y": [x]},
+    "ordered dict": lambda x: OrderedDict(b=x, a=x + 1),
+    "namedtuple": lambda x: Pair(x, None),
+    "dataclass": lambda x: Registered(x, 0.5),
+    "nested tuples": lambda x: ((x, (x + 1, 2)), (), x),
+    "integer tensor": lambda x: (x, x.long()),
+    "bool tensor": lambda x: (x, x > 2),
+    "empty tuple beside": lambda x: (x, ()),
+    "one-dimensional": lambda x: x[:, 0],
+}
+
+
+@pytest.mark.parametrize("make", VALUES.values(), ids=list(VALUES))
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pitfall_14_value_is_an_input(make: Callable[[Tensor], Any], chunks: int) -> None:
+    value = make(rows(5))
+    assert_equal_values(call([unchanged], value, chunks=chunks), value)
+
+
+@pytest.mark.parametrize("make", VALUES.values(), ids=list(VALUES))
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pitfall_14_value_is_an_output(make: Callable[[Tensor], Any], chunks: int) -> None:
+    assert_equal_values(call([make], rows(5), chunks=chunks), make(rows(5)))
+
+
+@pytest.mark.parametrize("make", VALUES.values(), ids=list(VALUES))
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pitfall_14_value_crosses_boundaries_in_training(
+    make: Callable[[Tensor], Any], chunks: int
+) -> None:
+    x = rows(5).requires_grad_()
+    result = call([make, unchanged, unchanged], x, chunks=chunks)
+    assert_equal_values(result, make(x))
+
+
+def assert_equal_values(actual: Any, expected: Any) -> None:
+    leaves, spec = pytree.tree_flatten(actual)
+    expected_leaves, expected_spec = pytree.tree_flatten(expected)
+    assert spec == expected_spec
+    assert all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b
+        for a, b in zip(leaves, expected_leaves, strict=True)
+    )
+
+
+# Pitfall 15: the first layer's arguments.
+
+
+def test_pitfall_15_several_positional_arguments() -> None:
+    same(call([lambda x, y: x - y], rows(4), rows(4) + 1), -torch.ones(4, 2))
+
+
+def test_pitfall_15_keyword_arguments() -> None:
+    same(call([lambda x, *, y: x - y], rows(4), y=rows(4) + 1), -torch.ones(4, 2))
+
+
+def test_pitfall_15_only_keyword_arguments() -> None:
+    same(call([lambda *, x: x + 1], x=rows(4)), rows(4) + 1)
+
+
+def test_pitfall_15_default_arguments_stay_the_layers() -> None:
+    same(call([lambda x, y=3: x + y], rows(4)), rows(4) + 3)
+
+
+def test_pitfall_15_tuple_is_one_argument() -> None:
+    same(call([lambda pair: pair[0] - pair[1]], (rows(4), rows(4))), torch.zeros(4, 2))
+
+
+def test_pitfall_15_later_layers_get_one_value() -> None:
+    same(call([lambda x, y: (x, y), lambda pair: pair[0] - pair[1]], rows(4), rows(4)), rows(4) * 0)
+
+
+def test_arguments_are_those_of_the_call() -> None:
+    parts = scatter((1, rows(2)), {"k": "v"}, 1)
+    assert isinstance(parts[0], Arguments) and parts[0].kwargs == {"k": "v"}
+
+
+# Gather.
+
+
+def test_tensors_are_concatenated_in_order() -> None:
+    same(gather([rows(2), rows(3)]), torch.cat([rows(2), rows(3)]))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_pitfall_17_scalar_for_each_micro_batch_is_stacked(chunks: int) -> None:
+    parts = rows(6).tensor_split(chunks)
+    same(call([torch.sum], rows(6), chunks=chunks), torch.stack([part.sum() for part in parts]))
+
+
+def test_pitfall_17_scalar_beside_rows() -> None:
+    total, x = call([lambda x: (x.sum(), x)], rows(6), chunks=3)
+    assert (total.shape, x.shape) == ((3,), (6, 2))
+
+
+def test_pitfall_17_gradient_goes_through_the_stack() -> None:
+    x = rows(6).requires_grad_()
+    call([lambda x: x.square().sum()], x, chunks=3).sum().backward()
+    same(x.grad, 2 * rows(6))
+
+
+def test_output_need_not_have_as_many_rows_as_the_input() -> None:
+    assert call([lambda x: x.repeat(3, 1)], rows(4), chunks=2).shape == (12, 2)
+
+
+def test_equal_leaves_are_returned_once() -> None:
+    assert gather([(1, "a", None), (1, "a", None)]) == (1, "a", None)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([3, 4], r"output is no tensor.*3 in micro-batch 0 and 4 in micro-batch 1"),
+        ([(0, {"n": 3}), (0, {"n": 4})], r"output\[1\]\['n'\] is no tensor"),
+        ([Pair(1, 2), Pair(1, 3)], r"output\.right is no tensor"),
+        ([1, 1.0], r"1 in micro-batch 0 and 1\.0 in micro-batch 1"),
+        ([1, True], r"1 in micro-batch 0 and True in micro-batch 1"),
+        ([(rows(1), 0), (None, 0)], r"output\[0\] is no tensor"),
+        ([5, 5, 6], r"5 in micro-batch 0 and 6 in micro-batch 2"),
+        ([3, 4], "return a tensor"),
+    ],
+)
+def test_unequal_leaves_are_refused_by_path(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gather(outputs)
+
+
+def test_unequal_leaves_below_a_pytree_without_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 in micro-batch 0 and 4 in micro-batch 1"):
+        gather([Box(3), Box(4)])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.zeros(2, 3), torch.zeros(2, 2, 1), torch.zeros(2, 2).long(), torch.tensor(1.0)],
+    ids=["columns", "dimensions", "dtype", "0-dimensional"],
+)
+def test_tensors_that_cannot_be_concatenated_are_refused_by_path(other: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"output\[0\]"):
+        gather([(rows(2),), (other,)])
+
+
+@pytest.mark.parametrize("other", [rows(2), torch.ones(1)], ids=["matrix", "one row"])
+def test_0_dimensional_tensor_beside_rows_is_refused_by_path(other: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"output\[0\]"):
+        gather([(torch.tensor(1.0),), (other,)])
+
+
+def test_0_dimensional_tensors_of_two_dtypes_are_refused_by_path() -> None:
+    with pytest.raises(ValueError, match=r"output\[0\]"):
+        gather([(torch.tensor(1.0),), (torch.tensor(1),)])
+
+
+def test_0_dimensional_tensors_of_two_dtypes_are_refused_at_the_root() -> None:
+    with pytest.raises(ValueError, match="output"):
+        gather([torch.tensor(1.0), torch.tensor(1)])
+
+
+def test_leaves_whose_comparison_has_no_truth_are_refused_by_path() -> None:
+    with pytest.raises(ValueError, match=r"output\[0\]"):
+        gather([(Array(1),), (Array(1),)])
+
+
+def test_outputs_of_two_structures_are_refused() -> None:
+    with pytest.raises(ValueError, match="micro-batch 0 and .* for micro-batch 1"):
+        gather([(rows(2), 1), (rows(2),)])
+
+
+# Pitfall 27: settings and inputs that change.
+
+
+def test_pitfall_27_chunks_may_be_changed_upward_between_calls() -> None:
+    with Pipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], devices=["cpu"] * 2) as pipe:
+        pipe(rows(8))
+        pipe.chunks = 8
+        same(pipe(rows(8)), rows(8))
+
+
+def test_pitfall_27_changed_chunks_are_the_number_of_micro_batches() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        return x
+
+    with Pipe(nn.Sequential(Apply(look)), [1], chunks=4) as pipe:
+        pipe(rows(4))
+        pipe.chunks = 2
+        pipe(rows(4))
+    assert seen == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_pitfall_27_input_without_data_is_refused(chunks: int) -> None:
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        call([unchanged], rows(4).to("meta"), chunks=chunks)
+
+
+def test_pitfall_27_pipe_is_usable_after_an_input_without_data() -> None:
+    with Pipe(nn.Sequential(nn.ReLU(), nn.ReLU()), [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(NotImplementedError):
+            pipe(rows(4).to("meta"))
+        same(pipe(rows(4)), rows(4))
+
+
+@pytest.mark.cuda
+def test_pitfall_27_input_on_another_device_is_brought_to_the_first_partition() -> None:
+    with Pipe(nn.Sequential(nn.ReLU()), [1], devices=["cuda:0"], chunks=2) as pipe:
+        same(pipe(rows(4)), rows(4).cuda())

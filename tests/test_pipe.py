@@ -1,0 +1,753 @@
+"""``Pipe`` as a module: its errors, what it shares with the Sequential, and life around it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import pipert
+from pipert import Pipe, PipeClosedError, PipertError
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+MODES = ["always", "except_last", "never"]
+ANY: Any = None  # what a caller without a type checker may pass
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 4), nn.Linear(4, 1))
+
+
+def made(module: Any = ANY, balance: Any = (1, 3), **options: Any) -> Pipe:
+    options.setdefault("devices", ["cpu"] * 4)
+    return Pipe(layers() if module is None else module, balance, **options)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    with made(chunks=2) as pipe:
+        yield pipe
+
+
+class Grows(nn.Sequential):
+    """A Sequential with a forward of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+# The table of errors in PEERS.md: what must hold, what was given, what to change.
+
+
+def test_balance_is_required() -> None:
+    with pytest.raises(ValueError, match="balance is required"):
+        Pipe(layers())
+
+
+def test_missing_balance_shows_one_that_works() -> None:
+    with pytest.raises(ValueError, match=r"has 4 layers[\s\S]*balance=\[2, 2\]"):
+        Pipe(layers())
+
+
+def test_missing_balance_of_a_single_layer_shows_one_that_works() -> None:
+    with pytest.raises(ValueError, match=r"balance=\[1\]"):
+        Pipe(nn.Sequential(nn.ReLU()))
+
+
+def test_missing_balance_claims_nothing_about_what_is_no_sequential() -> None:
+    with pytest.raises(ValueError) as error:
+        made(nn.ReLU(), None)
+    assert "has 4 layers" not in str(error.value)
+
+
+@pytest.mark.parametrize("chunks", [0, -1])
+def test_chunks_must_be_positive(chunks: int) -> None:
+    with pytest.raises(ValueError, match=f"chunks must be a positive number.*got {chunks}"):
+        made(chunks=chunks)
+
+
+def test_checkpoint_must_be_known() -> None:
+    with pytest.raises(ValueError, match="'always', 'except_last', 'never'.*got 'sometimes'"):
+        made(checkpoint="sometimes")
+
+
+def test_module_must_be_a_sequential() -> None:
+    with pytest.raises(TypeError, match="must be an nn.Sequential, got Linear; put the layers in"):
+        made(nn.Linear(1, 1), [1])
+
+
+def test_module_must_not_override_forward() -> None:
+    with pytest.raises(TypeError, match="Grows overrides forward.*make what it does a layer"):
+        made(Grows(nn.ReLU()), [1])
+
+
+@pytest.mark.parametrize("balance", [[0, 4], [-1, 5], [4, 0]])
+def test_entries_of_balance_must_be_positive(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match="each entry of balance must be positive") as error:
+        made(balance=balance)
+    assert str(balance) in str(error.value)
+
+
+@pytest.mark.parametrize("balance", [[1, 2], [3, 3]])
+def test_balance_must_add_up(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match="must add up to the number of layers") as error:
+        made(balance=balance)
+    assert f"{balance} adds up to {sum(balance)} and the module has 4" in str(error.value)
+
+
+@pytest.mark.parametrize("balance", [[1, 2], [0, 4]])
+def test_wrong_balance_is_answered_with_a_right_one(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"even split would be balance=\[2, 2\]"):
+        made(balance=balance)
+
+
+def test_balance_must_be_empty_for_an_empty_sequential() -> None:
+    with pytest.raises(ValueError, match=r"\[1\] adds up to 1 and the module has 0"):
+        made(nn.Sequential(), [1])
+
+
+def test_each_partition_needs_a_device() -> None:
+    with pytest.raises(IndexError, match="balance has 2 partitions and there are 1 devices"):
+        made(devices=["cpu"])
+
+
+def test_too_few_devices_are_answered_with_a_remedy() -> None:
+    with pytest.raises(IndexError, match="shorter balance, or name devices"):
+        made(devices=["cpu"])
+
+
+def test_one_device_for_all_is_refused_with_a_remedy() -> None:
+    with pytest.raises(TypeError, match=r"got 'cpu'; write devices=\['cpu'\]"):
+        made(devices="cpu")
+
+
+def test_a_balance_that_is_a_number_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="balance"):
+        made(balance=4)
+
+
+UNKNOWN, NOT_SEQUENTIAL = "sometimes", nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    ("first", "arguments"),
+    [
+        ("balance is required", {"balance": None, "chunks": 0}),
+        ("balance is required", {"balance": None, "checkpoint": UNKNOWN}),
+        ("balance is required", {"balance": None, "module": NOT_SEQUENTIAL}),
+        ("chunks must be", {"chunks": 0, "module": NOT_SEQUENTIAL}),
+        ("chunks must be", {"chunks": 0, "balance": [9]}),
+        ("checkpoint must be", {"checkpoint": UNKNOWN, "module": NOT_SEQUENTIAL}),
+        ("checkpoint must be", {"checkpoint": UNKNOWN, "balance": [9]}),
+        ("module must be", {"module": NOT_SEQUENTIAL, "balance": [9]}),
+        ("module must be", {"module": NOT_SEQUENTIAL, "devices": []}),
+        ("balance must add up", {"balance": [9], "devices": []}),
+        ("entry of balance must be", {"balance": [0, 4], "devices": ["cpu"]}),
+        ("entry of balance must be", {"balance": [0, 9]}),
+    ],
+)
+def test_of_two_mistakes_the_one_higher_in_the_table_is_told(
+    first: str, arguments: dict[str, Any]
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=first):
+        made(**arguments)
+
+
+def test_a_refused_module_is_left_as_it_was() -> None:
+    module = layers()
+    before = dict(module.__dict__)
+    with pytest.raises(IndexError):
+        made(module, devices=[])
+    assert module.__dict__ == before
+
+
+def test_errors_of_state_are_runtime_errors_of_one_base() -> None:
+    errors = [
+        getattr(pipert, name)
+        for name in pipert.__all__
+        if isinstance(getattr(pipert, name), type) and name.endswith("Error")
+    ]
+    assert all(issubclass(error, PipertError) for error in errors)
+    assert issubclass(PipertError, RuntimeError)
+
+
+# What arguments are taken for.
+
+
+@pytest.mark.parametrize(
+    "balance",
+    [(1, 3), iter([1, 3]), torch.tensor([1, 3]), [True, 3]],
+    ids=lambda b: type(b).__name__,
+)
+def test_balance_may_be_any_iterable(balance: Any) -> None:
+    with made(balance=balance) as pipe:
+        assert pipe.balance == [1, 3]
+
+
+def test_devices_may_be_any_iterable() -> None:
+    with made(devices=iter(["cpu", torch.device("cpu")])) as pipe:
+        assert pipe.devices == [torch.device("cpu")] * 2
+
+
+def test_chunks_are_an_int() -> None:
+    with made(chunks="4") as pipe:
+        assert pipe.chunks == 4
+
+
+def test_more_devices_than_partitions_are_dropped() -> None:
+    with made(devices=["cpu"] * 3) as pipe:
+        assert pipe.devices == [torch.device("cpu")] * 2
+
+
+def test_devices_not_named_are_there_for_each_partition() -> None:
+    with made(devices=None) as pipe:
+        assert len(pipe.devices) == 2
+
+
+def test_empty_sequential_returns_its_input() -> None:
+    value = object()
+    with made(nn.Sequential(), []) as pipe:
+        assert pipe(value) is value
+
+
+def test_empty_sequential_takes_one_argument() -> None:
+    with made(nn.Sequential(), []) as pipe:
+        with pytest.raises(TypeError, match="takes one positional argument"):
+            pipe(1, 2)
+
+
+# It reads like the Sequential.
+
+
+def test_len_is_the_number_of_layers(pipe: Pipe) -> None:
+    assert len(pipe) == 4
+
+
+@pytest.mark.parametrize("index", [0, 1, 3, -1, -4])
+def test_index_gives_the_modules_layer(index: int) -> None:
+    module = layers()
+    with made(module) as pipe:
+        assert pipe[index] is module[index]
+
+
+@pytest.mark.parametrize("index", [4, -5])
+def test_index_out_of_range_is_refused(pipe: Pipe, index: int) -> None:
+    with pytest.raises(IndexError):
+        pipe[index]
+
+
+@pytest.mark.parametrize(
+    "part", [slice(1, 3), slice(-2, None), slice(None), slice(0, 4, 2)], ids=str
+)
+def test_slice_gives_what_the_modules_slice_has(part: slice) -> None:
+    module = layers()
+    with made(module) as pipe:
+        assert list(pipe[part].named_children()) == list(module[part].named_children())
+
+
+def test_slice_is_a_sequential(pipe: Pipe) -> None:
+    assert type(pipe[1:]) is nn.Sequential
+
+
+def test_iteration_gives_the_modules_layers() -> None:
+    module = layers()
+    with made(module) as pipe:
+        assert list(pipe) == list(module)
+
+
+def test_partitions_are_sequentials_of_the_modules_layers() -> None:
+    module = layers()
+    with made(module) as pipe:
+        assert [list(partition) for partition in pipe.partitions] == [
+            list(module)[:1],
+            list(module)[1:],
+        ]
+
+
+def test_partitions_are_no_children(pipe: Pipe) -> None:
+    assert [name for name, _ in pipe.named_children()] == ["0", "1", "2", "3"]
+
+
+def test_modules_are_the_plain_modules() -> None:
+    module = layers()
+    with made(module) as pipe:
+        assert list(pipe.modules())[1:] == list(module.modules())[1:]
+
+
+def test_settings_are_readable() -> None:
+    with made(chunks=3, checkpoint="never") as pipe:
+        assert (pipe.balance, pipe.chunks, pipe.checkpoint) == ([1, 3], 3, "never")
+
+
+def test_defaults_are_one_chunk_and_except_last() -> None:
+    with made() as pipe:
+        assert (pipe.chunks, pipe.checkpoint) == (1, "except_last")
+
+
+@pytest.mark.parametrize("name", ["balance", "devices", "partitions"])
+def test_what_is_fixed_cannot_be_assigned(pipe: Pipe, name: str) -> None:
+    with pytest.raises(AttributeError):
+        setattr(pipe, name, [])
+
+
+@pytest.mark.parametrize("name", ["balance", "devices"])
+def test_what_is_read_is_a_copy(pipe: Pipe, name: str) -> None:
+    getattr(pipe, name).clear()
+    assert len(getattr(pipe, name)) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunks", 5), ("checkpoint", "never")])
+def test_setting_may_be_assigned(pipe: Pipe, name: str, value: Any) -> None:
+    setattr(pipe, name, value)
+    assert getattr(pipe, name) == value
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunks", 0), ("checkpoint", "sometimes")])
+def test_wrong_setting_is_refused_when_assigned(pipe: Pipe, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        setattr(pipe, name, value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("chunks", 0), ("checkpoint", "sometimes")])
+def test_refused_setting_leaves_the_old_one(pipe: Pipe, name: str, value: Any) -> None:
+    before = getattr(pipe, name)
+    with pytest.raises(ValueError):
+        setattr(pipe, name, value)
+    assert getattr(pipe, name) == before
+
+
+def test_repr_shows_partitions_and_layers(pipe: Pipe) -> None:
+    assert repr(pipe).splitlines() == [
+        "Pipe(chunks=2, checkpoint='except_last'",
+        "  partition 0 on cpu:",
+        "    (0): Linear(in_features=2, out_features=3, bias=True)",
+        "  partition 1 on cpu:",
+        "    (1): Tanh()",
+        "    (2): Linear(in_features=3, out_features=4, bias=True)",
+        "    (3): Linear(in_features=4, out_features=1, bias=True)",
+        ")",
+    ]
+
+
+def test_repr_of_an_empty_pipe_is_one_line() -> None:
+    with made(nn.Sequential(), []) as pipe:
+        assert repr(pipe) == "Pipe(chunks=1, checkpoint='except_last')"
+
+
+# Layers of any name.
+
+NAMES = [
+    "devices", "balance", "chunks", "checkpoint", "partitions", "close", "_balance", "_devices",
+    "_partitions", "_chunks", "_checkpoint", "_runtime", "_stop", "_start",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_of_any_name_is_wrapped(name: str) -> None:
+    module = nn.Sequential(OrderedDict([("first", nn.Linear(2, 2)), (name, nn.Linear(2, 1))]))
+    x = torch.ones(4, 2)
+    with made(module, [1, 1], chunks=2) as pipe:
+        same(pipe(x), module(x))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_of_any_name_keeps_its_key(name: str) -> None:
+    module = nn.Sequential(OrderedDict([(name, nn.Linear(2, 1))]))
+    with made(module, [1]) as pipe:
+        assert list(pipe.state_dict()) == [f"{name}.weight", f"{name}.bias"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_of_any_name_lets_settings_be_assigned(name: str) -> None:
+    with made(nn.Sequential(OrderedDict([(name, nn.Linear(2, 1))])), [1]) as pipe:
+        pipe.chunks, pipe.checkpoint = 7, "never"
+        assert (pipe.chunks, pipe.checkpoint) == (7, "never")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layer_of_any_name_lets_the_pipe_be_copied(name: str) -> None:
+    module = nn.Sequential(OrderedDict([(name, nn.Linear(2, 1))]))
+    with made(module, [1]) as pipe, copy.deepcopy(pipe) as other:
+        assert list(other.state_dict()) == list(module.state_dict())
+
+
+# to, half, train.
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_train_reaches_layers_and_partitions(pipe: Pipe, mode: bool) -> None:
+    pipe.train(not mode)
+    pipe.train(mode)
+    modules = [pipe, *pipe, *pipe.partitions]
+    assert {module.training for module in modules} == {mode}
+
+
+def test_train_returns_the_pipe(pipe: Pipe) -> None:
+    assert pipe.eval().train() is pipe
+
+
+def test_mode_of_the_module_is_kept() -> None:
+    with made(layers().eval()) as pipe:
+        assert not pipe.training
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [lambda m: m.to(torch.float64), lambda m: m.double(), lambda m: m.to("cpu", torch.float64)],
+    ids=["to(dtype)", "double", "to(device, dtype)"],
+)
+def test_dtype_may_be_changed(pipe: Pipe, convert: Callable[[Pipe], Pipe]) -> None:
+    assert convert(pipe)(torch.ones(4, 2, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_half_converts_every_parameter(pipe: Pipe) -> None:
+    assert {parameter.dtype for parameter in pipe.half().parameters()} == {torch.float16}
+
+
+def test_requires_grad_reaches_every_parameter(pipe: Pipe) -> None:
+    pipe.requires_grad_(False)
+    assert not pipe(torch.ones(4, 2)).requires_grad
+
+
+MOVES: dict[str, Callable[[Pipe], Any]] = {
+    "to": lambda pipe: pipe.to("meta"),
+    "to a tensor's": lambda pipe: pipe.to(torch.empty(0, device="meta")),
+    "to with dtype": lambda pipe: pipe.to("meta", torch.float64),
+    "to_empty": lambda pipe: pipe.to_empty(device="meta"),
+}
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
+def test_pitfall_26_move_to_another_device_is_refused_with_the_remedy(
+    pipe: Pipe, move: Callable[[Pipe], Any]
+) -> None:
+    with pytest.raises(RuntimeError, match="cannot be moved to meta; make a new Pipe"):
+        move(pipe)
+
+
+@pytest.mark.parametrize("move", MOVES.values(), ids=list(MOVES))
+def test_pitfall_26_refused_move_leaves_everything(pipe: Pipe, move: Callable[[Pipe], Any]) -> None:
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with pytest.raises(RuntimeError):
+        move(pipe)
+    same(dict(pipe.state_dict()), before)
+
+
+def test_pitfall_26_move_of_a_pipe_without_parameters_is_refused() -> None:
+    with made(nn.Sequential(nn.ReLU()), [1]) as pipe:
+        with pytest.raises(RuntimeError, match="cannot be moved"):
+            pipe.to("meta")
+
+
+def test_pitfall_26_move_that_changes_nothing_is_allowed(pipe: Pipe) -> None:
+    assert pipe.to("cpu") is pipe and pipe.cpu() is pipe
+
+
+@pytest.mark.cuda
+def test_pitfall_26_cuda_is_refused_with_the_remedy(pipe: Pipe) -> None:
+    with pytest.raises(RuntimeError, match="cannot be moved to cuda:0; make a new Pipe"):
+        pipe.cuda()
+
+
+# Pitfall 26: hooks, and an optimizer that is older than the pipe.
+
+
+def once(calls: list[Any]) -> Callable[..., None]:
+    return lambda *args: calls.append(args)
+
+
+HOOKS: dict[str, Callable[[nn.Module, list[Any]], Any]] = {
+    "forward_pre": lambda m, calls: m.register_forward_pre_hook(once(calls)),
+    "forward": lambda m, calls: m.register_forward_hook(once(calls)),
+    "forward with kwargs": lambda m, calls: m.register_forward_hook(once(calls), with_kwargs=True),
+    "forward always": lambda m, calls: m.register_forward_hook(once(calls), always_call=True),
+    "full_backward": lambda m, calls: m.register_full_backward_hook(once(calls)),
+    "full_backward_pre": lambda m, calls: m.register_full_backward_pre_hook(once(calls)),
+}
+
+
+def train_once(pipe: nn.Module) -> None:
+    pipe(torch.ones(4, 2, requires_grad=True)).sum().backward()
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=list(HOOKS))
+def test_pitfall_26_hook_set_before_wrapping_fires_once(
+    register: Callable[[nn.Module, list[Any]], Any],
+) -> None:
+    module, calls = layers(), list[Any]()
+    register(module, calls)
+    with made(module, chunks=2) as pipe:
+        train_once(pipe)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=list(HOOKS))
+def test_pitfall_26_hook_set_on_the_module_after_wrapping_fires_once(
+    register: Callable[[nn.Module, list[Any]], Any],
+) -> None:
+    module, calls = layers(), list[Any]()
+    with made(module, chunks=2) as pipe:
+        register(module, calls)
+        train_once(pipe)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=list(HOOKS))
+def test_pitfall_26_hook_set_on_the_pipe_fires_once(
+    pipe: Pipe, register: Callable[[nn.Module, list[Any]], Any]
+) -> None:
+    calls: list[Any] = []
+    register(pipe, calls)
+    train_once(pipe)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("register", HOOKS.values(), ids=list(HOOKS))
+def test_pitfall_26_removed_hook_does_not_fire(
+    register: Callable[[nn.Module, list[Any]], Any],
+) -> None:
+    module, calls = layers(), list[Any]()
+    handle = register(module, calls)
+    with made(module, chunks=2) as pipe:
+        handle.remove()
+        train_once(pipe)
+    assert not calls
+
+
+def test_pitfall_26_forward_hook_may_replace_the_output() -> None:
+    module = layers()
+    module.register_forward_hook(lambda _, args, output: output.shape)
+    with made(module, chunks=2) as pipe:
+        assert pipe(torch.ones(4, 2)) == (4, 1)
+
+
+def test_pitfall_26_backward_hook_sees_the_gradients_of_the_whole_batch() -> None:
+    module, calls = layers(), list[Any]()
+    module.register_full_backward_hook(once(calls))
+    with made(module, chunks=2) as pipe:
+        train_once(pipe)
+    assert [[grads[0].shape for grads in call[1:]] for call in calls] == [[(4, 2), (4, 1)]]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_pitfall_26_backward_hook_of_a_layer_fires_for_each_micro_batch(checkpoint: str) -> None:
+    module, calls = layers(), list[Any]()
+    module[2].register_full_backward_hook(once(calls))
+    with made(module, chunks=2, checkpoint=checkpoint) as pipe:
+        train_once(pipe)
+    assert len(calls) == 2
+
+
+def test_pitfall_26_state_dict_hooks_fire() -> None:
+    module, calls = layers(), list[Any]()
+    register: Any = module  # torch does not type these two
+    register.register_state_dict_post_hook(once(calls))
+    register.register_load_state_dict_pre_hook(once(calls))
+    with made(module) as pipe:
+        pipe.load_state_dict(pipe.state_dict())
+    assert len(calls) == 2
+
+
+@pytest.mark.slow  # the first optimizer of a process imports for long
+def test_pitfall_26_optimizer_built_before_wrapping_trains_the_same() -> None:
+    def trained(wrap: bool) -> dict[str, Tensor]:
+        torch.manual_seed(5)
+        module, x = layers(), torch.randn(4, 2)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        with made(module, chunks=2) as pipe:
+            for _ in range(3):
+                optimizer.zero_grad()
+                (pipe if wrap else module)(x).square().sum().backward()
+                optimizer.step()
+        return dict(module.state_dict())
+
+    same(trained(wrap=True), trained(wrap=False))
+
+
+# Pitfall 25: copies of a pipe that has run.
+
+
+def by_deepcopy(pipe: Pipe) -> Pipe:
+    return copy.deepcopy(pipe)
+
+
+def by_pickle(pipe: Pipe) -> Pipe:
+    loaded: Pipe = pickle.loads(pickle.dumps(pipe))
+    return loaded
+
+
+def by_torch_save(pipe: Pipe) -> Pipe:
+    file = io.BytesIO()
+    torch.save(pipe, file)
+    file.seek(0)
+    loaded: Pipe = torch.load(file, weights_only=False)
+    return loaded
+
+
+COPIES = pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle, by_torch_save])
+
+
+@COPIES
+def test_pitfall_25_copy_of_a_live_pipe_computes_the_same(
+    pipe: Pipe, duplicate: Callable[[Pipe], Pipe]
+) -> None:
+    x = torch.ones(4, 2)
+    expected = pipe(x)
+    with duplicate(pipe) as other:
+        same(other(x), expected)
+
+
+@COPIES
+def test_pitfall_25_copy_has_the_settings(duplicate: Callable[[Pipe], Pipe]) -> None:
+    with made(chunks=3, checkpoint="always") as pipe, duplicate(pipe) as other:
+        settings = (other.balance, other.devices, other.chunks, other.checkpoint)
+        assert settings == (pipe.balance, pipe.devices, 3, "always")
+
+
+@COPIES
+def test_pitfall_25_copy_shares_no_parameter(pipe: Pipe, duplicate: Callable[[Pipe], Pipe]) -> None:
+    with duplicate(pipe) as other:
+        assert not set(pipe.parameters()) & set(other.parameters())
+
+
+@COPIES
+def test_pitfall_25_partitions_of_a_copy_are_its_own_layers(
+    pipe: Pipe, duplicate: Callable[[Pipe], Pipe]
+) -> None:
+    with duplicate(pipe) as other:
+        layers_of_partitions = [layer for partition in other.partitions for layer in partition]
+        assert layers_of_partitions == list(other.children())
+
+
+@COPIES
+def test_pitfall_25_original_runs_after_its_copy_is_closed(
+    pipe: Pipe, duplicate: Callable[[Pipe], Pipe]
+) -> None:
+    duplicate(pipe).close()
+    assert pipe(torch.ones(4, 2)).shape == (4, 1)
+
+
+@COPIES
+def test_pitfall_25_copy_of_a_closed_pipe_is_open(duplicate: Callable[[Pipe], Pipe]) -> None:
+    pipe = made()
+    pipe.close()
+    with duplicate(pipe) as other:
+        assert other(torch.ones(4, 2)).shape == (4, 1)
+
+
+def test_pitfall_25_averaged_copy_follows(pipe: Pipe) -> None:
+    average = AveragedModel(pipe)
+    train_once(pipe)
+    average.update_parameters(pipe)
+    copied = average.module
+    assert isinstance(copied, Pipe)
+    with copied:
+        same(average(torch.ones(4, 2)), pipe(torch.ones(4, 2)))
+
+
+# Pitfall 28: wrapping disturbs nothing.
+
+
+class Spy(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
+def test_pitfall_28_wrapping_calls_no_layer() -> None:
+    spy = Spy()
+    with made(nn.Sequential(spy), [1]):
+        assert spy.calls == 0
+
+
+def test_pitfall_28_wrapping_fires_no_hook() -> None:
+    module, calls = layers(), list[Any]()
+    for register in HOOKS.values():
+        register(module, calls)
+    with made(module):
+        assert not calls
+
+
+def test_pitfall_28_wrapping_leaves_the_random_state() -> None:
+    module = layers()
+    before = torch.get_rng_state()
+    with made(module):
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pitfall_28_deterministic_training_leaves_the_random_state(pipe: Pipe) -> None:
+    before = torch.get_rng_state()
+    train_once(pipe)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_pitfall_28_wrapping_leaves_the_gradients() -> None:
+    module = layers()
+    module(torch.ones(4, 2)).sum().backward()
+    before = [parameter.grad for parameter in module.parameters()]
+    with made(module):
+        after = [parameter.grad for parameter in module.parameters()]
+    assert all(old is new for old, new in zip(before, after, strict=True))
+
+
+def test_pitfall_28_wrapping_leaves_the_buffers() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2))
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with made(module, [1]):
+        same(dict(module.named_buffers()), before)
+
+
+def test_pitfall_28_wrapping_leaves_the_memory_of_parameters() -> None:
+    module = layers()
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    with made(module):
+        assert [parameter.data_ptr() for parameter in module.parameters()] == before
+
+
+# After it is closed.
+
+
+def test_call_after_close_is_refused(pipe: Pipe) -> None:
+    pipe.close()
+    with pytest.raises(PipeClosedError, match="make a new Pipe"):
+        pipe(torch.ones(4, 2))
+
+
+def test_module_is_usable_after_close() -> None:
+    module = layers()
+    made(module).close()
+    assert module(torch.ones(4, 2)).shape == (4, 1)
+
+
+def test_module_may_be_wrapped_again() -> None:
+    module = layers()
+    made(module).close()
+    with made(module, [2, 2]) as pipe:
+        assert pipe(torch.ones(4, 2)).shape == (4, 1)
+
+
+def test_module_may_be_in_two_pipes_at_once() -> None:
+    module, x = layers(), torch.ones(4, 2)
+    with made(module) as pipe, made(module, [2, 2]) as other:
+        same(pipe(x), other(x))
+
+
+def test_pipe_may_be_a_layer_of_another_module(pipe: Pipe) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), pipe, nn.Linear(1, 1))
+    assert model(torch.ones(4, 2)).shape == (4, 1)

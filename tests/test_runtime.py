@@ -1,0 +1,1178 @@
+"""Runs of a pipe: what overlaps, the guarantees R1 to R6, several callers, pipes inside of pipes.
+
+Order is forced with events and barriers: a layer waits for something that another thread has to do
+meanwhile. With one thread in place of the workers nobody would do it, and the wait would run into
+its timeout. The rows of a mini-batch are 0, 1, 2, ... and each micro-batch is one row, so that a
+layer knows which task ``F[i,j]`` it is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import logging
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipert import Pipe, PipeClosedError, ReentrantCallError, WorkerDiedError, is_recomputing
+from pipert.progress import Progress
+from pipert.workers.worker import WorkerThread
+
+TIMEOUT = 3.0  # s; how long anything here waits before it is taken for a hang
+
+Task = tuple[int, int]
+
+
+def wait(event: threading.Event) -> None:
+    assert event.wait(TIMEOUT), "what this layer waits for never happened"
+
+
+class Stage(nn.Module):
+    """The layer of partition ``j``; calls ``act(i, j)`` in ``F[i,j]``."""
+
+    def __init__(self, j: int, act: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self.j = j
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(int(x[0, 0].detach().item()), self.j)
+        return x.clone()
+
+
+def pipe_of(n: int, act: Callable[[int, int], None], chunks: int) -> Pipe:
+    """A pipe of ``n`` partitions with one :class:`Stage` each."""
+    layers = [Stage(j, act) for j in range(n)]
+    return Pipe(nn.Sequential(*layers), balance=[1] * n, devices=["cpu"] * n, chunks=chunks)
+
+
+def rows(m: int, first: int = 0) -> Tensor:
+    """A mini-batch of ``m`` rows that hold their own numbers."""
+    return torch.arange(first, first + m, dtype=torch.float32).unsqueeze(1)
+
+
+class Events(dict[Task, threading.Event]):
+    """An event for each task, made when it is first asked for."""
+
+    _lock = threading.Lock()
+
+    def __missing__(self, task: Task) -> threading.Event:
+        with self._lock:
+            return self.setdefault(task, threading.Event())
+
+
+class Caller(threading.Thread):
+    """Calls ``function`` on a thread of its own."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._function = function
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._result = self._function()
+        except BaseException as error:  # noqa: B036  raised by result
+            self._error = error
+
+    def result(self) -> Any:
+        """What ``function`` returned; what it raised is raised here."""
+        self.join(TIMEOUT)
+        assert not self.is_alive(), "the call hangs"
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class Failures:
+    """Counts the failures that runs have taken note of, which no layer can see by itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._noted = threading.Semaphore(0)
+        fail = Progress.fail
+
+        def fail_and_count(progress: Progress, position: int, error: BaseException) -> None:
+            fail(progress, position, error)
+            self._noted.release()
+
+        monkeypatch.setattr(Progress, "fail", fail_and_count)
+
+    def wait(self) -> None:
+        assert self._noted.acquire(timeout=TIMEOUT), "nothing failed"
+
+
+@pytest.fixture
+def failures(monkeypatch: pytest.MonkeyPatch) -> Failures:
+    return Failures(monkeypatch)
+
+
+class Interrupt(BaseException):
+    """What the signal handler of these tests raises, as Ctrl-C raises KeyboardInterrupt."""
+
+
+class Signal:
+    """Interrupts the main thread, where the tests run."""
+
+    def __init__(self) -> None:
+        self._due = False
+        self._handled = threading.Event()
+
+    def handle(self, *_: object) -> None:
+        if self._due:
+            self._due = False
+            self._handled.set()
+            raise Interrupt
+
+    def send(self) -> None:
+        """From a worker: interrupt the caller and wait until it has noticed.
+
+        CPython misses a signal that comes just before it blocks, until the next one.
+        """
+        main = threading.main_thread().ident
+        assert main is not None
+        self._handled.clear()
+        self._due = True
+        for _ in range(60):
+            signal.pthread_kill(main, signal.SIGUSR1)
+            if self._handled.wait(TIMEOUT / 60):
+                return
+        raise AssertionError("the caller was not interrupted")
+
+    def send_to_myself(self) -> None:
+        """From the main thread."""
+        self._due = True
+        signal.raise_signal(signal.SIGUSR1)
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Signal]:
+    sender = Signal()
+    old = signal.signal(signal.SIGUSR1, sender.handle)
+    yield sender
+    signal.signal(signal.SIGUSR1, old)
+
+
+class Activations:
+    """Knows whether the data of tensors is still there, without keeping it there."""
+
+    def __init__(self) -> None:
+        self._expired: list[Callable[[], bool]] = []
+
+    def add(self, tensor: Tensor) -> Tensor:
+        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._expired.append(data.expired)
+        return tensor
+
+    def left(self) -> int:
+        """How many are left.
+
+        A worker drops its last task just after its caller was let go, hence the patience.
+        """
+        assert self._expired, "no activation was seen"
+        never = threading.Event()
+        for _ in range(200):
+            if all(expired() for expired in self._expired):
+                break
+            never.wait(0.01)
+        return sum(not expired() for expired in self._expired)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Without the collector of cycles; reference counting alone has to free everything."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# What overlaps ------------------------------------------------------------------------------------
+
+
+def test_two_cpu_partitions_compute_at_once() -> None:
+    both = threading.Barrier(2)
+
+    def act(i: int, j: int) -> None:
+        if (i, j) in {(1, 0), (0, 1)}:
+            both.wait(TIMEOUT)
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        assert torch.equal(pipe(rows(2)), rows(2))
+
+
+def test_all_partitions_compute_at_once_when_the_pipeline_is_full() -> None:
+    full = threading.Barrier(4)
+
+    def act(i: int, j: int) -> None:
+        if i + j == 3:
+            full.wait(TIMEOUT)
+
+    with pipe_of(4, act, chunks=4) as pipe:
+        assert torch.equal(pipe(rows(4)), rows(4))
+
+
+def test_a_fast_partition_runs_ahead_while_the_next_one_is_blocked() -> None:
+    done = Events()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            wait(done[1, 0])
+            wait(done[2, 0])
+            wait(done[3, 0])
+        done[i, j].set()
+
+    with pipe_of(2, act, chunks=4) as pipe:
+        assert torch.equal(pipe(rows(4)), rows(4))
+
+
+def test_a_task_starts_when_its_input_is_there_though_its_own_diagonal_is_not_done() -> None:
+    done = Events()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (1, 0):
+            wait(done[0, 1])
+        done[i, j].set()
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        assert torch.equal(pipe(rows(2)), rows(2))
+
+
+def test_a_task_starts_when_its_input_is_there_though_an_earlier_diagonal_is_not_done() -> None:
+    done = Events()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (1, 0):
+            wait(done[0, 3])
+        done[i, j].set()
+
+    with pipe_of(4, act, chunks=2) as pipe:
+        assert torch.equal(pipe(rows(2)), rows(2))
+
+
+def test_a_slow_micro_batch_holds_up_nobody_before_it() -> None:
+    done = Events()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (2, 0):
+            wait(done[1, 2])
+        done[i, j].set()
+
+    with pipe_of(3, act, chunks=3) as pipe:
+        assert torch.equal(pipe(rows(3)), rows(3))
+
+
+def test_a_partition_takes_its_micro_batches_in_order() -> None:
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    with pipe_of(3, lambda i, j: seen[j].append(i), chunks=5) as pipe:
+        pipe(rows(5))
+    assert seen == {j: [0, 1, 2, 3, 4] for j in range(3)}
+
+
+def test_each_partition_has_one_thread_that_serves_every_call() -> None:
+    threads: set[tuple[int, int]] = set()
+    with pipe_of(3, lambda i, j: threads.add((j, threading.get_ident())), chunks=2) as pipe:
+        for _ in range(3):
+            pipe(rows(2))
+    assert len(threads) == len({ident for _, ident in threads}) == 3
+
+
+# R1: a result belongs to one run ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [(i, j) for i in range(3) for j in range(3)], ids=str)
+def test_after_a_failure_anywhere_the_next_call_returns_its_own_rows(at: Task) -> None:
+    def act(i: int, j: int) -> None:
+        if (i, j) == at:
+            raise ValueError
+
+    with pipe_of(3, act, chunks=3) as pipe:
+        with pytest.raises(ValueError):
+            pipe(rows(3))
+        assert torch.equal(pipe(rows(3, first=10)), rows(3, first=10))
+
+
+@pytest.mark.parametrize("at", [(0, 0), (1, 0), (0, 1), (2, 1)], ids=str)
+def test_after_an_interrupt_the_next_call_returns_its_own_rows(
+    at: Task, interrupt: Signal
+) -> None:
+    def act(i: int, j: int) -> None:
+        if (i, j) == at:
+            interrupt.send()
+
+    with pipe_of(2, act, chunks=3) as pipe:
+        with pytest.raises(Interrupt):
+            pipe(rows(3))
+        assert torch.equal(pipe(rows(3, first=10)), rows(3, first=10))
+
+
+# R2: when a call is over, none of its tasks is ----------------------------------------------------
+
+
+def test_a_call_that_raises_has_waited_for_the_tasks_that_were_executing(
+    failures: Failures,
+) -> None:
+    started = threading.Event()
+    finished = []
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            wait(started)
+            raise ValueError
+        if (i, j) == (2, 0):
+            started.set()
+            failures.wait()
+            torch.randn(300, 300) @ torch.randn(300, 300)
+            finished.append(True)
+
+    with pipe_of(2, act, chunks=3) as pipe:
+        with pytest.raises(ValueError):
+            pipe(rows(3))
+        assert finished
+
+
+def test_a_call_that_is_interrupted_has_waited_for_the_tasks_that_were_executing(
+    interrupt: Signal,
+) -> None:
+    finished = []
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (1, 1):
+            interrupt.send()
+            torch.randn(300, 300) @ torch.randn(300, 300)
+            finished.append(True)
+
+    with pipe_of(2, act, chunks=3) as pipe:
+        with pytest.raises(Interrupt):
+            pipe(rows(3))
+        assert finished
+
+
+def test_a_second_interrupt_does_not_cut_the_waiting_short(
+    interrupt: Signal, caplog: pytest.LogCaptureFixture
+) -> None:
+    finished = []
+
+    def act(i: int, j: int) -> None:
+        interrupt.send()
+        interrupt.send()
+        torch.randn(300, 300) @ torch.randn(300, 300)
+        finished.append(True)
+
+    with pipe_of(1, act, chunks=1) as pipe, caplog.at_level(logging.WARNING, "pipert"):
+        with pytest.raises(Interrupt):
+            pipe(rows(1))
+        assert finished
+
+
+def test_a_second_interrupt_while_the_run_is_being_cancelled_changes_nothing(
+    interrupt: Signal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = [True]
+    finished = []
+    cancelling = threading.Event()
+    cancel = Progress.cancel
+
+    def cancel_under_fire(progress: Progress) -> None:
+        cancelling.set()
+        if again and again.pop():
+            interrupt.send_to_myself()
+        cancel(progress)
+
+    def act(i: int, j: int) -> None:
+        interrupt.send()
+        wait(cancelling)
+        torch.randn(300, 300) @ torch.randn(300, 300)
+        finished.append(True)
+
+    monkeypatch.setattr(Progress, "cancel", cancel_under_fire)
+    with pipe_of(1, act, chunks=1) as pipe:
+        with pytest.raises(Interrupt):
+            pipe(rows(1))
+        assert finished
+
+
+def test_no_task_of_a_call_that_raised_runs_later(failures: Failures) -> None:
+    seen: list[Task] = []
+
+    def act(i: int, j: int) -> None:
+        seen.append((i, j))
+        if i == 1 and j == 0:
+            raise ValueError
+
+    with pipe_of(2, act, chunks=6) as pipe:
+        with pytest.raises(ValueError):
+            pipe(rows(6))
+        seen.clear()
+        pipe(rows(2, first=10))
+    assert sorted(seen) == [(10, 0), (10, 1), (11, 0), (11, 1)]
+
+
+def test_no_task_of_a_call_that_was_interrupted_runs_later(interrupt: Signal) -> None:
+    seen: list[Task] = []
+
+    def act(i: int, j: int) -> None:
+        seen.append((i, j))
+        if (i, j) == (0, 0):
+            interrupt.send()
+
+    with pipe_of(2, act, chunks=6) as pipe:
+        with pytest.raises(Interrupt):
+            pipe(rows(6))
+        seen.clear()
+        pipe(rows(2, first=10))
+    assert sorted(seen) == [(10, 0), (10, 1), (11, 0), (11, 1)]
+
+
+# R3: which error, and what it says ----------------------------------------------------------------
+
+
+class StageError(Exception):
+    """Says which task raised it."""
+
+
+def test_the_error_is_chosen_by_the_schedule_when_the_later_task_fails_first(
+    failures: Failures,
+) -> None:
+    def act(i: int, j: int) -> None:
+        if (i, j) == (1, 0):
+            failures.wait()
+        if (i, j) in {(1, 0), (0, 1)}:
+            raise StageError(i, j)
+
+    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
+        pipe(rows(2))
+    assert info.value.args == (1, 0)
+
+
+def test_the_error_is_chosen_by_the_schedule_when_the_earlier_task_fails_first(
+    failures: Failures,
+) -> None:
+    started = threading.Event()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            started.set()
+            failures.wait()
+        if (i, j) == (1, 0):
+            wait(started)
+        if (i, j) in {(1, 0), (0, 1)}:
+            raise StageError(i, j)
+
+    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
+        pipe(rows(2))
+    assert info.value.args == (1, 0)
+
+
+def test_the_error_is_chosen_by_the_schedule_when_a_fast_partition_has_run_ahead(
+    failures: Failures,
+) -> None:
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            failures.wait()  # that of F[3,0], three diagonals further on
+        if (i, j) in {(3, 0), (0, 1)}:
+            raise StageError(i, j)
+
+    with pipe_of(2, act, chunks=4) as pipe, pytest.raises(StageError) as info:
+        pipe(rows(4))
+    assert info.value.args == (0, 1)
+
+
+def test_the_error_that_is_raised_is_the_object_that_the_layer_raised() -> None:
+    error = StageError("mine")
+
+    def act(i: int, j: int) -> None:
+        raise error
+
+    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
+        pipe(rows(2))
+    assert info.value is error
+
+
+def test_the_traceback_leads_to_the_line_that_raised() -> None:
+    def raise_here(i: int, j: int) -> None:
+        raise StageError
+
+    with pipe_of(2, raise_here, chunks=2) as pipe, pytest.raises(StageError) as info:
+        pipe(rows(2))
+    names = [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert names[-1] == "raise_here"
+
+
+def test_the_traceback_begins_in_the_caller() -> None:
+    def act(i: int, j: int) -> None:
+        raise StageError
+
+    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
+        pipe(rows(2))
+    names = [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
+    assert names[0] == "test_the_traceback_begins_in_the_caller"
+
+
+def test_the_note_says_which_task_failed_where_and_on_what() -> None:
+    class Picky(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x[0, 0] >= 2:
+                raise StageError
+            return x
+
+    model = nn.Sequential()
+    model.add_module("lift", nn.Identity())
+    model.add_module("judge", Picky())
+    with Pipe(model, balance=[1, 1], devices=["cpu"] * 2, chunks=4) as pipe:
+        with pytest.raises(StageError) as info:
+            pipe(rows(4).expand(4, 7))
+    assert info.value.__notes__ == [
+        "in forward F[2,1]: partition 1 on cpu, layer 'judge' "
+        f"({Picky.__qualname__}), micro-batch 2 of 4, input float32[1, 7]"
+    ]
+
+
+class FailsInRecomputation(nn.Module):
+    """Saves its input for backward; fails when it runs again."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.error: type[BaseException] | None = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.weight
+        if is_recomputing() and self.error is not None:
+            raise self.error
+        return y.tanh()
+
+
+def test_an_error_in_a_recomputation_gets_a_note_too() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), FailsInRecomputation(StageError))
+    with Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        loss = pipe(torch.randn(4, 3)).sum()
+        with pytest.raises(StageError) as info:
+            loss.backward()
+    assert info.value.__notes__ == [
+        "in recomputation R[1,1]: partition 1 on cpu, layer '2' (FailsInRecomputation), "
+        "micro-batch 1 of 2, input float32[2, 3]"
+    ]
+
+
+@pytest.mark.parametrize("j", [0, 1])
+@pytest.mark.parametrize(
+    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, Interrupt]
+)
+def test_whatever_a_layer_raises_reaches_the_caller(kind: type[BaseException], j: int) -> None:
+    error = kind()
+
+    def act(i: int, at: int) -> None:
+        if at == j:
+            raise error
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        with pytest.raises(kind) as info:
+            pipe(rows(2))
+    assert info.value is error
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_the_pipe_outlives_a_layer_that_asks_to_exit(kind: type[BaseException]) -> None:
+    def act(i: int, j: int) -> None:
+        if i == 0:
+            raise kind
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        with pytest.raises(kind):
+            pipe(rows(2))
+        assert torch.equal(pipe(rows(2, first=10)), rows(2, first=10))
+
+
+# R4: nothing later starts -------------------------------------------------------------------------
+
+
+def test_after_a_failure_no_later_task_of_the_same_partition_starts() -> None:
+    done = Events()
+    started: list[Task] = []
+
+    def act(i: int, j: int) -> None:
+        started.append((i, j))
+        if (i, j) == (0, 1):
+            wait(done[3, 0])  # the inputs of all later tasks are there
+            raise ValueError
+        done[i, j].set()
+
+    with pipe_of(2, act, chunks=4) as pipe, pytest.raises(ValueError):
+        pipe(rows(4))
+    assert [task for task in started if task[1] == 1] == [(0, 1)]
+
+
+def test_after_a_failure_no_later_task_of_another_partition_starts(failures: Failures) -> None:
+    executing = threading.Event()
+    started: list[Task] = []
+
+    def act(i: int, j: int) -> None:
+        started.append((i, j))
+        if (i, j) == (0, 1):
+            wait(executing)
+            raise ValueError
+        if (i, j) == (2, 0):
+            executing.set()
+            failures.wait()
+
+    with pipe_of(2, act, chunks=6) as pipe, pytest.raises(ValueError):
+        pipe(rows(6))
+    assert sorted(started) == [(0, 0), (0, 1), (1, 0), (2, 0)]
+
+
+def test_after_a_failure_earlier_tasks_still_run_since_they_might_fail_too(
+    failures: Failures,
+) -> None:
+    started: list[Task] = []
+
+    def act(i: int, j: int) -> None:
+        started.append((i, j))
+        if (i, j) == (3, 0):
+            raise ValueError
+        if (i, j) == (0, 1):
+            failures.wait()
+
+    with pipe_of(3, act, chunks=6) as pipe, pytest.raises(ValueError):
+        pipe(rows(6))
+    assert (0, 2) in started
+
+
+def test_after_an_interrupt_nothing_starts(
+    interrupt: Signal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Task] = []
+    cancelled = threading.Event()
+    cancel = Progress.cancel
+
+    def cancel_and_tell(progress: Progress) -> None:
+        cancel(progress)
+        cancelled.set()
+
+    def act(i: int, j: int) -> None:
+        started.append((i, j))
+        interrupt.send()
+        wait(cancelled)
+
+    monkeypatch.setattr(Progress, "cancel", cancel_and_tell)
+    with pipe_of(2, act, chunks=4) as pipe, pytest.raises(Interrupt):
+        pipe(rows(4))
+    assert started == [(0, 0)]
+
+
+# R5: nothing of a failed run is left --------------------------------------------------------------
+
+
+class Tanh(nn.Module):
+    """Reports what it computes and saves for the backward."""
+
+    def __init__(self, activations: Activations) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self._activations = activations
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._activations.add(torch.tanh(x * self.weight))
+
+
+class FailsInForward(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error: type[BaseException] | None = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.error is not None:
+            raise ctx.error
+        return grads[0], None
+
+
+class FailsInBackward(nn.Module):
+    def __init__(self, error: type[BaseException]) -> None:
+        super().__init__()
+        self.error: type[BaseException] | None = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _RaiseInBackward.apply(x, self.error)  # type: ignore[no-untyped-call]
+        return y
+
+
+Failing = FailsInForward | FailsInRecomputation | FailsInBackward
+
+# Where the failing layer fails, and under which checkpointing it gets there.
+failures_everywhere = pytest.mark.parametrize(
+    ("kind", "checkpoint"),
+    [
+        (kind, checkpoint)
+        for kind in (FailsInForward, FailsInRecomputation, FailsInBackward)
+        for checkpoint in ("always", "except_last", "never")
+        if (kind, checkpoint) != (FailsInRecomputation, "never")
+    ],
+)
+
+
+def failing_pipe(failing: Failing, activations: Activations, checkpoint: str) -> Pipe:
+    model = nn.Sequential(Tanh(activations), failing, Tanh(activations), Tanh(activations))
+    return Pipe(model, balance=[2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+
+
+@failures_everywhere
+def test_when_the_error_is_dropped_no_activation_of_the_run_is_left(
+    kind: type[Failing], checkpoint: str, no_gc: None
+) -> None:
+    activations = Activations()
+    with failing_pipe(kind(MemoryError), activations, checkpoint) as pipe:
+        raised = False
+        try:
+            pipe(torch.randn(4, 3)).sum().backward()
+        except MemoryError:
+            raised = True
+        assert raised
+        # What was about to run stays in the engine's queue for this thread until its next backward.
+        torch.autograd.backward(torch.ones((), requires_grad=True))
+        assert activations.left() == 0
+
+
+@failures_everywhere
+def test_after_a_failure_the_next_step_is_right(kind: type[Failing], checkpoint: str) -> None:
+    failing = kind(MemoryError)
+    with failing_pipe(failing, Activations(), checkpoint) as pipe:
+        x = torch.randn(4, 3)
+        with contextlib.suppress(MemoryError):
+            pipe(x).sum().backward()
+        failing.error = None
+        pipe.zero_grad()
+        pipe(x).sum().backward()
+        parameters = list(pipe.parameters())
+        expected = torch.autograd.grad(nn.Sequential(*pipe)(x).sum(), parameters)
+        for parameter, grad in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(parameter.grad, grad)
+
+
+def test_when_several_tasks_failed_no_activation_is_left(failures: Failures, no_gc: None) -> None:
+    activations = Activations()
+
+    def act(i: int, j: int) -> None:
+        activations.add(torch.ones(1))
+        kept = activations.add(torch.ones(3))  # in the frames of the traceback
+        if (i, j) == (1, 0):
+            failures.wait()
+        if (i, j) in {(1, 0), (0, 1)}:
+            raise MemoryError(len(kept))
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        with contextlib.suppress(MemoryError):
+            pipe(rows(2))
+        assert activations.left() == 0
+
+
+def test_after_an_interrupt_no_activation_is_left(interrupt: Signal, no_gc: None) -> None:
+    activations = Activations()
+
+    def act(i: int, j: int) -> None:
+        kept = activations.add(torch.ones(3))
+        if (i, j) == (1, 1):
+            interrupt.send()
+        del kept
+
+    with pipe_of(2, act, chunks=3) as pipe:
+        with contextlib.suppress(Interrupt):
+            pipe(rows(3))
+        assert activations.left() == 0
+
+
+def test_after_an_interrupt_of_a_run_that_fails_as_well_no_activation_is_left(
+    interrupt: Signal, no_gc: None
+) -> None:
+    activations = Activations()
+
+    def act(i: int, j: int) -> None:
+        kept = activations.add(torch.ones(3))
+        interrupt.send()
+        raise MemoryError(len(kept))
+
+    with pipe_of(2, act, chunks=3) as pipe:
+        with contextlib.suppress(Interrupt):
+            pipe(rows(3))
+        assert activations.left() == 0
+
+
+# R6: nothing waits for a dead worker --------------------------------------------------------------
+
+
+def worker(name: str) -> WorkerThread:
+    (thread,) = (
+        t for t in threading.enumerate() if isinstance(t, WorkerThread) and t.name == name
+    )
+    return thread
+
+
+def throw_into(name: str, error: type[BaseException]) -> None:
+    """Throw an exception into the worker of that name, as debuggers and watchdogs do."""
+    ident, kind = ctypes.c_ulong(worker(name).ident or 0), ctypes.py_object(error)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind) == 1
+
+
+def wait_until_inside(name: str, function: str) -> None:
+    """Wait until the worker of that name is in a call of ``function``."""
+    ident = worker(name).ident or 0
+    for _ in range(1000):
+        stack = traceback.extract_stack(sys._current_frames()[ident])
+        if function in [frame.name for frame in stack]:
+            return
+        threading.Event().wait(TIMEOUT / 1000)
+    raise AssertionError(f"{name} never called {function}")
+
+
+@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
+def test_a_call_that_meets_a_dying_idle_worker_does_not_hang(name: str) -> None:
+    with pipe_of(2, lambda i, j: None, chunks=2) as pipe:
+        pipe(rows(2))
+        throw_into(name, Interrupt)  # gets there when the worker takes its next task
+        call = Caller(lambda: pipe(rows(2)))
+        with contextlib.suppress(WorkerDiedError, Interrupt):
+            call.result()
+
+
+@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
+def test_the_call_after_a_worker_has_died_is_served_by_a_new_one(name: str) -> None:
+    with pipe_of(2, lambda i, j: None, chunks=2) as pipe:
+        pipe(rows(2))
+        old = worker(name)
+        old.stop()
+        old.join(TIMEOUT)
+        assert torch.equal(Caller(lambda: pipe(rows(2))).result(), rows(2))
+
+
+def test_an_exception_thrown_into_a_worker_that_waits_for_its_input_reaches_the_caller() -> None:
+    done = Events()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (1, 0):
+            wait(done[0, 1])
+            wait_until_inside("pipert-cpu-1", "_receive_input")
+            throw_into("pipert-cpu-1", Interrupt)
+        done[i, j].set()
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        with pytest.raises(Interrupt):
+            Caller(lambda: pipe(rows(2))).result()
+
+
+def test_closing_the_pipe_wakes_a_caller_in_it(failures: Failures) -> None:
+    started = threading.Event()
+
+    def act(i: int, j: int) -> None:
+        started.set()
+        failures.wait()  # until the tasks behind this one have been abandoned
+
+    pipe = pipe_of(2, act, chunks=4)
+    call = Caller(lambda: pipe(rows(4)))
+    wait(started)
+    Caller(pipe.close).result()
+    with pytest.raises(PipeClosedError):
+        call.result()
+
+
+# Several callers ----------------------------------------------------------------------------------
+
+
+def test_runs_of_two_callers_overlap_in_the_pipeline() -> None:
+    a_is_in_1 = threading.Event()
+    both = threading.Barrier(2)
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            a_is_in_1.set()
+        if (i, j) in {(0, 1), (10, 0)}:
+            both.wait(TIMEOUT)
+
+    with pipe_of(2, act, chunks=1) as pipe:
+        a = Caller(lambda: pipe(rows(1)))
+        wait(a_is_in_1)
+        b = Caller(lambda: pipe(rows(1, first=10)))
+        assert torch.equal(a.result(), rows(1))
+        assert torch.equal(b.result(), rows(1, first=10))
+
+
+def test_callers_of_one_pipe_get_their_own_rows() -> None:
+    at_once = threading.Barrier(4)
+
+    def call_often(pipe: Pipe, first: int) -> bool:
+        at_once.wait(TIMEOUT)
+        mine = [rows(1 + k % 5, first + k) for k in range(8)]
+        return all(torch.equal(pipe(x), x) for x in mine)
+
+    with pipe_of(3, lambda i, j: None, chunks=3) as pipe:
+        calls = [Caller(partial(call_often, pipe, 100 * k)) for k in range(4)]
+        assert all([call.result() for call in calls])
+
+
+def test_callers_may_use_different_numbers_of_chunks_at_once() -> None:
+    a_is_in_1 = threading.Event()
+    both = threading.Barrier(2)
+    tasks: list[int] = []
+
+    def act(i: int, j: int) -> None:
+        tasks.append(i)
+        if (i, j) == (0, 1):
+            a_is_in_1.set()
+        if (i, j) in {(0, 1), (16, 0)}:
+            both.wait(TIMEOUT)
+
+    with pipe_of(2, act, chunks=2) as pipe:
+        a = Caller(lambda: pipe(rows(8)))
+        wait(a_is_in_1)
+        pipe.chunks = 4
+        b = Caller(lambda: pipe(rows(8, first=10)))
+        assert torch.equal(a.result(), rows(8))
+        assert torch.equal(b.result(), rows(8, first=10))
+    assert sorted(tasks) == sorted(2 * [0, 4] + 2 * [10, 12, 14, 16])
+
+
+def test_callers_get_their_own_gradients() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    parameters = list(model.parameters())
+    inputs = [torch.randn(4, 3) for _ in range(3)]
+    at_once = threading.Barrier(3)
+
+    def step(pipe: Pipe, x: Tensor) -> list[tuple[Tensor, ...]]:
+        at_once.wait(TIMEOUT)
+        return [torch.autograd.grad(pipe(x).pow(2).sum(), parameters) for _ in range(4)]
+
+    with Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=4) as pipe:
+        calls = [Caller(partial(step, pipe, x)) for x in inputs]
+        results = [call.result() for call in calls]
+    for x, grads in zip(inputs, results, strict=True):
+        expected = torch.autograd.grad(model(x).pow(2).sum(), parameters)
+        for grad in grads:
+            torch.testing.assert_close(grad, expected)
+
+
+def test_a_caller_is_not_disturbed_by_the_failure_of_another_ones_run(failures: Failures) -> None:
+    a_is_in_1 = threading.Event()
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            a_is_in_1.set()
+            failures.wait()
+        if i == 11:
+            raise ValueError
+
+    with pipe_of(2, act, chunks=3) as pipe:
+        a = Caller(lambda: pipe(rows(3)))
+        wait(a_is_in_1)
+        with pytest.raises(ValueError):
+            Caller(lambda: pipe(rows(3, first=10))).result()
+        assert torch.equal(a.result(), rows(3))
+
+
+def test_callers_at_once_keep_their_own_grad_mode() -> None:
+    class Scale(Stage):
+        def __init__(self, j: int, act: Callable[[int, int], None]) -> None:
+            super().__init__(j, act)
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight
+
+    a_is_in_1 = threading.Event()
+    both = threading.Barrier(2)
+
+    def act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            a_is_in_1.set()
+        if (i, j) in {(0, 1), (10, 0)}:
+            both.wait(TIMEOUT)
+
+    model = nn.Sequential(Scale(0, act), Scale(1, act))
+    with Pipe(model, balance=[1, 1], devices=["cpu"] * 2, checkpoint="never") as pipe:
+        a = Caller(torch.no_grad()(lambda: pipe(rows(1))))
+        wait(a_is_in_1)
+        b = Caller(lambda: pipe(rows(1, first=10)))
+        assert (a.result().requires_grad, b.result().requires_grad) == (False, True)
+
+
+# Order of calls, pipes in pipes -------------------------------------------------------------------
+
+
+def test_a_pipe_may_be_evaluated_before_its_first_training_step() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    with Pipe(model, balance=[2, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        pipe.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(pipe(x), model.eval()(x))
+        pipe.train()
+        pipe(x).sum().backward()
+        assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def plain_and_inner() -> tuple[nn.Sequential, nn.Sequential]:
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Sigmoid())
+    return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), inner), inner
+
+
+@pytest.mark.parametrize("of_inner", ["always", "except_last", "never"])
+@pytest.mark.parametrize("of_outer", ["always", "except_last", "never"])
+def test_a_pipe_may_be_a_layer_of_another_pipe(of_outer: str, of_inner: str) -> None:
+    plain, layers = plain_and_inner()
+    parameters = list(plain.parameters())
+    x = torch.randn(8, 3)
+    expected = torch.autograd.grad(plain(x).pow(2).sum(), parameters)
+    inner = Pipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=4, checkpoint=of_inner)
+    model = nn.Sequential(plain[0], plain[1], inner)
+    outer = Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=of_outer)
+    with inner, outer:
+        grads = torch.autograd.grad(outer(x).pow(2).sum(), parameters)
+    torch.testing.assert_close(grads, expected)
+
+
+def test_gradients_through_a_pipe_in_a_pipe_do_not_depend_on_the_timing_of_the_inner_one() -> None:
+    done = Events()
+
+    class InOrder(nn.Module):
+        """Lets the inner F[0,1] go before F[1,0] in the forward, after it in recomputation."""
+
+        def __init__(self, j: int, scale: float) -> None:
+            super().__init__()
+            self.j = j
+            self.weight = nn.Parameter(torch.tensor([scale, -scale]))
+
+        def forward(self, x: Tensor) -> Tensor:
+            i = 0 if x[0, -1] > 0 else 1
+            again = int(is_recomputing())
+            if (i, self.j) == ((0, 1) if again else (1, 0)):
+                wait(done[again, 1 - self.j])
+            y = (x * self.weight).sinh()
+            if (i, self.j) == ((1, 0) if again else (0, 1)):
+                done[again, self.j].set()
+            return y * torch.tensor([1.0, -1.0])
+
+    layers = nn.Sequential(InOrder(0, 0.5), InOrder(1, 0.7))
+    parameters = list(layers.parameters())
+    x = torch.tensor([[0.3, 0.4], [0.5, -0.6]])
+    expected = torch.autograd.grad(_sequentially(layers, x).pow(2).sum(), parameters)
+    inner = Pipe(layers, balance=[1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    outer = Pipe(nn.Sequential(inner), balance=[1], devices=["cpu"], checkpoint="always")
+    with inner, outer:
+        grads = torch.autograd.grad(outer(x).pow(2).sum(), parameters)
+    torch.testing.assert_close(grads, expected)
+
+
+def _sequentially(layers: nn.Sequential, x: Tensor) -> Tensor:
+    """What ``layers`` of the test above compute, without the waiting."""
+    for layer in layers:
+        x = (x * layer.get_parameter("weight")).sinh() * torch.tensor([1.0, -1.0])
+    return x
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_a_pipe_with_random_layers_may_be_a_layer_of_another_pipe(checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Dropout(), nn.Linear(3, 3), nn.Dropout())
+    inner = Pipe(layers, balance=[2, 2], devices=["cpu"] * 2, chunks=2, checkpoint="never")
+    model = nn.Sequential(nn.Dropout(), inner)
+    outer = Pipe(model, balance=[1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    x = torch.randn(8, 3)
+
+    def step() -> tuple[Tensor, ...]:
+        torch.manual_seed(1)
+        y = outer(x)
+        return y, *torch.autograd.grad(y.sum(), list(layers.parameters()))
+
+    first, second = Caller(step).result(), Caller(step).result()
+    outer.close()  # not by a with statement, which would wait for workers that hang
+    inner.close()
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_pipe_in_a_pipe_computes_at_once_with_it() -> None:
+    both = threading.Barrier(2)
+
+    def inner_act(i: int, j: int) -> None:
+        if (i, j) == (0, 1):
+            both.wait(TIMEOUT)
+
+    def outer_act(i: int, j: int) -> None:
+        if (i, j) == (1, 0):
+            both.wait(TIMEOUT)
+
+    inner = pipe_of(2, inner_act, chunks=1)
+    model = nn.Sequential(Stage(0, outer_act), inner)
+    outer = Pipe(model, balance=[1, 1], devices=["cpu"] * 2, chunks=2)
+    with inner, outer:
+        assert torch.equal(outer(rows(2)), rows(2))
+
+
+def test_an_error_in_a_pipe_in_a_pipe_has_a_note_of_each() -> None:
+    inner = Pipe(nn.Sequential(FailsInForward(StageError)), balance=[1], devices=["cpu"])
+    outer = Pipe(nn.Sequential(nn.Identity(), inner), balance=[1, 1], devices=["cpu"] * 2)
+    with inner, outer, pytest.raises(StageError) as info:
+        outer(rows(2))
+    assert [note.split(", micro")[0] for note in info.value.__notes__] == [
+        "in forward F[0,0]: partition 0 on cpu, layer '0' (FailsInForward)",
+        "in forward F[0,1]: partition 1 on cpu, layer '1' (Pipe)",
+    ]
+
+
+class Calls(nn.Module):
+    """Calls something that is set after the pipe was made; not as a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.what: list[Callable[[Tensor], Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.what[0](x)
+
+
+def test_a_layer_that_calls_its_own_pipe_is_refused() -> None:
+    layer = Calls()
+    with Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"]) as pipe:
+        layer.what.append(pipe)
+        with pytest.raises(ReentrantCallError):
+            Caller(lambda: pipe(rows(2))).result()
+
+
+def test_a_layer_that_calls_its_own_pipe_by_way_of_another_one_is_refused() -> None:
+    layer = Calls()
+    inner = Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"])
+    outer = Pipe(nn.Sequential(inner), balance=[1], devices=["cpu"])
+    layer.what.append(outer)
+    with inner, outer, pytest.raises(ReentrantCallError):
+        Caller(lambda: outer(rows(2))).result()
+
+
+def test_a_pipe_that_refused_to_be_called_by_its_layer_is_usable() -> None:
+    layer = Calls()
+    with Pipe(nn.Sequential(layer), balance=[1], devices=["cpu"]) as pipe:
+        layer.what.append(pipe)
+        with contextlib.suppress(ReentrantCallError):
+            pipe(rows(2))
+        layer.what[0] = torch.neg
+        assert torch.equal(pipe(rows(2)), -rows(2))

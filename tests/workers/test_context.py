@@ -1,0 +1,681 @@
+"""W4: a task runs under its caller's context and leaves none of it behind.
+
+A *row* is one of the table in ``pipert/workers/context.py``: a block that puts something on, and what a
+layer that looks for it sees. ``F`` runs on workers; ``R`` runs in a backward outside the block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipert import Pipe, is_recomputing
+
+Block = Callable[[], contextlib.AbstractContextManager[Any]]
+
+ONE = torch.ones(())
+
+
+# Rows
+
+
+class Plus41(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        return result + 41 if func is torch.numel else result
+
+
+class NoNegation(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.neg.default:
+            return args[0].clone()
+        return func(*args, **kwargs or {})
+
+
+VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="nobody's")
+
+
+@contextlib.contextmanager
+def variable() -> Iterator[None]:
+    token = VARIABLE.set("the caller's")
+    try:
+        yield
+    finally:
+        VARIABLE.reset(token)
+
+
+@contextlib.contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def autocast_on_xpu() -> Iterator[None]:
+    """``torch.autocast`` would turn itself off where there is no such device."""
+    torch.set_autocast_enabled("xpu", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("xpu", False)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def half_autocast() -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.float16)
+
+
+def autocast_without_cache() -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", cache_enabled=False)
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    block: Block
+    see: Callable[[], object]
+    inside: object
+    """What ``see`` returns inside the block."""
+
+
+ROWS = [
+    Row("grad mode", torch.no_grad, torch.is_grad_enabled, False),
+    Row("inference mode", torch.inference_mode, torch.is_inference_mode_enabled, True),
+    Row(
+        "autocast enabled",
+        lambda: torch.autocast("cpu"),
+        lambda: torch.is_autocast_enabled("cpu"),
+        True,
+    ),
+    Row("autocast dtype", half_autocast, lambda: torch.get_autocast_dtype("cpu"), torch.float16),
+    Row("autocast cache", autocast_without_cache, torch.is_autocast_cache_enabled, False),
+    Row("autocast xpu", autocast_on_xpu, lambda: torch.is_autocast_enabled("xpu"), True),
+    Row("device", lambda: torch.device("meta"), lambda: str(torch.empty(()).device), "meta"),
+    Row("default device", default_device, lambda: str(torch.get_default_device()), "meta"),
+    Row("function modes", Plus41, lambda: torch.numel(ONE), 42),
+    Row("dispatch modes", NoNegation, lambda: torch.neg(ONE).item(), 1.0),
+    Row("context variables", variable, VARIABLE.get, "the caller's"),
+    Row("deterministic", deterministic, torch.are_deterministic_algorithms_enabled, True),
+]
+rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+rows_with_graph = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)
+"""Inside the others there is no graph to run backward."""
+rows_for_R = pytest.mark.parametrize("row", ROWS[2:-1], ids=lambda row: row.name)
+"""Without the deterministic flag, which is the process's, so that R sees it as it is then."""
+rows_for_backward = pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: row.name)
+
+
+def everything() -> list[object]:
+    """What is put on where this is called."""
+    return [row.see() for row in ROWS]
+
+
+# What layers see
+
+
+class Failed(Exception):
+    pass
+
+
+class Probe(nn.Module):
+    """Notes what it sees in ``F`` and in ``R``; fails in the phase named ``failing``."""
+
+    def __init__(self, see: Callable[[], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.see = see
+        self.failing = ""
+        self.seen: dict[str, list[object]] = {"F": [], "R": []}
+        self.threads: set[int] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        phase = "R" if is_recomputing() else "F"
+        self.seen[phase].append(self.see())
+        if phase == "F":
+            self.threads.add(threading.get_ident())
+        if phase == self.failing:
+            raise Failed
+        return x * self.weight
+
+
+class Observed:
+    """A pipe of two probes on two workers, two micro-batches."""
+
+    def __init__(self, see: Callable[[], object]) -> None:
+        self.probes = [Probe(see), Probe(see)]
+        layers = nn.Sequential(*self.probes)
+        self.pipe = Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
+
+    def train(
+        self, forward: Block = contextlib.nullcontext, backward: Block = contextlib.nullcontext
+    ) -> None:
+        """Forward and backward, each inside a block of its own."""
+        x = torch.ones(2, 1)
+        with forward():
+            loss = self.pipe(x).sum()
+        if loss.requires_grad:
+            with backward():
+                loss.backward()
+
+    def take(self, phase: str) -> list[object]:
+        """What was seen since, once for each of the four tasks; checks that workers saw it."""
+        workers = {ident for probe in self.probes for ident in probe.threads}
+        assert len(workers) == 2 and threading.get_ident() not in workers
+        seen = [it for probe in self.probes for it in probe.seen[phase]]
+        for probe in self.probes:
+            probe.seen[phase] = []
+        return seen
+
+    def __enter__(self) -> Observed:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.pipe.close()
+
+
+@rows
+def test_the_row_can_be_seen(row: Row) -> None:
+    with row.block():
+        inside = row.see()
+    assert (inside, row.see() != inside) == (row.inside, True)
+
+
+@rows
+def test_F_sees_the_callers(row: Row) -> None:
+    with Observed(row.see) as observed:
+        observed.train(row.block)
+        assert observed.take("F") == [row.inside] * 4
+
+
+@rows_for_R
+def test_R_sees_the_callers(row: Row) -> None:
+    with Observed(row.see) as observed:
+        observed.train(row.block)
+        assert observed.take("R") == [row.inside] * 4
+
+
+def test_R_sees_the_flag_for_deterministic_algorithms_as_it_is_then() -> None:
+    with Observed(torch.are_deterministic_algorithms_enabled) as observed:
+        observed.train(contextlib.nullcontext, deterministic)
+        assert observed.take("R") == [True] * 4
+
+
+@rows_for_backward
+def test_R_does_not_see_what_the_backward_runs_under(row: Row) -> None:
+    plain = row.see()
+    with Observed(row.see) as observed:
+        observed.train(contextlib.nullcontext, row.block)
+        assert observed.take("R") == [plain] * 4
+
+
+# W4
+
+
+@rows
+def test_F_leaves_nothing_on_its_worker(row: Row) -> None:
+    with Observed(everything) as observed:
+        observed.train(row.block)
+        observed.take("F")
+        observed.train()
+        assert observed.take("F") == [everything()] * 4
+
+
+@rows
+def test_F_that_fails_leaves_nothing_on_its_worker(row: Row) -> None:
+    with Observed(everything) as observed:
+        for probe in observed.probes:
+            probe.failing = "F"
+            with pytest.raises(Failed):
+                observed.train(row.block)
+            probe.failing = ""
+        for probe in observed.probes:
+            probe.seen["F"] = []
+        observed.train()
+        assert observed.take("F") == [everything()] * 4
+
+
+@rows_with_graph
+def test_R_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> None:
+    before = everything()
+    with Observed(everything) as observed:
+        observed.train(row.block)
+        assert everything() == before
+
+
+@rows_with_graph
+def test_R_that_fails_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> None:
+    before = everything()
+    with Observed(everything) as observed:
+        observed.probes[0].failing = "R"
+        with pytest.raises(Failed):
+            observed.train(row.block)
+        assert everything() == before
+
+
+@rows
+def test_R_leaves_on_what_the_backward_runs_under(row: Row) -> None:
+    with Observed(row.see) as observed:
+        loss = observed.pipe(torch.ones(2, 1)).sum()
+        with row.block():
+            loss.backward()
+            after = row.see()
+        assert after == row.inside
+
+
+# Autocast, as a training loop meets it
+
+
+def linear_pipe(checkpoint: str, chunks: int = 2) -> tuple[nn.Sequential, Pipe]:
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return module, Pipe(
+        module, [2, 1], devices=["cpu", "cpu"], chunks=chunks, checkpoint=checkpoint
+    )
+
+
+checkpoints = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+
+
+def test_the_output_has_the_dtype_of_autocast() -> None:
+    _, pipe = linear_pipe("always")
+    with pipe, torch.autocast("cpu", torch.bfloat16):
+        assert pipe(torch.randn(4, 8)).dtype is torch.bfloat16
+
+
+def test_the_output_has_its_own_dtype_again_after_autocast() -> None:
+    _, pipe = linear_pipe("always")
+    with pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            pipe(torch.randn(4, 8))
+        assert pipe(torch.randn(4, 8)).dtype is torch.float32
+
+
+@checkpoints
+def test_gradients_under_autocast_are_those_of_the_plain_module(checkpoint: str) -> None:
+    module, pipe = linear_pipe(checkpoint, chunks=1)
+    x = torch.randn(4, 8)
+    gradients = []
+    with pipe:
+        for model in (module, pipe):
+            module.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(x).float().square().sum()
+            loss.backward()
+            gradients.append([parameter.grad for parameter in module.parameters()])
+    for plain, piped in zip(*gradients, strict=True):
+        assert plain is not None and piped is not None and torch.equal(plain, piped)
+
+
+@checkpoints
+@pytest.mark.parametrize("backward_inside", [False, True])
+def test_no_weight_is_used_as_it_was_before_the_optimizers_step(
+    checkpoint: str, backward_inside: bool
+) -> None:
+    module, pipe = linear_pipe(checkpoint)
+    x = torch.randn(4, 8)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    with pipe:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = pipe(x).float().square().sum()
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
+            optimizer.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            piped = pipe(x)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            assert torch.equal(piped, torch.cat([module(half) for half in x.split(2)]))
+
+
+# Default device
+
+
+def test_random_layers_work_under_another_default_device() -> None:
+    pipe = Pipe(nn.Sequential(nn.Dropout(0.5)), [1], devices=["cpu"], chunks=2, checkpoint="always")
+    x = torch.ones(4, 8, requires_grad=True)
+    with pipe:
+        with torch.device("meta"):
+            out = pipe(x)
+        out.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, out.detach())
+
+
+# Context variables
+
+
+class Setting(nn.Module):
+    """Notes the variable, then sets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(VARIABLE.get())
+        VARIABLE.set("a task's")
+        return x
+
+
+def test_a_layers_change_of_a_variable_is_not_seen_by_other_tasks() -> None:
+    layers = [Setting(), Setting()]
+    with Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu", "cpu"], chunks=3) as pipe:
+        pipe(torch.ones(3, 1))
+    assert [layer.seen for layer in layers] == [["nobody's"] * 3] * 2
+
+
+def test_a_layers_change_of_a_variable_is_seen_by_later_layers_of_its_task() -> None:
+    layers = [Setting(), Setting()]
+    with Pipe(nn.Sequential(*layers), [2], devices=["cpu"], chunks=3) as pipe:
+        pipe(torch.ones(3, 1))
+    assert layers[1].seen == ["a task's"] * 3
+
+
+def test_a_layers_change_of_a_variable_is_not_seen_by_the_caller() -> None:
+    layers = nn.Sequential(Setting())
+    with Pipe(layers, [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        pipe(torch.ones(2, 1, requires_grad=True)).sum().backward()
+    assert VARIABLE.get() == "nobody's"
+
+
+def test_R_does_not_see_the_changes_that_F_made_to_a_variable() -> None:
+    class Weighted(Setting):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.weight
+
+    layer = Weighted()
+    with Pipe(nn.Sequential(layer), [1], devices=["cpu"], checkpoint="always") as pipe:
+        pipe(torch.ones(2, 1)).sum().backward()
+    assert layer.seen == ["nobody's"] * 2
+
+
+# Saved-tensor hooks
+
+
+class Hooks:
+    """Keeps what is saved in bfloat16, and notes where it did so."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+        self.recomputing: list[bool] = []
+        self.packed = 0
+        self.unpacked = 0
+
+    def pack(self, tensor: Tensor) -> tuple[torch.dtype, Tensor]:
+        self.threads.append(threading.get_ident())
+        self.recomputing.append(is_recomputing())
+        self.packed += 1
+        return tensor.dtype, tensor.detach().to(torch.bfloat16)
+
+    def unpack(self, packed: tuple[torch.dtype, Tensor]) -> Tensor:
+        self.unpacked += 1
+        return packed[1].to(packed[0])
+
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
+def whole_numbers() -> tuple[nn.Sequential, Tensor]:
+    """A model whose sums are exact in any order, and whose activations bfloat16 cannot hold."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randint(-9, 10, parameter.shape))
+    return module.double(), torch.randint(-999, 1000, (6, 4)).double()
+
+
+def gradients(
+    model: nn.Module, x: Tensor, block: Block, backward: Block = contextlib.nullcontext
+) -> list[Tensor]:
+    model.zero_grad()
+    with block():
+        loss = model(x).square().sum()
+    with backward():
+        loss.backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(ones, others, strict=True))
+
+
+def test_F_saves_by_the_callers_hooks_on_the_workers() -> None:
+    module, x = whole_numbers()
+    hooks = Hooks()
+    pipe = Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="never")
+    with pipe, hooks():
+        pipe(x)
+    assert len(set(hooks.threads) - {threading.get_ident()}) == 2
+
+
+def test_R_saves_by_the_callers_hooks() -> None:
+    module, x = whole_numbers()
+    hooks = Hooks()
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="always") as pipe:
+        with hooks():
+            loss = pipe(x).sum()
+        hooks.packed = 0
+        loss.backward()
+    assert hooks.packed > 0
+
+
+def test_what_a_checkpointed_forward_does_not_save_does_not_reach_the_callers_hooks() -> None:
+    module, x = whole_numbers()
+    hooks = Hooks()
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="always") as pipe:
+        with hooks():
+            pipe(x)
+    assert hooks.packed == 0
+
+
+@checkpoints
+def test_all_that_the_callers_hooks_have_packed_they_unpack(checkpoint: str) -> None:
+    module, x = whole_numbers()
+    hooks = Hooks()
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
+        gradients(pipe, x, hooks)
+    assert (hooks.packed > 0, hooks.unpacked) == (True, hooks.packed)
+
+
+@checkpoints
+def test_gradients_under_lossy_hooks_are_those_of_the_plain_module(checkpoint: str) -> None:
+    module, x = whole_numbers()
+    plain = gradients(module, x, Hooks())
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
+        assert same(gradients(pipe, x, Hooks()), plain)
+
+
+def test_the_hooks_of_these_tests_do_lose_something() -> None:
+    module, x = whole_numbers()
+    assert not same(
+        gradients(module, x, Hooks()), gradients(module, x, contextlib.nullcontext)
+    )
+
+
+@checkpoints
+def test_gradients_under_hooks_for_forward_and_backward_are_those_of_the_plain_module(
+    checkpoint: str,
+) -> None:
+    module, x = whole_numbers()
+    hooks = Hooks()
+    plain = gradients(module, x, hooks, hooks)
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
+        assert same(gradients(pipe, x, hooks, hooks), plain)
+
+
+@checkpoints
+def test_hooks_for_the_backward_alone_change_nothing(checkpoint: str) -> None:
+    module, x = whole_numbers()
+    plain = gradients(module, x, contextlib.nullcontext)
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
+        assert same(gradients(pipe, x, contextlib.nullcontext, Hooks()), plain)
+
+
+@checkpoints
+def test_gradients_under_save_on_cpu_are_those_of_the_plain_module(checkpoint: str) -> None:
+    module, x = whole_numbers()
+    plain = gradients(module, x, torch.autograd.graph.save_on_cpu)
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
+        assert same(gradients(pipe, x, torch.autograd.graph.save_on_cpu), plain)
+
+
+def test_F_leaves_no_hooks_on_its_worker() -> None:
+    module, x = whole_numbers()
+    hooks = Hooks()
+    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="never") as pipe:
+        with hooks():
+            pipe(x)
+        hooks.packed = 0
+        pipe(x)
+    assert hooks.packed == 0
+
+
+# Intra-op threads
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def on_new_thread(function: Callable[[], Any]) -> Any:
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_F_sees_the_callers_count_of_threads_shared_out_among_the_workers() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        observed.train()
+        assert observed.take("F") == [2] * 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_two_workers_of_a_caller_with_two_threads_have_one_each() -> None:
+    torch.set_num_threads(2)
+    with Observed(torch.get_num_threads) as observed:
+        observed.train()
+        assert observed.take("F") == [1] * 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_a_worker_has_one_thread_at_least() -> None:
+    torch.set_num_threads(1)
+    with Observed(torch.get_num_threads) as observed:
+        observed.train()
+        assert observed.take("F") == [1] * 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_F_sees_another_count_after_the_caller_has_changed_it() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        observed.train()
+        observed.take("F")
+        torch.set_num_threads(6)
+        observed.train()
+        assert observed.take("F") == [3] * 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_R_sees_the_callers_count_of_threads() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        loss = observed.pipe(torch.ones(2, 1)).sum()
+        torch.set_num_threads(3)
+        loss.backward()
+        assert observed.take("R") == [4] * 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_F_leaves_the_callers_count_of_threads_alone() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        observed.train()
+    assert torch.get_num_threads() == 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_F_leaves_the_count_of_new_threads_alone() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        observed.train()
+    assert on_new_thread(torch.get_num_threads) == 4
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_R_leaves_the_count_of_its_thread_alone() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        loss = observed.pipe(torch.ones(2, 1)).sum()
+        torch.set_num_threads(3)
+        loss.backward()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_R_leaves_the_count_of_new_threads_alone() -> None:
+    with Observed(torch.get_num_threads) as observed:
+        loss = observed.pipe(torch.ones(2, 1)).sum()
+
+        def backward() -> None:
+            torch.get_num_threads()  # or what is set would be forgotten at the first operation
+            torch.set_num_threads(3)
+            on_new_thread(lambda: torch.set_num_threads(5))  # for threads to come
+            loss.backward()
+
+        on_new_thread(backward)
+    assert on_new_thread(torch.get_num_threads) == 5
+
+
+# Streams
+
+
+@pytest.mark.cuda
+def test_F_sees_the_callers_current_stream() -> None:
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream(device)
+    probe = Probe(lambda: torch.cuda.current_stream(device).stream_id)
+    with Pipe(nn.Sequential(probe), [1], devices=[device], chunks=2) as pipe:
+        with torch.cuda.stream(stream):
+            pipe(torch.ones(2, 1, device=device))
+    assert probe.seen["F"] == [stream.stream_id] * 2
+
+
+@pytest.mark.cuda
+def test_F_leaves_no_stream_on_its_worker() -> None:
+    device = torch.device("cuda", 0)
+    stream = torch.cuda.Stream(device)
+    probe = Probe(lambda: torch.cuda.current_stream(device).stream_id)
+    with Pipe(nn.Sequential(probe), [1], devices=[device]) as pipe:
+        with torch.cuda.stream(stream):
+            pipe(torch.ones(2, 1, device=device))
+        torch.cuda.synchronize()
+        pipe(torch.ones(2, 1, device=device))
+    assert probe.seen["F"][-1] == torch.cuda.current_stream(device).stream_id

@@ -1,0 +1,213 @@
+"""Turns: who asks for one, how long one is kept, and that nobody ever depends on one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.workers import turn as turn_module
+from pipert.workers.turn import Turn
+
+WAIT = 10.0  # s; what should happen at once is given up after it
+
+SHORT = turn_module._SHORT / 4
+LONG = turn_module._LONG * 4
+BETWEEN = turn_module._SHORT * 1.5
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(turn_module, "perf_counter", clock)
+    return clock
+
+
+def do(turn: Turn, seconds: float) -> None:
+    """A task whose layers compute for ``seconds``."""
+    turn.take()
+    turn.layers_took(seconds)
+
+
+def held(turn: Turn) -> bool:
+    return "not held" not in repr(turn)
+
+
+def test_the_first_task_does_not_ask_for_a_turn(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    turn.take()
+    assert not held(turn)
+
+
+def test_a_task_after_a_short_one_takes_a_turn(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    turn.take()
+    assert held(turn)
+
+
+def test_a_task_after_a_long_one_does_not_ask_for_a_turn(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    do(turn, LONG)
+    turn.take()
+    assert not held(turn)
+
+
+def test_a_turn_is_kept_for_the_next_short_task(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    do(turn, SHORT)
+    assert held(turn)
+
+
+def test_a_turn_is_given_up_after_a_long_task(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    do(turn, LONG)
+    assert not held(turn)
+
+
+def test_a_time_that_may_be_due_to_others_does_not_count_at_once(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    do(turn, BETWEEN)
+    assert held(turn)
+
+
+def test_a_time_that_may_be_due_to_others_counts_when_it_stays(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    for _ in range(100):
+        do(turn, BETWEEN)
+    assert not held(turn)
+
+
+def test_a_turn_is_given_up_for_an_instant_after_it_was_held_for_long(clock: Clock) -> None:
+    releases = []
+
+    class Lock:
+        """Counts, for the instant itself cannot be seen."""
+
+        def acquire(self, timeout: float) -> bool:
+            return True
+
+        def release(self) -> None:
+            releases.append(clock.now)
+
+    turn = Turn(Lock())  # type: ignore[arg-type]
+    do(turn, SHORT)
+    do(turn, SHORT)
+    clock.now += turn_module._HOLD * 2
+    turn.take()
+    assert len(releases) == 1
+
+
+def test_giving_up_lets_others_take_a_turn(clock: Clock) -> None:
+    lock = threading.Lock()
+    turn = Turn(lock)
+    do(turn, SHORT)
+    turn.take()
+    turn.give_up()
+    assert not lock.locked()
+
+
+def test_giving_up_what_is_not_held_leaves_the_turn_of_another_alone(clock: Clock) -> None:
+    lock = threading.Lock()
+    one, another = Turn(lock), Turn(lock)
+    do(one, SHORT)
+    one.take()
+    another.give_up()
+    assert lock.locked()
+
+
+def test_a_worker_that_waited_in_vain_goes_on() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    turn = Turn(lock)
+    do(turn, SHORT)
+    turn.take()
+    assert not held(turn)
+
+
+def test_a_worker_that_waited_in_vain_does_not_ask_for_a_while(clock: Clock) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    turn = Turn(lock)
+    do(turn, SHORT)
+    do(turn, SHORT)
+    lock.release()
+    turn.take()
+    assert not held(turn)
+
+
+def test_a_worker_that_waited_in_vain_asks_again_later(clock: Clock) -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    turn = Turn(lock)
+    do(turn, SHORT)
+    do(turn, SHORT)
+    lock.release()
+    clock.now += turn_module._BACK_OFF
+    turn.take()
+    assert held(turn)
+
+
+def test_a_turn_passes_from_one_thread_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_module, "_HOLD", WAIT)
+    monkeypatch.setattr(turn_module, "_PATIENCE", WAIT)
+    lock = threading.Lock()
+    mine, other = Turn(lock), Turn(lock)
+    for turn in (mine, other):
+        do(turn, SHORT)
+    mine.take()
+    order: list[str] = []
+
+    def work() -> None:
+        other.take()
+        order.append("other")
+        other.give_up()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    order.append("mine")
+    mine.give_up()
+    thread.join(WAIT)
+    assert order == ["mine", "other"]
+
+
+def test_tasks_that_wait_for_each_other_both_go_on_although_one_has_the_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All tasks count as short; then ``F[1,0]`` and ``F[0,1]`` have to meet."""
+    monkeypatch.setattr(turn_module, "_SHORT", WAIT)
+    monkeypatch.setattr(turn_module, "_LONG", WAIT)
+    together = threading.Barrier(2)
+
+    class Meet(nn.Module):
+        def __init__(self, micro_batch: int) -> None:
+            super().__init__()
+            self.micro_batch = micro_batch
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.item() == self.micro_batch:
+                together.wait(WAIT)
+            return x
+
+    layers = nn.Sequential(Meet(1), Meet(0))
+    with Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=8, checkpoint="never") as pipe:
+        pipe(torch.full((8, 1), 9.0))
+        assert torch.equal(pipe(torch.arange(8.0).reshape(8, 1)).flatten(), torch.arange(8.0))

@@ -1,0 +1,463 @@
+"""W1 to W3 of a worker: an outcome for each task, no memory of the last, no way back to the pool.
+
+Exceptions are thrown into workers from outside with ``PyThreadState_SetAsyncExc``. They are
+``SystemExit``, which ``threading`` lets end a thread without a word.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, PipeClosedError, WorkerDiedError
+from pipert.errors import QueueClosed
+from pipert.workers.pool import Pool
+from pipert.workers.turn import Turn
+from pipert.workers.worker import WorkerThread
+
+WAIT = 5.0  # s; what should happen at once is given up after it
+
+CPU = torch.device("cpu")
+
+kills = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+"""The test ends a thread by an exception."""
+
+
+class Job:
+    """A task that notes its outcomes."""
+
+    def __init__(self, body: Callable[[], object] = lambda: None) -> None:
+        self.body = body
+        self.outcomes: list[object] = []
+        self.settled = threading.Event()
+
+    def run(self, turn: Turn) -> None:
+        self.body()
+        self.outcomes.append("run")
+        self.settled.set()
+
+    def abandon(self, error: BaseException) -> None:
+        self.outcomes.append(type(error))
+        self.settled.set()
+
+
+@pytest.fixture
+def worker() -> Iterator[WorkerThread]:
+    thread = WorkerThread("pipert-test", CPU, threading.Lock())
+    thread.start()
+    yield thread
+    thread.stop()
+    thread.join(WAIT)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether ``holds`` before long: a worker goes on for a moment after its task is settled."""
+    deadline = time.monotonic() + WAIT
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+def throw(thread: threading.Thread, kind: type[BaseException]) -> None:
+    """Have ``kind`` raised in ``thread`` when it next executes Python."""
+    assert thread.ident is not None
+    thrown = ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread.ident), ctypes.py_object(kind)
+    )
+    assert thrown == 1
+
+
+def until_blocked(thread: threading.Thread) -> None:
+    """Return when ``thread`` waits for something: it sleeps, and does not move for a while."""
+    assert thread.ident is not None
+    stat = Path(f"/proc/self/task/{thread.native_id}/stat")
+    seen: list[object] = []
+    while len(seen) < 10:
+        time.sleep(1e-3)  # the others may have the interpreter meanwhile
+        frame = sys._current_frames()[thread.ident]
+        place = (frame.f_code, frame.f_lasti)
+        asleep = not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "S"
+        seen = [*seen, place] if asleep and (not seen or seen[-1] == place) else []
+
+
+def call(function: Callable[[], object]) -> object:
+    """What ``function`` returns or raises; fails, rather than hangs, if it does neither."""
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:  # noqa: B036  what is caught is what is tested
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert outcome, "the call hangs"
+    return outcome[0]
+
+
+class Double(nn.Module):
+    """Doubles, after it has done what a test wants of it."""
+
+    def __init__(self, before: Callable[[Tensor], object] = lambda x: None) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before(x)
+        return x * 2
+
+
+def two(first: nn.Module, second: nn.Module, chunks: int = 2, checkpoint: str = "never") -> Pipe:
+    return Pipe(
+        nn.Sequential(first, second),
+        [1, 1],
+        devices=["cpu", "cpu"],
+        chunks=chunks,
+        checkpoint=checkpoint,
+    )
+
+
+ROWS = torch.arange(4.0).reshape(4, 1)
+
+
+# W1, of a worker alone
+
+
+def test_a_task_runs_on_the_worker(worker: WorkerThread) -> None:
+    idents: list[int] = []
+    job = Job(lambda: idents.append(threading.get_ident()))
+    worker.in_queue.put(job)
+    job.settled.wait(WAIT)
+    assert idents == [worker.ident]
+
+
+def test_tasks_run_in_the_order_in_which_they_were_put(worker: WorkerThread) -> None:
+    order: list[int] = []
+    jobs = [Job(lambda k=k: order.append(k)) for k in range(5)]  # type: ignore[misc]
+    for job in jobs:
+        worker.in_queue.put(job)
+    jobs[-1].settled.wait(WAIT)
+    assert order == [0, 1, 2, 3, 4]
+
+
+def test_stop_lets_the_current_task_finish(worker: WorkerThread) -> None:
+    running, go_on = threading.Event(), threading.Event()
+    job = Job(lambda: (running.set(), go_on.wait(WAIT)))
+    worker.in_queue.put(job)
+    running.wait(WAIT)
+    worker.stop()
+    go_on.set()
+    worker.join(WAIT)
+    assert job.outcomes == ["run"]
+
+
+def test_stop_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
+    running, go_on = threading.Event(), threading.Event()
+    worker.in_queue.put(Job(lambda: (running.set(), go_on.wait(WAIT))))
+    running.wait(WAIT)
+    jobs = [Job(), Job()]
+    for job in jobs:
+        worker.in_queue.put(job)
+    worker.stop()
+    go_on.set()
+    assert [job.outcomes for job in jobs] == [[PipeClosedError], [PipeClosedError]]
+
+
+def test_stop_does_not_wait_for_the_current_task(worker: WorkerThread) -> None:
+    running, go_on = threading.Event(), threading.Event()
+    job = Job(lambda: (running.set(), go_on.wait(WAIT)))
+    worker.in_queue.put(job)
+    running.wait(WAIT)
+    worker.stop()
+    outcomes = list(job.outcomes)
+    go_on.set()
+    assert outcomes == []
+
+
+def test_a_stopped_worker_ends(worker: WorkerThread) -> None:
+    worker.stop()
+    worker.join(WAIT)
+    assert not worker.is_alive()
+
+
+def test_a_stopped_worker_refuses_tasks(worker: WorkerThread) -> None:
+    worker.stop()
+    with pytest.raises(QueueClosed):
+        worker.in_queue.put(Job())
+
+
+def test_a_worker_may_be_stopped_by_its_own_task(worker: WorkerThread) -> None:
+    job = Job(worker.stop)
+    worker.in_queue.put(job)
+    worker.join(WAIT)
+    assert (job.outcomes, worker.is_alive()) == (["run"], False)
+
+
+@kills
+def test_an_exception_from_outside_abandons_the_task_at_hand(worker: WorkerThread) -> None:
+    job = Job(lambda: (throw(worker, SystemExit), [None for _ in range(100)]))
+    worker.in_queue.put(job)
+    worker.join(WAIT)
+    assert job.outcomes == [WorkerDiedError]
+
+
+@kills
+def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
+    running, go_on = threading.Event(), threading.Event()
+    worker.in_queue.put(Job(lambda: (running.set(), go_on.wait(WAIT))))
+    running.wait(WAIT)
+    jobs = [Job(), Job()]
+    for job in jobs:
+        worker.in_queue.put(job)
+    throw(worker, SystemExit)
+    go_on.set()
+    worker.join(WAIT)
+    assert [job.outcomes for job in jobs] == [[WorkerDiedError], [WorkerDiedError]]
+
+
+@kills
+def test_an_exception_from_outside_abandons_the_task_that_wakes_the_worker(
+    worker: WorkerThread,
+) -> None:
+    until_blocked(worker)
+    throw(worker, SystemExit)
+    job = Job()
+    worker.in_queue.put(job)
+    worker.join(WAIT)
+    assert job.outcomes == [WorkerDiedError]
+
+
+@kills
+def test_a_worker_that_was_ended_from_outside_refuses_tasks(worker: WorkerThread) -> None:
+    worker.in_queue.put(Job(lambda: throw(worker, SystemExit)))
+    worker.join(WAIT)
+    with pytest.raises(QueueClosed):
+        worker.in_queue.put(Job())
+
+
+@kills
+def test_a_worker_that_is_ended_from_outside_logs_what_it_leaves(
+    worker: WorkerThread, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.in_queue.put(Job(lambda: (throw(worker, SystemExit), [None for _ in range(100)])))
+    worker.join(WAIT)
+    assert [record.getMessage() for record in caplog.records] == [
+        "pipert-test ended with 1 tasks to do"
+    ]
+
+
+# W1, of a pipe
+
+
+KINDS = [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit]
+
+
+def raiser(kind: type[BaseException], when: Callable[[Tensor], bool]) -> Double:
+    def before(x: Tensor) -> None:
+        if when(x):
+            raise kind("from a layer")
+
+    return Double(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("partition", [0, 1])
+def test_whatever_a_layer_raises_comes_back_to_the_caller(
+    kind: type[BaseException], partition: int
+) -> None:
+    layers: list[nn.Module] = [Double(), Double()]
+    layers[partition] = raiser(kind, lambda x: True)
+    with two(*layers) as pipe:
+        outcome = call(lambda: pipe(ROWS))
+        assert type(outcome) is kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("partition", [0, 1])
+def test_whatever_a_layer_raised_the_next_call_works(
+    kind: type[BaseException], partition: int
+) -> None:
+    layers: list[nn.Module] = [Double(), Double()]
+    layers[partition] = raiser(kind, lambda x: bool(x.min() >= 2))
+    with two(*layers) as pipe:
+        call(lambda: pipe(ROWS))
+        assert torch.equal(pipe(ROWS[:1]), ROWS[:1] * 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_a_layer_raises_its_worker_goes_on(kind: type[BaseException]) -> None:
+    idents: set[int] = set()
+    layer = raiser(kind, lambda x: idents.add(threading.get_ident()) or bool(x.min() >= 2))
+    with two(layer, Double(), chunks=1) as pipe:
+        call(lambda: pipe(ROWS[2:]))
+        pipe(ROWS[:1])
+        assert len(idents) == 1 and threading.get_ident() not in idents
+
+
+WORKERS = pytest.mark.parametrize("worker", [0, 1, 2], ids=["first", "last", "clock"])
+
+
+@WORKERS
+@kills
+def test_the_caller_learns_that_a_worker_was_ended_from_outside(worker: int) -> None:
+    pipe = two(Double(), Double())
+    pipe(ROWS)
+    thread = pipe._runtime.pool._threads[worker]
+    until_blocked(thread)
+    throw(thread, SystemExit)
+    outcome = call(lambda: pipe(ROWS))
+    assert type(outcome) is WorkerDiedError
+    pipe.close()
+
+
+@WORKERS
+@kills
+def test_the_call_after_the_end_of_a_worker_works(worker: int) -> None:
+    pipe = two(Double(), Double())
+    pipe(ROWS)
+    thread = pipe._runtime.pool._threads[worker]
+    until_blocked(thread)
+    throw(thread, SystemExit)
+    call(lambda: pipe(ROWS))
+    thread.join(WAIT)
+    outcome = call(lambda: pipe(ROWS))
+    assert isinstance(outcome, Tensor) and torch.equal(outcome, ROWS * 4)
+    pipe.close()
+
+
+@kills
+def test_the_call_after_the_end_of_a_worker_runs_on_a_new_thread() -> None:
+    threads: list[threading.Thread] = []
+    with two(Double(lambda x: threads.append(threading.current_thread())), Double(), 1) as pipe:
+        pipe(ROWS)
+        old = threads[0]
+        until_blocked(old)
+        throw(old, SystemExit)
+        pipe._runtime.pool._threads[0].in_queue.put(Job())  # wakes it up
+        old.join(WAIT)
+        pipe(ROWS)
+        assert threads[1] is not old
+
+
+@kills
+def test_an_exception_thrown_into_a_worker_that_waits_for_its_input_reaches_the_caller() -> None:
+    running, go_on = threading.Event(), threading.Event()
+    pipe = two(Double(lambda x: (running.set(), go_on.wait(WAIT))), Double(), chunks=1)
+    pipe._runtime.pool.start()
+    last = pipe._runtime.pool._threads[1]
+
+    def interfere() -> None:
+        running.wait(WAIT)
+        until_blocked(last)
+        throw(last, SystemExit)
+        go_on.set()
+
+    thread = threading.Thread(target=interfere, daemon=True)
+    thread.start()
+    outcome = call(lambda: pipe(ROWS))
+    thread.join(WAIT)
+    assert type(outcome) is SystemExit
+    pipe.close()
+
+
+# W2
+
+
+def test_an_idle_worker_does_not_reference_its_last_task(
+    worker: WorkerThread, no_gc: None
+) -> None:
+    job = Job()
+    reference, settled = weakref.ref(job), job.settled
+    worker.in_queue.put(job)
+    del job
+    settled.wait(WAIT)
+    assert eventually(lambda: reference() is None)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_idle_workers_reference_no_value_of_their_last_task(no_gc: None, checkpoint: str) -> None:
+    references: list[weakref.ref[Any]] = []
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            references.extend([weakref.ref(x), weakref.ref(y)])
+            return y
+
+    with two(Noting(), Noting(), checkpoint=checkpoint) as pipe:
+        out = pipe(ROWS.clone().requires_grad_())
+        del out
+        assert eventually(lambda: all(reference() is None for reference in references))
+        assert len(references) == 8
+
+
+def test_idle_workers_reference_no_value_of_a_task_that_failed(no_gc: None) -> None:
+    references: list[weakref.ref[Any]] = []
+
+    class Noting(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            references.extend([weakref.ref(x), weakref.ref(y)])
+            return y
+
+    with two(Noting(), raiser(ValueError, lambda x: True)) as pipe:
+        try:
+            pipe(ROWS.clone().requires_grad_())
+        except ValueError:
+            pass
+        assert eventually(lambda: all(reference() is None for reference in references))
+        assert len(references) >= 2
+
+
+# W3
+
+
+def test_a_worker_does_not_reference_its_pool(no_gc: None) -> None:
+    pool = Pool(["pipert-test-0", "pipert-test-1"], [CPU, CPU])
+    pool.start()
+    threads = list(pool._threads)
+    reference = weakref.ref(pool)
+    del pool
+    alive = [thread.is_alive() for thread in threads]
+    for thread in threads:
+        thread.stop()
+    assert (reference(), alive) == (None, [True, True])
+
+
+def test_a_worker_does_not_reference_its_pipe(no_gc: None) -> None:
+    pipe = two(Double(), Double())
+    pipe(ROWS)
+    reference = weakref.ref(pipe)
+    del pipe
+    assert reference() is None
+
+
+def test_a_worker_does_not_reference_the_layers_it_ran(no_gc: None) -> None:
+    pipe = two(Double(), Double())
+    pipe(ROWS)
+    reference = weakref.ref(pipe[0])
+    del pipe
+    assert eventually(lambda: reference() is None)
