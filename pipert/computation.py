@@ -14,6 +14,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.autograd.random_state import TaskRandom, call_layer
+from pipert.autograd.running_stats import KeepRunningStats, keeps_running_stats
 from pipert.microbatch import Arguments
 from pipert.value import describe
 from pipert.workers.context import CallerContext
@@ -87,7 +88,10 @@ class Computation:
 
     def _recompute(self, get_value: Callable[[], Value]) -> Value:
         _recomputing.set(True)
-        return self._compute(get_value())
+        if not keeps_running_stats(self._partition):
+            return self._compute(get_value())
+        with KeepRunningStats(self._partition):
+            return self._compute(get_value())
 
     def _compute(self, value: Value) -> Value:
         if self._random is None:

@@ -118,10 +118,10 @@ class Lane:
         self._send(SKIPPED)
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
-        if isinstance(self._receive, list):
-            x, self._receive[i] = self._receive[i], None
-            return x
-        return self._receive.get(turn.give_up)
+        if not isinstance(self._receive, list):
+            return self._receive.get(turn.give_up)
+        x, self._receive[i] = self._receive[i], None
+        return x
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
         x, copied = self._copy_in(i, x)

@@ -64,7 +64,7 @@ class _Scatter(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.sizes = sizes
         ctx.like = x.new_empty((0, *x.shape[1:]))
-        return tuple(part.detach() for part in torch.split(x, sizes))
+        return tuple(_own_versions(torch.split(x, sizes)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
@@ -159,7 +159,17 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
         return [leaf] * len(sizes)
     if leaf.requires_grad and torch.is_grad_enabled():
         return list(_Scatter.apply(leaf, sizes))  # type: ignore[no-untyped-call]
-    return list(torch.split(leaf, sizes))
+    return _own_versions(torch.split(leaf, sizes))
+
+
+def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
+    """Give all parts but the first a version counter of their own.
+
+    With one for all, a first layer that works in place on one micro-batch would spoil what autograd
+    has saved of the others. The first keeps the tensor's, so that a change of the tensor between
+    forward and backward is still found.
+    """
+    return [part.data if k else part.detach() for k, part in enumerate(parts)]
 
 
 def _join(column: list[Any], outputs: list[Value], k: int) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -24,6 +24,15 @@ ROWS = [6, 7, 2, 1, 0]
 
 same = torch.testing.assert_close
 same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_intra_op_thread() -> Iterator[None]:
+    """On a busy machine two OpenMP threads that wait for each other take four times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Apply(nn.Module):

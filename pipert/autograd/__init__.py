@@ -2,7 +2,7 @@
 
 ``order`` orders tasks, ``transfer`` moves tensors between devices, ``checkpoint`` trades memory for
 recomputation, ``random_state`` makes random numbers independent of thread timing, ``drawing`` knows
-who draws them.
+who draws them, ``running_stats`` keeps recomputations from updating BatchNorm's statistics.
 """
 
 from __future__ import annotations

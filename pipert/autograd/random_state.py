@@ -132,7 +132,7 @@ class _Stream:
 _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", default=None)
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """Hands the functions that draw to the task's stream."""
 
     def __init__(self, stream: _Stream) -> None:
@@ -228,7 +228,7 @@ def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
     if stream is None or not may_draw(layer):
         return layer(*args, **kwargs)
     if not is_compiled(layer):
-        with _Watch(stream):
+        with Watch(stream):
             return layer(*args, **kwargs)
     modules = [module for module in layer.modules() if not is_compiled(module)]
     if not stream.on_cpu or not any(map(may_draw, modules)):

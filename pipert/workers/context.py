@@ -41,6 +41,7 @@ from torch.overrides import (
 from torch.utils import _python_dispatch as dispatch
 
 from pipert.autograd.checkpoint import hooks_of_caller
+from pipert.autograd.random_state import Watch
 
 __all__: list[str] = []
 
@@ -72,7 +73,8 @@ class CallerContext:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = _get_autocast()
-        self._function_modes = _function_modes()
+        # A run inside a task has random numbers of its own to watch over.
+        self._function_modes = [mode for mode in _function_modes() if not isinstance(mode, Watch)]
         self._dispatch_modes = _dispatch_modes()
         self._variables = contextvars.copy_context()
         self.saved_tensor_hooks = hooks_of_caller()
@@ -114,11 +116,11 @@ class CallerContext:
         threads = torch.get_num_threads()
         if threads == self._threads:
             return self._run_under_modes(function, *args)
-        torch.set_num_threads(self._threads)
+        set_own_threads(self._threads)
         try:
             return self._run_under_modes(function, *args)
         finally:
-            torch.set_num_threads(threads)
+            set_own_threads(threads)
 
     def _run_under_modes(self, function: Callable[..., T], *args: Any) -> T:
         if not self._plain or not _nothing_put_on():
@@ -246,8 +248,7 @@ def _nothing_put_on() -> bool:
 def _function_modes() -> list[Any]:
     if not torch._C._len_torch_function_stack():
         return []
-    stack: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return stack
+    return _get_current_function_mode_stack()  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _dispatch_modes() -> list[Any]:

@@ -70,13 +70,14 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> Non
             task.run(turn)
             task = None  # W2
     except BaseException as error:  # noqa: B036  whoever waits for a task gets it
-        _log.exception("%s was ended from outside", name)
         reason = error
     finally:
         turn.give_up()
         left = in_queue.close()
         if task is not None:
             left.insert(0, task)
+        if reason is not None:
+            _log.error("%s ended with %d tasks to do", name, len(left), exc_info=reason)
         for task in left:
             died = WorkerDiedError(f"{name} was ended from outside while it had tasks to do")
             died.__cause__ = reason
