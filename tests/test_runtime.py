@@ -921,15 +921,17 @@ def test_runs_of_two_callers_overlap_in_the_pipeline() -> None:
 
 def test_callers_of_one_pipe_get_their_own_rows() -> None:
     at_once = threading.Barrier(4)
+    threads: set[int] = set()
 
     def call_often(pipe: Pipe, first: int) -> bool:
         at_once.wait(TIMEOUT)
         mine = [rows(1 + k % 5, first + k) for k in range(8)]
         return all(torch.equal(pipe(x), x) for x in mine)
 
-    with pipe_of(3, lambda i, j: None, chunks=3) as pipe:
+    with pipe_of(3, lambda i, j: threads.add(threading.get_ident()), chunks=3) as pipe:
         calls = [Caller(partial(call_often, pipe, 100 * k)) for k in range(4)]
         assert all([call.result() for call in calls])
+    assert len(threads) == 3
 
 
 def test_callers_may_use_different_numbers_of_chunks_at_once() -> None:
@@ -955,22 +957,30 @@ def test_callers_may_use_different_numbers_of_chunks_at_once() -> None:
 
 
 def test_callers_get_their_own_gradients() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    threads: set[int] = set()
+
+    def act(i: int, j: int) -> None:
+        threads.add(threading.get_ident())
+
+    model = nn.Sequential(nn.Linear(3, 3), Stage(0, act), nn.Linear(3, 3), Stage(1, act))
     parameters = list(model.parameters())
     inputs = [torch.randn(4, 3) for _ in range(3)]
+    expected = [torch.autograd.grad(model(x).pow(2).sum(), parameters) for x in inputs]
     at_once = threading.Barrier(3)
 
     def step(pipe: Pipe, x: Tensor) -> list[tuple[Tensor, ...]]:
         at_once.wait(TIMEOUT)
         return [torch.autograd.grad(pipe(x).pow(2).sum(), parameters) for _ in range(4)]
 
-    with Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=4) as pipe:
+    threads.clear()
+    # Without recomputation, which is on the threads of the callers.
+    with Pipe(model, [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never") as pipe:
         calls = [Caller(partial(step, pipe, x)) for x in inputs]
         results = [call.result() for call in calls]
-    for x, grads in zip(inputs, results, strict=True):
-        expected = torch.autograd.grad(model(x).pow(2).sum(), parameters)
+    assert len(threads) == 2
+    for grads, right in zip(results, expected, strict=True):
         for grad in grads:
-            torch.testing.assert_close(grad, expected)
+            torch.testing.assert_close(grad, right)
 
 
 def test_a_caller_is_not_disturbed_by_the_failure_of_another_ones_run(failures: Failures) -> None:

@@ -46,14 +46,15 @@ Hook = Callable[[Any], Any]
 
 
 class _Slot:
-    """Stands for one saved tensor: its shape and dtype, and its value from R to B."""
+    """Stands for one saved tensor: what it was like, and its value from R to B."""
 
-    __slots__ = ("__weakref__", "checkpoint", "dtype", "full", "shape", "value")
+    __slots__ = ("__weakref__", "checkpoint", "dtype", "full", "shape", "value", "version")
 
     def __init__(self, checkpoint: Checkpoint, tensor: Tensor) -> None:
         self.checkpoint = checkpoint
         self.shape = tensor.shape
         self.dtype = tensor.dtype
+        self.version = _parameter_version(tensor)
         self.full = False
         self.value: Any = None
 
@@ -162,8 +163,18 @@ class _Fill:
             raise RecomputationError(
                 f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + _REMEDY
             )
+        if slot.version != _parameter_version(tensor):
+            raise RuntimeError(
+                f"a parameter {slot} was modified in place between a forward and its recomputation;"
+                " call the optimizer after the backward"
+            )
         kept, hooks = tensor.detach(), self.checkpoint.hooks
         slot.fill(kept if hooks is None else hooks[0](kept))
+
+
+def _parameter_version(tensor: Tensor) -> int:
+    """What autograd would compare; other tensors are made anew by a recomputation."""
+    return tensor._version if tensor.requires_grad and tensor.is_leaf else -1
 
 
 def hooks_of_caller() -> tuple[Hook, Hook] | None:

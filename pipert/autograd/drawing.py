@@ -13,7 +13,7 @@ __all__: list[str] = []
 def may_draw(layer: nn.Module) -> bool:
     """Whether a layer could draw random numbers: anything but a leaf known not to."""
     kind = type(layer)
-    if layer._forward_hooks or layer._forward_pre_hooks:
+    if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return True
     if kind in _DROPOUTS:
         return layer.training
@@ -39,6 +39,9 @@ def _functions_that_draw() -> frozenset[str]:
         "fractional_max_pool3d", "fractional_max_pool3d_with_indices", "gumbel_softmax",
         "multi_head_attention_forward", "random_", "rrelu", "rrelu_",
         "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank",
+        # of torch.nn.init, for layers that are made in a layer
+        "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
+        "orthogonal_", "sparse_",
     }  # fmt: skip
     for name in dir(torch.ops.aten):
         packet: Any = getattr(torch.ops.aten, name)

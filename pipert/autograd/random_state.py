@@ -68,7 +68,7 @@ class RunSeed:
         ReentrantCallError: a compiled layer, which has the generator to itself, called a pipe.
     """
 
-    __slots__ = ("_outer", "_seed")
+    __slots__ = ("_outer", "_seed", "_used")
 
     def __init__(self) -> None:
         if _lent.get():
@@ -78,19 +78,30 @@ class RunSeed:
             )
         self._outer = _current.get()
         self._seed: int | None = None
+        self._used = False
 
     def get(self) -> int:
-        """The seed; the caller holds ``_lending``."""
+        """The number that the next draw would give; the caller holds ``_lending``."""
         if self._seed is None:
-            shared = torch.default_generator.get_state()
-            if self._outer is not None:
-                torch.default_generator.set_state(self._outer.state())
-            number = torch.empty((), dtype=torch.int64, device="cpu").random_()
+            state = torch.default_generator.get_state()
+            self._seed = self._draw()
+            torch.default_generator.set_state(state)
+        return self._seed
+
+    def use(self) -> None:
+        """Random numbers have been drawn: move the generator on, once."""
+        if not self._used:
+            self._used = True
+            state = torch.default_generator.get_state()
+            self._draw()
             if self._outer is not None:
                 self._outer.keep(torch.default_generator.get_state())
-                torch.default_generator.set_state(shared)
-            self._seed = int(number.item())
-        return self._seed
+                torch.default_generator.set_state(state)
+
+    def _draw(self) -> int:
+        if self._outer is not None:
+            torch.default_generator.set_state(self._outer.state())
+        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 class _Stream:
@@ -112,12 +123,13 @@ class _Stream:
 
     def keep(self, state: Tensor) -> None:
         self._state = state
+        self._seed.use()
 
     @contextlib.contextmanager
     def in_default_generator(self) -> Iterator[None]:
         """Let the default generator draw this stream's numbers."""
         with _lending:
-            mine = self.state()  # first: it may draw the run's seed from the generator
+            mine = self.state()
             shared = torch.default_generator.get_state()
             torch.default_generator.set_state(mine)
             try:
@@ -125,8 +137,10 @@ class _Stream:
             finally:
                 self._state = torch.default_generator.get_state()
                 torch.default_generator.set_state(shared)
-        if not torch.equal(mine, self._state):
-            _refuse_nested_checkpoint()
+            if torch.equal(mine, self._state):
+                return
+            self._seed.use()
+        _refuse_nested_checkpoint()
 
 
 _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", default=None)
@@ -143,7 +157,8 @@ class Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", "").partition(".")[0]
-        if name not in FUNCTIONS_THAT_DRAW or (kwargs and kwargs.get("generator") is not None):
+        generator = kwargs.get("generator") if kwargs else None
+        if name not in FUNCTIONS_THAT_DRAW or generator not in (None, torch.default_generator):
             return func(*args, **kwargs or {})
         with self._stream.in_default_generator():
             return func(*args, **kwargs or {})

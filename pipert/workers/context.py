@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -180,6 +181,14 @@ def set_own_threads(count: int) -> None:
 
 
 _default_threads = threading.Lock()  # while the default is not what it was
+
+
+def _renew_lock() -> None:
+    global _default_threads
+    _default_threads = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)  # whoever held it is not there in the child
 
 
 def _on_new_thread(function: Callable[[], None]) -> None:

@@ -74,6 +74,8 @@ class Pool:
         """
         if self._pid != os.getpid():
             self._reset()  # P5
+        if _exiting:
+            raise PipeClosedError("the interpreter is exiting; call pipes before that")
         if (
             not self._closed
             and len(self._threads) == len(self._names)
@@ -107,10 +109,12 @@ class Pool:
     def close(self, join: bool = True) -> None:
         """Stop, and join unless a task of the pool is what calls (P2)."""
         self.stop()
+        if self._pid != os.getpid():
+            return  # a forked child has none of the threads, and the lock may be held for ever
         with self._lock:  # whoever is starting threads has finished
             threads = list(self._threads)
         self.stop()
-        if join and self._pid == os.getpid():
+        if join:
             for thread in threads:
                 thread.join()
 
@@ -124,9 +128,13 @@ class Pool:
         return f"<Pool of {len(self._names)}, {alive} running{', closed' if self.closed else ''}>"
 
 
+_exiting: list[bool] = []  # not empty when the threads of the process have been ended
+
+
 @atexit.register
 def _end_all() -> None:
     """P4. Daemon threads that are still in torch when the interpreter goes can crash it."""
+    _exiting.append(True)
     threads = [thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
     for thread in threads:
         thread.stop()

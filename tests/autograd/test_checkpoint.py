@@ -1,0 +1,713 @@
+"""Checkpoint and Recompute: rule by rule, alone and inside a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
+from pipert.autograd.checkpoint import Checkpoint, recompute_before
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+Compute = Callable[[Any], Any]
+
+
+class Replay:
+    """The second time of a computation: counts, and keeps what it is given."""
+
+    def __init__(self, compute: Compute) -> None:
+        self.compute = compute
+        self.values: list[Any] = []
+
+    def __call__(self, get_value: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            self.values.append(get_value())
+            return self.compute(self.values[-1])
+
+    @property
+    def calls(self) -> int:
+        return len(self.values)
+
+
+class Forgetful(Replay):
+    """One that keeps nothing alive."""
+
+    def __call__(self, get_value: Callable[[], Any]) -> Any:
+        with torch.enable_grad():
+            return self.compute(get_value())
+
+
+def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
+    """``compute(value)``, which is one tensor, the way a checkpointed partition computes it."""
+    checkpoint = Checkpoint(replay or Forgetful(compute), value, None)
+    (y,) = recompute_before((checkpoint.record(compute, value),), checkpoint)
+    return y
+
+
+def watched_storage(tensor: Tensor) -> Callable[[], bool]:
+    """Whether the memory of ``tensor`` is gone, whatever object stands for it."""
+    storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+    expired: Callable[[], bool] = storage.expired
+    return expired
+
+
+def leaf() -> Tensor:
+    return torch.linspace(-1, 1, 4, requires_grad=True)
+
+
+def several_operations(x: Tensor) -> Tensor:
+    return x.sin() * x.exp() + (x * 3).sigmoid()
+
+
+def gradient(y: Tensor, x: Tensor, **options: Any) -> Tensor:
+    return torch.autograd.grad(y.sum(), x, **options)[0]
+
+
+@contextlib.contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class Watched(nn.Module):
+    """A layer that makes a tensor, saves it for the backward, and knows whether it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gone: list[Callable[[], bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        activation = x.detach() * 2
+        self.gone.append(watched_storage(activation))
+        return x * activation
+
+    def alive(self) -> int:
+        return sum(not gone() for gone in self.gone)
+
+
+class _OnBackward(torch.autograd.Function):
+    """The identity, whose backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.function()
+        return grad, None
+
+
+def on_backward(x: Tensor, function: Callable[[], None]) -> Tensor:
+    result: Tensor = _OnBackward.apply(x, function)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _ReadsTwice(torch.autograd.Function):
+    """The square, whose backward asks for what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (first,) = ctx.saved_tensors
+        (second,) = ctx.saved_tensors
+        result: Tensor = grad * (first + second)
+        return result
+
+
+# Rule 1: the graph is the ordinary one, without its data.
+
+
+def test_output_is_that_of_the_computation() -> None:
+    same(checkpointed(several_operations, leaf()), several_operations(leaf()))
+
+
+def test_gradient_is_that_of_the_computation() -> None:
+    x = leaf()
+    expected = gradient(several_operations(x), x)
+    same(gradient(checkpointed(several_operations, x), x), expected)
+
+
+def test_graph_of_the_forward_holds_no_activation() -> None:
+    layer = Watched()
+    with no_collector():
+        y = checkpointed(layer, leaf())
+        assert y.requires_grad and layer.alive() == 0
+
+
+def test_graph_of_the_forward_has_the_nodes_of_the_computation() -> None:
+    y = checkpointed(torch.sin, leaf())
+    assert y.grad_fn is not None
+    node = y.grad_fn.next_functions[0][0]
+    assert node is not None and node.name() == "SinBackward0"
+
+
+def test_backward_of_a_checkpoint_calls_no_inner_backward() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    x = leaf()
+    gradient(checkpointed(lambda x: x * weight, x), x)
+    assert weight.grad is None
+
+
+# Rule 2: one node recomputes, before anything of B[i,j] runs.
+
+
+def test_forward_recomputes_nothing() -> None:
+    replay = Replay(torch.sin)
+    checkpointed(torch.sin, leaf(), replay)
+    assert replay.calls == 0
+
+
+def test_backward_recomputes_once_for_all_saved_tensors() -> None:
+    x, replay = leaf(), Replay(several_operations)
+    gradient(checkpointed(several_operations, x, replay), x)
+    assert replay.calls == 1
+
+
+def test_recomputation_comes_before_the_whole_backward() -> None:
+    log: list[str] = []
+    x = leaf()
+
+    def compute(x: Tensor) -> Tensor:
+        return on_backward(x.sin(), lambda: log.append("B"))
+
+    def again(x: Tensor) -> Tensor:
+        log.append("R")
+        return compute(x)
+
+    gradient(checkpointed(compute, x, Replay(again)), x)
+    assert log == ["R", "B"]
+
+
+def test_backward_of_one_of_two_outputs_recomputes_once() -> None:
+    x = leaf()
+    replay = Replay(lambda x: (x.sin(), x.exp()))
+    checkpoint = Checkpoint(replay, x, None)
+    y, _ = recompute_before(checkpoint.record(replay.compute, x), checkpoint)
+    gradient(y, x)
+    assert replay.calls == 1
+
+
+def test_gradient_of_one_of_two_outputs_is_that_of_the_computation() -> None:
+    x = leaf()
+    replay = Replay(lambda x: (x.sin(), x.exp()))
+    checkpoint = Checkpoint(replay, x, None)
+    _, y = recompute_before(checkpoint.record(replay.compute, x), checkpoint)
+    same(gradient(y, x), x.exp())
+
+
+# Rule 3: what is read is let go; what is empty when it is read is recomputed.
+
+
+def test_activation_lives_until_its_operation_has_run() -> None:
+    layers, alive = [Watched(), Watched(), Watched()], list[int]()
+
+    def count() -> None:
+        alive.append(sum(layer.alive() for layer in layers))
+
+    def compute(x: Tensor) -> Tensor:
+        for layer in layers:
+            x = on_backward(layer(x), count)
+        return x
+
+    x = leaf()
+    with no_collector():
+        gradient(checkpointed(compute, x), x)
+    assert alive == [3, 2, 1]
+
+
+def test_retained_graph_holds_no_activation_after_its_backward() -> None:
+    layer, x = Watched(), leaf()
+    with no_collector():
+        y = checkpointed(layer, x)
+        gradient(y, x, retain_graph=True)
+        assert layer.alive() == 0
+
+
+def test_second_backward_recomputes_again() -> None:
+    x, replay = leaf(), Replay(torch.sin)
+    y = checkpointed(torch.sin, x, replay)
+    gradient(y, x, retain_graph=True)
+    gradient(y, x)
+    assert replay.calls == 2
+
+
+def test_second_backward_gives_the_same_gradient() -> None:
+    x = leaf()
+    y = checkpointed(several_operations, x)
+    first = gradient(y, x, retain_graph=True)
+    same(gradient(y, x), first)
+
+
+def entered_in_the_middle(x: Tensor, replay: Replay | None = None) -> Tensor:
+    """A tensor in the middle of a checkpointed computation, as a layer may keep one."""
+    middles: list[Tensor] = []
+
+    def compute(x: Tensor) -> Tensor:
+        middles.append(x.sin())
+        return middles[-1].exp()
+
+    y = checkpointed(compute, x, replay)
+    assert y.requires_grad
+    return middles[0]
+
+
+def test_graph_entered_past_the_node_recomputes_on_the_spot() -> None:
+    x, replay = leaf(), Replay(lambda x: x.sin().exp())
+    gradient(entered_in_the_middle(x, replay), x)
+    assert replay.calls == 1
+
+
+def test_graph_entered_past_the_node_gives_its_gradient() -> None:
+    x = leaf()
+    same(gradient(entered_in_the_middle(x), x), x.cos())
+
+
+def test_operation_that_reads_twice_recomputes_on_the_spot() -> None:
+    x, replay = leaf(), Replay(_ReadsTwice.apply)
+    gradient(checkpointed(_ReadsTwice.apply, x, replay), x)
+    assert replay.calls == 2
+
+
+def test_operation_that_reads_twice_gives_its_gradient() -> None:
+    x = leaf()
+    same(gradient(checkpointed(_ReadsTwice.apply, x), x), 2 * x)
+
+
+def test_second_derivative_is_that_of_the_computation() -> None:
+    x = leaf()
+    first = gradient(checkpointed(several_operations, x), x, create_graph=True)
+    expected = gradient(gradient(several_operations(x), x, create_graph=True), x)
+    same(gradient(first, x), expected)
+
+
+# Rule 4: the graph owns what is needed to recompute.
+
+
+def recorded(compute: Compute, x: Tensor) -> tuple[Tensor, weakref.ref[Checkpoint]]:
+    checkpoint = Checkpoint(Forgetful(compute), x, None)
+    (y,) = recompute_before((checkpoint.record(compute, x),), checkpoint)
+    return y, weakref.ref(checkpoint)
+
+
+def test_checkpoint_lives_as_long_as_the_graph() -> None:
+    with no_collector():
+        y, reference = recorded(torch.sin, leaf())
+        assert y.requires_grad and reference() is not None
+
+
+def test_checkpoint_goes_with_the_backward() -> None:
+    with no_collector():
+        y, reference = recorded(torch.sin, leaf())
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        assert reference() is None
+
+
+def test_checkpoint_stays_when_the_graph_is_retained() -> None:
+    with no_collector():
+        y, reference = recorded(torch.sin, leaf())
+        y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+        assert reference() is not None
+
+
+def test_checkpoint_goes_with_a_graph_that_is_dropped() -> None:
+    with no_collector():
+        y, reference = recorded(torch.sin, leaf())
+        del y
+        assert reference() is None
+
+
+def test_saved_input_goes_with_the_backward() -> None:
+    x = leaf()
+    with no_collector():
+        value = x * 1
+        gone = watched_storage(value)
+        y = checkpointed(torch.sin, value)
+        del value
+        gradient(y, x)
+        assert gone()
+
+
+def test_computation_that_saves_nothing_is_not_recomputed() -> None:
+    x, replay = leaf(), Replay(lambda x: x + 1)
+    gradient(checkpointed(lambda x: x + 1, x, replay), x)
+    assert replay.calls == 0
+
+
+def test_saved_tensor_of_a_branch_that_was_dropped_is_skipped() -> None:
+    def compute(x: Tensor) -> Tensor:
+        x.exp()  # saves its result in a node that is gone at once
+        return x.sin()
+
+    x = leaf()
+    same(gradient(checkpointed(compute, x), x), x.cos())
+
+
+# Rule 5: inputs are kept as they were.
+
+
+def in_place(x: Tensor) -> Tensor:
+    return x.mul_(2).sin()
+
+
+def test_in_place_operation_leaves_the_input() -> None:
+    x = leaf() * 1
+    checkpointed(in_place, x)
+    same(x, leaf())
+
+
+def test_gradient_behind_an_in_place_operation_is_that_of_the_computation() -> None:
+    x = leaf()
+    same(gradient(checkpointed(in_place, x * 1), x), 2 * (2 * x).cos())
+
+
+def test_recomputation_leaves_the_input_too() -> None:
+    x = leaf()
+    y = checkpointed(in_place, x * 1)
+    first = gradient(y, x, retain_graph=True)
+    same(gradient(y, x), first)
+
+
+def modified_before_backward() -> tuple[Tensor, Tensor]:
+    x = leaf()
+    value = x * 1
+    y = checkpointed(torch.sin, value)
+    with torch.no_grad():
+        value.add_(1)
+    return x, y
+
+
+def test_modified_input_is_refused() -> None:
+    x, y = modified_before_backward()
+    with pytest.raises(RuntimeError, match=r"was modified in place.*: float32\[4\]"):
+        gradient(y, x)
+
+
+def test_refusal_of_a_modified_input_says_what_to_change() -> None:
+    x, y = modified_before_backward()
+    with pytest.raises(RuntimeError, match="clone it before modifying it"):
+        gradient(y, x)
+
+
+def test_replay_gets_the_values_of_the_forward() -> None:
+    x, replay = leaf(), Replay(lambda value: value[0] * value[1]["w"] * value[2])
+    value = (x, {"w": torch.full((4,), 3)}, 2.5)
+    gradient(checkpointed(replay.compute, value, replay), x)
+    same(replay.values[0], (x, {"w": torch.full((4,), 3)}, 2.5))
+
+
+def test_replay_gets_inputs_that_require_grad_as_in_the_forward() -> None:
+    x, replay = leaf(), Replay(lambda value: value[0] * value[1])
+    gradient(checkpointed(replay.compute, (x, torch.ones(4)), replay), x)
+    assert [tensor.requires_grad for tensor in replay.values[0]] == [True, False]
+
+
+def test_replay_is_cut_off_from_the_graph_before() -> None:
+    x, replay = leaf(), Replay(torch.sin)
+    gradient(checkpointed(torch.sin, x * 1, replay), x)
+    (graph_of_replay,) = replay.values
+    graph_of_replay.sum().backward()
+    assert x.grad is None
+
+
+def test_input_from_inference_mode_is_recomputed() -> None:
+    with torch.inference_mode():
+        x = torch.ones(4)
+    weight = torch.full((4,), 2.0, requires_grad=True)
+    y = checkpointed(lambda x: x * weight, x)
+    same(gradient(y, weight), torch.ones(4))
+
+
+# The caller's saved-tensor hooks.
+
+
+def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
+    x, packed = leaf(), list[Tensor]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    checkpoint = Checkpoint(Replay(torch.sin), x, (pack, lambda tensor: tensor))
+    (y,) = recompute_before((checkpoint.record(torch.sin, x),), checkpoint)
+    before = len(packed)
+    gradient(y, x)
+    assert (before, len(packed)) == (0, 1)
+
+
+def test_hooks_unpack_what_they_packed() -> None:
+    x = leaf()
+    hooks = (lambda tensor: ("packed", tensor * 2), lambda packed: packed[1] / 2)
+    checkpoint = Checkpoint(Replay(torch.sin), x, hooks)
+    (y,) = recompute_before((checkpoint.record(torch.sin, x),), checkpoint)
+    same(gradient(y, x), x.cos())
+
+
+# A computation that is another the second time.
+
+
+def refused(compute: Compute, again: Compute) -> str:
+    x = leaf()
+    y = checkpointed(compute, x, Replay(again))
+    with pytest.raises(RecomputationError) as error:
+        gradient(y, x)
+    return str(error.value)
+
+
+def test_recomputation_that_saves_another_shape_is_refused() -> None:
+    message = refused(torch.sin, lambda x: x[:2].sin())
+    assert "saved float32[2] where its forward saved float32[4]" in message
+
+
+def test_recomputation_that_saves_another_dtype_is_refused() -> None:
+    message = refused(torch.sin, lambda x: x.double().sin())
+    assert "saved float64[4] where its forward saved float32[4]" in message
+
+
+def test_recomputation_that_saves_more_is_refused() -> None:
+    message = refused(torch.sin, lambda x: x.sin().sin())
+    assert "saved float32[4] where its forward saved nothing more" in message
+
+
+def test_recomputation_that_saves_less_is_refused() -> None:
+    message = refused(lambda x: x.sin().sin(), torch.sin)
+    assert "saved 1 tensors and its forward 2" in message
+
+
+def test_refusal_of_another_computation_says_what_to_change() -> None:
+    assert "Use checkpoint='never' otherwise" in refused(torch.sin, lambda x: x.sin().sin())
+
+
+def test_checkpoint_shows_what_it_holds() -> None:
+    checkpoint = Checkpoint(Replay(torch.sin), leaf(), None)
+    checkpoint.record(torch.sin, leaf())
+    assert repr(checkpoint) == "<Checkpoint of 1 inputs and 1 slots>"
+
+
+# Inside a pipe.
+
+
+class Counter(nn.Module):
+    """A layer with a parameter that counts its recomputations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.recomputations = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.recomputations += is_recomputing()
+        return x * self.weight
+
+
+class OfAnotherLengthEachTime(nn.Module):
+    """A layer that is not referentially transparent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        for _ in range(self.calls):
+            x = x * self.weight
+        return x
+
+
+def pipe_of(*layers: nn.Module, chunks: int = 2, checkpoint: str = "always") -> Pipe:
+    n = len(layers)
+    module = nn.Sequential(*layers)
+    return Pipe(module, [1] * n, devices=["cpu"] * n, chunks=chunks, checkpoint=checkpoint)
+
+
+def rows() -> Tensor:
+    return torch.ones(6, 2)
+
+
+@pytest.mark.parametrize(("checkpoint", "times"), [("always", 3), ("except_last", 2), ("never", 0)])
+def test_micro_batches_are_recomputed_as_the_mode_says(checkpoint: str, times: int) -> None:
+    layers = Counter(), Counter()
+    with pipe_of(*layers, chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(rows()).sum().backward()
+    assert [layer.recomputations for layer in layers] == [times, times]
+
+
+def test_mode_may_be_assigned_between_calls() -> None:
+    layer = Counter()
+    with pipe_of(layer, checkpoint="never") as pipe:
+        pipe.checkpoint = "always"
+        pipe(rows()).sum().backward()
+    assert layer.recomputations == 2
+
+
+def test_mode_of_a_backward_is_that_of_its_forward() -> None:
+    layer = Counter()
+    with pipe_of(layer, checkpoint="always") as pipe:
+        loss = pipe(rows()).sum()
+        pipe.checkpoint = "never"
+        loss.backward()
+    assert layer.recomputations == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_checkpointed_without_grad(mode: Callable[[], Any]) -> None:
+    seen: list[bool] = []
+    layer = nn.ReLU()
+    layer.register_forward_hook(lambda *_: seen.append(is_checkpointing()))
+    with pipe_of(layer) as pipe, mode():
+        pipe(rows())
+    assert seen == [False, False]
+
+
+def test_gradients_of_the_last_partition_alone_recompute_it_alone() -> None:
+    layers = Counter(), Counter(), Counter()
+    with pipe_of(*layers) as pipe:
+        torch.autograd.grad(pipe(rows()).sum(), [layers[2].weight])
+    assert [layer.recomputations for layer in layers] == [0, 0, 2]
+
+
+def test_second_backward_of_a_pipe_recomputes_again() -> None:
+    layers = Counter(), Counter()
+    with pipe_of(*layers) as pipe:
+        loss = pipe(rows()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert [layer.recomputations for layer in layers] == [4, 4]
+
+
+def test_frozen_partition_before_all_others_is_not_recomputed() -> None:
+    layers = Counter(), Counter()
+    layers[0].requires_grad_(False)
+    with pipe_of(*layers) as pipe:
+        pipe(rows()).sum().backward()
+    assert [layer.recomputations for layer in layers] == [0, 2]
+
+
+def test_checkpointing_and_recomputing_are_true_in_their_phases() -> None:
+    seen: list[tuple[bool, bool]] = []
+    layer = nn.Linear(2, 2)
+    layer.register_forward_hook(lambda *_: seen.append((is_checkpointing(), is_recomputing())))
+    with pipe_of(layer, checkpoint="except_last") as pipe:
+        pipe(rows()).sum().backward()
+    assert seen == [(True, False), (False, False), (False, True)]
+
+
+def test_checkpointing_and_recomputing_are_false_outside() -> None:
+    with pipe_of(Counter()) as pipe:
+        pipe(rows()).sum().backward()
+        assert (is_checkpointing(), is_recomputing()) == (False, False)
+
+
+@pytest.mark.parametrize(("checkpoint", "alive"), [("always", 0), ("except_last", 1), ("never", 3)])
+def test_forward_keeps_the_activations_that_the_mode_says(checkpoint: str, alive: int) -> None:
+    layers = Watched(), Watched()
+    with no_collector(), pipe_of(*layers, chunks=3, checkpoint=checkpoint) as pipe:
+        y = pipe(rows().requires_grad_())
+        assert [layer.alive() for layer in layers] == [alive, alive] and y.requires_grad
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_backward_frees_all_activations(checkpoint: str) -> None:
+    layers = Watched(), Watched()
+    with no_collector(), pipe_of(*layers, chunks=3, checkpoint=checkpoint) as pipe:
+        y = pipe(rows().requires_grad_())
+        y.sum().backward()
+        assert [layer.alive() for layer in layers] == [0, 0]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_graph_that_is_dropped_frees_all_activations(checkpoint: str) -> None:
+    layers = Watched(), Watched()
+    with no_collector(), pipe_of(*layers, chunks=3, checkpoint=checkpoint) as pipe:
+        y = pipe(rows().requires_grad_())
+        del y
+        assert [layer.alive() for layer in layers] == [0, 0]
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("ending", ["backward", "drop"])
+def test_input_of_a_pipe_goes_with_its_graph(checkpoint: str, ending: str) -> None:
+    with no_collector(), pipe_of(Watched(), Watched(), chunks=3, checkpoint=checkpoint) as pipe:
+        x = rows().requires_grad_()
+        gone = watched_storage(x)
+        loss = pipe(x).sum()
+        if ending == "backward":
+            loss.backward()
+        del x, loss
+        assert gone()
+
+
+def test_layer_that_is_another_the_second_time_is_refused() -> None:
+    with pipe_of(OfAnotherLengthEachTime()) as pipe:
+        with pytest.raises(RecomputationError, match="checkpoint='never'"):
+            pipe(rows()).sum().backward()
+
+
+def test_layer_that_is_another_the_second_time_is_fine_without_checkpointing() -> None:
+    layer = OfAnotherLengthEachTime()
+    with pipe_of(layer, checkpoint="never") as pipe:
+        pipe(rows()).sum().backward()
+    assert layer.calls == 2
+
+
+def test_pipe_is_usable_after_a_refused_recomputation() -> None:
+    layer = OfAnotherLengthEachTime()
+    with pipe_of(layer) as pipe:
+        with pytest.raises(RecomputationError):
+            pipe(rows()).sum().backward()
+        pipe.checkpoint = "never"
+        assert pipe(rows()).shape == (6, 2)
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_input_of_a_pipe_that_was_modified_is_refused(chunks: int, checkpoint: str) -> None:
+    x = rows()
+    with pipe_of(Counter(), chunks=chunks, checkpoint=checkpoint) as pipe:
+        loss = pipe(x).sum()
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified.* in ?place"):
+            loss.backward()
+
+
+def test_error_of_a_recomputation_keeps_its_type_and_says_where() -> None:
+    class Fails(Counter):
+        def forward(self, x: Tensor) -> Tensor:
+            if is_recomputing():
+                raise KeyError("gone")
+            return super().forward(x)
+
+    with pipe_of(Counter(), Fails()) as pipe:
+        with pytest.raises(KeyError, match="gone") as error:
+            pipe(rows()).sum().backward()
+    assert "recomputation R[1,1]: partition 1 on cpu, layer '1'" in error.value.__notes__[0]
+
+
+def test_parameter_that_was_modified_is_refused_as_without_checkpointing() -> None:
+    first, second = Counter(), Counter()
+    with pipe_of(first, second) as pipe:
+        loss = pipe(rows()).sum()
+        with torch.no_grad():
+            second.weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()

@@ -1,0 +1,703 @@
+"""Random layers: the same numbers whatever the timing, and again in a recomputation.
+
+The CPU's generator is one for the process, so each test here is about what the workers leave in it
+or take out of it. *Moved by one draw* means: as far as by any other call of a pipe with a random
+layer, however much that layer draws.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributions as D
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from pipert import NestedCheckpointError, Pipe, is_recomputing
+from pipert.autograd.drawing import _DETERMINISTIC, FUNCTIONS_THAT_DRAW, may_draw
+
+TIMEOUT = 3.0  # s
+
+MODES = ["always", "except_last", "never"]
+
+
+class Apply(nn.Module):
+    """A layer that is a function; nothing is known about it."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+def pipe_of(*layers: nn.Module, chunks: int = 4, checkpoint: str = "except_last") -> Pipe:
+    """A partition with a worker of its own for each layer."""
+    n = len(layers)
+    return Pipe(
+        nn.Sequential(*layers),
+        balance=[1] * n,
+        devices=["cpu"] * n,
+        chunks=chunks,
+        checkpoint=checkpoint,
+    )
+
+
+# Timing -------------------------------------------------------------------------------------------
+
+
+class InTurn(nn.Module):
+    """Draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
+
+    def __init__(self, j: int, first: tuple[int, int], drawn: threading.Event) -> None:
+        super().__init__()
+        self.j = j
+        self.first = first
+        self.drawn = drawn
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        task = (int(x[0, 0].detach().item()), self.j)  # noise below 1 is added to the number
+        if task in {(1, 0), (0, 1)} and task != self.first:
+            assert self.drawn.wait(TIMEOUT)
+        y = x + torch.rand_like(x) * 0.4 * F.dropout(self.weight, 0.5)
+        if task == self.first:
+            self.drawn.set()
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_outputs_and_gradients_do_not_depend_on_which_worker_draws_first(checkpoint: str) -> None:
+    results = []
+    x = torch.arange(2.0).unsqueeze(1).repeat(1, 8)
+    for first in [(1, 0), (0, 1)]:
+        torch.manual_seed(3)
+        drawn = threading.Event()
+        layers = InTurn(0, first, drawn), InTurn(1, first, drawn)
+        with pipe_of(*layers, chunks=2, checkpoint=checkpoint) as pipe:
+            y = pipe(x)
+            grads = torch.autograd.grad(y.sum(), list(pipe.parameters()))
+        results.append((y, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Jitter(nn.Module):
+    """Takes another time each time. Notes the thread it is on."""
+
+    def __init__(self, clock: random.Random, threads: set[int]) -> None:
+        super().__init__()
+        self.clock = clock
+        self.threads = threads
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.threads.add(threading.get_ident())
+        for _ in range(self.clock.randrange(1500)):
+            pass
+        return x
+
+
+def noisy_layers() -> list[nn.Module]:
+    return [
+        nn.Dropout(),
+        Apply(lambda x: x + torch.rand(x.shape)),
+        Apply(lambda x: F.dropout(x, 0.3)),
+        Apply(lambda x: x * torch.empty_like(x).bernoulli_(0.7)),
+        Apply(lambda x: x + torch.randn_like(x)),
+    ]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_runs_with_one_seed_are_equal_bit_for_bit_under_any_jitter(workers: int) -> None:
+    x = torch.randn(6, 8)
+    linears = [nn.Linear(8, 8) for _ in range(workers)]
+    parameters = [p for linear in linears for p in linear.parameters()]
+    results = []
+    for attempt in range(3):
+        threads: set[int] = set()
+        jitter = Jitter(random.Random(attempt), threads)
+        layers = [nn.Sequential(jitter, linear, *noisy_layers(), jitter) for linear in linears]
+        with pipe_of(*layers, chunks=6) as pipe:
+            torch.manual_seed(5)
+            y = pipe(x)
+            assert len(threads) == workers
+            results.append((y, *torch.autograd.grad(y.sum(), parameters), torch.get_rng_state()))
+    for result in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], result, strict=True))
+
+
+def test_draws_of_the_workers_leave_the_caller_s_sequence_alone() -> None:
+    with pipe_of(*noisy_layers()) as pipe:
+        torch.manual_seed(1)
+        pipe(torch.ones(4, 8))
+        after_one = torch.rand(4)
+        torch.manual_seed(1)
+        pipe(torch.ones(1, 8))
+        assert torch.equal(torch.rand(4), after_one)
+
+
+# What differs, what does not ----------------------------------------------------------------------
+
+
+def test_another_seed_gives_other_numbers() -> None:
+    with pipe_of(nn.Dropout(), nn.Dropout()) as pipe:
+        results = []
+        for seed in range(2):
+            torch.manual_seed(seed)
+            results.append(pipe(torch.ones(4, 64)))
+    assert not torch.equal(*results)
+
+
+def test_micro_batches_draw_different_numbers() -> None:
+    with pipe_of(nn.Dropout(), chunks=4) as pipe:
+        y = pipe(torch.ones(4, 64))
+    assert len({tuple(row.tolist()) for row in y}) == 4
+
+
+def test_partitions_draw_different_numbers() -> None:
+    drawn: list[Tensor] = []
+
+    def draw(x: Tensor) -> Tensor:
+        drawn.append(torch.rand(8))
+        return x
+
+    with pipe_of(*[Apply(draw) for _ in range(4)], chunks=4) as pipe:
+        pipe(torch.ones(4, 1))
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 16
+
+
+def test_draws_of_one_task_go_on_where_the_last_one_stopped() -> None:
+    drawn: list[Tensor] = []
+
+    def draw(x: Tensor) -> Tensor:
+        drawn.append(torch.rand(8))
+        return x
+
+    model = nn.Sequential(Apply(draw), Apply(draw), Apply(draw))
+    with Pipe(model, balance=[3], devices=["cpu"]) as pipe:
+        pipe(torch.ones(4, 1))
+    assert len({tuple(numbers.tolist()) for numbers in drawn}) == 3
+
+
+def test_consecutive_calls_draw_different_numbers() -> None:
+    with pipe_of(nn.Dropout(), chunks=2) as pipe:
+        x = torch.ones(4, 64)
+        assert not torch.equal(pipe(x), pipe(x))
+
+
+def test_dropout_drops_as_much_as_it_should() -> None:
+    with pipe_of(nn.Dropout(0.25), chunks=4) as pipe:
+        kept = pipe(torch.ones(4, 2000)) != 0
+    assert 0.72 < kept.sum().item() / 8000 < 0.78
+
+
+# Recomputation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_recomputation_draws_the_numbers_of_its_forward(checkpoint: str) -> None:
+    forward: dict[int, Tensor] = {}
+    again: dict[int, Tensor] = {}
+
+    class Note(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            i = int(x[0, 0].detach().item())
+            mask = F.dropout(torch.ones(8), 0.5) + torch.randn(8)
+            (again if is_recomputing() else forward)[i] = mask.clone()
+            return (x * mask).tanh()
+
+    layers = Apply(nn.Parameter(torch.ones(1)).mul), Note()
+    with pipe_of(*layers, chunks=4, checkpoint=checkpoint) as pipe:
+        torch.autograd.backward(pipe(torch.arange(4.0).unsqueeze(1).repeat(1, 8)).sum())
+    assert len(again) == {"always": 4, "except_last": 3}[checkpoint]
+    assert all(torch.equal(mask, forward[i]) for i, mask in again.items())
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_the_gradient_of_a_dropout_has_the_mask_of_its_forward(checkpoint: str) -> None:
+    x = torch.ones(4, 64, requires_grad=True)
+    with pipe_of(nn.Dropout(), chunks=4, checkpoint=checkpoint) as pipe:
+        y = pipe(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, y)
+
+
+@pytest.mark.parametrize("k", range(5))
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_gradients_with_checkpointing_are_those_without_it_bit_for_bit(
+    checkpoint: str, k: int
+) -> None:
+    layers = nn.Linear(8, 8), noisy_layers()[k], nn.Tanh(), nn.Linear(8, 8), noisy_layers()[k]
+    x = torch.randn(6, 8)
+    results = []
+    with pipe_of(*layers, chunks=3) as pipe:
+        for mode in [checkpoint, "never"]:
+            pipe.checkpoint = mode
+            torch.manual_seed(7)
+            y = pipe(x)
+            results.append((y, *torch.autograd.grad(y.pow(2).sum(), list(pipe.parameters()))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_recomputation_leaves_the_generator_alone() -> None:
+    with pipe_of(nn.Linear(8, 8), nn.Dropout(), checkpoint="always") as pipe:
+        y = pipe(torch.ones(4, 8))
+        state = torch.get_rng_state()
+        y.sum().backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_recomputation_replays_its_numbers_though_the_seed_was_set_meanwhile() -> None:
+    x = torch.ones(4, 64, requires_grad=True)
+    with pipe_of(nn.Dropout(), chunks=2, checkpoint="always") as pipe:
+        y = pipe(x)
+        torch.manual_seed(99)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, y)
+
+
+def test_a_second_recomputation_replays_the_same_numbers() -> None:
+    x = torch.ones(4, 64, requires_grad=True)
+    with pipe_of(nn.Dropout(), chunks=2, checkpoint="always") as pipe:
+        y = pipe(x)
+        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first, second)
+
+
+# The generator ------------------------------------------------------------------------------------
+
+
+def state_after(layer: nn.Module, x: Tensor | None = None) -> bytes:
+    """The state of the CPU's generator after a call of a pipe of ``layer``, from a fixed seed."""
+    torch.manual_seed(0)
+    with pipe_of(layer, chunks=1) as pipe:
+        pipe(torch.ones(4, 4) if x is None else x)
+    return bytes(torch.get_rng_state().numpy())
+
+
+@pytest.fixture(scope="module")
+def unmoved() -> bytes:
+    torch.manual_seed(0)
+    return bytes(torch.get_rng_state().numpy())
+
+
+@pytest.fixture(scope="module")
+def one_draw() -> bytes:
+    return state_after(Apply(lambda x: x + torch.rand(())))
+
+
+def test_a_random_model_moves_the_generator(unmoved: bytes, one_draw: bytes) -> None:
+    assert one_draw != unmoved
+
+
+def test_a_model_without_randomness_leaves_the_generator_alone(unmoved: bytes) -> None:
+    assert state_after(nn.Sequential(nn.Linear(4, 4), Apply(torch.tanh))) == unmoved
+
+
+def test_dropout_that_is_evaluated_leaves_the_generator_alone(unmoved: bytes) -> None:
+    assert state_after(nn.Dropout().eval()) == unmoved
+
+
+def test_a_function_that_could_draw_but_does_not_leaves_the_generator_alone(
+    unmoved: bytes,
+) -> None:
+    assert state_after(Apply(lambda x: F.dropout(x, training=False))) == unmoved
+
+
+def test_a_transformer_that_is_evaluated_leaves_the_generator_alone(unmoved: bytes) -> None:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).eval()
+    assert state_after(layer, torch.ones(2, 3, 4)) == unmoved
+
+
+def test_the_number_of_draws_does_not_matter_for_the_generator(one_draw: bytes) -> None:
+    assert state_after(Apply(lambda x: x + torch.rand(1000).sum() + torch.randn(3)[0])) == one_draw
+
+
+def test_the_number_of_tasks_does_not_matter_for_the_generator(one_draw: bytes) -> None:
+    torch.manual_seed(0)
+    with pipe_of(nn.Dropout(), nn.Dropout(), chunks=4) as pipe:
+        pipe(torch.ones(8, 4))
+    assert bytes(torch.get_rng_state().numpy()) == one_draw
+
+
+def test_a_function_that_fails_while_drawing_leaves_the_generator_in_order(
+    one_draw: bytes,
+) -> None:
+    torch.manual_seed(0)
+    with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
+        with pytest.raises(RuntimeError):
+            pipe(torch.ones(4, 4))
+    assert bytes(torch.get_rng_state().numpy()) == one_draw
+
+
+def test_a_generator_of_one_s_own_is_used_as_it_is(unmoved: bytes) -> None:
+    own = torch.Generator().manual_seed(5)
+    drawn: list[Tensor] = []
+
+    def draw(x: Tensor) -> Tensor:
+        drawn.append(torch.rand(3, generator=own))
+        return x
+
+    assert state_after(Apply(draw)) == unmoved
+    assert torch.equal(drawn[0], torch.rand(3, generator=torch.Generator().manual_seed(5)))
+
+
+def test_the_default_generator_is_recognised_when_it_is_given_explicitly(one_draw: bytes) -> None:
+    def draw(x: Tensor) -> Tensor:
+        return x + torch.rand(3, 1, 1, generator=torch.default_generator).sum()
+
+    assert state_after(Apply(draw)) == one_draw
+
+
+# What draws ---------------------------------------------------------------------------------------
+
+
+def sample(distribution: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda x: distribution(x).sample()
+
+
+def scramble(x: Tensor) -> Any:
+    sobol: Any = torch.quasirandom.SobolEngine
+    return sobol(2, scramble=True).draw(2)
+
+
+functions: dict[str, Callable[[Tensor], Any]] = {
+    "rand": lambda x: torch.rand(3),
+    "randn": lambda x: torch.randn(3),
+    "randint": lambda x: torch.randint(9, (3,)),
+    "randperm": lambda x: torch.randperm(9),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "normal": lambda x: torch.normal(x, 1.0),
+    "normal of size": lambda x: torch.normal(0.0, 1.0, (3,)),
+    "normal out": lambda x: torch.normal(x, x, out=torch.empty(4, 4)),
+    "bernoulli": lambda x: torch.bernoulli(x / 2),
+    "Tensor.bernoulli": lambda x: x.bernoulli(0.5),
+    "multinomial": lambda x: torch.multinomial(x, 2),
+    "poisson": torch.poisson,
+    "binomial": lambda x: torch.binomial(x * 5, x / 2),
+    "generator=None": lambda x: torch.rand(3, generator=None),
+    "bernoulli_": lambda x: x.bernoulli_(0.5),
+    "cauchy_": lambda x: x.cauchy_(),
+    "exponential_": lambda x: x.exponential_(),
+    "geometric_": lambda x: x.geometric_(0.5),
+    "log_normal_": lambda x: x.log_normal_(),
+    "normal_": lambda x: x.normal_(),
+    "random_": lambda x: x.random_(),
+    "uniform_": lambda x: x.uniform_(),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, True),
+    "torch.dropout_": lambda x: torch.dropout_(x, 0.5, True),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "F.dropout": F.dropout,
+    "F.dropout inplace": lambda x: F.dropout(x, inplace=True),
+    "F.dropout1d": lambda x: F.dropout1d(x[None]),
+    "F.dropout2d": lambda x: F.dropout2d(x[None, None]),
+    "F.dropout3d": lambda x: F.dropout3d(x[None, None]),
+    "F.alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "F.feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, training=True),
+    "F.rrelu": lambda x: F.rrelu(-x, training=True),
+    "torch.rrelu_": lambda x: torch.rrelu_(-x, training=True),
+    "F.gumbel_softmax": F.gumbel_softmax,
+    "F.fractional_max_pool2d": lambda x: F.fractional_max_pool2d(x[None], 2, 2),
+    "F.fractional_max_pool3d": lambda x: F.fractional_max_pool3d(x.repeat(1, 4, 1, 1), 2, 2),
+    "F.scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(
+        x, x, x, dropout_p=0.5
+    ),
+    "svd_lowrank": lambda x: torch.svd_lowrank(x, 2)[1],
+    "pca_lowrank": lambda x: torch.pca_lowrank(x, 2)[1],
+    "lobpcg": lambda x: torch.lobpcg(torch.eye(9), k=1)[0],
+    "aten.rand": lambda x: torch.ops.aten.rand.default([3]),
+    "aten.dropout": lambda x: torch.ops.aten.dropout(x, 0.5, True),
+    "Normal": sample(lambda x: D.Normal(x, x)),
+    "Uniform": sample(lambda x: D.Uniform(0.0, x)),
+    "Gamma": sample(lambda x: D.Gamma(x, x)),
+    "Beta": sample(lambda x: D.Beta(x, x)),
+    "Dirichlet": sample(D.Dirichlet),
+    "Categorical": sample(D.Categorical),
+    "Bernoulli": sample(lambda x: D.Bernoulli(x / 2)),
+    "Binomial": sample(lambda x: D.Binomial(5, x / 2)),
+    "Poisson": sample(D.Poisson),
+    "Exponential": sample(D.Exponential),
+    "Geometric": sample(lambda x: D.Geometric(x / 2)),
+    "StudentT": sample(D.StudentT),
+    "VonMises": sample(lambda x: D.VonMises(x, x)),
+    "MultivariateNormal": sample(lambda x: D.MultivariateNormal(x[0], torch.eye(4))),
+    "init.uniform_": nn.init.uniform_,
+    "init.normal_": nn.init.normal_,
+    "init.trunc_normal_": nn.init.trunc_normal_,
+    "init.xavier_uniform_": nn.init.xavier_uniform_,
+    "init.xavier_normal_": nn.init.xavier_normal_,
+    "init.kaiming_uniform_": nn.init.kaiming_uniform_,
+    "init.kaiming_normal_": nn.init.kaiming_normal_,
+    "init.orthogonal_": nn.init.orthogonal_,
+    "init.sparse_": lambda x: nn.init.sparse_(x, 0.5),
+    "a new layer": lambda x: nn.Linear(4, 4).weight.detach(),
+    "SobolEngine": scramble,
+}
+
+
+@pytest.mark.parametrize("name", functions)
+def test_a_function_that_draws_does_so_from_the_stream_of_its_task(
+    name: str, one_draw: bytes
+) -> None:
+    assert state_after(Apply(lambda x: functions[name](x.clone()))) == one_draw
+
+
+@pytest.mark.parametrize("name", functions)
+def test_a_function_draws_the_same_again_with_the_same_seed(name: str) -> None:
+    results = []
+    with pipe_of(Apply(lambda x: functions[name](x.clone()).double()), chunks=1) as pipe:
+        for _ in range(2):
+            torch.manual_seed(1)
+            results.append(pipe(torch.ones(4, 4)))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+
+
+def names_with_a_generator() -> Iterator[str]:
+    """The functions of torch that say they take a generator."""
+    for namespace in (torch, torch.Tensor, F):
+        for name in dir(namespace):
+            function = getattr(namespace, name)
+            if callable(function) and "generator=None" in str(function.__doc__):
+                yield name
+
+
+def test_every_function_that_takes_a_generator_is_known_to_draw() -> None:
+    assert set(names_with_a_generator()) - FUNCTIONS_THAT_DRAW == set()
+
+
+modules: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "Dropout": (nn.Dropout, (4, 4)),
+    "Dropout1d": (nn.Dropout1d, (4, 4, 4)),
+    "Dropout2d": (nn.Dropout2d, (4, 4, 2, 2)),
+    "Dropout3d": (nn.Dropout3d, (4, 4, 2, 2, 2)),
+    "AlphaDropout": (nn.AlphaDropout, (4, 4)),
+    "FeatureAlphaDropout": (nn.FeatureAlphaDropout, (4, 4, 2, 2, 2)),
+    "RReLU": (nn.RReLU, (4, 4)),
+    "FractionalMaxPool2d": (lambda: nn.FractionalMaxPool2d(2, 2), (1, 4, 4)),
+    "FractionalMaxPool3d": (lambda: nn.FractionalMaxPool3d(2, 2), (1, 4, 4, 4)),
+    "RNN": (lambda: nn.RNN(4, 4, 2, dropout=0.5), (2, 3, 4)),
+    "GRU": (lambda: nn.GRU(4, 4, 2, dropout=0.5), (2, 3, 4)),
+    "LSTM": (lambda: nn.LSTM(4, 4, 2, dropout=0.5), (2, 3, 4)),
+    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 8), (2, 3, 4)),
+    "LazyLinear": (lambda: nn.LazyLinear(4), (4, 4)),
+    "LazyConv1d": (lambda: nn.LazyConv1d(4, 1), (4, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", modules)
+def test_a_module_that_draws_does_so_from_the_stream_of_its_task(
+    name: str, one_draw: bytes
+) -> None:
+    make, shape = modules[name]
+    assert state_after(make(), -torch.ones(shape)) == one_draw
+
+
+def test_attention_with_dropout_draws_from_the_stream_of_its_task(one_draw: bytes) -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+    layer = Apply(lambda x: attention(x, x, x)[0])
+    layer.add_module("attention", attention)
+    assert state_after(layer, torch.ones(3, 2, 4)) == one_draw
+
+
+def test_a_transformer_decoder_draws_from_the_stream_of_its_task(one_draw: bytes) -> None:
+    decoder = nn.TransformerDecoderLayer(4, 2, 8)
+    layer = Apply(lambda x: decoder(x, x))
+    layer.add_module("decoder", decoder)
+    assert state_after(layer, torch.ones(3, 2, 4)) == one_draw
+
+
+def test_dropout_deep_inside_a_layer_draws_from_the_stream_of_its_task(one_draw: bytes) -> None:
+    assert state_after(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Dropout()))) == one_draw
+
+
+def test_a_subclass_of_a_deterministic_layer_may_draw(one_draw: bytes) -> None:
+    class NoisyLinear(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn(4)
+
+    torch.manual_seed(1)
+    assert state_after(NoisyLinear(4, 4)) == one_draw
+
+
+def test_a_forward_hook_of_a_deterministic_layer_may_draw(one_draw: bytes) -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_hook(lambda module, args, y: y + torch.randn(4))
+    assert state_after(layer) == one_draw
+
+
+def test_a_forward_pre_hook_of_a_deterministic_layer_may_draw(one_draw: bytes) -> None:
+    layer = nn.Linear(4, 4)
+    layer.register_forward_pre_hook(lambda module, args: (args[0] + torch.randn(4),))
+    assert state_after(layer) == one_draw
+
+
+def test_a_parametrization_of_a_deterministic_layer_may_draw(one_draw: bytes) -> None:
+    layer = parametrize.register_parametrization(nn.Linear(4, 4), "weight", nn.Dropout())
+    assert state_after(layer) == one_draw
+
+
+def test_a_deterministic_layer_whose_forward_was_replaced_may_draw(one_draw: bytes) -> None:
+    layer = nn.Linear(4, 4)
+    layer.forward = F.dropout  # type: ignore[method-assign]
+    assert state_after(layer) == one_draw
+
+
+# What does not draw -------------------------------------------------------------------------------
+
+deterministic: dict[type[nn.Module], tuple[tuple[Any, ...], tuple[int, ...]]] = {
+    nn.Identity: ((), (2, 4)),
+    nn.Linear: ((4, 4), (2, 4)),
+    nn.Flatten: ((), (2, 4, 4)),
+    nn.Unflatten: ((1, (2, 2)), (2, 4)),
+    nn.Conv1d: ((4, 4, 1), (2, 4, 4)),
+    nn.Conv2d: ((4, 4, 1), (2, 4, 4, 4)),
+    nn.Conv3d: ((4, 4, 1), (2, 4, 4, 4, 4)),
+    nn.ConvTranspose1d: ((4, 4, 1), (2, 4, 4)),
+    nn.ConvTranspose2d: ((4, 4, 1), (2, 4, 4, 4)),
+    nn.ConvTranspose3d: ((4, 4, 1), (2, 4, 4, 4, 4)),
+    nn.BatchNorm1d: ((4,), (2, 4)),
+    nn.BatchNorm2d: ((4,), (2, 4, 4, 4)),
+    nn.BatchNorm3d: ((4,), (2, 4, 4, 4, 4)),
+    nn.GroupNorm: ((2, 4), (2, 4)),
+    nn.LayerNorm: ((4,), (2, 4)),
+    nn.RMSNorm: ((4,), (2, 4)),
+    nn.InstanceNorm1d: ((4,), (2, 4, 4)),
+    nn.InstanceNorm2d: ((4,), (2, 4, 4, 4)),
+    nn.InstanceNorm3d: ((4,), (2, 4, 4, 4, 4)),
+    nn.LocalResponseNorm: ((2,), (2, 4, 4)),
+    nn.MaxPool1d: ((2,), (2, 4, 4)),
+    nn.MaxPool2d: ((2,), (2, 4, 4, 4)),
+    nn.MaxPool3d: ((2,), (2, 4, 4, 4, 4)),
+    nn.AvgPool1d: ((2,), (2, 4, 4)),
+    nn.AvgPool2d: ((2,), (2, 4, 4, 4)),
+    nn.AvgPool3d: ((2,), (2, 4, 4, 4, 4)),
+    nn.AdaptiveAvgPool1d: ((2,), (2, 4, 4)),
+    nn.AdaptiveAvgPool2d: ((2,), (2, 4, 4, 4)),
+    nn.AdaptiveAvgPool3d: ((2,), (2, 4, 4, 4, 4)),
+    nn.AdaptiveMaxPool1d: ((2,), (2, 4, 4)),
+    nn.AdaptiveMaxPool2d: ((2,), (2, 4, 4, 4)),
+    nn.AdaptiveMaxPool3d: ((2,), (2, 4, 4, 4, 4)),
+    nn.Upsample: ((None, 2), (2, 4, 4)),
+    nn.PixelShuffle: ((2,), (2, 4, 4, 4)),
+    nn.PixelUnshuffle: ((2,), (2, 4, 4, 4)),
+    nn.ZeroPad2d: ((1,), (2, 4, 4, 4)),
+    nn.ReflectionPad2d: ((1,), (2, 4, 4, 4)),
+    nn.Threshold: ((0.1, 2.0), (2, 4)),
+    nn.Embedding: ((4, 4), (2, 4)),
+    nn.EmbeddingBag: ((4, 4), (2, 4)),
+    nn.Bilinear: ((4, 4, 4), (2, 4)),
+    nn.Softmax: ((-1,), (2, 4)),
+    nn.LogSoftmax: ((-1,), (2, 4)),
+}
+INDICES = {nn.Embedding, nn.EmbeddingBag}
+
+
+@pytest.mark.parametrize("kind", sorted(_DETERMINISTIC, key=str))
+def test_a_layer_that_is_said_not_to_draw_does_not(kind: type[nn.Module]) -> None:
+    """Called plainly, in training. A layer that needs arguments gets them from the table above."""
+    args, shape = deterministic.get(kind, ((), (2, 4)))
+    layer = kind(*args)
+    x = torch.ones(shape, dtype=torch.long if kind in INDICES else torch.float)
+    state = torch.get_rng_state()
+    layer(x, x) if kind is nn.Bilinear else layer(x)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, nn.LSTM, nn.MultiheadAttention])
+def test_a_layer_that_holds_others_might_draw(kind: type[nn.Module]) -> None:
+    assert kind not in _DETERMINISTIC
+
+
+def test_dropout_might_draw_in_training_alone() -> None:
+    assert (may_draw(nn.Dropout()), may_draw(nn.Dropout().eval())) == (True, False)
+
+
+def test_a_layer_that_was_switched_to_training_after_it_was_piped_draws() -> None:
+    dropout = nn.Dropout().eval()
+    with pipe_of(dropout, chunks=2) as pipe:
+        x = torch.ones(2, 64)
+        pipe(x)
+        dropout.train()
+        assert bool((pipe(x) == 0).any())
+
+
+# torch.utils.checkpoint inside of a layer ---------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    """A layer that checkpoints what it does by itself."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Any:
+        return torch_checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.fixture(scope="module")
+def imported() -> None:
+    """The first call of torch.utils.checkpoint imports a lot; let no test pay for that."""
+    torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
+
+
+both_variants = pytest.mark.parametrize("reentrant", [False, True])
+
+
+@pytest.mark.usefixtures("imported")
+@both_variants
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_nested_checkpoint_that_draws_is_refused(checkpoint: str, reentrant: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
+    layers = nn.Linear(4, 4), Checkpointed(inner, reentrant)
+    with pipe_of(*layers, chunks=2, checkpoint=checkpoint) as pipe:
+        with pytest.raises(NestedCheckpointError):
+            pipe(torch.ones(4, 4))
+
+
+@pytest.mark.usefixtures("imported")
+@both_variants
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_nested_checkpoint_that_does_not_draw_has_the_right_gradients(
+    checkpoint: str, reentrant: bool
+) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid())
+    layers = nn.Linear(4, 4), Checkpointed(inner, reentrant)
+    x = torch.randn(4, 4)
+    plain = nn.Sequential(*layers)
+    plain(x).sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    plain.zero_grad()
+    with pipe_of(*layers, chunks=2, checkpoint=checkpoint) as pipe:
+        pipe(x).sum().backward()
+        for name, parameter in pipe.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name])
+
+
+@pytest.mark.usefixtures("imported")
+@both_variants
+def test_a_nested_checkpoint_of_an_evaluated_dropout_is_not_refused(reentrant: bool) -> None:
+    layers = nn.Linear(4, 4), Checkpointed(nn.Sequential(nn.Dropout()), reentrant).eval()
+    with pipe_of(*layers, chunks=2) as pipe:
+        assert pipe(torch.ones(4, 4)).shape == (4, 4)
+
+
+@pytest.mark.usefixtures("imported")
+@both_variants
+def test_dropout_beside_a_nested_checkpoint_is_not_refused(reentrant: bool) -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    layer = nn.Sequential(nn.Dropout(), Checkpointed(inner, reentrant), nn.Dropout())
+    with pipe_of(nn.Linear(4, 4), layer, chunks=2) as pipe:
+        pipe(torch.ones(4, 4)).sum().backward()
+        assert all(parameter.grad is not None for parameter in pipe.parameters())

@@ -1,0 +1,301 @@
+"""Fork and Join: the order they give to a backward, alone and inside a pipe."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, is_recomputing
+from pipert.autograd.order import fork, join
+
+MODES = ["always", "except_last", "never"]
+
+
+class _Note(torch.autograd.Function):
+    """The identity, whose backward leaves a note."""
+
+    @staticmethod
+    def forward(ctx: Any, log: list[Any], note: Any, x: Tensor) -> Tensor:
+        ctx.log, ctx.note = log, note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        ctx.log.append(ctx.note)
+        return None, None, grad
+
+
+def noted(log: list[Any], note: Any, x: Tensor) -> Tensor:
+    result: Tensor = _Note.apply(log, note, x)  # type: ignore[no-untyped-call]
+    return result
+
+
+def backward(*tensors: Tensor) -> None:
+    torch.autograd.backward(tensors)
+
+
+def leaf() -> Tensor:
+    return torch.ones((), requires_grad=True)
+
+
+# One of each.
+
+
+def test_fork_leaves_the_values() -> None:
+    x = leaf()
+    (y,), _ = fork((x,))
+    assert torch.equal(y, x)
+
+
+def test_token_holds_no_data() -> None:
+    _, token = fork((leaf(),))
+    assert token.numel() == 0
+
+
+def test_token_belongs_to_the_graph() -> None:
+    _, token = fork((leaf(),))
+    assert token.requires_grad
+
+
+def test_join_leaves_the_values() -> None:
+    x = leaf()
+    _, token = fork((leaf(),))
+    (y,) = join((x,), token)
+    assert torch.equal(y, x)
+
+
+def test_fork_and_join_share_the_memory_of_their_inputs() -> None:
+    x = leaf()
+    (forked,), token = fork((x,))
+    (joined,) = join((forked,), token)
+    assert joined.data_ptr() == x.data_ptr()
+
+
+def test_gradients_pass_fork_and_join_as_they_are() -> None:
+    x, y = leaf(), leaf()
+    (forked,), token = fork((x,))
+    (joined,) = join((y,), token)
+    backward(3 * forked, 5 * joined)
+    assert x.grad == 3 and y.grad == 5
+
+
+def test_unused_output_of_a_fork_gets_no_gradient() -> None:
+    x, unused = leaf(), leaf()
+    (y, _), _ = fork((x, unused))
+    backward(y)
+    assert unused.grad is None
+
+
+def test_unused_output_of_a_join_gets_no_gradient() -> None:
+    x, unused = leaf(), leaf()
+    _, token = fork((leaf(),))
+    y, _ = join((x, unused), token)
+    backward(y)
+    assert unused.grad is None
+
+
+def test_output_of_a_fork_may_be_changed_in_place() -> None:
+    x = leaf()
+    (y,), _ = fork((x * 1,))
+    backward(y.mul_(3))
+    assert x.grad == 3
+
+
+def test_output_of_a_join_may_be_changed_in_place() -> None:
+    x = leaf()
+    _, token = fork((leaf(),))
+    (y,) = join((x * 1,), token)
+    backward(y.mul_(3))
+    assert x.grad == 3
+
+
+def test_second_derivative_passes_fork_and_join() -> None:
+    x = leaf()
+    _, token = fork((leaf(),))
+    (y,), _ = fork(join((x**3,), token))
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    (second,) = torch.autograd.grad(first, x)
+    assert second == 6
+
+
+# The order of two. Of the nodes that are ready autograd takes the one with the highest number, and
+# each thread counts its own; so a thread that has counted far makes nodes that come first.
+
+T = TypeVar("T")
+
+
+def on_new_thread(function: Callable[[], T], nodes_before: int) -> T:
+    """``function()`` on a thread that has made ``nodes_before`` nodes."""
+    results: list[T] = []
+
+    def target() -> None:
+        x = leaf()
+        for _ in range(nodes_before):
+            x = x * 1
+        results.append(function())
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_autograd_alone_would_start_with_the_thread_that_counted_far() -> None:
+    log: list[Any] = []
+    first = on_new_thread(lambda: noted(log, 0, leaf()), nodes_before=100)
+    second = on_new_thread(lambda: noted(log, 1, leaf()), nodes_before=0)
+    backward(first, second)
+    assert log == [0, 1]
+
+
+def test_join_makes_the_backward_of_what_was_forked_wait() -> None:
+    log: list[Any] = []
+    (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
+    second = on_new_thread(lambda: noted(log, 1, join((leaf() * 1,), token)[0]), nodes_before=0)
+    backward(first, second)
+    assert log == [1, 0]
+
+
+def test_backward_of_what_was_forked_waits_for_all_that_was_joined() -> None:
+    log: list[Any] = []
+    (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
+
+    def join_two() -> list[Tensor]:
+        x, y = join((leaf() * 1, leaf() * 1), token)
+        return [noted(log, 1, x), noted(log, 2, y)]
+
+    backward(first, *on_new_thread(join_two, nodes_before=0))
+    assert log == [2, 1, 0]
+
+
+def test_token_that_was_never_joined_holds_nothing_up() -> None:
+    x = leaf()
+    (y,), _ = fork((x,))
+    backward(y)
+    assert x.grad is not None
+
+
+def test_token_that_is_handed_from_fork_to_fork_orders_as_well() -> None:
+    log: list[Any] = []
+    outputs, token = [], None
+    for i in range(5):
+        (y,), token = fork((noted(log, i, leaf()),), token)
+        outputs.append(y)
+    backward(*outputs)
+    assert log == [4, 3, 2, 1, 0]
+
+
+def test_fork_that_takes_a_token_makes_the_fork_of_that_token_wait() -> None:
+    log: list[int] = []
+    (first,), token = on_new_thread(lambda: fork((leaf(),)), nodes_before=100)
+    (second,), _ = on_new_thread(lambda: fork((leaf(),), token), nodes_before=0)
+    for i, y in enumerate((first, second)):
+        assert y.grad_fn is not None
+        y.grad_fn.register_prehook(lambda _, i=i: log.append(i))
+    backward(first, second)
+    assert log == [1, 0]
+
+
+# The order of a pipe's tasks.
+
+
+class Step(NamedTuple):
+    """``F``, ``R`` or ``B`` of micro-batch ``i`` on partition ``j``."""
+
+    kind: str
+    i: int
+    j: int
+
+
+class Recorder(nn.Module):
+    """A layer that writes down when it is computed, recomputed and differentiated.
+
+    The rows of micro-batch ``i`` are full of ``i``; that is how it knows.
+    """
+
+    def __init__(self, log: list[Step], j: int) -> None:
+        super().__init__()
+        self.log = log
+        self.j = j
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = int(x[0, 0])
+        self.log.append(Step("R" if is_recomputing() else "F", i, self.j))
+        return noted(self.log, Step("B", i, self.j), x * self.weight)
+
+
+def run(n: int, m: int, checkpoint: str, differentiable: bool) -> list[Step]:
+    """One training step of ``n`` recorders on ``m`` micro-batches of two rows."""
+    log: list[Step] = []
+    module = nn.Sequential(*[Recorder(log, j) for j in range(n)])
+    x = torch.arange(float(m)).repeat_interleave(2).unsqueeze(1).repeat(1, 2)
+    with Pipe(module, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint) as pipe:
+        pipe(x.requires_grad_(differentiable)).sum().backward()
+    return log
+
+
+def backwards(log: list[Step], j: int) -> list[int]:
+    return [step.i for step in log if step.kind == "B" and step.j == j]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_backward_runs_in_reverse_order_with_differentiable_input(n: int, checkpoint: str) -> None:
+    log = run(n, 5, checkpoint, differentiable=True)
+    assert [backwards(log, j) for j in range(n)] == [[4, 3, 2, 1, 0]] * n
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_backward_runs_in_reverse_order_without_differentiable_input(
+    n: int, checkpoint: str
+) -> None:
+    log = run(n, 5, checkpoint, differentiable=False)
+    assert [backwards(log, j) for j in range(n)] == [[4, 3, 2, 1, 0]] * n
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_backward_runs_in_reverse_order_behind_frozen_partitions(checkpoint: str) -> None:
+    log: list[Step] = []
+    module = nn.Sequential(*[Recorder(log, j) for j in range(3)])
+    module[0].requires_grad_(False)
+    x = torch.arange(5.0).unsqueeze(1).repeat(1, 2)
+    with Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=5, checkpoint=checkpoint) as pipe:
+        pipe(x).sum().backward()
+    assert [backwards(log, j) for j in range(3)] == [[], [4, 3, 2, 1, 0], [4, 3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_each_recomputation_runs_just_before_its_backward(n: int, differentiable: bool) -> None:
+    log = run(n, 5, "always", differentiable)
+    for j in range(n):
+        steps = [(step.kind, step.i) for step in log if step.j == j and step.kind != "F"]
+        assert steps == [(kind, i) for i in (4, 3, 2, 1, 0) for kind in "RB"]
+
+
+@pytest.mark.parametrize("differentiable", [True, False])
+def test_last_micro_batch_is_not_recomputed_under_except_last(differentiable: bool) -> None:
+    log = run(2, 5, "except_last", differentiable)
+    assert [step.i for step in log if step.kind == "R" and step.j == 0] == [3, 2, 1, 0]
+
+
+def test_nothing_is_recomputed_under_never() -> None:
+    assert not [step for step in run(2, 5, "never", True) if step.kind == "R"]
+
+
+def test_nothing_is_recomputed_in_one_micro_batch_under_except_last() -> None:
+    assert not [step for step in run(2, 1, "except_last", True) if step.kind == "R"]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_each_partition_is_computed_in_order(checkpoint: str) -> None:
+    log = run(3, 5, checkpoint, differentiable=False)
+    for j in range(3):
+        assert [s.i for s in log if s.kind == "F" and s.j == j] == [0, 1, 2, 3, 4]

@@ -1,0 +1,217 @@
+"""What a layer can ask about its task, and what an error says about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, is_checkpointing, is_recomputing
+
+
+class Ask(nn.Module):
+    """Notes the answers of both questions, by the phase: ``(checkpointing, recomputing)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.answers: list[tuple[bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.answers.append((is_checkpointing(), is_recomputing()))
+        return (x * self.weight).tanh()
+
+
+FORWARD, CHECKPOINTED, RECOMPUTED = (False, False), (True, False), (False, True)
+
+
+def answers(checkpoint: str, rows: int = 3) -> tuple[list[tuple[bool, bool]], ...]:
+    """What a layer hears in the forward and in the backward of 3 micro-batches."""
+    ask = Ask()
+    with Pipe(
+        nn.Sequential(nn.Identity(), ask),
+        balance=[1, 1],
+        devices=["cpu"] * 2,
+        chunks=3,
+        checkpoint=checkpoint,
+    ) as pipe:
+        loss = pipe(torch.ones(rows, 1)).sum()
+        forward = list(ask.answers)
+        loss.backward()
+    return forward, ask.answers[len(forward) :]
+
+
+def test_outside_of_a_pipe_nothing_is_checkpointed_or_recomputed() -> None:
+    assert (is_checkpointing(), is_recomputing()) == FORWARD
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "expected"),
+    [
+        ("always", 3 * [CHECKPOINTED]),
+        ("except_last", 2 * [CHECKPOINTED] + [FORWARD]),
+        ("never", 3 * [FORWARD]),
+    ],
+)
+def test_a_layer_knows_in_its_forward_whether_it_will_be_recomputed(
+    checkpoint: str, expected: list[tuple[bool, bool]]
+) -> None:
+    assert answers(checkpoint)[0] == expected
+
+
+@pytest.mark.parametrize(("checkpoint", "count"), [("always", 3), ("except_last", 2), ("never", 0)])
+def test_a_layer_knows_that_it_is_being_recomputed(checkpoint: str, count: int) -> None:
+    assert answers(checkpoint)[1] == count * [RECOMPUTED]
+
+
+def test_except_last_counts_the_micro_batches_that_there_are() -> None:
+    assert answers("except_last", rows=2)[0] == [CHECKPOINTED, FORWARD]
+
+
+def test_without_grad_nothing_is_checkpointed() -> None:
+    ask = Ask()
+    with Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="always") as pipe:
+        with torch.no_grad():
+            pipe(torch.ones(2, 1))
+    assert ask.answers == [FORWARD]
+
+
+def test_the_eval_mode_changes_nothing_about_checkpointing() -> None:
+    ask = Ask()
+    with Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="always") as pipe:
+        pipe.eval()(torch.ones(2, 1))
+    assert ask.answers == [CHECKPOINTED]
+
+
+def test_the_answers_are_those_of_the_task_in_whatever_the_layer_calls() -> None:
+    inner = Ask()
+    model = nn.Sequential(nn.Sequential(nn.Sequential(inner)))
+    with Pipe(model, balance=[1], devices=["cpu"], checkpoint="always") as pipe:
+        pipe(torch.ones(2, 1)).sum().backward()
+    assert inner.answers == [CHECKPOINTED, RECOMPUTED]
+
+
+def test_after_a_forward_and_a_backward_the_caller_is_told_neither() -> None:
+    answers("always")
+    assert (is_checkpointing(), is_recomputing()) == FORWARD
+
+
+def test_the_backward_of_a_layer_is_no_recomputation() -> None:
+    heard = []
+
+    class Listen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Tensor:
+            heard.append(is_recomputing())
+            return grads[0]
+
+    class Layer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = Listen.apply(x.tanh())  # type: ignore[no-untyped-call]
+            return y
+
+    model = nn.Sequential(nn.Linear(1, 1), Layer())
+    with Pipe(model, balance=[2], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        pipe(torch.ones(2, 1)).sum().backward()
+    assert heard == [False, False]
+
+
+def test_an_inner_pipe_hears_that_the_outer_one_checkpoints_and_recomputes() -> None:
+    ask = Ask()
+    inner = Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="never")
+    model = nn.Sequential(nn.Linear(1, 1), inner)  # the first layer needs the recomputation
+    outer = Pipe(model, balance=[2], devices=["cpu"], checkpoint="always")
+    with inner, outer:
+        outer(torch.ones(2, 1)).sum().backward()
+    assert ask.answers == [CHECKPOINTED, RECOMPUTED]
+
+
+# Notes --------------------------------------------------------------------------------------------
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def fail(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("no")
+
+
+def note_of(model: nn.Sequential, *args: Any, **kwargs: Any) -> str:
+    """The only note of the error that the last of two partitions raises."""
+    balance = [len(model) - 1, 1] if len(model) > 1 else [1]
+    with Pipe(model, balance=balance, devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(ValueError) as info:
+            pipe(*args, **kwargs)
+    (note,) = info.value.__notes__
+    return note
+
+
+def test_a_note_says_phase_place_layer_micro_batch_and_input() -> None:
+    model = nn.Sequential(nn.Identity(), Apply(fail))
+    assert note_of(model, torch.ones(4, 3)) == (
+        "in forward F[0,1]: partition 1 on cpu, layer '1' (Apply), micro-batch 0 of 2, "
+        "input float32[2, 3]"
+    )
+
+
+def test_a_note_names_the_layer_as_the_model_does() -> None:
+    model = nn.Sequential()
+    model.add_module("start", nn.Identity())
+    model.add_module("middle", Apply(fail))
+    model.add_module("end", nn.Identity())
+    assert "layer 'middle' (Apply)" in note_of(model, torch.ones(4, 3))
+
+
+def test_a_note_names_the_layer_that_failed_not_the_first_one_of_its_partition() -> None:
+    model = nn.Sequential(nn.Identity(), nn.Flatten(), Apply(fail), nn.Identity())
+    assert "partition 0 on cpu, layer '2' (Apply)" in note_of(model, torch.ones(4, 3))
+
+
+def test_a_note_shows_the_input_of_the_layer_that_failed() -> None:
+    model = nn.Sequential(Apply(lambda x: x.half().repeat(1, 2)), Apply(fail))
+    assert note_of(model, torch.ones(4, 3)).endswith("input float16[2, 6]")
+
+
+def test_a_note_shows_several_arguments() -> None:
+    model = nn.Sequential(Apply(fail))
+    note = note_of(model, torch.ones(4, 3), torch.ones(4, dtype=torch.bool), scale=2)
+    assert "float32[2, 3]" in note and "bool[2]" in note and "'scale': int" in note
+
+
+def test_a_note_shows_a_value_that_is_no_tensor() -> None:
+    model = nn.Sequential(Apply(lambda x: {"x": (x, None), "flag": True}), Apply(fail))
+    note = note_of(model, torch.ones(4, 3))
+    assert note.endswith("input {'x': (float32[2, 3], NoneType), 'flag': bool}")
+
+
+def test_an_error_that_is_raised_again_later_has_the_note_of_each_time() -> None:
+    error = ValueError()
+
+    def fail_with_it(x: Tensor) -> Tensor:
+        raise error
+
+    with Pipe(nn.Sequential(Apply(fail_with_it)), balance=[1], devices=["cpu"]) as pipe:
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                pipe(torch.ones(2, 1))
+    assert len(error.__notes__) == 2
+
+
+def test_an_error_outside_of_the_layers_has_no_note() -> None:
+    with Pipe(nn.Sequential(nn.Identity()), balance=[1], devices=["cpu"], chunks=2) as pipe:
+        with pytest.raises(ValueError) as info:
+            pipe(torch.ones(4), torch.ones(3))
+    assert not hasattr(info.value, "__notes__")

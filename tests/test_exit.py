@@ -1,0 +1,329 @@
+"""P4: the interpreter always exits, with its own code and nothing to say; and what Ctrl-C does.
+
+No script here has a *daemon* thread of its own in a torch operation or a backward when it ends, nor
+one that drops a tensor then: torch itself aborts the program for that, with or without pipert.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+
+PRELUDE = """
+import os, signal, sys, threading, time
+import torch
+from torch import nn
+from pipert import Pipe, PipeClosedError
+
+ROWS = torch.arange(16.0).reshape(16, 1)
+
+class Double(nn.Module):
+    def __init__(self, before=lambda x: None):
+        super().__init__()
+        self.before = before
+
+    def forward(self, x):
+        self.before(x)
+        return x * 2
+
+def two(first=None, second=None, chunks=4, **kwargs):
+    layers = nn.Sequential(first or Double(), second or Double())
+    return Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=chunks, **kwargs)
+
+def fail(error):
+    raise error
+"""
+
+
+def run(script: str, prelude: str = PRELUDE) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", prelude + script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,  # before pytest's, which would end everything
+    )
+
+
+def ends(script: str) -> tuple[int, str]:
+    """How a script ends: its exit code and what it writes to stderr."""
+    result = run(script)
+    return result.returncode, result.stderr
+
+
+# The program ends
+
+
+def test_it_exits_with_an_unclosed_pipe() -> None:
+    assert ends("pipe = two(); pipe(ROWS)") == (0, "")
+
+
+def test_it_exits_with_an_unclosed_pipe_that_has_not_run() -> None:
+    assert ends("pipe = two()") == (0, "")
+
+
+def test_it_exits_with_a_pipe_in_a_cycle() -> None:
+    assert ends("pipe = two(); pipe.itself = [pipe]; pipe(ROWS)") == (0, "")
+
+
+def test_it_exits_with_a_graph_that_was_never_run_backward() -> None:
+    script = """
+pipe = two(first=nn.Linear(1, 1), checkpoint="always")
+out = pipe(ROWS)
+"""
+    assert ends(script) == (0, "")
+
+
+def test_it_exits_after_training() -> None:
+    script = """
+pipe = two(first=nn.Linear(1, 1), checkpoint="always")
+pipe(ROWS).sum().backward()
+"""
+    assert ends(script) == (0, "")
+
+
+def test_it_exits_after_a_caught_error_of_a_layer() -> None:
+    script = """
+pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
+try:
+    pipe(ROWS)
+except ValueError as error:
+    caught = error
+"""
+    assert ends(script) == (0, "")
+
+
+def test_it_exits_after_an_error_of_a_layer_that_nobody_caught() -> None:
+    script = """
+pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
+pipe(ROWS)
+"""
+    code, stderr = ends(script)
+    assert (code, "ValueError: from a layer" in stderr) == (1, True)
+
+
+def test_it_exits_with_the_code_of_sys_exit() -> None:
+    assert ends("pipe = two(); pipe(ROWS); sys.exit(3)") == (3, "")
+
+
+def test_SystemExit_in_a_layer_ends_the_program() -> None:
+    script = """
+pipe = two(first=Double(lambda x: sys.exit(4)))
+pipe(ROWS)
+print("still here")
+"""
+    result = run(script)
+    assert (result.returncode, result.stdout, result.stderr) == (4, "", "")
+
+
+def test_it_exits_in_the_middle_of_a_daemon_threads_run() -> None:
+    script = """
+running = threading.Event()
+pipe = two(first=Double(lambda x: (running.set(), time.sleep(0.05))), chunks=16)
+
+def serve():
+    try:
+        while True:
+            pipe(ROWS)
+    except PipeClosedError:
+        threading.Event().wait()  # drops no tensor
+
+threading.Thread(target=serve, daemon=True).start()
+running.wait()
+"""
+    assert ends(script) == (0, "")
+
+
+def test_it_exits_after_the_run_of_another_thread_that_is_no_daemon() -> None:
+    script = """
+running = threading.Event()
+pipe = two(first=Double(lambda x: (running.set(), time.sleep(0.01))), chunks=4)
+
+def serve():
+    print(torch.equal(pipe(ROWS), ROWS * 4))
+
+threading.Thread(target=serve).start()
+running.wait()
+"""
+    result = run(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
+
+
+def test_it_exits_with_a_layer_that_never_returns() -> None:
+    script = """
+import pipert.workers.pool
+pipert.workers.pool._AT_EXIT = 0.1
+running = threading.Event()
+pipe = two(first=Double(lambda x: (running.set(), threading.Event().wait())))
+threading.Thread(target=lambda: pipe(ROWS), daemon=True).start()
+running.wait()
+"""
+    assert ends(script) == (0, "")
+
+
+def test_it_exits_with_several_pipes_in_use() -> None:
+    script = """
+running = threading.Barrier(4)
+
+class Once(Double):
+    def forward(self, x):
+        if not self.before:
+            return x
+        self.before = None
+        running.wait()
+        time.sleep(0.05)
+        return x
+
+def serve():
+    pipe = two(first=Once(), chunks=16)
+    try:
+        while True:
+            pipe(ROWS)
+    except PipeClosedError:
+        threading.Event().wait()  # drops no tensor
+
+for _ in range(3):
+    threading.Thread(target=serve, daemon=True).start()
+running.wait()
+"""
+    assert ends(script) == (0, "")
+
+
+def test_a_pipe_may_be_closed_by_a_function_that_runs_at_exit() -> None:
+    script = """
+import atexit
+pipe = two()
+pipe(ROWS)
+atexit.register(pipe.close)
+"""
+    assert ends(script) == (0, "")
+
+
+def test_a_pipe_may_be_called_by_a_function_that_runs_at_exit_before_ours() -> None:
+    script = """
+import atexit
+pipe = two()
+atexit.register(lambda: print(torch.equal(pipe(ROWS), ROWS * 4)))
+"""
+    result = run(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
+
+
+def test_no_thread_is_started_after_the_threads_were_ended() -> None:
+    """What is registered first runs last; a thread that is in torch when all goes would crash."""
+    script = """
+import atexit
+
+def last():
+    try:
+        pipe(ROWS)
+    except PipeClosedError:
+        print("refused")
+    print([thread.name for thread in threading.enumerate() if "pipert" in thread.name])
+
+atexit.register(last)
+"""
+    result = run(script + PRELUDE + "pipe = two(); pipe(ROWS)", prelude="import threading\n")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "refused\n[]\n", "")
+
+
+# Ctrl-C
+
+INTERRUPTED = """
+executed = []
+done = []
+
+def before(x):
+    if not executed:
+        os.kill(os.getpid(), signal.SIGINT)
+    executed.append(int(x[0]))
+    if not done:
+        time.sleep(0.05)  # what a layer takes
+
+pipe = two(first=Double(before), chunks=16)
+try:
+    pipe(ROWS)
+except KeyboardInterrupt:
+    done.append("interrupted")
+"""
+
+
+def test_ctrl_c_raises_KeyboardInterrupt_in_the_caller() -> None:
+    assert run(INTERRUPTED + "print(done)").stdout == "['interrupted']\n"
+
+
+def test_ctrl_c_does_not_wait_for_the_layers_that_have_not_begun() -> None:
+    assert run(INTERRUPTED + "print(len(executed) < 8)").stdout == "True\n"
+
+
+def test_after_ctrl_c_nothing_of_the_run_is_executed() -> None:
+    script = """
+count = len(executed)
+pipe._runtime.pool.close()  # joins
+print(len(executed) == count)
+"""
+    assert run(INTERRUPTED + script).stdout == "True\n"
+
+
+def test_after_ctrl_c_the_next_call_returns_its_own_rows() -> None:
+    script = """
+other = -1 - ROWS
+print(torch.equal(pipe(other), other * 4))
+"""
+    assert run(INTERRUPTED + script).stdout == "True\n"
+
+
+def test_after_ctrl_c_the_program_exits() -> None:
+    assert ends(INTERRUPTED) == (0, "")
+
+
+def test_an_uncaught_ctrl_c_ends_the_program() -> None:
+    script = """
+sent = []
+
+def before(x):
+    if not sent:
+        sent.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.02)
+
+pipe = two(first=Double(before), chunks=16)
+pipe(ROWS)
+print("still here")
+"""
+    result = run(script)
+    assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
+
+
+def test_many_interrupted_calls_leave_no_rows_behind() -> None:
+    """Interrupted at any moment of a call; what is returned belongs to the call that returns it."""
+    script = """
+import random
+random.seed(0)
+sys.setswitchinterval(1e-5)
+pipe = two(chunks=8)
+pipe(ROWS)
+wrong = interrupted = 0
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+for k in range(300):
+    rows = ROWS + 100 * k
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 2e-3))
+        result = pipe(rows)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        wrong += not torch.equal(result, rows * 4)
+    except KeyboardInterrupt:
+        interrupted += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+print(wrong, interrupted > 20)
+"""
+    result = run(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0 True\n", "")

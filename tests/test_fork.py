@@ -1,0 +1,335 @@
+"""P5: a forked child has none of its parent's threads and starts its own; nobody hangs.
+
+A child that hangs is ended by an alarm and then has another exit code.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, PipeClosedError
+from pipert.workers import context
+from pipert.workers import pool as pool_module
+from pipert.workers.worker import WorkerThread
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+WAIT = 10.0  # s; what should happen at once is given up after it
+
+ROWS = torch.arange(4.0).reshape(4, 1)
+
+RIGHT, WRONG, RAISED = 40, 41, 42
+
+
+class Double(nn.Module):
+    def __init__(self, before: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.before = before
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before()
+        return x * 2
+
+
+def two(first: nn.Module | None = None, checkpoint: str = "never") -> Pipe:
+    layers = nn.Sequential(first or Double(), Double())
+    return Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint)
+
+
+def right(pipe: Pipe) -> bool:
+    return torch.equal(pipe(ROWS), ROWS * 4)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    model.zero_grad()
+    model(ROWS).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def child(check: Callable[[], bool]) -> int:
+    """The exit code of a forked child that does ``check``: ``RIGHT`` if it holds there."""
+    pid = os.fork()
+    if pid == 0:
+        code = RAISED
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(int(WAIT))
+            code = RIGHT if check() else WRONG
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    """A pipe that has run, and has threads."""
+    with two() as pipe:
+        pipe(ROWS)
+        yield pipe
+
+
+def test_a_child_can_run_its_parents_pipe(pipe: Pipe) -> None:
+    assert child(lambda: right(pipe)) == RIGHT
+
+
+def test_a_child_can_run_its_parents_pipe_again(pipe: Pipe) -> None:
+    assert child(lambda: right(pipe) and right(pipe)) == RIGHT
+
+
+def test_a_child_runs_the_pipe_on_threads_of_its_own() -> None:
+    threads: list[threading.Thread] = []
+    with two(Double(lambda: threads.append(threading.current_thread()))) as pipe:
+        pipe(ROWS)
+        old = set(threads)
+
+        def check() -> bool:
+            threads.clear()
+            pipe(ROWS)
+            return not old & set(threads) and threading.current_thread() not in threads
+
+        assert child(check) == RIGHT
+
+
+def test_a_child_can_run_a_pipe_that_its_parent_has_not_run() -> None:
+    with two() as pipe:
+        assert child(lambda: right(pipe)) == RIGHT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autograd refuses it in a child, with CUDA")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_child_can_train(checkpoint: str) -> None:
+    layers = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    plain = [parameter.clone() for parameter in gradients(layers)]
+
+    def train() -> bool:
+        return all(map(torch.allclose, gradients(pipe), plain))
+
+    with Pipe(
+        layers, [1, 1], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint
+    ) as pipe:
+        train()
+        assert child(train) == RIGHT
+
+
+def test_a_child_can_run_random_layers() -> None:
+    with Pipe(nn.Sequential(nn.Dropout(0.5)), [1], devices=["cpu"], chunks=2) as pipe:
+        pipe(ROWS)
+        assert child(lambda: pipe(ROWS).shape == (4, 1)) == RIGHT
+
+
+def test_a_child_can_close_its_parents_pipe(pipe: Pipe) -> None:
+    assert child(lambda: pipe.close() is None) == RIGHT
+
+
+def test_a_child_that_closed_its_parents_pipe_is_refused(pipe: Pipe) -> None:
+    def check() -> bool:
+        pipe.close()
+        with pytest.raises(PipeClosedError):
+            pipe(ROWS)
+        return True
+
+    assert child(check) == RIGHT
+
+
+def test_a_child_can_close_what_it_has_run(pipe: Pipe) -> None:
+    assert child(lambda: right(pipe) and pipe.close() is None) == RIGHT
+
+
+def test_a_child_can_drop_the_last_reference() -> None:
+    pipes = [two()]
+    pipes[0](ROWS)
+    code = child(lambda: right(pipes[0]) and pipes.clear() is None)
+    pipes[0].close()
+    assert code == RIGHT
+
+
+def test_a_pipe_that_was_closed_before_the_fork_is_closed_in_the_child() -> None:
+    pipe = two()
+    pipe(ROWS)
+    pipe.close()
+
+    def check() -> bool:
+        with pytest.raises(PipeClosedError):
+            pipe(ROWS)
+        return True
+
+    assert child(check) == RIGHT
+
+
+def test_the_parent_can_run_its_pipe_after_a_fork(pipe: Pipe) -> None:
+    child(lambda: right(pipe))
+    assert right(pipe)
+
+
+def test_the_parent_keeps_its_threads_when_a_child_closes_the_pipe(pipe: Pipe) -> None:
+    before = list(pipe._runtime.pool._threads)
+    child(lambda: pipe.close() is None)
+    assert right(pipe) and pipe._runtime.pool._threads == before
+
+
+def test_a_grandchild_can_run_the_pipe(pipe: Pipe) -> None:
+    assert child(lambda: right(pipe) and child(lambda: right(pipe)) == RIGHT) == RIGHT
+
+
+# Forked in the middle of something that another thread does
+
+
+def in_the_middle(
+    pipe: Pipe, start: Callable[[], object], reached: threading.Event, go_on: threading.Event
+) -> int:
+    """How a child ends that runs, then closes the pipe, forked after ``start`` has got there."""
+    thread = threading.Thread(target=start, daemon=True)
+    thread.start()
+    try:
+        assert reached.wait(WAIT)
+        return child(lambda: right(pipe) and pipe.close() is None)
+    finally:
+        go_on.set()
+        thread.join(WAIT)
+
+
+def test_a_child_forked_in_the_middle_of_a_run_can_run_the_pipe() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    def before() -> None:
+        if os.getpid() == parent:
+            reached.set()
+            go_on.wait(WAIT)
+
+    with two(Double(before)) as pipe:
+        assert in_the_middle(pipe, lambda: pipe(ROWS), reached, go_on) == RIGHT
+
+
+def test_the_run_in_whose_middle_a_child_was_forked_goes_on() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+    results: list[bool] = []
+
+    def before() -> None:
+        if os.getpid() == parent:
+            reached.set()
+            go_on.wait(WAIT)
+
+    with two(Double(before)) as pipe:
+        in_the_middle(pipe, lambda: results.append(right(pipe)), reached, go_on)
+    assert results == [True]
+
+
+def test_a_child_forked_while_threads_are_started_can_run_the_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    parent = os.getpid()
+
+    class Slow(WorkerThread):
+        def start(self) -> None:
+            if os.getpid() == parent:
+                reached.set()
+                go_on.wait(WAIT)
+            super().start()
+
+    monkeypatch.setattr(pool_module, "WorkerThread", Slow)
+    with two() as pipe:
+        assert in_the_middle(pipe, lambda: pipe(ROWS), reached, go_on) == RIGHT
+
+
+def test_a_child_forked_while_threads_are_started_can_close_the_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Slow(WorkerThread):
+        def start(self) -> None:
+            reached.set()
+            go_on.wait(WAIT)
+            super().start()
+
+    monkeypatch.setattr(pool_module, "WorkerThread", Slow)
+    with two() as pipe:
+        thread = threading.Thread(target=lambda: pipe(ROWS), daemon=True)
+        thread.start()
+        reached.wait(WAIT)
+        code = child(lambda: pipe.close() is None)
+        go_on.set()
+        thread.join(WAIT)
+    assert code == RIGHT
+
+
+def test_a_child_forked_while_a_worker_sets_its_count_of_threads_can_run_the_pipe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+    parent, set_num_threads = os.getpid(), torch.set_num_threads
+
+    def slow(count: int) -> None:
+        if os.getpid() == parent and not reached.is_set():
+            reached.set()
+            go_on.wait(WAIT)
+        set_num_threads(count)
+
+    threads = torch.get_num_threads()
+    with two() as pipe:
+        monkeypatch.setattr(torch, "set_num_threads", slow)
+        start: Callable[[], Any] = lambda: context.set_own_threads(threads)  # noqa: E731
+        set_num_threads(4)  # so that the workers, too, will have to set theirs
+        try:
+            assert in_the_middle(pipe, start, reached, go_on) == RIGHT
+        finally:
+            set_num_threads(threads)
+
+
+# multiprocessing
+
+
+def _run(pipe: Pipe, results: Any) -> None:
+    signal.alarm(int(WAIT))
+    results.put(right(pipe))
+
+
+@pytest.mark.slow
+def test_a_process_of_multiprocessing_can_run_the_pipe(pipe: Pipe) -> None:
+    fork = multiprocessing.get_context("fork")
+    results = fork.SimpleQueue()
+    process = fork.Process(target=_run, args=(pipe, results))
+    process.start()
+    process.join(WAIT)
+    assert (process.exitcode, results.get()) == (0, True)
+
+
+@pytest.mark.slow
+def test_a_pool_of_multiprocessing_can_run_the_pipe(pipe: Pipe) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        workers = multiprocessing.get_context("fork").Pool(2)
+    with workers:
+        results = [workers.apply_async(_is_right) for _ in range(4)]
+        assert [result.get(WAIT) for result in results] == [True] * 4
+
+
+def _is_right() -> bool:
+    with two() as pipe:
+        return right(pipe)
+
+
+@pytest.mark.slow
+def test_a_data_loader_with_worker_processes_works_beside_a_pipe(pipe: Pipe) -> None:
+    data = torch.utils.data.TensorDataset(ROWS)
+    loader = torch.utils.data.DataLoader(
+        data, batch_size=2, num_workers=1, multiprocessing_context="fork"
+    )
+    outputs = [pipe(rows) for (rows,) in loader]
+    assert torch.equal(torch.cat(outputs), ROWS * 4)

@@ -1,0 +1,289 @@
+"""What keeps activations alive, and what does not. The collector of cycles is off.
+
+Counted is data, not tensor objects: what autograd saves is another object with the same data.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipert import Pipe, is_recomputing
+
+MODES = ["always", "except_last", "never"]
+
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+
+@pytest.fixture(autouse=True)
+def _no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Activations:
+    """Knows whether the data of tensors is still there, without keeping it there."""
+
+    def __init__(self) -> None:
+        self._expired: list[Callable[[], bool]] = []
+
+    def add(self, tensor: Tensor) -> Tensor:
+        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._expired.append(data.expired)
+        return tensor
+
+    def now(self) -> int:
+        return sum(not expired() for expired in self._expired)
+
+    def settled(self, expected: int) -> int:
+        """The number there is once it is as expected, or after two seconds.
+
+        A worker drops its last task just after its caller was let go, hence the patience.
+        """
+        assert self._expired, "no activation was seen"
+        never = threading.Event()
+        for _ in range(200):
+            if self.now() == expected:
+                break
+            never.wait(0.01)
+        return self.now()
+
+
+class Tanh(nn.Module):
+    """Saves what it computes for the backward, and reports it."""
+
+    def __init__(self, seen: Activations) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self._seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._seen.add(torch.tanh(x * self.weight))
+
+
+class Setting:
+    """A pipe of 2 partitions with 3 layers each; 4 micro-batches."""
+
+    def __init__(self, checkpoint: str) -> None:
+        self.inside = Activations()  # of a partition: all but what the last layers return
+        self.between = Activations()  # partitions 0 and 1
+        self.last = Activations()
+        layers = [
+            Tanh(self.inside),
+            Tanh(self.inside),
+            Tanh(self.between),
+            Tanh(self.inside),
+            Tanh(self.inside),
+            Tanh(self.last),
+        ]
+        self.pipe = Pipe(
+            nn.Sequential(*layers),
+            balance=[3, 3],
+            devices=["cpu"] * 2,
+            chunks=4,
+            checkpoint=checkpoint,
+        )
+
+    def left(self) -> int:
+        return sum(seen.settled(0) for seen in (self.inside, self.between, self.last))
+
+
+# When all is over ---------------------------------------------------------------------------------
+
+
+@modes
+def test_after_a_step_no_activation_is_left(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe as pipe:
+        pipe(torch.randn(8, 3)).sum().backward()
+        assert setting.left() == 0
+
+
+@modes
+def test_after_a_step_no_activation_is_left_though_the_output_is_kept(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        y.sum().backward()
+        assert setting.left() == 0
+        del y
+
+
+@modes
+def test_after_a_forward_whose_output_is_dropped_no_activation_is_left(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe as pipe:
+        pipe(torch.randn(8, 3))
+        assert setting.left() == 0
+
+
+@modes
+def test_after_autograd_grad_no_activation_is_left(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe as pipe:
+        torch.autograd.grad(pipe(torch.randn(8, 3)).sum(), list(pipe.parameters()))
+        assert setting.left() == 0
+
+
+@modes
+def test_after_a_backward_that_retained_its_graph_nothing_is_left_with_the_output(
+    checkpoint: str,
+) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe as pipe:
+        pipe(torch.randn(8, 3)).sum().backward(retain_graph=True)
+        assert setting.left() == 0
+
+
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_after_a_forward_without_grad_no_activation_is_left_though_the_output_is_kept(
+    no_grad: Callable[[], Any],
+) -> None:
+    setting = Setting("except_last")
+    with setting.pipe as pipe, no_grad():
+        y = pipe(torch.randn(8, 3))
+        assert setting.left() == 0
+        del y
+
+
+@modes
+def test_after_a_step_with_random_layers_no_activation_is_left(checkpoint: str) -> None:
+    seen = Activations()
+    model = nn.Sequential(Tanh(seen), nn.Dropout(), Tanh(seen), nn.Dropout(), Tanh(seen))
+    with Pipe(model, balance=[3, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
+        pipe(torch.randn(8, 3)).sum().backward()
+        assert seen.settled(0) == 0
+
+
+@modes
+def test_after_a_step_the_mini_batch_is_not_kept(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    batch = Activations()
+    with setting.pipe as pipe:
+        pipe(batch.add(torch.randn(8, 3))).sum().backward()
+        assert batch.settled(0) == 0
+
+
+@modes
+def test_after_a_step_of_a_pipe_in_a_pipe_no_activation_is_left(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    seen = Activations()
+    model = nn.Sequential(Tanh(seen), setting.pipe, Tanh(seen))
+    outer = Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    with setting.pipe, outer:
+        outer(torch.randn(8, 3)).sum().backward()
+        assert setting.left() + seen.settled(0) == 0
+
+
+# Between forward and backward ---------------------------------------------------------------------
+
+
+def test_without_checkpointing_all_activations_wait_for_the_backward() -> None:
+    setting = Setting("never")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        # What the last layer saves is what it returns, which is copied into ``y``.
+        counts = [seen.settled(n) for seen, n in [(setting.inside, 16), (setting.between, 4)]]
+        assert counts + [setting.last.settled(4)] == [16, 4, 4]
+        del y
+
+
+def test_with_checkpointing_nothing_inside_of_a_partition_waits_for_the_backward() -> None:
+    setting = Setting("always")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        assert setting.inside.settled(0) == 0
+        del y
+
+
+def test_with_checkpointing_the_inputs_of_the_partitions_wait_for_the_backward() -> None:
+    setting = Setting("always")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        assert setting.between.settled(4) == 4
+        del y
+
+
+def test_except_last_keeps_the_inside_of_the_last_micro_batch_alone() -> None:
+    setting = Setting("except_last")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        assert setting.inside.settled(4) == 4
+        del y
+
+
+def test_the_less_is_checkpointed_the_more_is_kept() -> None:
+    kept = []
+    for checkpoint in MODES:
+        setting = Setting(checkpoint)
+        with setting.pipe as pipe:
+            y = pipe(torch.randn(8, 3))
+            pipe.close()  # no worker has anything at hand any more
+            kept.append(setting.inside.now() + setting.between.now() + setting.last.now())
+            del y
+    assert kept[0] < kept[1] < kept[2]
+
+
+# During a backward --------------------------------------------------------------------------------
+
+
+class Watch(nn.Module):
+    """In a recomputation: notes how many activations are there at its start."""
+
+    def __init__(self, seen: Activations, counts: list[int]) -> None:
+        super().__init__()
+        self._seen = seen
+        self._counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        if is_recomputing():
+            self._counts.append(self._seen.now())
+        return x
+
+
+def test_a_recomputation_finds_the_activations_of_its_partition_s_previous_one_gone() -> None:
+    counts: list[int] = []
+    layers: list[nn.Module] = []
+    for _ in range(2):
+        seen = Activations()
+        layers += [Watch(seen, counts), Tanh(seen), Tanh(seen), Tanh(Activations())]
+    model = nn.Sequential(*layers)
+    with Pipe(model, balance=[4, 4], devices=["cpu"] * 2, chunks=4, checkpoint="always") as pipe:
+        pipe(torch.randn(8, 3)).sum().backward()
+    assert counts == 8 * [0]
+
+
+# During a forward ---------------------------------------------------------------------------------
+
+
+def test_without_grad_a_micro_batch_is_dropped_where_it_has_passed() -> None:
+    """When the last micro-batch gets to the last partition, only outputs are left of the others."""
+    seen = Activations()
+    counts: list[int] = []
+
+    class Count(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            counts.append(seen.now())
+            return x + 1
+
+    model = nn.Sequential(Tanh(seen), Tanh(seen), Count())
+    with Pipe(model, balance=[2, 1], devices=["cpu"] * 2, chunks=4) as pipe, torch.no_grad():
+        pipe(torch.randn(8, 3))
+    assert counts[-1] == 1  # its own input
+
+
+@pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+def test_an_idle_worker_keeps_nothing(no_grad: Callable[[], Any]) -> None:
+    seen = Activations()
+    with Pipe(nn.Sequential(Tanh(seen)), balance=[1], devices=["cpu"]) as pipe, no_grad():
+        pipe(torch.randn(2, 3))
+        assert seen.settled(0) == 0

@@ -1,0 +1,206 @@
+"""Splitting a Sequential into partitions and placing them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.partition import check_balance, check_module, draws, even_balance, split
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def layers(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(2, 2) for _ in range(count)])
+
+
+class Renamed(nn.Sequential):
+    """A subclass that adds no forward."""
+
+
+class Grows(nn.Sequential):
+    """A subclass that does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("module", [nn.Sequential(), Renamed(nn.ReLU())], ids=["plain", "subclass"])
+def test_sequential_is_accepted(module: nn.Sequential) -> None:
+    check_module(module)
+
+
+@pytest.mark.parametrize("module", [nn.ReLU(), nn.ModuleList(), [nn.ReLU()], None], ids=str)
+def test_what_is_no_sequential_is_refused_by_type(module: object) -> None:
+    with pytest.raises(TypeError, match=f"got {type(module).__name__}; put the layers in"):
+        check_module(module)
+
+
+def test_sequential_with_a_forward_of_its_own_is_refused() -> None:
+    with pytest.raises(TypeError, match="Grows overrides forward, which a pipe would never call"):
+        check_module(Grows())
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [1, 1, 1, 1]], ids=str)
+def test_balance_that_adds_up_is_accepted(balance: list[int]) -> None:
+    check_balance(layers(), balance, devices=len(balance))
+
+
+def test_empty_balance_of_an_empty_sequential_is_accepted() -> None:
+    check_balance(nn.Sequential(), [], devices=0)
+
+
+@pytest.mark.parametrize("balance", [[], [3], [2, 3]], ids=str)
+def test_balance_that_does_not_add_up_is_refused(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match=f"adds up to {sum(balance)} and the module has 4"):
+        check_balance(layers(), balance, devices=None)
+
+
+@pytest.mark.parametrize("balance", [[0, 4], [5, -1]], ids=str)
+def test_entry_that_is_not_positive_is_refused(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match="each entry of balance must be positive"):
+        check_balance(layers(), balance, devices=None)
+
+
+def test_advice_has_no_more_partitions_than_layers() -> None:
+    with pytest.raises(ValueError, match=r"even split would be balance=\[1, 1\]"):
+        check_balance(layers(2), [1, 1, 1], devices=None)
+
+
+def test_more_partitions_than_devices_are_refused() -> None:
+    with pytest.raises(IndexError, match="balance has 3 partitions and there are 2 devices"):
+        check_balance(layers(), [1, 1, 2], devices=2)
+
+
+@pytest.mark.parametrize(
+    ("count", "partitions", "balance"),
+    [(4, 2, [2, 2]), (7, 3, [3, 2, 2]), (2, 2, [1, 1]), (5, 1, [5])],
+)
+def test_even_balance_puts_the_longer_ones_first(
+    count: int, partitions: int, balance: list[int]
+) -> None:
+    assert even_balance(count, partitions) == balance
+
+
+def test_partitions_have_the_layers_in_order() -> None:
+    module = layers()
+    partitions = split(module, [1, 3], [CPU, CPU])
+    assert [list(partition) for partition in partitions] == [list(module)[:1], list(module)[1:]]
+
+
+def test_layers_keep_their_names() -> None:
+    module = nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.ReLU()))
+    names = [[n for n, _ in p.named_children()] for p in split(module, [2, 1], [CPU, CPU])]
+    assert names == [["a", "b"], ["c"]]
+
+
+def test_layer_named_like_an_attribute_of_sequential_keeps_its_name() -> None:
+    module = nn.Sequential()
+    module._modules["train"] = nn.ReLU()
+    (partition,) = split(module, [1], [CPU])
+    assert list(partition._modules) == ["train"]
+
+
+def test_layer_that_occurs_twice_is_in_both_partitions() -> None:
+    layer = nn.Linear(2, 2)
+    first, second = split(nn.Sequential(layer, layer), [1, 1], [CPU, CPU])
+    assert first[0] is second[0]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_partitions_have_the_mode_of_the_module(training: bool) -> None:
+    partitions = split(layers().train(training), [1, 3], [CPU, CPU])
+    assert {partition.training for partition in partitions} == {training}
+
+
+def test_partitions_are_placed_on_their_devices() -> None:
+    partitions = split(layers(), [1, 3], [CPU, META])
+    assert [{p.device for p in part.parameters()} for part in partitions] == [{CPU}, {META}]
+
+
+def test_module_itself_keeps_its_layers() -> None:
+    module = layers()
+    before = list(module)
+    split(module, [1, 3], [CPU, CPU])
+    assert list(module) == before
+
+
+# A parameter on two devices.
+
+
+def tied() -> nn.Sequential:
+    module = layers(2)
+    first, last = module
+    assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+    last.weight = first.weight
+    return module
+
+
+def test_pitfall_20_parameter_shared_on_one_device_is_accepted() -> None:
+    first, second = split(tied(), [1, 1], [CPU, CPU])
+    assert next(first.parameters()) is next(second.parameters())
+
+
+def test_parameter_shared_between_devices_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"'0\.weight' on cpu is '1\.weight' on meta"):
+        split(tied(), [1, 1], [CPU, META])
+
+
+def test_buffer_shared_between_devices_is_refused_by_name() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    module[1].running_mean = module[0].running_mean
+    with pytest.raises(ValueError, match=r"'0\.running_mean' on cpu is '1\.running_mean' on meta"):
+        split(module, [1, 1], [CPU, META])
+
+
+def test_layer_shared_between_devices_is_refused_with_all_its_parameters() -> None:
+    layer = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'0\.weight' on cpu .*'0\.bias' on cpu"):
+        split(nn.Sequential(layer, layer), [1, 1], [CPU, META])
+
+
+def test_refusal_of_a_shared_parameter_says_what_to_change() -> None:
+    with pytest.raises(ValueError, match="Choose a balance that puts those layers on one device"):
+        split(tied(), [1, 1], [CPU, META])
+
+
+def test_refusal_of_a_shared_parameter_has_moved_nothing() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), *tied())
+    with pytest.raises(ValueError):
+        split(module, [2, 1], [META, CPU])
+    assert {parameter.device for parameter in module.parameters()} == {CPU}
+
+
+# Whether a partition could draw random numbers.
+
+
+class Custom(nn.Module):
+    """Nobody knows what it does."""
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2), nn.Identity()])
+def test_known_layer_does_not_draw(layer: nn.Module) -> None:
+    assert not draws(nn.Sequential(layer))
+
+
+@pytest.mark.parametrize("layer", [Custom(), nn.Sequential(), nn.LSTM(2, 2, 2)])
+def test_unknown_layer_may_draw(layer: nn.Module) -> None:
+    assert draws(nn.Sequential(nn.ReLU(), layer))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_draws_in_training_only(training: bool) -> None:
+    assert draws(nn.Sequential(nn.Dropout()).train(training)) == training
+
+
+def test_layer_with_a_hook_may_draw() -> None:
+    layer = nn.ReLU()
+    layer.register_forward_hook(lambda *_: None)
+    assert draws(nn.Sequential(layer))
+
+
+def test_empty_partition_does_not_draw() -> None:
+    assert not draws(nn.Sequential())
