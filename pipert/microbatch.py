@@ -163,13 +163,14 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
 
 
 def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
-    """Give all parts but the first a version counter of their own.
+    """Give all parts but the last a version counter of their own.
 
     With one for all, a first layer that works in place on one micro-batch would spoil what autograd
-    has saved of the others. The first keeps the tensor's, so that a change of the tensor between
-    forward and backward is still found.
+    has saved of the others. The last, which is the one that may not be checkpointed, keeps the
+    tensor's. So autograd still finds out when the tensor is changed between forward and backward,
+    and when the first layer changes what somebody else has saved.
     """
-    return [part.data if k else part.detach() for k, part in enumerate(parts)]
+    return [*[part.data for part in parts[:-1]], parts[-1].detach()]
 
 
 def _join(column: list[Any], outputs: list[Value], k: int) -> Any:
@@ -200,7 +201,8 @@ def _equal(first: Any, other: Any) -> bool:
     if first is other:
         return True
     try:
-        return type(first) is type(other) and bool(first == other)
+        both_nan = bool(first != first) and bool(other != other)
+        return type(first) is type(other) and (both_nan or bool(first == other))
     except (TypeError, ValueError, RuntimeError):  # such as the truth of an array
         return False
 

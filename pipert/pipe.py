@@ -85,7 +85,7 @@ class Pipe(nn.Module):
         self.chunks = chunks
         self.checkpoint = checkpoint
         check_module(module)
-        self._balance = [int(count) for count in balance]
+        self._balance = [_whole(count, "each entry of balance") for count in balance]
         check_balance(module, self._balance, None)
         parsed = (
             default_devices(len(self._balance)) if devices is None else parse_devices(devices)
@@ -175,7 +175,7 @@ class Pipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        number = int(chunks)
+        number = _whole(chunks, "chunks")
         if number < 1:
             raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
         self._chunks = number
@@ -268,6 +268,13 @@ class Pipe(nn.Module):
             for name, layer in partition._modules.items():
                 lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
         return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
+
+
+def _whole(number: Any, what: str) -> int:
+    whole = int(number)
+    if not isinstance(number, str) and whole != number:
+        raise ValueError(f"{what} must be a whole number, got {number!r}")
+    return whole
 
 
 def _balance_advice(module: object) -> str:

@@ -13,6 +13,10 @@ import torch
 from pipert.workers.worker import WorkerThread
 
 
+# Two threads that spin for each other slow small operations down tenfold when a core is busy.
+torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:

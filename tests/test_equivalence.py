@@ -677,6 +677,20 @@ def test_pitfall_19_in_place_first_layer_with_a_differentiable_input(
     same(piped.input_grad, step(plain, x).input_grad)
 
 
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_pitfall_19_in_place_layer_on_a_saved_input_is_refused_or_harmless(
+    checkpoint: str, chunks: int
+) -> None:
+    module = nn.Sequential(Apply(lambda x: x.mul_(2)), linear(3, 4))
+    x = batch(7)
+    (expected,) = torch.autograd.grad(module(x.tanh().clone()).sum(), x)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint) as pipe:
+        output = pipe(x.tanh())  # tanh has saved its result, which the first layer doubles
+        with contextlib.suppress(RuntimeError):
+            same(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
 # Pitfall 20: parameters in two places, and stages without any.
 
 

@@ -262,6 +262,15 @@ def test_a_recomputation_finds_the_activations_of_its_partition_s_previous_one_g
     assert counts == 8 * [0]
 
 
+def test_what_was_recomputed_does_not_stay_with_a_graph_that_is_retained() -> None:
+    setting = Setting("always")
+    with setting.pipe as pipe:
+        y = pipe(torch.randn(8, 3))
+        y.sum().backward(retain_graph=True)
+        assert setting.inside.settled(0) == 0
+        del y
+
+
 # During a forward ---------------------------------------------------------------------------------
 
 

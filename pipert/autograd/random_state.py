@@ -95,8 +95,15 @@ class RunSeed:
             state = torch.default_generator.get_state()
             self._draw()
             if self._outer is not None:
-                self._outer.keep(torch.default_generator.get_state())
+                moved = torch.default_generator.get_state()
                 torch.default_generator.set_state(state)
+                self._outer.keep(moved)
+
+    def forget(self) -> bool:
+        """Nothing was drawn: unless it was before, the number is still anybody's."""
+        if not self._used:
+            self._seed = None
+        return not self._used
 
     def _draw(self) -> int:
         if self._outer is not None:
@@ -137,10 +144,13 @@ class _Stream:
             finally:
                 self._state = torch.default_generator.get_state()
                 torch.default_generator.set_state(shared)
-            if torch.equal(mine, self._state):
-                return
-            self._seed.use()
-        _refuse_nested_checkpoint()
+                drawn = not torch.equal(mine, self._state)
+                if drawn:
+                    self._seed.use()
+                elif self._seed.forget():
+                    self._state = None
+        if drawn:
+            _refuse_nested_checkpoint()
 
 
 _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", default=None)

@@ -75,7 +75,6 @@ def gradient(y: Tensor, x: Tensor, **options: Any) -> Tensor:
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     try:
         yield

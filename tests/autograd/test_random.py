@@ -192,6 +192,25 @@ def test_consecutive_calls_draw_different_numbers() -> None:
         assert not torch.equal(pipe(x), pipe(x))
 
 
+def test_two_calls_at_once_draw_different_numbers() -> None:
+    both = threading.Barrier(2)
+    drawn: list[Tensor] = []
+
+    def draw(x: Tensor) -> Tensor:
+        F.dropout(x, training=False)  # might draw, but does not
+        both.wait(TIMEOUT)
+        drawn.append(torch.rand(8))
+        return x
+
+    with pipe_of(Apply(draw), chunks=1) as a, pipe_of(Apply(draw), chunks=1) as b:
+        calls = [threading.Thread(target=pipe, args=(torch.ones(1),)) for pipe in (a, b)]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join(TIMEOUT)
+    assert not torch.equal(*drawn)
+
+
 def test_dropout_drops_as_much_as_it_should() -> None:
     with pipe_of(nn.Dropout(0.25), chunks=4) as pipe:
         kept = pipe(torch.ones(4, 2000)) != 0
@@ -328,14 +347,19 @@ def test_the_number_of_tasks_does_not_matter_for_the_generator(one_draw: bytes) 
     assert bytes(torch.get_rng_state().numpy()) == one_draw
 
 
-def test_a_function_that_fails_while_drawing_leaves_the_generator_in_order(
-    one_draw: bytes,
-) -> None:
+def test_a_function_that_fails_before_it_draws_leaves_the_generator_alone(unmoved: bytes) -> None:
     torch.manual_seed(0)
     with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
         with pytest.raises(RuntimeError):
             pipe(torch.ones(4, 4))
-    assert bytes(torch.get_rng_state().numpy()) == one_draw
+    assert bytes(torch.get_rng_state().numpy()) == unmoved
+
+
+def test_after_a_function_that_failed_other_tasks_can_draw(one_draw: bytes) -> None:
+    with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
+        with pytest.raises(RuntimeError):
+            pipe(torch.ones(4, 4))
+    assert state_after(nn.Dropout()) == one_draw
 
 
 def test_a_generator_of_one_s_own_is_used_as_it_is(unmoved: bytes) -> None:

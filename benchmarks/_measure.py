@@ -1,0 +1,126 @@
+"""What the benchmarks share: both products side by side, taking turns, and tables of medians.
+
+A machine that does other work too makes every absolute time wrong, by factors at times. So the
+products are measured in one process, they take turns call by call, whoever went first goes second
+in the next round, and what counts is the ratio of the two medians. A bar that was missed under
+``--check`` is measured afresh, ``ATTEMPTS`` times in all, and the output says so each time.
+
+PyTorch computes with one intra-op thread: on layers this small a second one adds only noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from statistics import median
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from pipert import Pipe, __version__
+
+try:
+    from torchgpipe import GPipe
+except ImportError:
+    raise SystemExit(
+        "The benchmarks compare pipert with torchgpipe 0.0.7, which is not installed.\n"
+        "Install it with: pip install 'pipert[bench]'"
+    ) from None
+
+__all__ = ["ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns"]
+
+ATTEMPTS = 3
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a table, and the bars it missed, each in words."""
+
+    cells: tuple[str, ...]
+    missed: tuple[str, ...] = ()
+
+
+def start(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
+    """Read ``--check`` and ``--short``, and fix what every benchmark fixes."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
+    parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
+    arguments = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(header(), end="\n\n")
+    return arguments
+
+
+def header() -> str:
+    """The versions and the hardware that the figures below it belong to."""
+    return (
+        f"pipert {__version__}, torchgpipe {version('torchgpipe')}, "
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
+        f"{torch.get_num_threads()} intra-op thread"
+    )
+
+
+@contextmanager
+def both(
+    build: Callable[[], nn.Sequential], n: int, *, chunks: int, checkpoint: str
+) -> Iterator[dict[str, nn.Module]]:
+    """Yield the two products over equal modules, one layer in each of ``n`` partitions on CPU."""
+    devices = ["cpu"] * n
+    peer = GPipe(build(), [1] * n, devices=devices, chunks=chunks, checkpoint=checkpoint)
+    ours = Pipe(build(), [1] * n, devices=devices, chunks=chunks, checkpoint=checkpoint)
+    with closing(ours):
+        yield {"pipert": ours, "torchgpipe": peer}
+
+
+def take_turns(
+    measure: Callable[[str], T], names: Sequence[str], *, repeats: int, warm_up: int = 2
+) -> dict[str, list[T]]:
+    """Call ``measure(name)`` for each name in turn, ``repeats`` times, and keep what it returns."""
+    results: dict[str, list[T]] = {name: [] for name in names}
+    for turn in range(-warm_up, repeats):
+        for name in names if turn % 2 else reversed(names):
+            result = measure(name)
+            if turn >= 0:
+                results[name].append(result)
+    return results
+
+
+def medians(samples: Sequence[Sequence[float]]) -> list[float]:
+    """The median of each column of ``samples``."""
+    return [median(column) for column in zip(*samples, strict=True)]
+
+
+def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
+    """The rows of a case. One that missed a bar is measured afresh, under ``--check`` only."""
+    measured = measure()
+    for attempt in range(2, ATTEMPTS + 1):
+        missed = [line for row in measured for line in row.missed]
+        if not (check and missed):
+            break
+        print(f"Measuring again ({attempt} of {ATTEMPTS}), noise or not: {'; '.join(missed)}")
+        measured = measure()
+    return measured
+
+
+def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> bool:
+    """Print an aligned Markdown table and the bars that were missed. True when none was."""
+    cells = [tuple(columns), *(row.cells for row in table)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    ruler = tuple("-" * width for width in widths)
+    print(f"{title}\n")
+    for line in (cells[0], ruler, *cells[1:]):
+        first, *rest = zip(line, widths, strict=True)
+        print(f"| {first[0]:<{first[1]}} |", *(f"{cell:>{width}} |" for cell, width in rest))
+    missed = [line for row in table for line in row.missed]
+    print("\n" + "\n".join(f"MISSED: {line}" for line in missed) if missed else "\nEvery bar held.")
+    print()
+    return not missed

@@ -1,0 +1,132 @@
+"""How close a forward comes to the critical path of its own tasks.
+
+Every partition is one layer that sleeps and hands its input on, so the tasks need no core and only
+their order counts. ``F[i,j]`` can start when ``F[i,j-1]`` has given it its input and when its
+worker is done with ``F[i-1,j]``. The longest path through that grid is the *critical path*: no
+runtime with a worker for each partition is faster.
+
+**Equal** stages all sleep ``T`` seconds, so the nominal path is ``(m + n - 1) * T``. **Varying**
+ones draw each ``F[i,j]`` evenly from ``T * (1 - 0.9)`` to ``T * (1 + 0.9)``, with a fixed seed.
+
+A sleep lasts longer than it was asked to, by the slack of the operating system's timers. That is
+not the runtime's doing, so every sleep notes how long it really took, and pipert's wall time is
+compared with the critical path of *those* durations, call by call; the ratio in the table is the
+median of these. What a thread waits for Python's global lock after its sleep is in its duration
+too, so the *nominal* path, of the durations asked for, stands beside it.
+
+*by diagonal* is the time of a runtime that waits for all of a diagonal ``i + j == k`` before it
+starts the next one, with a worker for each partition and no cost of its own: the sum over the
+diagonals of their longest task, of the same noted durations. torchgpipe works like that, and
+besides it serves all partitions that are on the CPU with one thread. Its column shows the latter.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from statistics import median
+
+import torch
+from _measure import Row, both, medians, report, rows, start, take_turns
+from torch import Tensor, nn
+
+__all__ = ["main"]
+
+BAR = 1.08  # of the critical path, at most
+N, M = 8, 32
+T = 0.005
+VARIATION = 0.9
+
+
+class Sleep(nn.Module):
+    """Sleeps ``plan[i]`` seconds at its call ``i`` and notes how long that took."""
+
+    def __init__(self, plan: Sequence[float]) -> None:
+        super().__init__()
+        self.plan = plan
+        self.noted: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        begin = time.perf_counter()
+        time.sleep(self.plan[len(self.noted)])
+        self.noted.append(time.perf_counter() - begin)
+        return x
+
+
+def plan(variation: float) -> list[list[float]]:
+    """Seconds of each ``F[i,j]``, a list of ``M`` for each of ``N`` partitions."""
+    numbers = random.Random(0)
+    return [[T * (1 + numbers.uniform(-variation, variation)) for _ in range(M)] for _ in range(N)]
+
+
+def critical_path(durations: Sequence[Sequence[float]]) -> float:
+    """The longest path: each task after its predecessor in its micro-batch and in its partition."""
+    finished = [0.0] * len(durations[0])  # of each micro-batch, in the partition before
+    for partition in durations:
+        free = 0.0  # when the worker of this partition is
+        for i, duration in enumerate(partition):
+            free = finished[i] = max(free, finished[i]) + duration
+    return finished[-1]
+
+
+def by_diagonal(durations: Sequence[Sequence[float]]) -> float:
+    """The sum over the diagonals of their longest task."""
+    n, m = len(durations), len(durations[0])
+    return sum(
+        max(durations[j][k - j] for j in range(max(0, k - m + 1), min(n, k + 1)))
+        for k in range(n + m - 1)
+    )
+
+
+def order(case: str, variation: float, repeats: int) -> list[Row]:
+    """The wall times of a forward beside its critical path, in milliseconds."""
+    batch = torch.zeros(M, 1)
+    durations = plan(variation)
+
+    def build() -> nn.Sequential:
+        return nn.Sequential(*(Sleep(partition) for partition in durations))
+
+    def measure(name: str) -> tuple[float, float, float, float]:
+        sleeps = [layer for layer in runners[name].modules() if isinstance(layer, Sleep)]
+        for sleep in sleeps:
+            sleep.noted.clear()
+        begin = time.perf_counter()
+        runners[name](batch)
+        wall = time.perf_counter() - begin
+        noted = [sleep.noted for sleep in sleeps]
+        assert [len(partition) for partition in noted] == [M] * N
+        path = critical_path(noted)
+        return wall, path, by_diagonal(noted), wall / path
+
+    with both(build, N, chunks=M, checkpoint="never") as runners:
+        samples = take_turns(measure, tuple(runners), repeats=repeats, warm_up=1)
+    wall, path, diagonal, ratio = medians(samples["pipert"])
+    peer = median(sample[0] for sample in samples["torchgpipe"])
+    missed = (f"{case}: {ratio:.3f} of the critical path, the bar is {BAR}",) if ratio > BAR else ()
+    milliseconds = (critical_path(durations), path, wall, diagonal, peer)
+    nominal, *others = (f"{1e3 * seconds:.1f}" for seconds in milliseconds)
+    cells = (case, nominal, *others[:2], f"{ratio:.3f}", f"{BAR:.2f}", *others[2:])
+    return [Row(cells, missed)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table. 1 when ``--check`` was asked for and a bar was missed."""
+    arguments = start(argv, __doc__)
+    table: list[Row] = []
+    for case, variation in (("equal", 0.0), (f"varying by {VARIATION:.0%}", VARIATION)):
+        measure = partial(order, case, variation, 3 if arguments.short else 11)
+        table += rows(measure, check=arguments.check)
+    columns = (
+        *("stages", "nominal path", "critical path", "pipert", "pipert/critical", "bar"),
+        *("by diagonal", "torchgpipe"),
+    )
+    title = f"Forward of sleeping layers, n={N} m={M}, T={1e3 * T:.0f} ms, milliseconds"
+    held = report(title, columns, table)
+    return int(arguments.check and not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

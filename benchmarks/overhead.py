@@ -1,0 +1,182 @@
+"""Host cost of a task that computes next to nothing, and the bytes a forward leaves alive.
+
+**Host cost.** Each of ``n`` partitions is one ``nn.Linear(4, 4)``, the mini-batch has ``m`` rows,
+one for each micro-batch. What remains of the time is the runtime: queues, threads, autograd. The
+cost of a task is the wall time over ``n * m``. *forward* is the call of the pipe, and
+*forward+backward* goes on to the end of ``out.sum().backward()``. The garbage collector stays on.
+
+**Live activations.** PyTorch keeps no statistics of its CPU allocator, a ``TorchDispatchMode`` and
+saved-tensor hooks do not reach the threads of both products, and a collector's walk misses tensors
+that C++ holds. So the C library is asked how much of its memory is in use, see ``_malloc.py``. The
+difference across the forward is what the forward left alive: saved activations and the gathered
+output. Before anything is measured, tensors of a known size have to show in that counter.
+
+*by count* is what the checkpointing mode must keep, counted by hand, see ``must_keep``. The excess
+over it, a few tenths of a MiB at any ``WIDTH``, is the graph itself. *held* is read after the
+forward. *highest* is the highest of that and of the readings at the end of every layer's call, in
+the recomputation too: it shows whether recomputed activations pile up. Gradients on their way are
+in it as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from functools import partial
+from time import perf_counter
+
+import torch
+from _malloc import bytes_in_use, check_counter
+from _measure import Row, both, medians, report, rows, start, take_turns
+from torch import Tensor, nn
+
+__all__ = ["main"]
+
+FORWARD_BAR = 0.5  # of torchgpipe's time, at most
+TOTAL_BAR = 0.6
+
+N, M = 4, 8  # partitions and micro-batches of the memory table
+ROWS, WIDTH, BLOCKS = 256, 256, 3  # of a micro-batch, of a layer, (Linear, GELU) in a partition
+ACTIVATION = ROWS * WIDTH * 4
+TOLERANCE = ACTIVATION // 2  # bytes: less than any tensor kept needlessly
+
+COST_COLUMNS = ("case", "pipert", "torchgpipe", "ratio", "bar")
+MEMORY_COLUMNS = (
+    *("checkpoint", "by count", "pipert held", "torchgpipe held"),
+    *("pipert highest", "torchgpipe highest"),
+)
+
+
+def must_keep(checkpoint: str) -> int:
+    """Bytes a forward has to leave alive, counted by hand.
+
+    Kept whole, a micro-batch leaves the output of every layer but the last one, whose output is
+    copied into the gathered output. Checkpointed, it leaves the inputs of the partitions after the
+    first; the input of the first is the caller's.
+    """
+    whole = {"never": M, "except_last": 1, "always": 0}[checkpoint]
+    kept = whole * (2 * BLOCKS * N - 1) + (M - whole) * (N - 1)
+    return (kept + M) * ACTIVATION
+
+
+def trivial(n: int) -> nn.Sequential:
+    """``n`` layers that compute next to nothing."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
+
+
+def real() -> nn.Sequential:
+    """``N`` partitions of a small network, whose every layer's output is needed by its backward."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(
+            nn.Sequential(*((nn.Linear(WIDTH, WIDTH), nn.GELU())[k % 2] for k in range(2 * BLOCKS)))
+            for _ in range(N)
+        )
+    )
+
+
+def host_cost(n: int, m: int, checkpoint: str, repeats: int) -> list[Row]:
+    """Microseconds a task, of the forward and of forward plus backward."""
+    batch = torch.randn(m, 4)
+    with both(partial(trivial, n), n, chunks=m, checkpoint=checkpoint) as runners:
+
+        def measure(name: str) -> tuple[float, float]:
+            begin = perf_counter()
+            out = runners[name](batch)
+            middle = perf_counter()
+            out.sum().backward()
+            end = perf_counter()
+            return (middle - begin) * 1e6 / (n * m), (end - begin) * 1e6 / (n * m)
+
+        samples = take_turns(measure, tuple(runners), repeats=repeats)
+    table = []
+    for phase, bar, ours, theirs in zip(
+        ("forward", "forward+backward"),
+        (FORWARD_BAR, TOTAL_BAR),
+        medians(samples["pipert"]),
+        medians(samples["torchgpipe"]),
+        strict=True,
+    ):
+        case = f"{phase}, n={n} m={m}, {checkpoint}"
+        ratio = ours / theirs
+        missed = (f"{case}: {ratio:.2f} of torchgpipe, the bar is {bar}",) if ratio > bar else ()
+        cells = (case, f"{ours:.0f}", f"{theirs:.0f}", f"{ratio:.2f}", f"{bar:.1f}")
+        table.append(Row(cells, missed))
+    return table
+
+
+def live_activations(repeats: int) -> list[Row]:
+    """Bytes alive after the forward and the highest reading of a step, a row for each mode."""
+    batch = torch.randn(M * ROWS, WIDTH)
+    readings: list[int] = []
+
+    def read(_layer: nn.Module, _args: object, _out: Tensor) -> None:
+        readings.append(bytes_in_use())
+
+    def build() -> nn.Sequential:
+        module = real()
+        for layer in module.modules():
+            if not isinstance(layer, nn.Sequential):
+                layer.register_forward_hook(read)
+        return module
+
+    def measure(name: str) -> tuple[int, int]:
+        gc.collect()
+        readings.clear()
+        before = bytes_in_use()
+        out = runners[name](batch)
+        gc.collect()
+        held = bytes_in_use()
+        out.sum().backward()
+        return held - before, max(held, *readings) - before
+
+    table = []
+    above = 0.0  # what the mode before held
+    for checkpoint in ("always", "except_last", "never"):
+        with both(build, N, chunks=M, checkpoint=checkpoint) as runners:
+            samples = take_turns(measure, tuple(runners), repeats=repeats)
+        held, highest = medians(samples["pipert"])
+        peer_held, peer_highest = medians(samples["torchgpipe"])
+        missed = []
+        if held > peer_held + TOLERANCE:
+            missed.append(f"{checkpoint}: {_mib(held)} MiB held, torchgpipe {_mib(peer_held)}")
+        if highest > peer_highest + TOLERANCE:
+            missed.append(
+                f"{checkpoint}: {_mib(highest)} MiB at the highest, torchgpipe {_mib(peer_highest)}"
+            )
+        if held <= above:
+            missed.append(f"{checkpoint}: {_mib(held)} MiB held, not above a mode that keeps less")
+        above = held
+        figures = (must_keep(checkpoint), held, peer_held, highest, peer_highest)
+        table.append(Row((checkpoint, *map(_mib, figures)), tuple(missed)))
+    return table[::-1]
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both tables. 1 when ``--check`` was asked for and a bar was missed."""
+    arguments = start(argv, __doc__)
+    repeats = 7 if arguments.short else 31
+    cost: list[Row] = []
+    for n, m in ((4, 8), (8, 32)):
+        for checkpoint in ("never", "except_last"):
+            measure = partial(host_cost, n, m, checkpoint, repeats)
+            cost += rows(measure, check=arguments.check)
+    held = report("Host cost of a trivial task, microseconds", COST_COLUMNS, cost)
+
+    reason = check_counter(ACTIVATION)
+    if reason:
+        print(f"Live activations are not measured: {reason}.")
+    else:
+        memory = rows(partial(live_activations, 3 if arguments.short else 7), check=arguments.check)
+        held &= report(f"Live activations, n={N} m={M}, MiB", MEMORY_COLUMNS, memory)
+    return int(arguments.check and not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
