@@ -42,9 +42,12 @@ def fail(error):
 """
 
 
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without
+
+
 def run(script: str, prelude: str = PRELUDE) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", prelude + script],
+        [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c", prelude + script],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -190,6 +190,12 @@ class Activations:
         return sum(not expired() for expired in self._expired)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """The first call imports a lot; let no test pay for that."""
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
+
+
 @pytest.fixture
 def no_gc() -> Iterator[None]:
     """Without the collector of cycles; reference counting alone has to free everything."""

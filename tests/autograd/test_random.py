@@ -299,13 +299,13 @@ def state_after(layer: nn.Module, x: Tensor | None = None) -> bytes:
     torch.manual_seed(0)
     with pipe_of(layer, chunks=1) as pipe:
         pipe(torch.ones(4, 4) if x is None else x)
-    return bytes(torch.get_rng_state().numpy())
+    return bytes(torch.get_rng_state().tolist())
 
 
 @pytest.fixture(scope="module")
 def unmoved() -> bytes:
     torch.manual_seed(0)
-    return bytes(torch.get_rng_state().numpy())
+    return bytes(torch.get_rng_state().tolist())
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +344,7 @@ def test_the_number_of_tasks_does_not_matter_for_the_generator(one_draw: bytes) 
     torch.manual_seed(0)
     with pipe_of(nn.Dropout(), nn.Dropout(), chunks=4) as pipe:
         pipe(torch.ones(8, 4))
-    assert bytes(torch.get_rng_state().numpy()) == one_draw
+    assert bytes(torch.get_rng_state().tolist()) == one_draw
 
 
 def test_a_function_that_fails_before_it_draws_leaves_the_generator_alone(unmoved: bytes) -> None:
@@ -352,7 +352,7 @@ def test_a_function_that_fails_before_it_draws_leaves_the_generator_alone(unmove
     with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
         with pytest.raises(RuntimeError):
             pipe(torch.ones(4, 4))
-    assert bytes(torch.get_rng_state().numpy()) == unmoved
+    assert bytes(torch.get_rng_state().tolist()) == unmoved
 
 
 def test_after_a_function_that_failed_other_tasks_can_draw(one_draw: bytes) -> None:
@@ -483,7 +483,7 @@ def test_a_function_draws_the_same_again_with_the_same_seed(name: str) -> None:
         for _ in range(2):
             torch.manual_seed(1)
             results.append(pipe(torch.ones(4, 4)))
-    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(*results)
 
 
 def names_with_a_generator() -> Iterator[str]:
@@ -674,6 +674,7 @@ class Checkpointed(nn.Module):
 def imported() -> None:
     """The first call of torch.utils.checkpoint imports a lot; let no test pay for that."""
     torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
 
 
 both_variants = pytest.mark.parametrize("reentrant", [False, True])
