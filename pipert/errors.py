@@ -45,10 +45,11 @@ class RecomputationError(PipertError):
 
 
 class NestedCheckpointError(PipertError):
-    """``torch.utils.checkpoint`` inside a layer of a pipe drew from the CPU's random generator.
+    """``torch.utils.checkpoint`` was used where its recomputation would give wrong gradients.
 
-    It would replay other random numbers than it drew in the forward, because it saves the state of
-    a generator that the workers of one process share.
+    Inside a layer, around what draws from the CPU's random generator: it would replay other random
+    numbers, because it saves the state of a generator that the workers of one process share. Around
+    a pipe, in its non-reentrant form: it would mix up what the workers save.
     """
 
 

@@ -59,15 +59,17 @@ def copy(
     device: torch.device,
     source: torch.cuda.Stream | None,
     target: torch.cuda.Stream | None,
+    reader: torch.cuda.Stream | None = None,
 ) -> Tensors:
     """Copy ``tensors`` to ``device``; reading on stream ``source``, writing on ``target``.
 
     The caller has made ``source`` wait for what computes the tensors, and makes its compute stream
     wait for ``target`` before it reads the results. A copy to the CPU returns when it is done.
+    ``reader`` is the stream that will read the results; by default the current one.
     """
     with torch.cuda.stream(source), torch.cuda.stream(target):
         results = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors]
-    reader = compute_stream(device)
+    reader = reader or compute_stream(device)
     for tensor, result in zip(tensors, results, strict=True):
         if source is not None:
             tensor.record_stream(source)

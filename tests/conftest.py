@@ -12,7 +12,6 @@ import torch
 
 from pipert.workers.worker import WorkerThread
 
-
 # Two threads that spin for each other slow small operations down tenfold when a core is busy.
 torch.set_num_threads(1)
 

@@ -199,6 +199,25 @@ running.wait()
     assert ends(script) == (0, "")
 
 
+def test_it_exits_after_the_start_of_a_thread_was_interrupted() -> None:
+    script = """
+start = threading._start_new_thread
+
+def interrupted(*args):
+    threading._start_new_thread = start
+    raise KeyboardInterrupt
+
+pipe = two()
+threading._start_new_thread = interrupted
+try:
+    pipe(ROWS)
+except KeyboardInterrupt:
+    print(torch.equal(pipe(ROWS), ROWS * 4))
+"""
+    result = run(script)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
+
+
 def test_a_pipe_may_be_closed_by_a_function_that_runs_at_exit() -> None:
     script = """
 import atexit
@@ -330,3 +349,136 @@ print(wrong, interrupted > 20)
 """
     result = run(script)
     assert (result.returncode, result.stdout, result.stderr) == (0, "0 True\n", "")
+
+
+# Ctrl-C at every place of pipert's code and of ``threading``, one after the other
+
+SWEEP = """
+import dis, functools
+
+@functools.cache
+def places(code):
+    '''Where the interpreter looks for signals: at the start, after calls, at jumps back.'''
+    found, after = set(), False
+    for instruction in dis.get_instructions(code):
+        if after:
+            found.add(instruction.offset)
+        after = instruction.opname.startswith(("CALL", "RESUME"))
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+    return found
+
+def interrupted_at(k, function):
+    '''Call function, but raise KeyboardInterrupt at the k-th place it comes to; say where.'''
+    count, where = 0, None
+
+    def local(frame, event, arg):
+        nonlocal count, where
+        if event == "opcode" and frame.f_lasti in places(frame.f_code):
+            if count == k:
+                sys.settrace(None)
+                where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                raise KeyboardInterrupt
+            count += 1
+        return local
+
+    def trace(frame, event, arg):
+        file = frame.f_code.co_filename
+        if f"{os.sep}pipert{os.sep}" in file or file == threading.__file__:
+            frame.f_trace_opcodes = True
+            return local
+
+    sys.settrace(trace)
+    try:
+        function()
+    except BaseException:  # such as what threading makes of it
+        pass
+    finally:
+        sys.settrace(None)
+    return where
+
+def within(seconds, function):
+    '''What function returns; None if that takes longer.'''
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
+
+def threads_left(count, seconds=1.0):
+    '''How many threads there are beyond count, after a while if need be.'''
+    deadline = time.monotonic() + seconds
+    while (left := len(os.listdir("/proc/self/task")) - count) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return left
+
+def sweep(prepare, function):
+    '''Interrupt function(pipe) everywhere; each time the pipe must work, and close, afterwards.'''
+    problems = []
+    k = 0
+    while len(problems) < 5:
+        threads = len(os.listdir("/proc/self/task"))
+        pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), chunks=2, checkpoint="always")
+        prepared = prepare(pipe)
+        where = interrupted_at(k, lambda: function(prepared))
+        if where is None:
+            within(5, pipe.close)
+            break
+        rows = ROWS + k
+        expected = pipe[1](pipe[0](rows))
+        if function != Pipe.close:
+            result = within(3, lambda: pipe(rows))
+            if result is None:
+                problems.append(f"the next call hangs after {where}")
+            elif not torch.allclose(result, expected):
+                problems.append(f"the next call is wrong after {where}")
+        if not within(3, lambda: [pipe.close()]):
+            problems.append(f"close hangs after {where}")
+        if left := threads_left(threads):
+            problems.append(f"{left} threads are left after {where}")
+        k += 1
+    print(k > 20, *problems, sep="\\n")
+
+def has_run(pipe):
+    pipe(ROWS)
+    return pipe
+"""
+
+SWEEP_OF_CLOSE_DURING_A_CALL = """
+problems = []
+k = 0
+while len(problems) < 5:
+    running, go_on = threading.Event(), threading.Event()
+    pipe = two(first=Double(lambda x: (running.set(), go_on.wait())))
+    call = threading.Thread(target=lambda: within(10, lambda: pipe(ROWS)), daemon=True)
+    threading.excepthook = lambda args: None  # the call fails, as it should
+    call.start()
+    running.wait()
+    where = interrupted_at(k, pipe._runtime.pool.stop)  # what close does before it joins
+    go_on.set()
+    pipe.close()
+    call.join(3)
+    if call.is_alive():
+        problems.append(f"the call hangs after {where}")
+    if where is None:
+        break
+    k += 1
+print(k > 4, *problems, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    {
+        "a call": "sweep(has_run, lambda pipe: pipe(ROWS))",
+        "the first call": "sweep(lambda pipe: pipe, lambda pipe: pipe(ROWS))",
+        "a backward": "sweep(lambda pipe: pipe(ROWS).sum(), lambda loss: loss.backward())",
+        "close": "sweep(has_run, Pipe.close)",
+        "close during a call": SWEEP_OF_CLOSE_DURING_A_CALL,
+    }.items(),
+    ids=lambda item: item[0],
+)
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_at_any_place_of(what: tuple[str, str]) -> None:
+    result = run(SWEEP + what[1])
+    assert (result.stdout, result.stderr) == ("True\n", "")

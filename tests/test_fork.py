@@ -115,11 +115,9 @@ def test_a_child_can_train(checkpoint: str) -> None:
     plain = [parameter.clone() for parameter in gradients(layers)]
 
     def train() -> bool:
-        return all(map(torch.allclose, gradients(pipe), plain))
+        return all(map(torch.allclose, gradients(own), plain))
 
-    with Pipe(
-        layers, [1, 1], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint
-    ) as pipe:
+    with Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=4, checkpoint=checkpoint) as own:
         train()
         assert child(train) == RIGHT
 

@@ -24,8 +24,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from pipert import Pipe, PipeClosedError, ReentrantCallError, WorkerDiedError, is_recomputing
+from pipert import (
+    Pipe,
+    PipeClosedError,
+    PipertError,
+    ReentrantCallError,
+    WorkerDiedError,
+    is_recomputing,
+)
 from pipert.progress import Progress
 from pipert.workers.worker import WorkerThread
 
@@ -194,6 +202,7 @@ class Activations:
 def _imported() -> None:
     """The first call imports a lot; let no test pay for that."""
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
 
 
 @pytest.fixture
@@ -1068,31 +1077,41 @@ def test_a_pipe_may_be_a_layer_of_another_pipe(of_outer: str, of_inner: str) -> 
     torch.testing.assert_close(grads, expected)
 
 
+class InOrder(nn.Module):
+    """Lets F[0,1] go before F[1,0] the first time, and after it when it is done ``again``.
+
+    The sign of the last column says which of two micro-batches it is.
+    """
+
+    def __init__(self, j: int, done: Events, again: Callable[[], bool]) -> None:
+        super().__init__()
+        self.j = j
+        self.weight = nn.Parameter(torch.tensor([0.5 + 0.2 * j, -0.5]))
+        self._done = done
+        self._again = again
+
+    def forward(self, x: Tensor) -> Tensor:
+        i = 0 if x[0, -1] > 0 else 1
+        again = self._again()
+        if (i, self.j) == ((0, 1) if again else (1, 0)):
+            wait(self._done[again, 1 - self.j])
+        y = self.compute(x)
+        if (i, self.j) == ((1, 0) if again else (0, 1)):
+            self._done[again, self.j].set()
+        return y
+
+    def compute(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sinh() * torch.tensor([1.0, -1.0])
+
+
 def test_gradients_through_a_pipe_in_a_pipe_do_not_depend_on_the_timing_of_the_inner_one() -> None:
     done = Events()
-
-    class InOrder(nn.Module):
-        """Lets the inner F[0,1] go before F[1,0] in the forward, after it in recomputation."""
-
-        def __init__(self, j: int, scale: float) -> None:
-            super().__init__()
-            self.j = j
-            self.weight = nn.Parameter(torch.tensor([scale, -scale]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            i = 0 if x[0, -1] > 0 else 1
-            again = int(is_recomputing())
-            if (i, self.j) == ((0, 1) if again else (1, 0)):
-                wait(done[again, 1 - self.j])
-            y = (x * self.weight).sinh()
-            if (i, self.j) == ((1, 0) if again else (0, 1)):
-                done[again, self.j].set()
-            return y * torch.tensor([1.0, -1.0])
-
-    layers = nn.Sequential(InOrder(0, 0.5), InOrder(1, 0.7))
-    parameters = list(layers.parameters())
+    first, second = [InOrder(j, done, is_recomputing) for j in range(2)]
+    parameters = [first.weight, second.weight]
     x = torch.tensor([[0.3, 0.4], [0.5, -0.6]])
-    expected = torch.autograd.grad(_sequentially(layers, x).pow(2).sum(), parameters)
+    y = second.compute(first.compute(x))
+    expected = torch.autograd.grad(y.pow(2).sum(), parameters)
+    layers = nn.Sequential(first, second)
     inner = Pipe(layers, balance=[1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="never")
     outer = Pipe(nn.Sequential(inner), balance=[1], devices=["cpu"], checkpoint="always")
     with inner, outer:
@@ -1100,11 +1119,25 @@ def test_gradients_through_a_pipe_in_a_pipe_do_not_depend_on_the_timing_of_the_i
     torch.testing.assert_close(grads, expected)
 
 
-def _sequentially(layers: nn.Sequential, x: Tensor) -> Tensor:
-    """What ``layers`` of the test above compute, without the waiting."""
-    for layer in layers:
-        x = (x * layer.get_parameter("weight")).sinh() * torch.tensor([1.0, -1.0])
-    return x
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_a_pipe_inside_of_torch_s_checkpoint_is_right_or_refused_by_name(mode: str) -> None:
+    """Whose saved-tensor hooks count on an order that several workers do not keep."""
+    done = Events()
+    in_backward = threading.Event()
+    first, second = [InOrder(j, done, in_backward.is_set) for j in range(2)]
+    parameters = [first.weight, second.weight]
+    x = torch.tensor([[0.3, 0.4], [0.5, -0.6]])
+    y = second.compute(first.compute(x))
+    expected = torch.autograd.grad(y.pow(2).sum(), parameters)
+    layers = nn.Sequential(first, second)
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=mode) as pipe:
+        try:
+            loss = torch_checkpoint(pipe, x, use_reentrant=False).pow(2).sum()
+            in_backward.set()
+            grads = torch.autograd.grad(loss, parameters)
+        except PipertError:
+            return
+    torch.testing.assert_close(grads, expected)
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])

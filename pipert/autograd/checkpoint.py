@@ -34,10 +34,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.errors import RecomputationError
+from pipert.errors import NestedCheckpointError, RecomputationError
 from pipert.value import describe, tensors_of
 
 __all__: list[str] = []
@@ -182,12 +183,20 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
 
     A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` takes over the user's hooks. Ours belong
     to this task alone: their order would be mixed up by the threads of the other run, whose graph
-    is kept as it is instead.
+    is kept as it is instead. So would be those of torch's checkpoint, which are refused.
     """
     hooks: tuple[Hook, Hook] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and isinstance(hooks[0], _Keep | _Fill):
+    if hooks is None:
+        return None
+    if isinstance(hooks[0], _Keep | _Fill):
         return hooks[0].checkpoint.hooks
+    if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
+        raise NestedCheckpointError(
+            "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
+            "their order; several threads save in no fixed one. Use the pipe's own checkpoint="
+            "'always', or use_reentrant=True"
+        )
     return hooks
 
 

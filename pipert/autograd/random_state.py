@@ -18,8 +18,8 @@ to themselves while they run, one at a time.
 
 A **CUDA** device has a generator of its own, and one worker, whose tasks draw in a fixed order.
 There ``F[i,j]`` notes the state and ``R[i,j]`` puts it back for its duration; a lock for each
-device keeps the two apart. A run inside a layer of another run takes no such lock: the outer one
-holds it.
+device keeps the two apart. A run inside a layer of another run takes no such lock: it could wait for
+the outer one.
 """
 
 from __future__ import annotations

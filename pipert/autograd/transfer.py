@@ -26,7 +26,9 @@ class _Copy(torch.autograd.Function):
         ctx: Any, device: torch.device, source: Stream, target: Stream, *xs: Tensor
     ) -> Tensors:
         ctx.set_materialize_grads(False)
-        ctx.back = (xs[0].device, target, source)
+        # The thread of the backward has other current streams.
+        home = xs[0].device
+        ctx.back = (home, target, source, stream.compute_stream(home))
         return stream.copy(xs, device, source, target)
 
     @staticmethod

@@ -103,7 +103,8 @@ class CallerContext:
         if torch.get_num_threads() != self._threads_share:
             set_own_threads(self._threads_share)
         if self._streams:
-            _set_streams(self._streams)
+            with _current_streams(self._streams):
+                return self._run_unusual(False, function, *args)
         if not self._plain:
             return self._run_unusual(False, function, *args)
         torch._C._set_grad_enabled(self._grad)
@@ -157,8 +158,18 @@ class CallerContext:
             yield
 
 
-def _set_streams(streams: list[torch.cuda.Stream]) -> None:
+@contextlib.contextmanager
+def _current_streams(streams: list[torch.cuda.Stream]) -> Iterator[None]:
     device = torch.cuda.current_device()
+    before = [torch.cuda.current_stream(stream.device) for stream in streams]
+    _set_streams(streams, device)
+    try:
+        yield
+    finally:
+        _set_streams(before, device)
+
+
+def _set_streams(streams: list[torch.cuda.Stream], device: int) -> None:
     for stream in streams:
         torch.cuda.set_stream(stream)  # makes the stream's device the current one
     torch.cuda.set_device(device)

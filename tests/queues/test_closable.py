@@ -1,17 +1,20 @@
 """Q1 to Q3 of the closable queue: nothing lost, nobody left waiting, closed from anywhere.
 
-What a finalizer does to a thread that is inside ``put``, ``get`` or ``close`` is not left to chance:
-a trace function runs it between any two bytecodes of the queue, one after the other.
+What a finalizer does to a thread that is inside ``put``, ``get`` or ``close`` is not left to
+chance: a trace function runs it between any two bytecodes of the queue, one after the other.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import gc
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from types import FrameType
+from functools import partial
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -167,7 +170,7 @@ def test_each_item_of_many_threads_is_accounted_for_exactly_once(items: int, clo
         close_now.wait(WAIT)
         returned.extend(queue.close())
 
-    threads = [start(lambda first=k * items: put(first)) for k in range(putters)]  # type: ignore[misc]
+    threads = [start(partial(put, k * items)) for k in range(putters)]
     threads += [start(get) for _ in range(getters)] + [start(close) for _ in range(closers)]
     join(threads)
     assert sorted(received + refused + returned) == list(range(putters * items))
@@ -179,8 +182,32 @@ def accounts(item: int, queue: ClosableQueue[int], outcome: dict[str, list[int]]
     return [name for name, items in outcome.items() for it in items if it == item]
 
 
-def between_bytecodes(k: int, code: set[Any], action: Callable[[], None]) -> Callable[[], bool]:
-    """Run ``action`` before the k-th bytecode that this thread executes in one of ``code``.
+@functools.cache
+def anywhere(code: CodeType) -> set[int]:
+    """Every bytecode: finalizers run whenever a reference is dropped or memory is asked for."""
+    return {instruction.offset for instruction in dis.get_instructions(code)}
+
+
+@functools.cache
+def interruptible(code: CodeType) -> set[int]:
+    """Where the interpreter looks for signals: at the start, after calls, at jumps back."""
+    found, after = set(), False
+    for instruction in dis.get_instructions(code):
+        if after:
+            found.add(instruction.offset)
+        after = instruction.opname.startswith(("CALL", "RESUME"))
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+    return found
+
+
+def between_bytecodes(
+    k: int,
+    code: set[CodeType],
+    action: Callable[[], None],
+    places: Callable[[CodeType], set[int]] = anywhere,
+) -> Callable[[], bool]:
+    """Run ``action`` before the k-th bytecode in ``places`` that this thread executes in ``code``.
 
     Returns a function that stops this and says whether ``action`` has run.
     """
@@ -189,7 +216,7 @@ def between_bytecodes(k: int, code: set[Any], action: Callable[[], None]) -> Cal
 
     def local(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
-        if event == "opcode":
+        if event == "opcode" and frame.f_lasti in places(frame.f_code):
             count += 1
             if count == k:
                 sys.settrace(None)
@@ -293,6 +320,31 @@ def test_an_item_that_is_received_during_close_is_accounted_for_once() -> None:
             break
         assert len(accounts(1, queue, outcome)) == 1, f"at bytecode {k}: {outcome}"
     assert k > 10, "no bytecode was interrupted"
+
+
+@pytest.mark.parametrize("inside", ["put", "get"])
+def test_an_interrupted_call_does_not_make_later_items_wait_for_others(inside: str) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    def wait() -> None:
+        raise AssertionError(f"at place {k}: waits although there is an item")
+
+    for k in range(200):
+        queue: ClosableQueue[int] = ClosableQueue()
+        queue.put(1)
+        code = PUT if inside == "put" else GET
+        stop = between_bytecodes(k, code, interrupt, interruptible)
+        try:
+            queue.put(2) if inside == "put" else queue.get()
+        except KeyboardInterrupt:
+            pass
+        if not stop():
+            break
+        queue.put(3)
+        while queue.get(before_waiting=wait) != 3:
+            pass
+    assert k > 3, "nothing was interrupted"
 
 
 # Q2

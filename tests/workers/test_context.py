@@ -1,7 +1,8 @@
 """W4: a task runs under its caller's context and leaves none of it behind.
 
-A *row* is one of the table in ``pipert/workers/context.py``: a block that puts something on, and what a
-layer that looks for it sees. ``F`` runs on workers; ``R`` runs in a backward outside the block.
+A *row* is one of the table in ``pipert/workers/context.py``: a block that puts something on, and
+what a layer that looks for it sees. ``F`` runs on workers; ``R`` runs in a backward outside the
+block.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Plus41(TorchFunctionMode):
         return result + 41 if func is torch.numel else result
 
 
-class NoNegation(TorchDispatchMode):
+class NoNegation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.neg.default:
             return args[0].clone()
@@ -346,7 +347,7 @@ def test_no_weight_is_used_as_it_was_before_the_optimizers_step(
         with torch.autocast("cpu", torch.bfloat16):
             piped = pipe(x)
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            assert torch.equal(piped, torch.cat([module(half) for half in x.split(2)]))
+            assert torch.equal(piped, torch.cat([module(half) for half in torch.split(x, 2)]))
 
 
 # Default device
@@ -660,7 +661,7 @@ def test_R_leaves_the_count_of_new_threads_alone() -> None:
 @pytest.mark.cuda
 def test_F_sees_the_callers_current_stream() -> None:
     device = torch.device("cuda", 0)
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     probe = Probe(lambda: torch.cuda.current_stream(device).stream_id)
     with Pipe(nn.Sequential(probe), [1], devices=[device], chunks=2) as pipe:
         with torch.cuda.stream(stream):
@@ -671,7 +672,7 @@ def test_F_sees_the_callers_current_stream() -> None:
 @pytest.mark.cuda
 def test_F_leaves_no_stream_on_its_worker() -> None:
     device = torch.device("cuda", 0)
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     probe = Probe(lambda: torch.cuda.current_stream(device).stream_id)
     with Pipe(nn.Sequential(probe), [1], devices=[device]) as pipe:
         with torch.cuda.stream(stream):

@@ -288,9 +288,8 @@ def raiser(kind: type[BaseException], when: Callable[[Tensor], bool]) -> Double:
 def test_whatever_a_layer_raises_comes_back_to_the_caller(
     kind: type[BaseException], partition: int
 ) -> None:
-    layers: list[nn.Module] = [Double(), Double()]
-    layers[partition] = raiser(kind, lambda x: True)
-    with two(*layers) as pipe:
+    first, second = Double(), raiser(kind, lambda x: True)
+    with two(second, first) if partition == 0 else two(first, second) as pipe:
         outcome = call(lambda: pipe(ROWS))
         assert type(outcome) is kind
 
@@ -300,9 +299,8 @@ def test_whatever_a_layer_raises_comes_back_to_the_caller(
 def test_whatever_a_layer_raised_the_next_call_works(
     kind: type[BaseException], partition: int
 ) -> None:
-    layers: list[nn.Module] = [Double(), Double()]
-    layers[partition] = raiser(kind, lambda x: bool(x.min() >= 2))
-    with two(*layers) as pipe:
+    first, second = Double(), raiser(kind, lambda x: bool(x.min() >= 2))
+    with two(second, first) if partition == 0 else two(first, second) as pipe:
         call(lambda: pipe(ROWS))
         assert torch.equal(pipe(ROWS[:1]), ROWS[:1] * 4)
 
