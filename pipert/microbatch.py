@@ -115,7 +115,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     columns = [_split(leaf, sizes) for leaf in leaves]
-    if args and args[0] is leaves[0] and len(leaves) == 1:
+    if len(args) == 1 and not kwargs and args[0] is leaves[0]:
         return columns[0]
     rows = zip(*columns, strict=True)
     return [_as_value(*pytree.tree_unflatten(list(row), spec)) for row in rows]

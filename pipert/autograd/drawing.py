@@ -21,10 +21,25 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile made or changed the layer."""
+    """Whether torch.compile or torch.jit made or changed the layer or a part of it."""
+    return any(
+        _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+        for module in layer.modules()
+    )
+
+
+def may_draw_inside(layer: nn.Module) -> bool:
+    """Whether a compiled layer could draw, judged by what it is compiled of."""
+    return any(may_draw(m) for m in layer.modules() if not (_is_wrapper(m) and _has_children(m)))
+
+
+def _is_wrapper(module: nn.Module) -> bool:
     # Not isinstance: torch._dynamo takes long to import, and is there only if someone compiled.
-    in_place: object = getattr(layer, "_compiled_call_impl", None)
-    return in_place is not None or type(layer).__module__.startswith("torch._dynamo")
+    return type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
+
+
+def _has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _functions_that_draw() -> frozenset[str]:

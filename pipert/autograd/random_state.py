@@ -9,17 +9,19 @@ stream of random numbers of its own:
   model without randomness leaves the generator as it was, a random one moves it by one draw.
 * While a layer runs, a ``TorchFunctionMode`` watches for functions that draw. Under a lock it gives
   the default generator the state of the task's stream, calls the function, and puts everything
-  back. The lock is held for one function, never while anything else waits.
+  back. The lock is held for one function, never while anything else waits. Other threads of the
+  user's had better not draw during a run, as without pipert.
 * ``R[i,j]`` starts the same stream again.
 
 Layers known not to draw (``may_draw``) run without the watching, which costs about a microsecond
 for each torch function. Compiled layers cannot be watched; those that could draw have the generator
 to themselves while they run, one at a time.
 
-A **CUDA** device has a generator of its own, and one worker, whose tasks draw in a fixed order.
-There ``F[i,j]`` notes the state and ``R[i,j]`` puts it back for its duration; a lock for each
-device keeps the two apart. A run inside a layer of another run takes no such lock: it could wait for
-the outer one.
+On a CUDA device the same is done with the device's generator, for the same reason: a recomputation
+and the forward of another caller may share the device.
+
+``dropout`` on CPU does not go through the default generator at all: it is by far the most common, and
+a thread of the user's that draws at that very moment would change its mask.
 """
 
 from __future__ import annotations
@@ -33,12 +35,18 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
-from pipert.autograd.drawing import FUNCTIONS_THAT_DRAW, is_compiled, may_draw
+from pipert.autograd.drawing import (
+    FUNCTIONS_THAT_DRAW,
+    is_compiled,
+    may_draw,
+    may_draw_inside,
+)
 from pipert.errors import NestedCheckpointError, ReentrantCallError
 
 __all__: list[str] = []
@@ -107,50 +115,75 @@ class RunSeed:
 
     def _draw(self) -> int:
         if self._outer is not None:
-            torch.default_generator.set_state(self._outer.state())
+            torch.default_generator.set_state(self._outer.states()[0])
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
 
 
 class _Stream:
-    """The random numbers of one task: a generator state that goes in and out of the default one."""
+    """The random numbers of one task: generator states that go in and out of the default ones."""
 
-    __slots__ = ("_place", "_seed", "_state", "on_cpu")
+    __slots__ = ("_defaults", "_place", "_seed", "_states")
 
-    def __init__(self, seed: RunSeed, place: int, on_cpu: bool) -> None:
+    def __init__(self, seed: RunSeed, place: int, device: torch.device) -> None:
         self._seed = seed
         self._place = place
-        self._state: Tensor | None = None
-        self.on_cpu = on_cpu
+        self._defaults = [torch.default_generator]
+        if device.type == "cuda":
+            self._defaults.append(torch.cuda.default_generators[device.index])
+        self._states: list[Tensor] = []
 
-    def state(self) -> Tensor:
-        if self._state is None:
+    def states(self) -> list[Tensor]:
+        """The states to draw with, the CPU's first; the caller holds ``_lending``."""
+        if not self._states:
             seed = _mix(self._seed.get() ^ _mix(self._place))
-            self._state = torch.Generator().manual_seed(seed).get_state()
-        return self._state
+            self._states = [
+                torch.Generator(default.device).manual_seed(seed).get_state()
+                for default in self._defaults
+            ]
+        return self._states
 
     def keep(self, state: Tensor) -> None:
-        self._state = state
+        """Go on with ``state`` on the CPU."""
+        self._states = [state, *self.states()[1:]]
         self._seed.use()
 
     @contextlib.contextmanager
-    def in_default_generator(self) -> Iterator[None]:
-        """Let the default generator draw this stream's numbers."""
+    def in_default_generators(self) -> Iterator[None]:
+        """Let the default generators draw this stream's numbers."""
         with _lending:
-            mine = self.state()
-            shared = torch.default_generator.get_state()
-            torch.default_generator.set_state(mine)
+            mine = self.states()
+            shared = [default.get_state() for default in self._defaults]
+            _set_states(self._defaults, mine)
             try:
                 yield
             finally:
-                self._state = torch.default_generator.get_state()
-                torch.default_generator.set_state(shared)
-                drawn = not torch.equal(mine, self._state)
+                self._states = [default.get_state() for default in self._defaults]
+                _set_states(self._defaults, shared)
+                drawn = not all(map(torch.equal, mine, self._states))
                 if drawn:
                     self._seed.use()
                 elif self._seed.forget():
-                    self._state = None
+                    self._states = []
         if drawn:
             _refuse_nested_checkpoint()
+
+
+    @contextlib.contextmanager
+    def own_generator(self) -> Iterator[torch.Generator]:
+        """A CPU generator that draws this stream's numbers; used by one thread."""
+        with _lending:
+            states = self.states()
+            self._seed.use()
+        generator = torch.Generator()
+        generator.set_state(states[0])
+        yield generator
+        self._states = [generator.get_state(), *states[1:]]
+        _refuse_nested_checkpoint()
+
+
+def _set_states(generators: list[torch.Generator], states: list[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
 
 
 _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", default=None)
@@ -170,8 +203,28 @@ class Watch(TorchFunctionMode):
         generator = kwargs.get("generator") if kwargs else None
         if name not in FUNCTIONS_THAT_DRAW or generator not in (None, torch.default_generator):
             return func(*args, **kwargs or {})
-        with self._stream.in_default_generator():
+        if func is F.dropout:
+            return _dropout(self._stream, func, *args, **kwargs or {})
+        with self._stream.in_default_generators():
             return func(*args, **kwargs or {})
+
+
+def _dropout(
+    stream: _Stream,
+    func: Callable[..., Tensor],
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Tensor:
+    """What ``F.dropout`` computes on CPU, with a generator of the stream's own."""
+    if not training or not 0.0 < p < 1.0 or not input.is_cpu or type(input) is not Tensor:
+        with stream.in_default_generators():
+            return func(input, p, training, inplace)
+    with stream.own_generator() as generator:
+        noise = torch.empty_like(input, requires_grad=False)
+        noise.bernoulli_(1 - p, generator=generator).div_(1 - p)
+    return input.mul_(noise) if inplace else input * noise
 
 
 class TaskRandom:
@@ -183,71 +236,30 @@ class TaskRandom:
         device: where the partition computes.
     """
 
-    __slots__ = ("_device", "_device_state", "_place", "_seed")
+    __slots__ = ("_device", "_place", "_seed")
 
     def __init__(self, seed: RunSeed, place: int, device: torch.device) -> None:
         self._seed = seed
         self._place = place
         self._device = device
-        self._device_state: Tensor | None = None
 
     def run(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """``compute(value)`` with the task's random numbers, from their start each time.
 
         ``compute`` calls its layers by :func:`call_layer`.
         """
-        token = _current.set(_Stream(self._seed, self._place, self._device.type == "cpu"))
+        token = _current.set(_Stream(self._seed, self._place, self._device))
         try:
-            with self._on_device():
-                return compute(value)
+            return compute(value)
         finally:
             _current.reset(token)
-
-    @contextlib.contextmanager
-    def _on_device(self) -> Iterator[None]:
-        if self._device.type != "cuda":
-            yield
-            return
-        with _exclusive(self._device):
-            generator = torch.cuda.default_generators[self._device.index]
-            if self._device_state is None:
-                self._device_state = generator.get_state()
-                yield
-                return
-            state = generator.get_state()
-            generator.set_state(self._device_state)
-            try:
-                yield
-            finally:
-                generator.set_state(state)
-
-
-_device_locks: dict[torch.device, threading.Lock] = {}
-_device_locks_lock = threading.Lock()
-_holds_device: ContextVar[bool] = ContextVar("pipert_holds_device", default=False)
-
-
-@contextlib.contextmanager
-def _exclusive(device: torch.device) -> Iterator[None]:
-    """Keep ``F`` and ``R`` of one device apart on the host."""
-    if _holds_device.get():
-        yield
-        return
-    with _device_locks_lock:
-        lock = _device_locks.setdefault(device, threading.Lock())
-    with lock:
-        token = _holds_device.set(True)
-        try:
-            yield
-        finally:
-            _holds_device.reset(token)
 
 
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
     """``layer(*args, **kwargs)``, drawing from the current task's stream if there is one.
 
-    A compiled layer cannot be watched. On CPU it has the generator to itself while it runs, unless
-    no module in it could draw.
+    A compiled layer cannot be watched. It has the generators to itself while it runs, unless no
+    module in it could draw.
     """
     stream = _current.get()
     if stream is None or not may_draw(layer):
@@ -255,12 +267,11 @@ def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
     if not is_compiled(layer):
         with Watch(stream):
             return layer(*args, **kwargs)
-    modules = [module for module in layer.modules() if not is_compiled(module)]
-    if not stream.on_cpu or not any(map(may_draw, modules)):
+    if not may_draw_inside(layer):
         return layer(*args, **kwargs)
     token = _lent.set(True)
     try:
-        with stream.in_default_generator():
+        with stream.in_default_generators():
             return layer(*args, **kwargs)
     finally:
         _lent.reset(token)
