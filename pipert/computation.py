@@ -6,15 +6,15 @@ references the partition and what must be the same the second time, but neither 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.autograd.random_state import TaskRandom, call_layer
-from pipert.autograd.running_stats import KeepRunningStats, keeps_running_stats
+from pipert.autograd.running_stats import KeepRunningStats, may_update_running_stats
 from pipert.microbatch import Arguments
 from pipert.value import describe
 from pipert.workers.context import CallerContext
@@ -42,6 +42,14 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
+Parameters = Sequence[tuple[Tensor, int]]
+
+
+def parameters_of(partition: nn.Sequential) -> Parameters:
+    """The parameters with their versions, to find out later whether they have changed."""
+    return [(p, -1 if p.is_inference() else p._version) for p in partition.parameters()]
+
+
 class Computation:
     """One partition on one micro-batch.
 
@@ -51,9 +59,10 @@ class Computation:
         place: where the partition computes, for errors.
         context: the caller's.
         random: the task's random numbers; ``None`` when no layer draws any.
+        parameters: those of the partition with their versions, if it is to be recomputed.
     """
 
-    __slots__ = ("_context", "_partition", "_place", "_random", "i", "j", "m")
+    __slots__ = ("_context", "_parameters", "_partition", "_place", "_random", "i", "j", "m")
 
     def __init__(
         self,
@@ -64,6 +73,7 @@ class Computation:
         place: str,
         context: CallerContext,
         random: TaskRandom | None,
+        parameters: Parameters = (),
     ) -> None:
         self._partition = partition
         self.i = i
@@ -72,6 +82,7 @@ class Computation:
         self._place = place
         self._context = context
         self._random = random
+        self._parameters = parameters
 
     def forward(self, value: Value) -> Value:
         """``F[i,j]``, under the caller's context already."""
@@ -87,11 +98,23 @@ class Computation:
         return self._context.run_recomputation(self._recompute, get_value)
 
     def _recompute(self, get_value: Callable[[], Value]) -> Value:
+        self._check_parameters()
         _recomputing.set(True)
-        if not keeps_running_stats(self._partition):
+        if not may_update_running_stats(self._partition):
             return self._compute(get_value())
         with KeepRunningStats(self._partition):
             return self._compute(get_value())
+
+    def _check_parameters(self) -> None:
+        now = parameters_of(self._partition)
+        if len(now) != len(self._parameters) or any(
+            new[0] is not old[0] or new[1] != old[1]
+            for new, old in zip(now, self._parameters, strict=True)
+        ):
+            raise RuntimeError(
+                f"a parameter of partition {self.j} was modified between a forward and its "
+                "recomputation; call the optimizer after the backward, or use checkpoint='never'"
+            )
 
     def _compute(self, value: Value) -> Value:
         if self._random is None:

@@ -33,7 +33,7 @@ from pipert._typing import Tensors, Value
 from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.random_state import RunSeed, TaskRandom
-from pipert.computation import Computation
+from pipert.computation import Computation, Parameters, parameters_of
 from pipert.partition import draws
 from pipert.progress import SKIPPED, Progress
 from pipert.queues.closable import ClosableQueue
@@ -63,8 +63,8 @@ class Lane:
     """
 
     __slots__ = (
-        "_checkpointed", "_context", "_device", "_draws", "_following", "_partition", "_previous",
-        "_receive", "_seed", "_send", "_streams", "_token", "j", "progress",
+        "_checkpointed", "_context", "_device", "_draws", "_following", "_parameters", "_partition",
+        "_previous", "_receive", "_seed", "_send", "_streams", "_token", "j", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -96,6 +96,7 @@ class Lane:
         self._send = send
         self._token: Tensor | None = None
         self._draws = draws(partition)
+        self._parameters: Parameters = ()
 
     def forward(self, i: int, turn: Turn) -> None:
         """``F[i,j]``: run it, or skip it if the run has failed before it. Never raises."""
@@ -162,8 +163,18 @@ class Lane:
         if self._draws:
             place = progress.schedule.position(i, self.j)
             random = TaskRandom(self._seed, place, self._device)
-        m = progress.schedule.m
-        return Computation(self._partition, i, self.j, m, str(self._device), self._context, random)
+        if i < self._checkpointed and self._context.grad_enabled and not self._parameters:
+            self._parameters = parameters_of(self._partition)
+        return Computation(
+            self._partition,
+            i,
+            self.j,
+            progress.schedule.m,
+            str(self._device),
+            self._context,
+            random,
+            self._parameters,
+        )
 
     def _leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
         """What comes after compute: wait, recompute, fork."""
@@ -203,8 +214,6 @@ class Lane:
         target = self._streams.get(home, i)
         for device in {tensor.device for tensor in tensors}:
             source = self._streams.get(device, i)
-            if before is None:  # the partition before would have made the copy stream wait
-                stream.wait(source, stream.compute_stream(device))
             tensors = self._copy_from(device, tensors, source, target)
         return rebuild(tensors), target
 
@@ -225,10 +234,27 @@ class Lane:
                 and (tensor.requires_grad and self._context.grad_enabled) == in_graph
             ]
             if places:
-                moved = move(tuple(tensors[k] for k in places), self._device, source, target)
+                moving = tuple([tensors[k] for k in places])
+                if self._previous is None:  # no partition has made the copy stream wait
+                    moving = self._wait_for_input(device, moving, source, in_graph)
+                moved = move(moving, self._device, source, target)
                 for k, tensor in zip(places, moved, strict=True):
                     results[k] = tensor
         return tuple(results)
+
+    def _wait_for_input(
+        self,
+        device: torch.device,
+        tensors: Tensors,
+        source: torch.cuda.Stream | None,
+        in_graph: bool,
+    ) -> Tensors:
+        """Let the copy of a call's arguments wait for the caller, and the caller for dx."""
+        compute = stream.compute_stream(device)
+        if in_graph and source is not None:
+            return transfer.wait(tensors, source, compute)
+        stream.wait(source, compute)
+        return tensors
 
     def __repr__(self) -> str:
         return f"<Lane {self.j} on {self._device} of {self.progress!r}>"

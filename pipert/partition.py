@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipert.autograd.drawing import may_draw
 
@@ -71,7 +72,8 @@ def split(
     """The partitions, placed on their devices.
 
     Raises:
-        ValueError: a parameter or buffer is used on two devices; nothing has moved then.
+        ValueError: a parameter or buffer is used on two devices, or running statistics in two
+            partitions; nothing has moved then.
     """
     named = list(module._modules.items())
     partitions = []
@@ -84,9 +86,23 @@ def split(
         partitions.append(partition)
         start += count
     _check_shared(partitions, devices)
+    _check_shared_norms(partitions)
     for partition, device in zip(partitions, devices, strict=True):
         partition.to(device)
     return tuple(partitions)
+
+
+def _check_shared_norms(partitions: list[nn.Sequential]) -> None:
+    homes: dict[nn.Module, int] = {}
+    for j, partition in enumerate(partitions):
+        for name, module in partition.named_modules():
+            statistics = isinstance(module, _NormBase) and module.track_running_stats
+            if statistics and homes.setdefault(module, j) != j:
+                raise ValueError(
+                    f"the normalisation layer {name!r} is used in partitions {homes[module]} and "
+                    f"{j}, which would update its running statistics in no fixed order; choose a "
+                    "balance that puts its uses in one partition, or copy it"
+                )
 
 
 def _check_shared(partitions: list[nn.Sequential], devices: Sequence[torch.device]) -> None:

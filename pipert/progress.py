@@ -41,7 +41,7 @@ class Progress:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.failed_at = _NEVER
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close the pipe inside of cancel
         self._errors: dict[int, BaseException] = {}
         self._latch = Latch(len(schedule))
         self.settle = self._latch.arrive  # once for each task

@@ -41,8 +41,9 @@ __all__: list[str] = []
 
 _log = logging.getLogger("pipert")
 
-# The pools whose tasks the current code runs inside of, carried into workers like all variables.
-_inside: ContextVar[tuple[Pool, ...]] = ContextVar("pipert_inside", default=())
+# The runtimes whose tasks the current code runs inside of, carried into workers like all variables.
+# Each by an object that stands for it: a graph keeps its context, and would keep the runtime.
+_inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=())
 
 
 class Runtime:
@@ -60,6 +61,7 @@ class Runtime:
         self._devices = tuple(devices)
         self._workers = assign_workers(list(devices))
         self._streams = CopyStreams()
+        self._identity = object()
         served = [devices[self._workers.index(w)] for w in range(len(set(self._workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
         self._cpu_workers = sum(device.type == "cpu" for device in served)
@@ -70,13 +72,13 @@ class Runtime:
         """Compute all micro-batches; the first ``checkpointed`` of them with checkpointing.
 
         Args:
-            inputs: ``(args, kwargs)`` for each micro-batch. Emptied as the run goes on.
+            inputs: what ``microbatch.scatter`` returns. Emptied as the run goes on.
             checkpointed: from 0 to ``len(inputs)``.
 
         Returns:
             The last partition's output for each micro-batch.
         """
-        if self.pool in _inside.get():
+        if self._identity in _inside.get():
             raise ReentrantCallError(
                 "a layer called the pipe that is running it, whose worker would wait for itself; "
                 "call the layers it needs directly"
@@ -120,7 +122,7 @@ class Runtime:
         on_cuda = {device for device in devices if device.type == "cuda"}
         on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
         context = CallerContext(list(on_cuda), self._cpu_workers)
-        context.set_variable(_inside, (*_inside.get(), self.pool))
+        context.set_variable(_inside, (*_inside.get(), self._identity))
         seed = RunSeed()
         n = len(devices)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
@@ -144,7 +146,7 @@ class Runtime:
 
     def close(self) -> None:
         """End the threads; join them, unless a task of this runtime is what calls."""
-        self.pool.close(join=self.pool not in _inside.get())
+        self.pool.close(join=self._identity not in _inside.get())
 
     def __repr__(self) -> str:
         return f"<Runtime of {len(self._partitions)} partitions, {self.pool!r}>"

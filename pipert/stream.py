@@ -64,11 +64,13 @@ def copy(
     """Copy ``tensors`` to ``device``; reading on stream ``source``, writing on ``target``.
 
     The caller has made ``source`` wait for what computes the tensors, and makes its compute stream
-    wait for ``target`` before it reads the results. A copy to the CPU returns when it is done.
+    wait for ``target`` before it reads the results.
     ``reader`` is the stream that will read the results; by default the current one.
     """
+    # From and to the CPU the copy is done on return: the memory there may be written next.
+    between_gpus = source is not None and device.type == "cuda"
     with torch.cuda.stream(source), torch.cuda.stream(target):
-        results = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors]
+        results = [tensor.to(device, non_blocking=between_gpus) for tensor in tensors]
     reader = reader or compute_stream(device)
     for tensor, result in zip(tensors, results, strict=True):
         if source is not None:

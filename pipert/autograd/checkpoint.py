@@ -55,23 +55,37 @@ class _Slot:
         self.checkpoint = checkpoint
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        self.version = _parameter_version(tensor)
+        self.version = 0
         self.full = False
         self.value: Any = None
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
-    def fill(self, value: Any) -> None:
-        self.value = value
+    def fill(self, tensor: Tensor) -> None:
+        hooks = self.checkpoint.hooks
+        self.value = tensor if hooks is None else hooks[0](tensor)
+        self.version = tensor._version
         self.full = True
 
     def take(self) -> Tensor:
         if not self.full:
+            if self.checkpoint.recording:
+                raise RecomputationError(
+                    "a layer ran a backward through itself in its forward, which cannot be done "
+                    "while its activations are not kept; use checkpoint='never'"
+                )
             self.checkpoint.recompute()
         value, self.value, self.full = self.value, None, False
         hooks = self.checkpoint.hooks
-        tensor: Tensor = value if hooks is None else hooks[1](value)
+        if hooks is not None:
+            return hooks[1](value)  # type: ignore[no-any-return]
+        tensor: Tensor = value
+        if tensor._version != self.version:
+            raise RuntimeError(
+                f"a tensor needed for gradient computation, {self}, was modified in place by a later"
+                " operation of the same partition; clone it there"
+            )
         return tensor
 
 
@@ -87,7 +101,7 @@ class Checkpoint:
             as they would get what is saved without checkpointing.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "hooks", "slots")
+    __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "hooks", "recording", "slots")
 
     def __init__(
         self,
@@ -100,13 +114,18 @@ class Checkpoint:
         self._inputs = [_Input(tensor) for tensor in tensors]
         self.slots: list[weakref.ref[_Slot]] = []
         self.hooks = hooks
+        self.recording = False
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """``compute(value)`` with each saved tensor replaced by a slot (rule 1, 5)."""
         tensors, rebuild = tensors_of(value)
         own = rebuild(tuple([tensor.clone() for tensor in tensors]))
-        with torch.autograd.graph.saved_tensors_hooks(_Keep(self), _Slot.take):
-            return compute(own)
+        self.recording = True
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(_Keep(self), _Slot.take):
+                return compute(own)
+        finally:
+            self.recording = False
 
     def recompute(self) -> None:
         """Run the task again and fill the slots that are still there."""
@@ -164,18 +183,7 @@ class _Fill:
             raise RecomputationError(
                 f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + _REMEDY
             )
-        if slot.version != _parameter_version(tensor):
-            raise RuntimeError(
-                f"a parameter {slot} was modified in place between a forward and its recomputation;"
-                " call the optimizer after the backward"
-            )
-        kept, hooks = tensor.detach(), self.checkpoint.hooks
-        slot.fill(kept if hooks is None else hooks[0](kept))
-
-
-def _parameter_version(tensor: Tensor) -> int:
-    """What autograd would compare; other tensors are made anew by a recomputation."""
-    return tensor._version if tensor.requires_grad and tensor.is_leaf else -1
+        slot.fill(tensor.detach())
 
 
 def hooks_of_caller() -> tuple[Hook, Hook] | None:
@@ -189,8 +197,9 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
-    if isinstance(hooks[0], _Keep | _Fill):
-        return hooks[0].checkpoint.hooks
+    pack: object = hooks[0]
+    if isinstance(pack, _Keep | _Fill):
+        return pack.checkpoint.hooks
     if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise NestedCheckpointError(
             "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
@@ -239,7 +248,7 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         checkpoint = ctx.checkpoint()
-        if checkpoint is not None:
+        if checkpoint is not None and any(grad is not None for grad in grads):
             checkpoint.recompute()
         return (None, *grads)
 

@@ -20,8 +20,8 @@ to themselves while they run, one at a time.
 On a CUDA device the same is done with the device's generator, for the same reason: a recomputation
 and the forward of another caller may share the device.
 
-``dropout`` on CPU does not go through the default generator at all: it is by far the most common, and
-a thread of the user's that draws at that very moment would change its mask.
+``dropout`` on CPU does not go through the default generator at all: it is by far the most common,
+and a thread of the user's that draws at that very moment would change its mask.
 """
 
 from __future__ import annotations
@@ -166,7 +166,6 @@ class _Stream:
                     self._states = []
         if drawn:
             _refuse_nested_checkpoint()
-
 
     @contextlib.contextmanager
     def own_generator(self) -> Iterator[torch.Generator]:

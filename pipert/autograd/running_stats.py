@@ -42,9 +42,9 @@ class KeepRunningStats(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def keeps_running_stats(module: nn.Module) -> bool:
-    """Whether calling ``module`` now would update running statistics."""
-    return any(norm.training and norm.track_running_stats for norm in _norms(module))
+def may_update_running_stats(module: nn.Module) -> bool:
+    """Whether calling ``module`` now might update running statistics."""
+    return any(part.training and part._buffers for part in module.modules())
 
 
 def _norms(module: nn.Module) -> list[_NormBase]:

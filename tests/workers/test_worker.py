@@ -183,6 +183,7 @@ def test_stop_abandons_the_tasks_that_wait(worker: WorkerThread) -> None:
         worker.in_queue.put(job)
     worker.stop()
     go_on.set()
+    worker.join(WAIT)
     assert [job.outcomes for job in jobs] == [[PipeClosedError], [PipeClosedError]]
 
 
