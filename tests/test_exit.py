@@ -352,7 +352,7 @@ print(wrong, interrupted > 20)
 
 
 # Ctrl-C at every place of pipert's code and of ``threading.Thread``, one after the other. Not of
-# ``threading.Condition``, which an interrupt can leave locked, so that a thread never gets to start.
+# ``threading.Condition``, which an interrupt can leave locked, so that a thread never starts.
 
 SWEEP = """
 import dis, functools

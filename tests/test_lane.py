@@ -352,6 +352,7 @@ class FakeStreams:
         device: torch.device,
         source: FakeStream,
         target: FakeStream,
+        reader: object = None,
     ) -> tuple[Tensor, ...]:
         self.log.append(f"copy from <{source.name}> to <{target.name}>")
         return tuple(torch.zeros_like(tensor, device=device) for tensor in tensors)

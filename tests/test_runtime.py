@@ -898,16 +898,18 @@ def test_an_exception_thrown_into_a_worker_that_waits_for_its_input_reaches_the_
             Caller(lambda: pipe(rows(2))).result()
 
 
-def test_closing_the_pipe_wakes_a_caller_in_it(failures: Failures) -> None:
-    started = threading.Event()
+def test_closing_the_pipe_wakes_a_caller_in_it() -> None:
+    started, stopped = threading.Event(), threading.Event()
 
     def act(i: int, j: int) -> None:
         started.set()
-        failures.wait()  # until the tasks behind this one have been abandoned
+        wait(stopped)
 
     pipe = pipe_of(2, act, chunks=4)
     call = Caller(lambda: pipe(rows(4)))
     wait(started)
+    pipe._runtime.pool.stop()  # what close does before it joins
+    stopped.set()
     Caller(pipe.close).result()
     with pytest.raises(PipeClosedError):
         call.result()

@@ -83,8 +83,8 @@ class _Slot:
         tensor: Tensor = value
         if tensor._version != self.version:
             raise RuntimeError(
-                f"a tensor needed for gradient computation, {self}, was modified in place by a later"
-                " operation of the same partition; clone it there"
+                f"a tensor needed for gradient computation, {self}, was modified in place by a "
+                "later operation of the same partition; clone it there"
             )
         return tensor
 
@@ -193,13 +193,13 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
     to this task alone: their order would be mixed up by the threads of the other run, whose graph
     is kept as it is instead. So would be those of torch's checkpoint, which are refused.
     """
-    hooks: tuple[Hook, Hook] | None
+    hooks: tuple[Any, Any] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
-    pack: object = hooks[0]
-    if isinstance(pack, _Keep | _Fill):
-        return pack.checkpoint.hooks
+    own: object = getattr(hooks[0], "checkpoint", None)
+    if isinstance(own, Checkpoint):
+        return own.hooks
     if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise NestedCheckpointError(
             "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "

@@ -4,8 +4,8 @@ Guarantees:
 
 * **Q1** each item put is received once, or returned by :meth:`ClosableQueue.close`, or refused by
   the ``put`` that brought it. Never two of these, never none.
-* **Q2** ``close`` wakes every waiter, now and later.
-* **Q3** ``close`` may be called from a finalizer, on any thread, also on a thread that is inside
+* **Q2** ``close`` and ``shut`` wake every waiter, now and later.
+* **Q3** both may be called from a finalizer, on any thread, also on a thread that is inside
   ``put`` or ``get`` of the same queue at that moment.
 
 Q3 rules out a lock of our own: a finalizer that runs on the thread that holds it would wait for
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from pipert.errors import QueueClosed
@@ -56,24 +56,41 @@ class ClosableQueue(Generic[T]):
     def get(self, before_waiting: Callable[[], None] | None = None) -> T:
         """Remove and return the oldest item; wait for one, or raise :class:`QueueClosed`.
 
-        ``before_waiting`` is called when there is nothing yet, before the thread blocks. With
-        several receivers the one that loses a race may miss it; it is a hint.
+        ``before_waiting`` is called when there is nothing yet, before the thread blocks.
         """
         while True:
-            if before_waiting is not None and self._wakeups.empty():
-                before_waiting()
-            self._wakeups.get()
+            if self.is_closed():
+                raise QueueClosed
+            if self._cells:
+                self._use_wakeup()
+            else:
+                if before_waiting is not None:
+                    before_waiting()
+                self._wakeups.get()
+            if self.is_closed():
+                self._wakeups.put(None)  # for the next waiter
+                raise QueueClosed
             try:
                 taken = _take(self._cells.popleft())
-            except IndexError:  # only close wakes without an item
-                self._wakeups.put(None)  # for the next waiter
-                raise QueueClosed from None
+            except IndexError:
+                continue  # somebody else was faster
             if taken is not None:
                 return taken[0]
 
-    def close(self) -> list[T]:
-        """Close and return what nobody had received. Again: an empty list."""
+    def _use_wakeup(self) -> None:
+        try:
+            self._wakeups.get_nowait()
+        except Empty:  # the put was interrupted before it woke anybody, or is about to
+            pass
+
+    def shut(self) -> None:
+        """Refuse every put and get from now on; what is left waits for :meth:`close`."""
         self._closed = True
+        self._wakeups.put(None)
+
+    def close(self) -> list[T]:
+        """Shut and return what nobody had received. Again: an empty list."""
+        self.shut()
         left: list[T] = []
         while self._cells:
             try:
@@ -82,7 +99,6 @@ class ClosableQueue(Generic[T]):
                 break
             if taken is not None:
                 left.append(taken[0])
-        self._wakeups.put(None)
         return left
 
     def is_closed(self) -> bool:

@@ -88,16 +88,16 @@ class Pool:
             for k in range(len(self._names)):
                 if k == len(self._threads):
                     self._threads.append(self._new(k))
-                elif not self._threads[k].is_alive():
+                elif not self._threads[k].is_alive() and self._threads[k].ident is not None:
                     self._threads[k] = self._new(k)
+                if self._threads[k].ident is None:  # new, or its start was interrupted
+                    self._threads[k].start()
             if self.closed:  # meanwhile, by a signal handler or another thread
                 self.stop()
                 raise PipeClosedError("the pipe was closed while its threads were starting")
 
     def _new(self, k: int) -> WorkerThread:
-        thread = WorkerThread(self._names[k], self._devices[k], self._turns)
-        thread.start()
-        return thread
+        return WorkerThread(self._names[k], self._devices[k], self._turns)
 
     def stop(self) -> None:
         """Let every thread end after its current task, without waiting for it (P3)."""
@@ -136,6 +136,7 @@ def _end_all() -> None:
     """P4. Daemon threads that are still in torch when the interpreter goes can crash it."""
     _exiting.append(True)
     threads = [thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
+    threads = [thread for thread in threads if thread.is_alive()]
     for thread in threads:
         thread.stop()
     deadline = time.monotonic() + _AT_EXIT

@@ -48,9 +48,10 @@ class WorkerThread(threading.Thread):
         self.in_queue = in_queue
 
     def stop(self) -> None:
-        """Let the thread end after its current task; abandon the others. From anywhere."""
-        for task in self.in_queue.close():
-            task.abandon(PipeClosedError("the pipe was closed while the task was waiting"))
+        """Let the thread end after its current task; it abandons the others. From anywhere."""
+        self.in_queue.shut()
+        if not self.is_alive():
+            _abandon(self.in_queue.close(), None, self.name)
 
 
 def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> None:
@@ -76,9 +77,15 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> Non
         left = in_queue.close()
         if task is not None:
             left.insert(0, task)
+        _abandon(left, reason, name)
+
+
+def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None:
+    if reason is not None:
+        _log.error("%s ended with %d tasks to do", name, len(tasks), exc_info=reason)
+    for task in tasks:
+        error: BaseException = PipeClosedError("the pipe was closed during the call")
         if reason is not None:
-            _log.error("%s ended with %d tasks to do", name, len(left), exc_info=reason)
-        for task in left:
-            died = WorkerDiedError(f"{name} was ended from outside while it had tasks to do")
-            died.__cause__ = reason
-            task.abandon(died)
+            error = WorkerDiedError(f"{name} was ended from outside while it had tasks to do")
+            error.__cause__ = reason
+        task.abandon(error)

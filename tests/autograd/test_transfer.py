@@ -40,7 +40,11 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     log: list[tuple[Any, ...]] = []
 
     def copy(
-        tensors: tuple[Tensor, ...], device: torch.device, source: Any, target: Any
+        tensors: tuple[Tensor, ...],
+        device: torch.device,
+        source: Any,
+        target: Any,
+        reader: Any = None,
     ) -> tuple[Tensor, ...]:
         log.append((len(tensors), str(device), source, target))
         return tuple(tensor.clone() for tensor in tensors)

@@ -513,9 +513,7 @@ def test_gradients_under_lossy_hooks_are_those_of_the_plain_module(checkpoint: s
 
 def test_the_hooks_of_these_tests_do_lose_something() -> None:
     module, x = whole_numbers()
-    assert not same(
-        gradients(module, x, Hooks()), gradients(module, x, contextlib.nullcontext)
-    )
+    assert not same(gradients(module, x, Hooks()), gradients(module, x, contextlib.nullcontext))
 
 
 @checkpoints

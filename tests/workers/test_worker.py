@@ -385,9 +385,7 @@ def test_an_exception_thrown_into_a_worker_that_waits_for_its_input_reaches_the_
 # W2
 
 
-def test_an_idle_worker_does_not_reference_its_last_task(
-    worker: WorkerThread, no_gc: None
-) -> None:
+def test_an_idle_worker_does_not_reference_its_last_task(worker: WorkerThread, no_gc: None) -> None:
     job = Job()
     reference, settled = weakref.ref(job), job.settled
     worker.in_queue.put(job)
