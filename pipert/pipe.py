@@ -105,8 +105,26 @@ class Pipe(nn.Module):
         # A layer may have any name, also that of a setting, and must not be in its way.
         if name in _OWN:
             object.__setattr__(self, name, value)
+        elif isinstance(value, nn.Module):
+            self.add_module(name, value)
         else:
             super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replace the layer called ``name``; it moves to its partition's device.
+
+        Raises:
+            ValueError: no layer has that name, or ``module`` is no module. A pipe has the layers it
+                was made of.
+        """
+        for partition, device in zip(self._partitions, self._devices, strict=True):
+            if name in partition._modules and isinstance(module, nn.Module):
+                partition._modules[name] = self._modules[name] = module.to(device)
+                return
+        raise ValueError(
+            f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
+            f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"
+        )
 
     def _start(self) -> None:
         self._runtime = Runtime(self._partitions, self._devices)

@@ -751,3 +751,18 @@ def test_module_may_be_in_two_pipes_at_once() -> None:
 def test_pipe_may_be_a_layer_of_another_module(pipe: Pipe) -> None:
     model = nn.Sequential(nn.Linear(2, 2), pipe, nn.Linear(1, 1))
     assert model(torch.ones(4, 2)).shape == (4, 1)
+
+
+def test_a_replaced_layer_runs_and_is_in_the_state_dict() -> None:
+    module = layers()
+    with made(module) as pipe:
+        new = nn.Linear(pipe[0].in_features, pipe[0].out_features)  # type: ignore[arg-type]
+        setattr(pipe, "0", new)
+        assert pipe[0] is new
+        assert pipe.partitions[0][0] is new
+        assert torch.equal(pipe.state_dict()["0.weight"], new.weight)
+
+
+def test_a_module_that_is_no_layer_is_refused_as_an_attribute(pipe: Pipe) -> None:
+    with pytest.raises(ValueError, match="'extra' is none of its layers"):
+        pipe.extra = nn.ReLU()

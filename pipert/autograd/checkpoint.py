@@ -193,8 +193,7 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
     to this task alone: their order would be mixed up by the threads of the other run, whose graph
     is kept as it is instead. So would be those of torch's checkpoint, which are refused.
     """
-    hooks: tuple[Any, Any] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
     own: object = getattr(hooks[0], "checkpoint", None)
@@ -206,7 +205,8 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
             "their order; several threads save in no fixed one. Use the pipe's own checkpoint="
             "'always', or use_reentrant=True"
         )
-    return hooks
+    found: tuple[Hook, Hook] = hooks
+    return found
 
 
 _REMEDY = (

@@ -89,6 +89,7 @@ class Pool:
                 if k == len(self._threads):
                     self._threads.append(self._new(k))
                 elif not self._threads[k].is_alive() and self._threads[k].ident is not None:
+                    self._threads[k].stop()  # an interrupted is_alive() may have been wrong
                     self._threads[k] = self._new(k)
                 if self._threads[k].ident is None:  # new, or its start was interrupted
                     self._threads[k].start()

@@ -132,6 +132,16 @@ def everything() -> list[object]:
     return [row.see() for row in ROWS]
 
 
+PLAIN = everything()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Fail the test that leaves something on, not the ones after it, which would not notice."""
+    yield
+    assert everything() == PLAIN
+
+
 # What layers see
 
 
@@ -239,7 +249,7 @@ def test_F_leaves_nothing_on_its_worker(row: Row) -> None:
         observed.train(row.block)
         observed.take("F")
         observed.train()
-        assert observed.take("F") == [everything()] * 4
+        assert observed.take("F") == [PLAIN] * 4
 
 
 @rows
@@ -253,25 +263,23 @@ def test_F_that_fails_leaves_nothing_on_its_worker(row: Row) -> None:
         for probe in observed.probes:
             probe.seen["F"] = []
         observed.train()
-        assert observed.take("F") == [everything()] * 4
+        assert observed.take("F") == [PLAIN] * 4
 
 
 @rows_with_graph
 def test_R_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> None:
-    before = everything()
     with Observed(everything) as observed:
         observed.train(row.block)
-        assert everything() == before
+        assert everything() == PLAIN
 
 
 @rows_with_graph
 def test_R_that_fails_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> None:
-    before = everything()
     with Observed(everything) as observed:
         observed.probes[0].failing = "R"
         with pytest.raises(Failed):
             observed.train(row.block)
-        assert everything() == before
+        assert everything() == PLAIN
 
 
 @rows
