@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipert import Pipe, PipeClosedError
 from pipert.workers import context
@@ -288,6 +289,37 @@ def test_a_child_forked_while_a_worker_sets_its_count_of_threads_can_run_the_pip
             assert in_the_middle(pipe, start, reached, go_on) == RIGHT
         finally:
             set_num_threads(threads)
+
+
+def test_a_child_forked_while_a_layer_draws_random_numbers_can_draw_some() -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    class Noise(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.rand_like(x)
+
+    class Slow(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.rand_like:
+                reached.set()
+                go_on.wait(WAIT)
+            return func(*args, **kwargs or {})
+
+    with Pipe(nn.Sequential(Noise()), [1], devices=["cpu"]) as pipe:
+
+        def start() -> None:
+            with Slow():
+                pipe(ROWS)
+
+        thread = threading.Thread(target=start, daemon=True)
+        thread.start()
+        assert reached.wait(WAIT)
+        code = child(lambda: pipe(ROWS).shape == (4, 1))
+        go_on.set()
+        thread.join(WAIT)
+    assert code == RIGHT
 
 
 # multiprocessing

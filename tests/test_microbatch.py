@@ -514,3 +514,10 @@ def test_pitfall_27_pipe_is_usable_after_an_input_without_data() -> None:
 def test_pitfall_27_input_on_another_device_is_brought_to_the_first_partition() -> None:
     with Pipe(nn.Sequential(nn.ReLU()), [1], devices=["cuda:0"], chunks=2) as pipe:
         same(pipe(rows(4)), rows(4).cuda())
+
+
+@pytest.mark.parametrize("empty", [[], (), {}], ids=["list", "tuple", "dict"])
+def test_an_argument_without_leaves_is_an_argument_all_the_same(empty: Any) -> None:
+    assert [len(part.args) for part in scatter((rows(4), empty), {}, 2)] == [2, 2]
+    parts = scatter((rows(4),), {"extra": empty}, 2)
+    assert [part.kwargs for part in parts] == [{"extra": empty}] * 2

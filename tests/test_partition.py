@@ -204,3 +204,9 @@ def test_layer_with_a_hook_may_draw() -> None:
 
 def test_empty_partition_does_not_draw() -> None:
     assert not draws(nn.Sequential())
+
+
+def test_running_statistics_of_two_partitions_are_refused() -> None:
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(ValueError, match="'2' is used in partitions 0 and 1"):
+        split(nn.Sequential(norm, nn.ReLU(), norm), [2, 1], [torch.device("cpu")] * 2)

@@ -86,19 +86,16 @@ class Pool:
             if self._closed:
                 raise PipeClosedError("the pipe was closed; make a new Pipe of the same module")
             for k in range(len(self._names)):
-                if k == len(self._threads):
-                    self._threads.append(self._new(k))
-                elif not self._threads[k].is_alive() and self._threads[k].ident is not None:
-                    self._threads[k].stop()  # an interrupted is_alive() may have been wrong
-                    self._threads[k] = self._new(k)
-                if self._threads[k].ident is None:  # new, or its start was interrupted
-                    self._threads[k].start()
+                if k < len(self._threads) and self._threads[k].is_alive():
+                    continue
+                for old in self._threads[k : k + 1]:
+                    old.stop()  # its start may have been interrupted, so that it is alive yet
+                thread = WorkerThread(self._names[k], self._devices[k], self._turns)
+                self._threads[k : k + 1] = [thread]  # first: nobody else would stop it
+                thread.start()
             if self.closed:  # meanwhile, by a signal handler or another thread
                 self.stop()
                 raise PipeClosedError("the pipe was closed while its threads were starting")
-
-    def _new(self, k: int) -> WorkerThread:
-        return WorkerThread(self._names[k], self._devices[k], self._turns)
 
     def stop(self) -> None:
         """Let every thread end after its current task, without waiting for it (P3)."""
@@ -117,7 +114,8 @@ class Pool:
         self.stop()
         if join:
             for thread in threads:
-                thread.join()
+                if thread.is_alive():  # one that was never started cannot be joined
+                    thread.join()
 
     @property
     def closed(self) -> bool:

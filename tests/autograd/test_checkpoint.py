@@ -710,3 +710,72 @@ def test_parameter_that_was_modified_is_refused_as_without_checkpointing() -> No
             second.weight.add_(1)
         with pytest.raises(RuntimeError, match="modified"):
             loss.backward()
+
+
+# What changes between F and R, or is asked for too early.
+
+
+class Scaled(nn.Module):
+    """Changes in place what the operation before has saved."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sigmoid().mul_(3)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_an_activation_changed_by_a_later_operation_is_refused(checkpoint: str) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), Scaled())
+    with Pipe(module, [2], devices=["cpu"], chunks=2, checkpoint=checkpoint) as pipe:
+        with pytest.raises(RuntimeError, match="modified .*in ?place"):
+            pipe(torch.randn(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_parameters_changed_before_a_recomputation_are_refused(layer: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with Pipe(module, [2], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        loss = pipe(torch.randn(4, 3)).sum()
+        with torch.no_grad():
+            module[layer].weight.mul_(10)  # type: ignore[operator]
+        with pytest.raises(RuntimeError, match="call the optimizer after the backward"):
+            loss.backward()
+
+
+def test_parameters_that_are_others_in_the_recomputation_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(3, 3))
+    with Pipe(module, [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        others = {n: p.detach().clone().requires_grad_() for n, p in pipe.named_parameters()}
+        loss = torch.func.functional_call(pipe, others, torch.randn(4, 3)).sum()
+        with pytest.raises(RuntimeError, match="was modified"):
+            loss.backward()
+
+
+class Force(nn.Module):
+    """The derivative of its energy, as force fields have it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(x.sin().pow(2).sum(), x, create_graph=True)
+        return force
+
+
+def test_a_backward_inside_a_layer_works_without_checkpointing() -> None:
+    x = torch.randn(4, 3)
+    with Pipe(nn.Sequential(Force()), [1], devices=["cpu"], chunks=2, checkpoint="never") as pipe:
+        same(pipe(x), Force()(x))
+
+
+def test_a_backward_inside_a_checkpointed_layer_is_refused() -> None:
+    with Pipe(nn.Sequential(Force()), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        with pytest.raises(RecomputationError, match="use checkpoint='never'"):
+            pipe(torch.randn(4, 3))
+
+
+def test_a_graph_does_not_keep_the_runtime_of_its_pipe() -> None:
+    pipe = Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], checkpoint="always")
+    loss = pipe(torch.randn(4, 3)).sum()
+    runtime = weakref.ref(pipe._runtime.pool)
+    pipe.close()
+    del pipe
+    assert runtime() is None
+    loss.backward()

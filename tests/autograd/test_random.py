@@ -726,3 +726,65 @@ def test_dropout_beside_a_nested_checkpoint_is_not_refused(reentrant: bool) -> N
     with pipe_of(nn.Linear(4, 4), layer, chunks=2) as pipe:
         pipe(torch.ones(4, 4)).sum().backward()
         assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_dropout_has_its_mask_though_another_thread_draws_meanwhile() -> None:
+    """The other thread draws whenever dropout asks for memory, that is, in its midst."""
+    done = threading.Event()
+    empty_like = torch.empty_like
+
+    def with_draw(*args: Any, **kwargs: Any) -> Tensor:
+        other = threading.Thread(target=lambda: (torch.rand(3), done.set()))
+        other.start()
+        other.join()
+        return empty_like(*args, **kwargs)
+
+    x = torch.ones(8, 4, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", with_draw)
+        with pipe_of(nn.Dropout(), chunks=2, checkpoint="always") as pipe:
+            y = pipe(x)
+            (grad,) = torch.autograd.grad(y.sum(), x)
+    assert done.is_set()
+    assert torch.equal(grad, y)
+
+
+class Dropping(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x)
+
+
+def compiled(layer: nn.Module) -> nn.Module:
+    wrapper: Any = torch.compile(layer, backend="eager")
+    assert isinstance(wrapper, nn.Module)
+    return wrapper
+
+
+def compiled_in_place(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="eager")
+    return layer
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")  # of dynamo and of torch.jit
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: compiled_in_place(nn.Dropout()),
+        lambda: compiled_in_place(Dropping()),
+        lambda: compiled(Dropping()),
+        lambda: nn.Sequential(nn.Identity(), compiled(Dropping())),
+        lambda: torch.jit.script(nn.Sequential(nn.Dropout())),
+    ],
+    ids=["dropout in place", "module in place", "wrapper", "inside a layer", "scripted"],
+)
+def test_compiled_layers_draw_the_same_in_a_recomputation(
+    layer: Callable[[], nn.Module],
+) -> None:
+    x = torch.ones(8, 4, requires_grad=True)
+    with pipe_of(layer(), nn.Identity(), chunks=2, checkpoint="always") as pipe:
+        y = pipe(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, y)
+    assert 0 < (y == 0).sum() < y.numel()
