@@ -6,7 +6,7 @@ references the partition and what must be the same the second time, but neither 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 
@@ -42,12 +42,31 @@ def is_recomputing() -> bool:
     return _recomputing.get()
 
 
-Parameters = Sequence[tuple[Tensor, int]]
+class Snapshot:
+    """What a partition was like when it computed, for its recomputations. One for a lane."""
+
+    __slots__ = ("_parameters", "updates_stats")
+
+    def __init__(self, partition: nn.Sequential) -> None:
+        # By where they are looked up: walking the modules again for each R would cost more than
+        # the rest of it for small ones.
+        self._parameters = [
+            (module._parameters, name, p, _version(p))
+            for module in partition.modules()
+            for name, p in module._parameters.items()
+        ]
+        self.updates_stats = may_update_running_stats(partition)
+
+    def is_current(self) -> bool:
+        """Whether the parameters are still the same, and unchanged."""
+        return all(
+            home.get(name) is p and _version(p) == version
+            for home, name, p, version in self._parameters
+        )
 
 
-def parameters_of(partition: nn.Sequential) -> Parameters:
-    """The parameters with their versions, to find out later whether they have changed."""
-    return [(p, -1 if p.is_inference() else p._version) for p in partition.parameters()]
+def _version(tensor: Tensor | None) -> int:
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Computation:
@@ -59,10 +78,10 @@ class Computation:
         place: where the partition computes, for errors.
         context: the caller's.
         random: the task's random numbers; ``None`` when no layer draws any.
-        parameters: those of the partition with their versions, if it is to be recomputed.
+        snapshot: of the partition, if it is to be recomputed.
     """
 
-    __slots__ = ("_context", "_parameters", "_partition", "_place", "_random", "i", "j", "m")
+    __slots__ = ("_context", "_partition", "_place", "_random", "_snapshot", "i", "j", "m")
 
     def __init__(
         self,
@@ -73,7 +92,7 @@ class Computation:
         place: str,
         context: CallerContext,
         random: TaskRandom | None,
-        parameters: Parameters = (),
+        snapshot: Snapshot | None = None,
     ) -> None:
         self._partition = partition
         self.i = i
@@ -82,7 +101,7 @@ class Computation:
         self._place = place
         self._context = context
         self._random = random
-        self._parameters = parameters
+        self._snapshot = snapshot
 
     def forward(self, value: Value) -> Value:
         """``F[i,j]``, under the caller's context already."""
@@ -98,23 +117,17 @@ class Computation:
         return self._context.run_recomputation(self._recompute, get_value)
 
     def _recompute(self, get_value: Callable[[], Value]) -> Value:
-        self._check_parameters()
-        _recomputing.set(True)
-        if not may_update_running_stats(self._partition):
-            return self._compute(get_value())
-        with KeepRunningStats(self._partition):
-            return self._compute(get_value())
-
-    def _check_parameters(self) -> None:
-        now = parameters_of(self._partition)
-        if len(now) != len(self._parameters) or any(
-            new[0] is not old[0] or new[1] != old[1]
-            for new, old in zip(now, self._parameters, strict=True)
-        ):
+        assert self._snapshot is not None
+        if not self._snapshot.is_current():
             raise RuntimeError(
                 f"a parameter of partition {self.j} was modified between a forward and its "
                 "recomputation; call the optimizer after the backward, or use checkpoint='never'"
             )
+        _recomputing.set(True)
+        if not self._snapshot.updates_stats:
+            return self._compute(get_value())
+        with KeepRunningStats(self._partition):
+            return self._compute(get_value())
 
     def _compute(self, value: Value) -> Value:
         if self._random is None:

@@ -33,7 +33,7 @@ from pipert._typing import Tensors, Value
 from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.random_state import RunSeed, TaskRandom
-from pipert.computation import Computation, Parameters, parameters_of
+from pipert.computation import Computation, Snapshot
 from pipert.partition import draws
 from pipert.progress import SKIPPED, Progress
 from pipert.queues.closable import ClosableQueue
@@ -63,8 +63,8 @@ class Lane:
     """
 
     __slots__ = (
-        "_checkpointed", "_context", "_device", "_draws", "_following", "_parameters", "_partition",
-        "_previous", "_receive", "_seed", "_send", "_streams", "_token", "j", "progress",
+        "_checkpointed", "_context", "_device", "_draws", "_following", "_partition", "_previous",
+        "_receive", "_seed", "_send", "_snapshot", "_streams", "_token", "j", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -96,7 +96,7 @@ class Lane:
         self._send = send
         self._token: Tensor | None = None
         self._draws = draws(partition)
-        self._parameters: Parameters = ()
+        self._snapshot: Snapshot | None = None
 
     def forward(self, i: int, turn: Turn) -> None:
         """``F[i,j]``: run it, or skip it if the run has failed before it. Never raises."""
@@ -163,8 +163,8 @@ class Lane:
         if self._draws:
             place = progress.schedule.position(i, self.j)
             random = TaskRandom(self._seed, place, self._device)
-        if i < self._checkpointed and self._context.grad_enabled and not self._parameters:
-            self._parameters = parameters_of(self._partition)
+        if self._snapshot is None and i < self._checkpointed and self._context.grad_enabled:
+            self._snapshot = Snapshot(self._partition)
         return Computation(
             self._partition,
             i,
@@ -173,7 +173,7 @@ class Lane:
             str(self._device),
             self._context,
             random,
-            self._parameters,
+            self._snapshot,
         )
 
     def _leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:

@@ -135,6 +135,13 @@ def everything() -> list[object]:
 PLAIN = everything()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _warm_up() -> None:
+    """The first dispatch mode of a process takes torch a second."""
+    with NoNegation():  # type: ignore[no-untyped-call]
+        torch.neg(ONE)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     """Fail the test that leaves something on, not the ones after it, which would not notice."""

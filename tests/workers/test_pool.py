@@ -83,7 +83,6 @@ class Gate:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()

@@ -63,7 +63,6 @@ def worker() -> Iterator[WorkerThread]:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    gc.collect()
     gc.disable()
     yield
     gc.enable()
