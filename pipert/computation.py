@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
@@ -89,7 +90,7 @@ class Computation:
         i: int,
         j: int,
         m: int,
-        place: str,
+        place: torch.device,
         context: CallerContext,
         random: TaskRandom | None,
         snapshot: Snapshot | None = None,

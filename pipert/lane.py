@@ -170,7 +170,7 @@ class Lane:
             i,
             self.j,
             progress.schedule.m,
-            str(self._device),
+            self._device,
             self._context,
             random,
             self._snapshot,

@@ -64,7 +64,7 @@ def ends(script: str) -> tuple[int, str]:
 # The program ends
 
 
-def test_it_exits_with_an_unclosed_pipe() -> None:
+def test_pitfall_10_it_exits_with_an_unclosed_pipe() -> None:
     assert ends("pipe = two(); pipe(ROWS)") == (0, "")
 
 
@@ -116,7 +116,7 @@ def test_it_exits_with_the_code_of_sys_exit() -> None:
     assert ends("pipe = two(); pipe(ROWS); sys.exit(3)") == (3, "")
 
 
-def test_SystemExit_in_a_layer_ends_the_program() -> None:
+def test_pitfall_9_SystemExit_in_a_layer_ends_the_program() -> None:
     script = """
 pipe = two(first=Double(lambda x: sys.exit(4)))
 pipe(ROWS)

@@ -82,7 +82,7 @@ def pipe() -> Iterator[Pipe]:
         yield pipe
 
 
-def test_a_child_can_run_its_parents_pipe(pipe: Pipe) -> None:
+def test_pitfall_10_a_child_can_run_its_parents_pipe(pipe: Pipe) -> None:
     assert child(lambda: right(pipe)) == RIGHT
 
 

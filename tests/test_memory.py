@@ -101,7 +101,7 @@ class Setting:
 
 
 @modes
-def test_after_a_step_no_activation_is_left(checkpoint: str) -> None:
+def test_pitfall_29_after_a_step_no_activation_is_left(checkpoint: str) -> None:
     setting = Setting(checkpoint)
     with setting.pipe as pipe:
         pipe(torch.randn(8, 3)).sum().backward()

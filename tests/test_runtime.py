@@ -277,7 +277,7 @@ def test_a_task_starts_when_its_input_is_there_though_an_earlier_diagonal_is_not
         assert torch.equal(pipe(rows(2)), rows(2))
 
 
-def test_a_slow_micro_batch_holds_up_nobody_before_it() -> None:
+def test_pitfall_32_a_slow_micro_batch_holds_up_nobody_before_it() -> None:
     done = Events()
 
     def act(i: int, j: int) -> None:
@@ -308,7 +308,7 @@ def test_each_partition_has_one_thread_that_serves_every_call() -> None:
 
 
 @pytest.mark.parametrize("at", [(i, j) for i in range(3) for j in range(3)], ids=str)
-def test_after_a_failure_anywhere_the_next_call_returns_its_own_rows(at: Task) -> None:
+def test_pitfall_9_after_a_failure_anywhere_the_next_call_returns_its_own_rows(at: Task) -> None:
     def act(i: int, j: int) -> None:
         if (i, j) == at:
             raise ValueError
@@ -320,7 +320,7 @@ def test_after_a_failure_anywhere_the_next_call_returns_its_own_rows(at: Task) -
 
 
 @pytest.mark.parametrize("at", [(0, 0), (1, 0), (0, 1), (2, 1)], ids=str)
-def test_after_an_interrupt_the_next_call_returns_its_own_rows(
+def test_pitfall_9_after_an_interrupt_the_next_call_returns_its_own_rows(
     at: Task, interrupt: Signal
 ) -> None:
     def act(i: int, j: int) -> None:
@@ -536,7 +536,7 @@ def test_the_traceback_begins_in_the_caller() -> None:
     assert names[0] == "test_the_traceback_begins_in_the_caller"
 
 
-def test_the_note_says_which_task_failed_where_and_on_what() -> None:
+def test_pitfall_12_the_note_says_which_task_failed_where_and_on_what() -> None:
     class Picky(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x[0, 0] >= 2:
@@ -570,7 +570,7 @@ class FailsInRecomputation(nn.Module):
         return y.tanh()
 
 
-def test_an_error_in_a_recomputation_gets_a_note_too() -> None:
+def test_pitfall_12_an_error_in_a_recomputation_gets_a_note_too() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), FailsInRecomputation(StageError))
     with Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
         loss = pipe(torch.randn(4, 3)).sum()
@@ -756,7 +756,7 @@ def failing_pipe(failing: Failing, activations: Activations, checkpoint: str) ->
 
 
 @failures_everywhere
-def test_when_the_error_is_dropped_no_activation_of_the_run_is_left(
+def test_pitfall_11_when_the_error_is_dropped_no_activation_of_the_run_is_left(
     kind: type[Failing], checkpoint: str, no_gc: None
 ) -> None:
     activations = Activations()
@@ -936,7 +936,7 @@ def test_runs_of_two_callers_overlap_in_the_pipeline() -> None:
         assert torch.equal(b.result(), rows(1, first=10))
 
 
-def test_callers_of_one_pipe_get_their_own_rows() -> None:
+def test_pitfall_13_callers_of_one_pipe_get_their_own_rows() -> None:
     at_once = threading.Barrier(4)
     threads: set[int] = set()
 
@@ -1066,7 +1066,7 @@ def plain_and_inner() -> tuple[nn.Sequential, nn.Sequential]:
 
 @pytest.mark.parametrize("of_inner", ["always", "except_last", "never"])
 @pytest.mark.parametrize("of_outer", ["always", "except_last", "never"])
-def test_a_pipe_may_be_a_layer_of_another_pipe(of_outer: str, of_inner: str) -> None:
+def test_pitfall_13_a_pipe_may_be_a_layer_of_another_pipe(of_outer: str, of_inner: str) -> None:
     plain, layers = plain_and_inner()
     parameters = list(plain.parameters())
     x = torch.randn(8, 3)

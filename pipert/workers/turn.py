@@ -2,8 +2,8 @@
 
 The standard way is to let every worker with an input run. The interpreter lock lets one of them
 execute Python at a time, and each torch operation gives it away for an instant. With eight workers
-and tasks that cost 20 us, a task took 75 us, most of it spent in five context switches; with turns
-it takes 25 (``benchmarks/overhead.py``). So workers whose layers compute next to nothing take
+and tasks that cost 20 us, a prototype took 75 us a task, most of it spent in five context switches,
+and 25 with turns. So workers whose layers compute next to nothing take
 turns, and keep one for a few tasks. Real layers sleep or compute outside the interpreter lock, and
 know nothing of turns: for them, one at a time would be slower.
 

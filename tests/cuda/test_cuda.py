@@ -444,7 +444,7 @@ def wide(partitions: int) -> nn.Sequential:
 @pytest.mark.slow
 @placements
 @modes
-def test_reserved_memory_stays_flat_over_many_steps(devices: list[str], checkpoint: str) -> None:
+def test_pitfall_29_reserved_memory_stays_flat(devices: list[str], checkpoint: str) -> None:
     x = torch.randn(512, 256)
     with pipe_of(wide(len(devices)), devices, checkpoint=checkpoint) as pipe:
         sizes = []
@@ -458,7 +458,7 @@ def test_reserved_memory_stays_flat_over_many_steps(devices: list[str], checkpoi
 
 @placements
 @modes
-def test_after_a_step_no_activation_is_left(devices: list[str], checkpoint: str) -> None:
+def test_pitfall_29_after_a_step_no_activation_is_left(devices: list[str], checkpoint: str) -> None:
     x = torch.randn(512, 256)
     with pipe_of(wide(len(devices)), devices, checkpoint=checkpoint) as pipe:
         levels = []

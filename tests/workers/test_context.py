@@ -220,14 +220,14 @@ def test_the_row_can_be_seen(row: Row) -> None:
 
 
 @rows
-def test_F_sees_the_callers(row: Row) -> None:
+def test_pitfall_1_F_sees_the_callers(row: Row) -> None:
     with Observed(row.see) as observed:
         observed.train(row.block)
         assert observed.take("F") == [row.inside] * 4
 
 
 @rows_for_R
-def test_R_sees_the_callers(row: Row) -> None:
+def test_pitfall_1_R_sees_the_callers(row: Row) -> None:
     with Observed(row.see) as observed:
         observed.train(row.block)
         assert observed.take("R") == [row.inside] * 4

@@ -285,7 +285,7 @@ def raiser(kind: type[BaseException], when: Callable[[Tensor], bool]) -> Double:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("partition", [0, 1])
-def test_whatever_a_layer_raises_comes_back_to_the_caller(
+def test_pitfall_9_whatever_a_layer_raises_comes_back_to_the_caller(
     kind: type[BaseException], partition: int
 ) -> None:
     first, second = Double(), raiser(kind, lambda x: True)
