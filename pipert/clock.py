@@ -35,7 +35,7 @@ class ForwardTask:
             progress = self._due.pop()
         except IndexError:
             return  # its run was broken off after it was settled
-        self._lane.skip(self._i, error)
+        self._lane.abandon(self._i, error)
         progress.settle()
 
     def __repr__(self) -> str:

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.autograd.random_state import TaskRandom, call_layer
+from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
 from pipert.autograd.running_stats import KeepRunningStats, may_update_running_stats
 from pipert.microbatch import Arguments
+from pipert.schedule import Schedule
+from pipert.skip.routes import Carried, PartitionSkips
+from pipert.skip.store import use_in_task
 from pipert.value import describe
 from pipert.workers.context import CallerContext
 
@@ -71,93 +74,109 @@ def _version(tensor: Tensor | None) -> int:
 
 
 class Computation:
-    """One partition on one micro-batch.
+    """What one partition computes in one run.
 
     Args:
         partition: its layers.
-        i, j, m: which micro-batch of how many, and which partition.
+        j: its index.
+        schedule: the run's.
         place: where the partition computes, for errors.
         context: the caller's.
-        random: the task's random numbers; ``None`` when no layer draws any.
-        snapshot: of the partition, if it is to be recomputed.
+        seed: of the run's random numbers; ``None`` when no layer draws any.
+        skips: which the partition stashes and pops, if any. Then it gets and returns ``Carried``.
     """
 
-    __slots__ = ("_context", "_partition", "_place", "_random", "_snapshot", "i", "j", "m")
+    __slots__ = (
+        "_context", "_j", "_partition", "_place", "_schedule", "_seed", "_skips", "_snapshot",
+    )  # fmt: skip
 
     def __init__(
         self,
         partition: nn.Sequential,
-        i: int,
         j: int,
-        m: int,
+        schedule: Schedule,
         place: torch.device,
         context: CallerContext,
-        random: TaskRandom | None,
-        snapshot: Snapshot | None = None,
+        seed: RunSeed | None,
+        skips: PartitionSkips | None,
     ) -> None:
         self._partition = partition
-        self.i = i
-        self.j = j
-        self.m = m
+        self._j = j
+        self._schedule = schedule
         self._place = place
         self._context = context
-        self._random = random
-        self._snapshot = snapshot
+        self._seed = seed
+        self._skips = skips
+        self._snapshot: Snapshot | None = None
 
-    def forward(self, value: Value) -> Value:
+    def forward(self, i: int, value: Value) -> Value:
         """``F[i,j]``, under the caller's context already."""
-        return self._compute(value)
+        return self._compute(i, value)
 
-    def checkpointed_forward(self, value: Value) -> Value:
+    def checkpointed_forward(self, i: int, value: Value) -> Value:
         """``F[i,j]`` that will be recomputed."""
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._partition)
         _checkpointing.set(True)
-        return self._compute(value)
+        return self._compute(i, value)
 
-    def recompute(self, get_value: Callable[[], Value]) -> Value:
+    def recompute(self, i: int, get_value: Callable[[], Value]) -> Value:
         """``R[i,j]``, on the thread of a backward; the value is made under the context, too."""
-        return self._context.run_recomputation(self._recompute, get_value)
+        return self._context.run_recomputation(self._recompute, i, get_value)
 
-    def _recompute(self, get_value: Callable[[], Value]) -> Value:
+    def _recompute(self, i: int, get_value: Callable[[], Value]) -> Value:
         assert self._snapshot is not None
         if not self._snapshot.is_current():
             raise RuntimeError(
-                f"a parameter of partition {self.j} was modified between a forward and its "
+                f"a parameter of partition {self._j} was modified between a forward and its "
                 "recomputation; call the optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
         if not self._snapshot.updates_stats:
-            return self._compute(get_value())
+            return self._compute(i, get_value())
         with KeepRunningStats(self._partition):
-            return self._compute(get_value())
+            return self._compute(i, get_value())
 
-    def _compute(self, value: Value) -> Value:
-        if self._random is None:
-            return self._run_layers(value)
-        return self._random.run(self._run_layers, value)
+    def _compute(self, i: int, value: Value) -> Value:
+        compute = self._run_layers if self._skips is None else self._run_layers_with_skips
+        if self._seed is None:
+            return compute(i, value)
+        position = self._schedule.position(i, self._j)
+        return run_seeded(self._seed, position, self._place, compute, i, value)
 
-    def _run_layers(self, value: Value) -> Value:
+    def _run_layers_with_skips(self, i: int, carried: Carried) -> Carried:
+        assert self._skips is not None
+        store = self._skips.store(carried.skips)
+        use_in_task(store)
+        try:
+            value = self._run_layers(i, carried.value)
+            return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
+        finally:
+            store.clear()
+
+    def _run_layers(self, i: int, value: Value) -> Value:
         done = 0
         try:
             for layer in self._partition:
-                call = layer if self._random is None else partial(call_layer, layer)
+                call = layer if self._seed is None else partial(call_layer, layer)
                 if isinstance(value, Arguments):
                     value = call(*value.args, **value.kwargs)
                 else:
                     value = call(value)
                 done += 1
         except BaseException as error:
-            error.add_note(self._note(done, value))
+            error.add_note(self._note(i, done, value))
             raise
         return value
 
-    def _note(self, index: int, value: Value) -> str:
+    def _note(self, i: int, index: int, value: Value) -> str:
         task, phase = ("R", "recomputation") if is_recomputing() else ("F", "forward")
         name, layer = list(self._partition._modules.items())[index]
         return (
-            f"in {phase} {task}[{self.i},{self.j}]: partition {self.j} on {self._place}, layer "
-            f"{name!r} ({type(layer).__qualname__}), micro-batch {self.i} of {self.m}, input "
+            f"in {phase} {task}[{i},{self._j}]: partition {self._j} on {self._place}, layer "
+            f"{name!r} ({type(layer).__qualname__}), micro-batch {i} of {self._schedule.m}, input "
             f"{describe(value)}"
         )
 
     def __repr__(self) -> str:
-        return f"<Computation [{self.i},{self.j}] of {self.m} micro-batches on {self._place}>"
+        return f"<Computation of partition {self._j} on {self._place}>"

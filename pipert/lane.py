@@ -15,13 +15,17 @@
     send      y to partition j+1                 Copy'      dy arrives from partition j+1
 
 What does nothing is left out: on CPU there are no copies and waits, without grad no autograd pieces
-at all, and the first and last micro-batch have nothing to join and nobody to fork for. Skips will
-enter after ``receive`` and leave before ``send``, as further values beside ``x`` and ``y``.
+at all, and the first and last micro-batch have nothing to join and nobody to fork for.
+
+The skips that a partition pops from others are further values beside ``x`` all the way, copied from
+the device of the partition that stashed them; those that others pop are further values beside ``y``
+and posted before it is sent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -32,91 +36,79 @@ from pipert import stream
 from pipert._typing import Tensors, Value
 from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
-from pipert.autograd.random_state import RunSeed, TaskRandom
-from pipert.computation import Computation, Snapshot
+from pipert.computation import Computation
 from pipert.partition import draws
-from pipert.progress import SKIPPED, Progress
+from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
-from pipert.stream import CopyStreams
+from pipert.run import Run
+from pipert.skip.routes import Carried, PartitionSkips
 from pipert.value import differentiable, select
-from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
 
 __all__: list[str] = []
 
 
 class Lane:
-    """Partition *j* in one run. Used by its worker alone, but for :meth:`skip`.
+    """Partition *j* in one run. Used by its worker alone, but for :meth:`abandon`.
 
     Args:
+        run: the run.
         j: the partition's index.
-        partition: its layers, on ``device``.
-        device: where it computes.
-        previous, following: the devices of the partitions before and after; ``None`` at the ends.
-        checkpointed: how many micro-batches, from the first, are checkpointed.
-        progress: the run's.
-        context: the caller's.
-        seed: of the run's random numbers.
-        streams: the pipe's copy streams.
+        partition: its layers, on its device.
+        skips: which it stashes and pops, if any.
         receive: where the inputs come from: a list of them, or the queue of the partition before.
         send: takes the output, in the order of micro-batches.
     """
 
     __slots__ = (
-        "_checkpointed", "_context", "_device", "_draws", "_following", "_partition", "_previous",
-        "_receive", "_seed", "_send", "_snapshot", "_streams", "_token", "j", "progress",
+        "_computation", "_device", "_posts_copies", "_receive", "_run", "_send", "_skips", "_token",
+        "j", "progress",
     )  # fmt: skip
 
     def __init__(
         self,
+        run: Run,
         j: int,
         partition: nn.Sequential,
-        device: torch.device,
-        previous: torch.device | None,
-        following: torch.device | None,
-        checkpointed: int,
-        progress: Progress,
-        context: CallerContext,
-        seed: RunSeed,
-        streams: CopyStreams,
+        skips: PartitionSkips | None,
         receive: list[Value] | ClosableQueue[Value],
         send: Callable[[Value], None],
     ) -> None:
         self.j = j
-        self.progress = progress
-        self._partition = partition
-        self._device = device
-        self._previous = previous
-        self._following = following
-        self._checkpointed = checkpointed
-        self._context = context
-        self._seed = seed
-        self._streams = streams
+        self.progress = run.progress
+        self._run = run
+        self._device = run.devices[j]
+        self._skips = skips
         self._receive = receive
         self._send = send
         self._token: Tensor | None = None
-        self._draws = draws(partition)
-        self._snapshot: Snapshot | None = None
+        readers = [*range(j + 1, len(run.devices))[:1]]
+        readers += [k for _, partitions in (skips.leaving if skips else ()) for k in partitions]
+        self._posts_copies = any(run.devices[k] != self._device for k in readers)
+        seed = run.seed if draws(partition) else None
+        self._computation = Computation(
+            partition, j, run.schedule, self._device, run.context, seed, skips
+        )
 
     def forward(self, i: int, turn: Turn) -> None:
-        """``F[i,j]``: run it, or skip it if the run has failed before it. Never raises."""
+        """``F[i,j]``: run it, or not if the run has failed before it. Never raises."""
         progress = self.progress
-        position = progress.schedule.position(i, self.j)
-        y: Any = SKIPPED
+        position = self._run.schedule.position(i, self.j)
+        y: Any = NOT_RUN
         try:
             if position < progress.failed_at:
                 x = self._receive_input(i, turn)
-                if x is not SKIPPED and position < progress.failed_at:
+                if x is not NOT_RUN and position < progress.failed_at:
                     turn.take()
-                    y = self._context.run_forward(self._forward, i, x, turn)
+                    y = self._run.context.run_forward(self._forward, i, x, turn)
         except BaseException as error:  # noqa: B036  raised in the caller
             progress.fail(position, error)
         self._send(y)
 
-    def skip(self, i: int, error: BaseException) -> None:
+    def abandon(self, i: int, error: BaseException) -> None:
         """``F[i,j]`` never runs. Whoever waits for its output gets none."""
-        self.progress.fail(self.progress.schedule.position(i, self.j), error)
-        self._send(SKIPPED)
+        self.progress.fail(self._run.schedule.position(i, self.j), error)
+        self._send(NOT_RUN)
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
         if not isinstance(self._receive, list):
@@ -125,17 +117,27 @@ class Lane:
         return x
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
+        if self._skips is None:
+            return self._run_one(i, x, turn)
+        arriving = [self._run.mail.fetch(key, i, self.j) for key, _ in self._skips.arriving]
+        y, leaving = self._run_one(i, Carried(x, tuple(arriving)), turn)
+        for (key, partitions), value in zip(self._skips.leaving, leaving, strict=True):
+            self._run.mail.post(key, i, partitions, value)
+        return y
+
+    def _run_one(self, i: int, x: Value, turn: Turn) -> Value:
         x, copied = self._copy_in(i, x)
         x = self._join(x)
         if copied is not None:
             x = self._wait_for(copied, x)
-        computation, checkpoint = self._computation(i), None
+        computation, checkpoint = self._computation, None
         started = perf_counter()
-        if i >= self._checkpointed or not self._context.grad_enabled:
-            y = computation.forward(x)
+        if i >= self._run.checkpointed or not self._run.context.grad_enabled:
+            y = computation.forward(i, x)
         else:
-            checkpoint = Checkpoint(computation.recompute, x, self._context.saved_tensor_hooks)
-            y = checkpoint.record(computation.checkpointed_forward, x)
+            replay = partial(computation.recompute, i)
+            checkpoint = Checkpoint(replay, x, self._run.context.saved_tensor_hooks)
+            y = checkpoint.record(partial(computation.checkpointed_forward, i), x)
         turn.layers_took(perf_counter() - started)
         return self._leave(i, y, checkpoint)
 
@@ -151,38 +153,19 @@ class Lane:
     def _wait_for(self, copied: torch.cuda.Stream, x: Value) -> Value:
         """Let compute wait for the copy, and the copy back for compute."""
         compute = stream.compute_stream(self._device)
-        xs, rebuild = differentiable(x) if self._context.grad_enabled else ((), None)
+        xs, rebuild = differentiable(x) if self._run.context.grad_enabled else ((), None)
         if rebuild is None or not xs:
             stream.wait(compute, copied)
             return x
         return rebuild(transfer.wait(xs, compute, copied))
 
-    def _computation(self, i: int) -> Computation:
-        progress = self.progress
-        random = None
-        if self._draws:
-            place = progress.schedule.position(i, self.j)
-            random = TaskRandom(self._seed, place, self._device)
-        if self._snapshot is None and i < self._checkpointed and self._context.grad_enabled:
-            self._snapshot = Snapshot(self._partition)
-        return Computation(
-            self._partition,
-            i,
-            self.j,
-            progress.schedule.m,
-            self._device,
-            self._context,
-            random,
-            self._snapshot,
-        )
-
     def _leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
         """What comes after compute: wait, recompute, fork."""
         copying = compute = None
-        if self._following is not None and self._following != self._device:
-            copying = self._streams.get(self._device, i)
+        if self._posts_copies:
+            copying = self._run.streams.get(self._device, i)
             compute = stream.compute_stream(self._device)
-        if not self._context.grad_enabled:
+        if not self._run.context.grad_enabled:
             stream.wait(copying, compute)
             return y
         ys, rebuild = differentiable(y)
@@ -193,7 +176,7 @@ class Lane:
             ys = transfer.wait(ys, copying, compute)
         if checkpoint is not None:
             ys = recompute_before(ys, checkpoint)
-        last = i == self.progress.schedule.m - 1
+        last = i == self._run.schedule.m - 1
         if not last or self._token is not None:
             ys, forked = order.fork(ys, self._token)
             self._token = None if last else forked
@@ -202,19 +185,38 @@ class Lane:
     def _copy_in(self, i: int, x: Value) -> tuple[Value, torch.cuda.Stream | None]:
         """Bring ``x`` to this device; also the stream to wait for before it is read, if any.
 
-        What moves is all of a call's arguments, and what partition j-1 has on its own device. What
+        Skips first: they have been there for longer, and their copies need not wait for that of x.
+        """
+        before = None if self.j == 0 else self._run.devices[self.j - 1]
+        if not isinstance(x, Carried):
+            return self._copy_value(i, x, before)
+        assert self._skips is not None
+        copied, skips = None, []
+        for (_, source), skip in zip(self._skips.arriving, x.skips, strict=True):
+            skip, target = self._copy_value(i, skip, self._run.devices[source])
+            copied = copied or target
+            skips.append(skip)
+        value, target = self._copy_value(i, x.value, before)
+        return Carried(value, tuple(skips)), copied or target
+
+    def _copy_value(
+        self, i: int, x: Value, before: torch.device | None
+    ) -> tuple[Value, torch.cuda.Stream | None]:
+        """Bring a value here from the device of another partition, or of a call's arguments.
+
+        What moves is all of a call's arguments, and what a partition has on its own device. What
         a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.
         """
-        home, before = self._device, self._previous
+        home = self._device
         if before == home:
             return x, None
         tensors, rebuild = select(x, lambda t: t.device == before if before else t.device != home)
         if not tensors:
             return x, None
-        target = self._streams.get(home, i)
+        target = self._run.streams.get(home, i)
         for device in {tensor.device for tensor in tensors}:
-            source = self._streams.get(device, i)
-            tensors = self._copy_from(device, tensors, source, target)
+            source = self._run.streams.get(device, i)
+            tensors = self._copy_from(device, tensors, source, target, before is None)
         return rebuild(tensors), target
 
     def _copy_from(
@@ -223,6 +225,7 @@ class Lane:
         tensors: Tensors,
         source: torch.cuda.Stream | None,
         target: torch.cuda.Stream | None,
+        of_call: bool,
     ) -> Tensors:
         """Copy those of ``tensors`` that are on ``device``; inside the graph what belongs to it."""
         results = list(tensors)
@@ -231,11 +234,11 @@ class Lane:
                 k
                 for k, tensor in enumerate(tensors)
                 if tensor.device == device
-                and (tensor.requires_grad and self._context.grad_enabled) == in_graph
+                and (tensor.requires_grad and self._run.context.grad_enabled) == in_graph
             ]
             if places:
                 moving = tuple([tensors[k] for k in places])
-                if self._previous is None:  # no partition has made the copy stream wait
+                if of_call:  # no partition has made the copy stream wait
                     moving = self._wait_for_input(device, moving, source, in_graph)
                 moved = move(moving, self._device, source, target)
                 for k, tensor in zip(places, moved, strict=True):

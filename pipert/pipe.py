@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, overload
 
 import torch
@@ -14,6 +14,8 @@ from pipert.device import default_devices, parse_devices
 from pipert.microbatch import gather, scatter
 from pipert.partition import check_balance, check_module, even_balance, split
 from pipert.runtime import Runtime
+from pipert.skip.routes import routes
+from pipert.skip.verify import verify_skippables
 
 __all__ = ["Pipe"]
 
@@ -64,9 +66,12 @@ class Pipe(nn.Module):
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
             is below one; ``checkpoint`` is unknown; a device is not there; a parameter would be
             needed on two devices.
-        TypeError: ``module`` is no plain ``nn.Sequential``, or ``devices`` names no devices.
+        TypeError: ``module`` is no plain ``nn.Sequential``, its stashes and pops do not match, or
+            ``devices`` names no devices.
         IndexError: there are more partitions than devices.
     """
+
+    has_skips_of_its_own = True  # for a module that this one is a layer of
 
     def __init__(
         self,
@@ -85,6 +90,7 @@ class Pipe(nn.Module):
         self.chunks = chunks
         self.checkpoint = checkpoint
         check_module(module)
+        verify_skippables(module)
         self._balance = [_whole(count, "each entry of balance") for count in balance]
         check_balance(module, self._balance, None)
         parsed = (
@@ -116,10 +122,13 @@ class Pipe(nn.Module):
         Raises:
             ValueError: no layer has that name, or ``module`` is no module. A pipe has the layers it
                 was made of.
+            TypeError: its stashes and pops do not match those of the other layers.
         """
         for partition, device in zip(self._partitions, self._devices, strict=True):
             if name in partition._modules and isinstance(module, nn.Module):
+                verify_skippables(_sequential({**self._modules, name: module}))
                 partition._modules[name] = self._modules[name] = module.to(device)
+                self._runtime.skips = routes(self._partitions)
                 return
         raise ValueError(
             f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
@@ -127,7 +136,7 @@ class Pipe(nn.Module):
         )
 
     def _start(self) -> None:
-        self._runtime = Runtime(self._partitions, self._devices)
+        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions))
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
@@ -239,8 +248,7 @@ class Pipe(nn.Module):
             layer = layers[index][1]
             assert layer is not None
             return layer
-        part = nn.Sequential()
-        part._modules.update(layers[index])
+        part = _sequential(dict(layers[index]))
         part.training = self.training
         return part
 
@@ -286,6 +294,13 @@ class Pipe(nn.Module):
             for name, layer in partition._modules.items():
                 lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
         return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
+
+
+def _sequential(layers: Mapping[str, nn.Module | None]) -> nn.Sequential:
+    # add_module refuses names that are attributes, such as a layer called 'train'.
+    module = nn.Sequential()
+    module._modules.update(layers)  # type: ignore[arg-type]
+    return module
 
 
 def _whole(number: Any, what: str) -> int:

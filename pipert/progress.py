@@ -2,7 +2,7 @@
 
 Guarantees:
 
-* **R2** ``wait`` returns when each task of the run has run, failed or been skipped.
+* **R2** ``wait`` returns when each task of the run has run, failed or been left out.
 * **R3** of several failures the one that comes first in the schedule is raised, whatever the
   timing.
 * **R4** after a failure nothing later in the schedule starts. What comes earlier still does: it
@@ -23,11 +23,11 @@ from pipert.schedule import Schedule
 __all__: list[str] = []
 
 
-class _Skipped(enum.Enum):
-    SKIPPED = "skipped"
+class _NotRun(enum.Enum):
+    NOT_RUN = "not run"
 
 
-SKIPPED = _Skipped.SKIPPED
+NOT_RUN = _NotRun.NOT_RUN
 """Sent instead of an output when there is none."""
 
 _NEVER = 1 << 62

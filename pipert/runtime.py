@@ -24,14 +24,15 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.autograd.random_state import RunSeed
 from pipert.clock import Posting
 from pipert.device import assign_workers
 from pipert.errors import ReentrantCallError
 from pipert.lane import Lane
 from pipert.progress import Progress
 from pipert.queues.closable import ClosableQueue
+from pipert.run import Run
 from pipert.schedule import Schedule
+from pipert.skip.routes import PartitionSkips
 from pipert.stream import CopyStreams
 from pipert.value import select
 from pipert.workers.context import CallerContext
@@ -52,12 +53,17 @@ class Runtime:
     Args:
         partitions: each on its device already.
         devices: one for each partition.
+        skips: of each partition.
     """
 
     def __init__(
-        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
+        self,
+        partitions: Sequence[nn.Sequential],
+        devices: Sequence[torch.device],
+        skips: Sequence[PartitionSkips | None],
     ) -> None:
         self._partitions = tuple(partitions)
+        self.skips = tuple(skips)
         self._devices = tuple(devices)
         self._workers = assign_workers(list(devices))
         self._streams = CopyStreams()
@@ -84,9 +90,10 @@ class Runtime:
                 "call the layers it needs directly"
             )
         self.pool.start()
-        progress = Progress(Schedule(len(inputs), len(self._partitions)))
+        run = self._run(inputs, checkpointed)
+        progress = run.progress
         outputs: list[Value] = []
-        lanes = self._lanes(progress, inputs, outputs, checkpointed)
+        lanes = self._lanes(run, inputs, outputs)
         posting = Posting(lanes, self._workers, self.pool.put)
         try:
             self.pool.put(self._clock, posting)
@@ -115,29 +122,23 @@ class Runtime:
             except BaseException:  # noqa: B036  the first interrupt is being raised
                 _log.warning("interrupted again; still waiting for the layers that are executing")
 
-    def _lanes(
-        self, progress: Progress, inputs: list[Value], outputs: list[Value], checkpointed: int
-    ) -> list[Lane]:
-        devices = self._devices
-        on_cuda = {device for device in devices if device.type == "cuda"}
+    def _run(self, inputs: list[Value], checkpointed: int) -> Run:
+        on_cuda = {device for device in self._devices if device.type == "cuda"}
         on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
-        seed = RunSeed()
-        n = len(devices)
+        schedule = Schedule(len(inputs), len(self._partitions))
+        return Run(schedule, checkpointed, self._devices, context, self._streams)
+
+    def _lanes(self, run: Run, inputs: list[Value], outputs: list[Value]) -> list[Lane]:
+        n = len(self._partitions)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
         return [
             Lane(
+                run,
                 j,
                 self._partitions[j],
-                devices[j],
-                devices[j - 1] if j > 0 else None,
-                devices[j + 1] if j < n - 1 else None,
-                checkpointed,
-                progress,
-                context,
-                seed,
-                self._streams,
+                self.skips[j],
                 queues[j - 1] if j > 0 else inputs,
                 queues[j].put if j < n - 1 else outputs.append,
             )

@@ -22,13 +22,13 @@ class FakeLane:
         self.j = j
         self.progress = progress
         self.ran: list[int] = []
-        self.skipped: list[tuple[int, BaseException]] = []
+        self.abandoned: list[tuple[int, BaseException]] = []
 
     def forward(self, i: int, turn: Turn) -> None:
         self.ran.append(i)
 
-    def skip(self, i: int, error: BaseException) -> None:
-        self.skipped.append((i, error))
+    def abandon(self, i: int, error: BaseException) -> None:
+        self.abandoned.append((i, error))
         self.progress.fail(self.progress.schedule.position(i, self.j), error)
 
 
@@ -106,7 +106,7 @@ def test_an_abandoned_run_is_not_posted(run: Fixture) -> None:
 def test_to_abandon_a_run_skips_and_settles_each_task(run: Fixture) -> None:
     error = ValueError()
     run.posting.abandon(error)
-    assert [lane.skipped for lane in run.lanes] == 2 * [[(0, error), (1, error), (2, error)]]
+    assert [lane.abandoned for lane in run.lanes] == 2 * [[(0, error), (1, error), (2, error)]]
     assert run.unsettled() == 0
 
 
@@ -119,7 +119,7 @@ def test_to_abandon_a_posted_run_leaves_its_tasks_to_the_workers(run: Fixture) -
 def test_a_run_is_abandoned_once(run: Fixture) -> None:
     run.posting.abandon(ValueError())
     run.posting.abandon(ValueError())
-    assert [len(lane.skipped) for lane in run.lanes] == [3, 3]
+    assert [len(lane.abandoned) for lane in run.lanes] == [3, 3]
 
 
 def test_a_task_settles_once_it_has_run(run: Fixture) -> None:
@@ -127,10 +127,10 @@ def test_a_task_settles_once_it_has_run(run: Fixture) -> None:
     assert run.lanes[0].ran == [1] and run.unsettled() == 5
 
 
-def test_an_abandoned_task_is_skipped_and_settled(run: Fixture) -> None:
+def test_an_abandoned_task_is_settled_once_its_lane_knows(run: Fixture) -> None:
     error = ValueError()
     run.task(1, 0).abandon(error)
-    assert run.lanes[0].skipped == [(1, error)] and run.unsettled() == 5
+    assert run.lanes[0].abandoned == [(1, error)] and run.unsettled() == 5
 
 
 def test_an_abandoned_task_does_not_run(run: Fixture) -> None:
@@ -142,7 +142,7 @@ def test_to_abandon_a_task_that_has_run_does_nothing(run: Fixture) -> None:
     task = run.task(1, 0)
     task.run(run.turn)
     task.abandon(ValueError())
-    assert run.lanes[0].skipped == [] and run.unsettled() == 5
+    assert run.lanes[0].abandoned == [] and run.unsettled() == 5
 
 
 def test_the_repr_of_a_posting_shows_its_run(run: Fixture) -> None:

@@ -7,7 +7,7 @@ Lanes are driven by hand here, on the thread of the test. A lane between devices
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from pipert import is_recomputing, stream
-from pipert.autograd.random_state import RunSeed
 from pipert.lane import Lane
-from pipert.progress import SKIPPED, Progress
+from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
+from pipert.run import Run
 from pipert.schedule import Schedule
+from pipert.skip.routes import PartitionSkips
 from pipert.stream import CopyStreams
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
@@ -38,15 +39,15 @@ class Apply(nn.Module):
         return self.function(x)
 
 
-class Run:
+class Driven:
     """A run of ``m`` micro-batches, whose lanes are made and driven by hand."""
 
-    def __init__(self, m: int = 1, n: int = 1, checkpointed: int = 0) -> None:
-        self.progress = Progress(Schedule(m, n))
-        self.context = CallerContext()
-        self.seed = RunSeed()
-        self.streams = CopyStreams()
-        self.checkpointed = checkpointed
+    def __init__(
+        self, m: int = 1, devices: Sequence[torch.device] = (CPU,), checkpointed: int = 0
+    ) -> None:
+        self.schedule = Schedule(m, len(devices))
+        self.run = Run(self.schedule, checkpointed, devices, CallerContext(), CopyStreams())
+        self.progress = self.run.progress
         self.sent: list[Any] = []
         self.turn = Turn(threading.Lock())
 
@@ -55,24 +56,16 @@ class Run:
         layers: Iterable[nn.Module],
         receive: list[Any] | ClosableQueue[Any],
         j: int = 0,
-        device: torch.device = CPU,
-        previous: torch.device | None = None,
-        following: torch.device | None = None,
         send: Callable[[Any], None] | None = None,
+        skips: PartitionSkips | None = None,
     ) -> Lane:
         return Lane(
-            j=j,
-            partition=nn.Sequential(*layers),
-            device=device,
-            previous=previous,
-            following=following,
-            checkpointed=self.checkpointed,
-            progress=self.progress,
-            context=self.context,
-            seed=self.seed,
-            streams=self.streams,
-            receive=receive,
-            send=self.sent.append if send is None else send,
+            self.run,
+            j,
+            nn.Sequential(*layers),
+            skips,
+            receive,
+            self.sent.append if send is None else send,
         )
 
     def outputs(self, layers: Iterable[nn.Module], inputs: list[Any]) -> list[Any]:
@@ -112,13 +105,13 @@ def all_nodes(y: Tensor) -> set[str]:
 
 
 def test_the_output_of_the_layers_is_sent() -> None:
-    (y,) = Run().outputs([Apply(torch.neg), Apply(torch.exp)], [torch.ones(2)])
+    (y,) = Driven().outputs([Apply(torch.neg), Apply(torch.exp)], [torch.ones(2)])
     assert torch.equal(y, torch.exp(-torch.ones(2)))
 
 
 @pytest.mark.parametrize("value", [None, 3, "three", [1, {"a": None}], ()], ids=repr)
 def test_a_value_without_tensors_is_sent_as_it_is(value: Any) -> None:
-    assert Run().outputs([nn.Identity()], [value]) == [value]
+    assert Driven().outputs([nn.Identity()], [value]) == [value]
 
 
 def test_an_input_is_let_go_when_its_task_begins() -> None:
@@ -129,12 +122,12 @@ def test_an_input_is_let_go_when_its_task_begins() -> None:
         there.extend(value is not None for value in inputs)
         return x
 
-    Run(m=2).outputs([Apply(look)], inputs)
+    Driven(m=2).outputs([Apply(look)], inputs)
     assert there == [False, True, False, False]
 
 
 def test_an_input_may_come_from_a_queue() -> None:
-    run = Run()
+    run = Driven()
     queue: ClosableQueue[Any] = ClosableQueue()
     queue.put(7)
     run.lane([nn.Identity()], queue).forward(0, run.turn)
@@ -149,7 +142,7 @@ def test_the_turn_is_given_up_while_the_input_is_not_there() -> None:
             super().give_up()
             waiting.set()
 
-    run = Run()
+    run = Driven()
     queue: ClosableQueue[Any] = ClosableQueue()
     lane = run.lane([nn.Identity()], queue)
     thread = threading.Thread(target=lane.forward, args=(0, Spy(threading.Lock())), daemon=True)
@@ -167,30 +160,30 @@ def never(x: Any) -> Any:
     raise AssertionError("this layer must not run")
 
 
-def test_a_task_without_an_input_is_skipped() -> None:
-    run = Run()
-    run.lane([Apply(never)], [SKIPPED]).forward(0, run.turn)
-    assert run.sent == [SKIPPED] and run.progress.take_error() is None
+def test_a_task_without_an_input_does_not_run() -> None:
+    run = Driven()
+    run.lane([Apply(never)], [NOT_RUN]).forward(0, run.turn)
+    assert run.sent == [NOT_RUN] and run.progress.take_error() is None
 
 
-def test_a_task_after_the_failed_one_is_skipped() -> None:
-    run = Run(m=2)
+def test_a_task_after_the_failed_one_does_not_run() -> None:
+    run = Driven(m=2)
     lane = run.lane([Apply(never)], [1, 1])
     run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
     lane.forward(1, run.turn)
-    assert run.sent == [SKIPPED]
+    assert run.sent == [NOT_RUN]
 
 
 def test_a_task_after_the_failed_one_does_not_wait_for_its_input() -> None:
-    run = Run(m=2)
+    run = Driven(m=2)
     lane = run.lane([Apply(never)], ClosableQueue())
     run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
     lane.forward(1, run.turn)
-    assert run.sent == [SKIPPED]
+    assert run.sent == [NOT_RUN]
 
 
-def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_is_skipped() -> None:
-    run = Run(m=2)
+def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_run() -> None:
+    run = Driven(m=2)
 
     class Fails(list[Any]):
         """An input that takes its time, in which another task fails."""
@@ -200,11 +193,11 @@ def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_is_skipped(
             return super().__getitem__(i)
 
     run.lane([Apply(never)], Fails([1, 1])).forward(1, run.turn)
-    assert run.sent == [SKIPPED]
+    assert run.sent == [NOT_RUN]
 
 
 def test_a_task_before_the_failed_one_runs() -> None:
-    run = Run(m=2)
+    run = Driven(m=2)
     lane = run.lane([nn.Identity()], [1, 1])
     run.progress.fail(run.progress.schedule.position(1, 0), ValueError())
     lane.forward(0, run.turn)
@@ -218,22 +211,22 @@ def test_a_task_that_fails_raises_nothing_and_says_so(kind: type[BaseException])
     def fail(x: Any) -> Any:
         raise error
 
-    run = Run()
+    run = Driven()
     run.lane([Apply(fail)], [1]).forward(0, run.turn)
     assert run.progress.take_error() is error
 
 
 def test_a_task_that_fails_sends_that_there_is_no_output() -> None:
-    run = Run()
+    run = Driven()
     run.lane([Apply(never)], [1]).forward(0, run.turn)
-    assert run.sent == [SKIPPED]
+    assert run.sent == [NOT_RUN]
 
 
-def test_a_task_that_is_skipped_from_outside_fails_and_sends_that_there_is_no_output() -> None:
-    run = Run()
+def test_a_task_that_is_abandoned_fails_and_sends_that_there_is_no_output() -> None:
+    run = Driven()
     error = ValueError()
-    run.lane([Apply(never)], [1]).skip(0, error)
-    assert run.sent == [SKIPPED] and run.progress.take_error() is error
+    run.lane([Apply(never)], [1]).abandon(0, error)
+    assert run.sent == [NOT_RUN] and run.progress.take_error() is error
 
 
 # The graph on CPU ---------------------------------------------------------------------------------
@@ -252,63 +245,63 @@ def inputs_of(m: int) -> list[Any]:
 
 
 def test_a_single_micro_batch_has_the_plain_graph() -> None:
-    (y,) = Run(m=1).outputs([scale()], inputs_of(1))
+    (y,) = Driven(m=1).outputs([scale()], inputs_of(1))
     assert chain(y) == ["Mul0"]
 
 
 def test_the_first_of_several_micro_batches_has_a_fork() -> None:
-    y, _, _ = Run(m=3).outputs([scale()], inputs_of(3))
+    y, _, _ = Driven(m=3).outputs([scale()], inputs_of(3))
     assert chain(y) == ["_Fork", "Mul0"] and all_nodes(y) & {"_Join", "_Recompute"} == set()
 
 
 def test_a_micro_batch_in_the_middle_has_a_fork_and_a_join() -> None:
-    _, y, _ = Run(m=3).outputs([scale()], inputs_of(3))
+    _, y, _ = Driven(m=3).outputs([scale()], inputs_of(3))
     assert chain(y) == ["_Fork", "Mul0"] and "_Join" in all_nodes(y)
 
 
 def test_the_last_micro_batch_has_a_join_alone() -> None:
-    _, _, y = Run(m=3).outputs([scale()], inputs_of(3))
+    _, _, y = Driven(m=3).outputs([scale()], inputs_of(3))
     assert chain(y) == ["Mul0"] and "_Join" in all_nodes(y)
 
 
 def test_without_a_differentiable_input_the_token_goes_from_fork_to_fork() -> None:
-    _, _, y = Run(m=3).outputs([scale()], [torch.ones(2) for _ in range(3)])
+    _, _, y = Driven(m=3).outputs([scale()], [torch.ones(2) for _ in range(3)])
     assert chain(y)[:1] == ["_Fork"] and "_Join" not in all_nodes(y)
 
 
 def test_a_recomputation_comes_before_the_backward_and_after_the_fork() -> None:
-    y, _ = Run(m=2, checkpointed=2).outputs([scale()], inputs_of(2))
+    y, _ = Driven(m=2, checkpointed=2).outputs([scale()], inputs_of(2))
     assert chain(y) == ["_Fork", "_Recompute", "Mul0"]
 
 
 def test_as_many_micro_batches_as_asked_for_are_checkpointed() -> None:
-    outputs = Run(m=4, checkpointed=3).outputs([scale()], inputs_of(4))
+    outputs = Driven(m=4, checkpointed=3).outputs([scale()], inputs_of(4))
     # The graph of each holds those of the micro-batches before it, by the tokens.
     assert ["_Recompute" in chain(y) for y in outputs] == [True, True, True, False]
 
 
 def test_there_are_no_copies_and_no_waits_between_cpu_partitions() -> None:
-    run = Run(n=2, checkpointed=1)
+    run = Driven(devices=[CPU, CPU], checkpointed=1)
     between: list[Any] = []
-    run.lane([scale()], inputs_of(1), 0, CPU, None, CPU, between.append).forward(0, run.turn)
-    run.lane([scale()], between, 1, CPU, CPU, None).forward(0, run.turn)
+    run.lane([scale()], inputs_of(1), 0, between.append).forward(0, run.turn)
+    run.lane([scale()], between, 1).forward(0, run.turn)
     assert all_nodes(run.sent[0]) & {"_Copy", "_Wait"} == set()
 
 
 def test_without_grad_there_is_no_graph() -> None:
     with torch.no_grad():
-        run = Run(m=2, checkpointed=2)
+        run = Driven(m=2, checkpointed=2)
     outputs = run.outputs([scale()], [torch.ones(2), torch.ones(2)])
     assert [y.requires_grad for y in outputs] == [False, False]
 
 
 def test_outputs_that_are_not_differentiable_have_no_node() -> None:
-    outputs = Run(m=2, checkpointed=2).outputs([Apply(torch.argmax)], inputs_of(2))
+    outputs = Driven(m=2, checkpointed=2).outputs([Apply(torch.argmax)], inputs_of(2))
     assert [y.grad_fn for y in outputs] == [None, None]
 
 
 def test_outputs_may_be_changed_in_place_by_the_next_partition() -> None:
-    y, _ = Run(m=2, checkpointed=2).outputs([scale()], inputs_of(2))
+    y, _ = Driven(m=2, checkpointed=2).outputs([scale()], inputs_of(2))
     y.mul_(3).sum().backward()
     assert torch.equal(y, torch.ones(2).exp() * 3)
 
@@ -317,7 +310,7 @@ def test_only_differentiable_outputs_pass_through_the_nodes() -> None:
     def split(x: Tensor) -> dict[str, Any]:
         return {"float": x * 2, "int": torch.ones(1, dtype=torch.long), "none": None}
 
-    y, _ = Run(m=2).outputs([Apply(split)], inputs_of(2))
+    y, _ = Driven(m=2).outputs([Apply(split)], inputs_of(2))
     assert chain(y["float"])[0] == "_Fork"
     assert (y["int"].grad_fn, y["none"]) == (None, None)
 
@@ -402,11 +395,11 @@ def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
 
 def run_between_devices(fake: FakeStreams, checkpointed: int = 0) -> Tensor:
     """F[0,0] on ``cpu`` and F[0,1] on ``meta``; the output."""
-    run = Run(m=1, n=2, checkpointed=checkpointed)
-    run.streams = cast(CopyStreams, fake)
+    run = Driven(devices=[CPU, META], checkpointed=checkpointed)
+    run.run.streams = cast(CopyStreams, fake)
     between: list[Any] = []
-    first = run.lane([fake.layer(0, CPU)], [torch.ones(2)], 0, CPU, None, META, between.append)
-    second = run.lane([fake.layer(1, META)], between, 1, META, CPU)
+    first = run.lane([fake.layer(0, CPU)], [torch.ones(2)], 0, between.append)
+    second = run.lane([fake.layer(1, META)], between, 1)
     first.forward(0, run.turn)
     second.forward(0, run.turn)
     error = run.progress.take_error()
@@ -468,9 +461,9 @@ def test_a_recomputation_runs_while_the_gradient_is_still_being_copied(fake: Fak
 
 
 def test_the_arguments_of_a_call_are_copied_after_what_computes_them(fake: FakeStreams) -> None:
-    run = Run()
-    run.streams = cast(CopyStreams, fake)
-    run.lane([fake.layer(0, META)], [torch.ones(2)], 0, META, None).forward(0, run.turn)
+    run = Driven(devices=[META])
+    run.run.streams = cast(CopyStreams, fake)
+    run.lane([fake.layer(0, META)], [torch.ones(2)]).forward(0, run.turn)
     assert fake.log == [
         "<copy cpu 0> waits for <compute cpu>",
         "copy from <copy cpu 0> to <copy meta 0>",
@@ -480,38 +473,38 @@ def test_the_arguments_of_a_call_are_copied_after_what_computes_them(fake: FakeS
 
 
 def test_nothing_is_copied_that_is_there_already(fake: FakeStreams) -> None:
-    run = Run(n=2)
-    run.streams = cast(CopyStreams, fake)
+    run = Driven(devices=[META, META])
+    run.run.streams = cast(CopyStreams, fake)
     between: list[Any] = []
     x = torch.ones(2, device=META)
-    run.lane([nn.Identity()], [x], 0, META, None, META, between.append).forward(0, run.turn)
-    run.lane([nn.Identity()], between, 1, META, META).forward(0, run.turn)
+    run.lane([nn.Identity()], [x], 0, between.append).forward(0, run.turn)
+    run.lane([nn.Identity()], between, 1).forward(0, run.turn)
     assert fake.log == [] and run.sent[0] is x
 
 
 def test_what_a_layer_keeps_elsewhere_on_purpose_stays_there(fake: FakeStreams) -> None:
-    run = Run(n=3)
-    run.streams = cast(CopyStreams, fake)
+    run = Driven(devices=[META, CPU, CPU])
+    run.run.streams = cast(CopyStreams, fake)
     lengths = torch.ones(2, dtype=torch.long)
     value = (torch.ones(2, device=META), lengths)
-    run.lane([nn.Identity()], [value], 1, CPU, META).forward(0, run.turn)
+    run.lane([nn.Identity()], [value], 1).forward(0, run.turn)
     assert run.sent[0][0].device == CPU and run.sent[0][1] is lengths
 
 
 def test_all_tensors_of_a_value_are_copied_at_once(fake: FakeStreams) -> None:
-    run = Run(n=2)
-    run.streams = cast(CopyStreams, fake)
+    run = Driven(devices=[CPU, META])
+    run.run.streams = cast(CopyStreams, fake)
     value = {"a": torch.ones(2), "b": (torch.ones(3), "text")}
-    run.lane([nn.Identity()], [value], 1, META, CPU).forward(0, run.turn)
+    run.lane([nn.Identity()], [value], 1).forward(0, run.turn)
     y = run.sent[0]
     assert (y["a"].device, y["b"][0].device, y["b"][1]) == (META, META, "text")
     assert fake.log.count("copy from <copy cpu 0> to <copy meta 0>") == 1
 
 
 def test_each_micro_batch_is_copied_on_streams_of_its_own(fake: FakeStreams) -> None:
-    run = Run(m=2, n=2)
-    run.streams = cast(CopyStreams, fake)
-    lane = run.lane([nn.Identity()], [torch.ones(2), torch.ones(2)], 1, META, CPU)
+    run = Driven(m=2, devices=[CPU, META])
+    run.run.streams = cast(CopyStreams, fake)
+    lane = run.lane([nn.Identity()], [torch.ones(2), torch.ones(2)], 1)
     lane.forward(0, run.turn)
     lane.forward(1, run.turn)
     assert [line for line in fake.log if line.startswith("copy from")] == [
@@ -521,4 +514,4 @@ def test_each_micro_batch_is_copied_on_streams_of_its_own(fake: FakeStreams) -> 
 
 
 def test_the_repr_says_which_partition_of_which_run_it_is() -> None:
-    assert repr(Run(m=3).lane([], [])) == "<Lane 0 on cpu of <Progress of m=3 n=1, running>>"
+    assert repr(Driven(m=3).lane([], [])) == "<Lane 0 on cpu of <Progress of m=3 n=1, running>>"

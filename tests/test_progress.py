@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipert.progress import SKIPPED, Progress
+from pipert.progress import NOT_RUN, Progress
 from pipert.schedule import Schedule
 
 TIMEOUT = 3.0  # s
@@ -157,7 +157,7 @@ def test_many_threads_may_fail_at_once() -> None:
 
 
 def test_what_is_sent_instead_of_an_output_can_be_told_from_every_output() -> None:
-    assert SKIPPED is not None and repr(SKIPPED)
+    assert NOT_RUN is not None and repr(NOT_RUN)
 
 
 def test_the_repr_says_how_far_it_is(progress: Progress) -> None:

@@ -226,32 +226,23 @@ def _dropout(
     return input.mul_(noise) if inplace else input * noise
 
 
-class TaskRandom:
-    """What ``F[i,j]`` and ``R[i,j]`` share of their random numbers.
+def run_seeded(
+    seed: RunSeed, place: int, device: torch.device, compute: Callable[..., Value], *args: Any
+) -> Value:
+    """``compute(*args)`` with the random numbers of one task, the same each time.
+
+    ``compute`` calls its layers by :func:`call_layer`.
 
     Args:
         seed: the run's seed.
         place: a number of the task, unique in its run.
         device: where the partition computes.
     """
-
-    __slots__ = ("_device", "_place", "_seed")
-
-    def __init__(self, seed: RunSeed, place: int, device: torch.device) -> None:
-        self._seed = seed
-        self._place = place
-        self._device = device
-
-    def run(self, compute: Callable[[Value], Value], value: Value) -> Value:
-        """``compute(value)`` with the task's random numbers, from their start each time.
-
-        ``compute`` calls its layers by :func:`call_layer`.
-        """
-        token = _current.set(_Stream(self._seed, self._place, self._device))
-        try:
-            return compute(value)
-        finally:
-            _current.reset(token)
+    token = _current.set(_Stream(seed, place, device))
+    try:
+        return compute(*args)
+    finally:
+        _current.reset(token)
 
 
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:

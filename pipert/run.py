@@ -1,0 +1,52 @@
+"""What the lanes of one run share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipert.autograd.random_state import RunSeed
+from pipert.progress import Progress
+from pipert.schedule import Schedule
+from pipert.skip.routes import Mail
+from pipert.stream import CopyStreams
+from pipert.workers.context import CallerContext
+
+__all__: list[str] = []
+
+
+class Run:
+    """One mini-batch going through. Made in the caller; dies when the call returns.
+
+    Args:
+        schedule: its tasks.
+        checkpointed: how many micro-batches, from the first, are checkpointed.
+        devices: of each partition.
+        context: the caller's.
+        streams: the pipe's copy streams.
+    """
+
+    __slots__ = (
+        "checkpointed", "context", "devices", "mail", "progress", "schedule", "seed", "streams",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        checkpointed: int,
+        devices: Sequence[torch.device],
+        context: CallerContext,
+        streams: CopyStreams,
+    ) -> None:
+        self.schedule = schedule
+        self.checkpointed = checkpointed
+        self.devices = devices
+        self.context = context
+        self.streams = streams
+        self.progress = Progress(schedule)
+        self.seed = RunSeed()
+        self.mail = Mail()
+
+    def __repr__(self) -> str:
+        return f"<Run of {self.progress!r}>"

@@ -1,0 +1,29 @@
+"""Skip connections: a layer stashes a value, a later layer pops it (section 3.3 of the paper).
+
+>>> @skippable(stash=["skip"])
+... class Stash(nn.Module):
+...     def forward(self, x):
+...         yield stash("skip", x)
+...         return x
+
+>>> @skippable(pop=["skip"])
+... class PopAdd(nn.Module):
+...     def forward(self, x):
+...         skip = yield pop("skip")
+...         return x + skip
+
+>>> unit = nn.Sequential(Stash(), nn.Linear(8, 8), PopAdd())
+
+The layers do the same in a plain ``nn.Sequential`` and in a :class:`~pipert.Pipe`. There the value
+goes from the partition that stashes it straight to the one that pops it, in one copy, and its
+gradient straight back.
+"""
+
+from __future__ import annotations
+
+from pipert.skip.namespace import Namespace
+from pipert.skip.requests import pop, stash
+from pipert.skip.skippable import Skippable, skippable
+from pipert.skip.verify import verify_skippables
+
+__all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]

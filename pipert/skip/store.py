@@ -1,0 +1,148 @@
+"""Where a stashed value is until it is popped.
+
+Inside a pipe each task has a store of its own, which begins with what comes from other partitions
+and is emptied at the end: nothing of a skip outlives its task but what is sent on. Anywhere else,
+as in a plain ``nn.Sequential``, the store is the thread's. What is left in it, because the forward
+that stashed it failed, is replaced by the next stash of that name.
+
+A popped value is what it was when it was stashed. Where it crosses devices nothing else is
+possible, and so that the result does not depend on the split, nothing else is possible anywhere: a
+tensor that was changed in place since is refused. Tensors of inference mode do not know whether
+they were changed; they are stashed as copies.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipert._typing import Value
+from pipert.skip.namespace import Key, show
+from pipert.value import select, tensors_of
+
+__all__: list[str] = []
+
+
+class _Absent(enum.Enum):
+    ABSENT = "absent"
+
+
+ABSENT = _Absent.ABSENT
+"""Stands for a skip whose layer did not run: nested layers may be left out."""
+
+
+class Stashed(NamedTuple):
+    """A value, and the versions that its tensors have."""
+
+    value: Value
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def of(value: Value) -> Stashed:
+        """``value`` as it is now."""
+        return Stashed(value, _versions(value))
+
+    def get(self, key: Key) -> Value:
+        """The value.
+
+        Raises:
+            RuntimeError: it was modified in place since.
+        """
+        if _versions(self.value) != self.versions:
+            raise RuntimeError(
+                f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
+                " it, or let the layer that modifies it work on a copy (inplace=False)"
+            )
+        return self.value
+
+
+def _versions(value: Value) -> tuple[int, ...]:
+    return tuple([-1 if t.is_inference() else t._version for t in tensors_of(value)[0]])
+
+
+class Store:
+    """The skips of one task, or of one thread outside of pipes.
+
+    Args:
+        pops: how many layers pop a skip from this store, where it is not what the stashing layer
+            has declared, because some of them are in other partitions.
+        sent: the skips that other partitions pop, too; they are kept for them.
+    """
+
+    __slots__ = ("_left", "_pops", "_sent", "_values")
+
+    def __init__(self, pops: Mapping[Key, int] | None = None, sent: frozenset[Key] = frozenset()):
+        self._pops = {} if pops is None else pops
+        self._sent = sent
+        self._values: dict[Key, Stashed] = {}
+        self._left: dict[Key, int] = {}  # pops to come
+
+    def put(self, key: Key, value: Value, pops: int) -> None:
+        """Stash ``value``, for ``pops`` layers as declared."""
+        tensors, rebuild = select(value, Tensor.is_inference)
+        if tensors:
+            value = rebuild(tuple([tensor.clone() for tensor in tensors]))
+        self.receive(key, value, pops)
+
+    def receive(self, key: Key, value: Value, pops: int = 0) -> None:
+        """Let ``value``, which another partition has stashed, be popped."""
+        pops = self._pops.get(key, pops)
+        if value is not ABSENT and (pops or key in self._sent):
+            self._values[key], self._left[key] = Stashed.of(value), pops
+
+    def take(self, key: Key) -> Value:
+        """Pop a value; the last who does removes it.
+
+        Raises:
+            RuntimeError: there is none.
+        """
+        if not self._left.get(key):
+            raise RuntimeError(
+                f"there is no skip {show(key)} to pop: no layer has stashed it before, or all "
+                "layers that it was for have popped it"
+            )
+        value = self._values[key].get(key)
+        self._left[key] -= 1
+        if not self._left[key] and key not in self._sent:
+            del self._values[key], self._left[key]
+        return value
+
+    def send(self, key: Key) -> Value:
+        """What other partitions are to have; ``ABSENT`` if the layer that stashes it did not run.
+
+        Raises:
+            RuntimeError: it was modified in place since.
+        """
+        return self._values[key].get(key) if key in self._values else ABSENT
+
+    def clear(self) -> None:
+        """Let go of everything: a nested run may have kept the context that this store is in."""
+        self._values.clear()
+        self._left.clear()
+
+    def __repr__(self) -> str:
+        return f"<Store of {', '.join(map(show, self._values)) or 'nothing'}>"
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.store = Store()
+
+
+_of_task: ContextVar[Store | None] = ContextVar("pipert_skips", default=None)
+_of_thread = _PerThread()
+
+
+def current_store() -> Store:
+    """The store that layers stash to and pop from here."""
+    return _of_task.get() or _of_thread.store
+
+
+def use_in_task(store: Store) -> None:
+    """Let the layers of this task use ``store``. In the task's own copy of the context."""
+    _of_task.set(store)

@@ -1,0 +1,108 @@
+"""Whether stashes and pops match: what the layers of a module declare, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import nn
+
+from pipert.skip.namespace import Key, show
+from pipert.skip.skippable import Skippable
+
+__all__ = ["verify_skippables"]
+
+
+class Declared(NamedTuple):
+    """That a layer stashes or pops a skip."""
+
+    key: Key
+    pops: int
+    """How many layers pop what this one stashes; 0 where it pops itself."""
+    path: str
+    """The layer's name in the outermost Sequential."""
+
+
+def declarations(module: nn.Sequential) -> Iterator[list[Declared]]:
+    """What the layers declare, in the order they run, those together whose order is unknown.
+
+    Nested Sequentials run in order. What other modules contain may run in any.
+    """
+    for path, unit in _units(module, ""):
+        yield [d for where, layer in _skippables(unit, path) for d in _of(layer, where)]
+
+
+def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from _units(child, f"{path}.{name}".lstrip("."))
+    else:
+        yield path, module
+
+
+def _skippables(module: nn.Module, path: str) -> Iterator[tuple[str, Skippable]]:
+    if getattr(module, "has_skips_of_its_own", False):
+        return  # a pipe
+    if isinstance(module, Skippable):
+        yield path, module
+    # Not named_modules: a module that is there twice runs twice.
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _skippables(child, f"{path}.{name}")
+
+
+def _of(layer: Skippable, path: str) -> Iterator[Declared]:
+    for name, pops in layer.skip_stashes.items():
+        yield Declared(layer.skip_key(name), pops, path)
+    for name in sorted(layer.skip_pops):
+        yield Declared(layer.skip_key(name), 0, path)
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Check that each stash is popped later, as often as declared, and each pop stashed before.
+
+    ``Pipe`` does so itself.
+
+    Raises:
+        TypeError: they do not match. All mismatches are in the message.
+    """
+    stashes: dict[Key, Declared] = {}
+    pops: dict[Key, list[Declared]] = {}
+    problems = []
+    for unit in declarations(module):
+        for new in (declared for declared in unit if declared.pops):
+            first = stashes.setdefault(new.key, new)
+            if first is not new:
+                problems.append(
+                    f"layer {new.path!r} stashes {show(new.key)}, as layer {first.path!r} does; "
+                    "isolate the layers of one of them with a Namespace"
+                )
+        for new in (declared for declared in unit if not declared.pops):
+            pops.setdefault(new.key, []).append(new)
+            if new.key not in stashes:
+                problems.append(
+                    f"layer {new.path!r} pops {show(new.key)}, which no layer before it stashes"
+                )
+            elif any(d.pops and d.path == new.path and d.key == new.key for d in unit):
+                problems.append(f"layer {new.path!r} both stashes and pops {show(new.key)}")
+    for key, stash in stashes.items():
+        poppers = [pop.path for pop in pops.get(key, [])]
+        if len(poppers) != stash.pops:
+            problems.append(_miscounted(key, stash, poppers))
+    if problems:
+        raise TypeError(
+            "the stashes and pops of the layers do not match:\n\n"
+            + "\n".join(f"* {problem}" for problem in problems)
+        )
+
+
+def _miscounted(key: Key, stash: Declared, poppers: list[str]) -> str:
+    start = f"layer {stash.path!r} stashes {show(key)}"
+    if not poppers:
+        return f"{start}, which no layer pops"
+    by = ", ".join(map(repr, poppers))
+    return (
+        f"{start} for {stash.pops} to pop, but {len(poppers)} do: {by}; declare it with "
+        f"stash={{{key[1]!r}: {len(poppers)}}}, or isolate pairs of layers with a Namespace"
+    )
