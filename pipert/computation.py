@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
@@ -53,11 +54,13 @@ class Snapshot:
 
     def __init__(self, partition: nn.Sequential) -> None:
         # By where they are looked up: walking the modules again for each R would cost more than
-        # the rest of it for small ones.
+        # the rest of it for small ones. A scripted module cannot be looked up in, and a parameter
+        # that is still uninitialised is about to change.
         self._parameters = [
-            (module._parameters, name, p, _version(p))
-            for module in partition.modules()
-            for name, p in module._parameters.items()
+            (home if isinstance(home, dict) else {name: p}, name, p, _version(p))
+            for home in (module._parameters for module in partition.modules())
+            for name, p in home.items()
+            if p is None or not is_lazy(p)
         ]
         self.updates_stats = may_update_running_stats(partition)
 

@@ -36,6 +36,7 @@ from pipert import stream
 from pipert._typing import Tensors, Value
 from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.batchnorm import PartitionStats
 from pipert.computation import Computation
 from pipert.partition import draws
 from pipert.progress import NOT_RUN
@@ -56,13 +57,14 @@ class Lane:
         j: the partition's index.
         partition: its layers, on its device.
         skips: which it stashes and pops, if any.
+        stats: where it notes what its running statistics are to be updated by, if that is deferred.
         receive: where the inputs come from: a list of them, or the queue of the partition before.
         send: takes the output, in the order of micro-batches.
     """
 
     __slots__ = (
-        "_computation", "_device", "_posts_copies", "_receive", "_run", "_send", "_skips", "_token",
-        "j", "progress",
+        "_computation", "_device", "_posts_copies", "_receive", "_run", "_send", "_skips", "_stats",
+        "_token", "j", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -71,6 +73,7 @@ class Lane:
         j: int,
         partition: nn.Sequential,
         skips: PartitionSkips | None,
+        stats: PartitionStats | None,
         receive: list[Value] | ClosableQueue[Value],
         send: Callable[[Value], None],
     ) -> None:
@@ -79,6 +82,7 @@ class Lane:
         self._run = run
         self._device = run.devices[j]
         self._skips = skips
+        self._stats = stats
         self._receive = receive
         self._send = send
         self._token: Tensor | None = None
@@ -131,13 +135,15 @@ class Lane:
         if copied is not None:
             x = self._wait_for(copied, x)
         computation, checkpoint = self._computation, None
+        compute: Callable[[], Value]
         started = perf_counter()
         if i >= self._run.checkpointed or not self._run.context.grad_enabled:
-            y = computation.forward(i, x)
+            compute = partial(computation.forward, i, x)
         else:
             replay = partial(computation.recompute, i)
             checkpoint = Checkpoint(replay, x, self._run.context.saved_tensor_hooks)
-            y = checkpoint.record(partial(computation.checkpointed_forward, i), x)
+            compute = partial(checkpoint.record, partial(computation.checkpointed_forward, i), x)
+        y = compute() if self._stats is None else self._stats.collect(compute)
         turn.layers_took(perf_counter() - started)
         return self._leave(i, y, checkpoint)
 

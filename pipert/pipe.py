@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device, Value
+from pipert.batchnorm import DeferredStats, check_batch_norm
+from pipert.computation import is_recomputing
 from pipert.device import default_devices, parse_devices
 from pipert.microbatch import gather, scatter
 from pipert.partition import check_balance, check_module, even_balance, split
@@ -32,8 +34,8 @@ _SHARED_WITH_MODULE = (
 
 _OWN = frozenset(
     {
-        "_balance", "_checkpoint", "_chunks", "_devices", "_partitions", "_runtime", "_stop",
-        "checkpoint", "chunks", "training",
+        "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
+        "_runtime", "_stop", "checkpoint", "chunks", "training",
     }  # fmt: skip
 )
 
@@ -61,6 +63,9 @@ class Pipe(nn.Module):
         chunks: the number of micro-batches a call is split into, at most; default 1.
         checkpoint: which micro-batches are recomputed in the backward instead of keeping their
             activations: ``'always'``, ``'except_last'`` (default) or ``'never'``.
+        deferred_batch_norm: whether BatchNorm layers in training mode update their running
+            statistics once for each call, from all its rows, rather than once for each micro-batch.
+            Default: they do not, and there is a warning if the module has any.
 
     Raises:
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
@@ -71,7 +76,7 @@ class Pipe(nn.Module):
         IndexError: there are more partitions than devices.
     """
 
-    has_skips_of_its_own = True  # for a module that this one is a layer of
+    is_pipe = True  # for a pipe around this one: skips and statistics in here are not its business
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class Pipe(nn.Module):
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
         checkpoint: str = "except_last",
+        deferred_batch_norm: bool | None = None,
     ) -> None:
         super().__init__()
         if balance is None:
@@ -98,6 +104,8 @@ class Pipe(nn.Module):
         )
         check_balance(module, self._balance, len(parsed))
         self._devices = parsed[: len(self._balance)]
+        check_batch_norm(module, deferred_batch_norm)
+        self._deferred_batch_norm = bool(deferred_batch_norm)
         self._partitions = split(module, self._balance, self._devices)
         self.training = module.training
         # Not add_module: it refuses layers that are called like an attribute of this class.
@@ -167,7 +175,12 @@ class Pipe(nn.Module):
         inputs = scatter(args, kwargs, self._chunks)
         m = len(inputs)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
-        return gather(self._runtime.forward(inputs, checkpointed))
+        if not self._deferred_batch_norm or is_recomputing():
+            return gather(self._runtime.forward(inputs, checkpointed))
+        stats = DeferredStats(self._partitions)
+        outputs = gather(self._runtime.forward(inputs, checkpointed, stats))
+        stats.commit()
+        return outputs
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
@@ -217,6 +230,11 @@ class Pipe(nn.Module):
         if str(checkpoint) not in _MODES:
             raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
         self._checkpoint = str(checkpoint)
+
+    @property
+    def deferred_batch_norm(self) -> bool:
+        """Whether running statistics are updated once for each call."""
+        return self._deferred_batch_norm
 
     def close(self) -> None:
         """End the threads and wait for them. Again: no-op. Calls after it are refused.

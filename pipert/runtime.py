@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
+from pipert.batchnorm import DeferredStats
 from pipert.clock import Posting
 from pipert.device import assign_workers
 from pipert.errors import ReentrantCallError
@@ -74,12 +75,15 @@ class Runtime:
         self._clock = len(names)
         self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
 
-    def forward(self, inputs: list[Value], checkpointed: int) -> list[Value]:
+    def forward(
+        self, inputs: list[Value], checkpointed: int, stats: DeferredStats | None = None
+    ) -> list[Value]:
         """Compute all micro-batches; the first ``checkpointed`` of them with checkpointing.
 
         Args:
             inputs: what ``microbatch.scatter`` returns. Emptied as the run goes on.
             checkpointed: from 0 to ``len(inputs)``.
+            stats: where running statistics are noted, if they are deferred.
 
         Returns:
             The last partition's output for each micro-batch.
@@ -93,7 +97,7 @@ class Runtime:
         run = self._run(inputs, checkpointed)
         progress = run.progress
         outputs: list[Value] = []
-        lanes = self._lanes(run, inputs, outputs)
+        lanes = self._lanes(run, inputs, outputs, stats)
         posting = Posting(lanes, self._workers, self.pool.put)
         try:
             self.pool.put(self._clock, posting)
@@ -130,7 +134,9 @@ class Runtime:
         schedule = Schedule(len(inputs), len(self._partitions))
         return Run(schedule, checkpointed, self._devices, context, self._streams)
 
-    def _lanes(self, run: Run, inputs: list[Value], outputs: list[Value]) -> list[Lane]:
+    def _lanes(
+        self, run: Run, inputs: list[Value], outputs: list[Value], stats: DeferredStats | None
+    ) -> list[Lane]:
         n = len(self._partitions)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
         return [
@@ -139,6 +145,7 @@ class Runtime:
                 j,
                 self._partitions[j],
                 self.skips[j],
+                stats.partitions[j] if stats else None,
                 queues[j - 1] if j > 0 else inputs,
                 queues[j].put if j < n - 1 else outputs.append,
             )

@@ -20,13 +20,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = [
     {"errors", "_typing"},
     {"value", "device", "microbatch", "schedule"},
-    {"queues"},
+    {"queues", "process_lock"},
     {"stream"},
     {"autograd"},
     {"workers"},
-    {"partition", "progress", "skip"},
+    {"partition", "progress", "skip", "batchnorm"},
     {"computation", "run", "lane"},
     {"clock", "runtime"},
+    {"balance"},
     {"pipe"},
     {"__init__"},
 ]

@@ -215,3 +215,25 @@ def test_an_error_outside_of_the_layers_has_no_note() -> None:
         with pytest.raises(ValueError) as info:
             pipe(torch.ones(4), torch.ones(3))
     assert not hasattr(info.value, "__notes__")
+
+
+# Layers whose parameters are not like others ------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_layer_is_recomputed() -> None:
+    plain = nn.Linear(2, 2)
+    scripted: Any = torch.jit.script(plain)
+    x = torch.ones(4, 2)
+    with Pipe(nn.Sequential(scripted), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        pipe(x).sum().backward()
+    found = scripted.weight.grad.clone()
+    (expected,) = torch.autograd.grad(plain(x).sum(), plain.weight)
+    assert torch.equal(found, expected)
+
+
+def test_a_lazy_layer_is_initialised_by_the_first_call_and_recomputed() -> None:
+    lazy = nn.LazyLinear(2)
+    with Pipe(nn.Sequential(lazy), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        pipe(torch.ones(4, 3)).sum().backward()
+    assert lazy.weight.grad is not None and lazy.weight.grad.tolist() == [[4.0] * 3] * 2

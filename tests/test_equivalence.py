@@ -300,11 +300,18 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(linear(3, 4), nn.BatchNorm1d(4, dtype=torch.float64), linear(4, 2))
 
 
+def wrapped(module: nn.Sequential, checkpoint: str) -> Pipe:
+    where = ["cpu", "cpu"]
+    return Pipe(
+        module, [1, 2], devices=where, chunks=3, checkpoint=checkpoint, deferred_batch_norm=False
+    )
+
+
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_batchnorm_normalises_each_micro_batch(checkpoint: str) -> None:
     module, x = normalised(), batch(8)
     plain = copy.deepcopy(module)
-    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+    with wrapped(module, checkpoint) as pipe:
         same(pipe(x), torch.cat([plain(part) for part in x.tensor_split(3)]))
 
 
@@ -314,7 +321,7 @@ def test_batchnorm_gradients_are_those_of_the_micro_batches(checkpoint: str) -> 
     plain = copy.deepcopy(module)
     for part in x.tensor_split(3):
         plain(part).square().sum().backward()
-    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+    with wrapped(module, checkpoint) as pipe:
         pipe(x).square().sum().backward()
     same(grads_of(pipe), grads_of(plain))
 
@@ -327,7 +334,7 @@ def test_batchnorm_statistics_of_the_forward_are_those_of_the_micro_batches(
     plain = copy.deepcopy(module)
     for part in x.tensor_split(3):
         plain(part)
-    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+    with wrapped(module, checkpoint) as pipe:
         pipe(x)
     same(dict(pipe.named_buffers()), dict(plain.named_buffers()))
 
@@ -335,7 +342,7 @@ def test_batchnorm_statistics_of_the_forward_are_those_of_the_micro_batches(
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_pitfall_5_recomputation_updates_no_batchnorm_statistics(checkpoint: str) -> None:
     module = normalised()
-    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+    with wrapped(module, checkpoint) as pipe:
         loss = pipe(batch(8)).sum()
         before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
         loss.backward()
@@ -364,7 +371,7 @@ def test_pitfall_22_parameters_keep_name_and_identity(balance: list[int]) -> Non
 def test_pitfall_22_buffers_keep_name_and_identity() -> None:
     module = normalised()
     named = [(name, id(buffer)) for name, buffer in module.named_buffers()]
-    with Pipe(module, [1, 2], devices=["cpu"] * 2) as pipe:
+    with wrapped(module, "never") as pipe:
         assert [(name, id(buffer)) for name, buffer in pipe.named_buffers()] == named
 
 

@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -48,22 +46,15 @@ from pipert.autograd.drawing import (
     may_draw_inside,
 )
 from pipert.errors import NestedCheckpointError, ReentrantCallError
+from pipert.process_lock import ProcessLock
 
 __all__: list[str] = []
 
 _MASK = (1 << 64) - 1
 
 # Held while the default generator has a task's state in it.
-_lending = threading.Lock()
+_lending = ProcessLock()
 _lent: ContextVar[bool] = ContextVar("pipert_generator_lent", default=False)
-
-
-def _renew_lock() -> None:
-    global _lending
-    _lending = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # whoever held it is not there in the child
 
 
 class RunSeed:
@@ -150,7 +141,7 @@ class _Stream:
     @contextlib.contextmanager
     def in_default_generators(self) -> Iterator[None]:
         """Let the default generators draw this stream's numbers."""
-        with _lending:
+        with _lending.current:
             mine = self.states()
             shared = [default.get_state() for default in self._defaults]
             _set_states(self._defaults, mine)
@@ -170,7 +161,7 @@ class _Stream:
     @contextlib.contextmanager
     def own_generator(self) -> Iterator[torch.Generator]:
         """A CPU generator that draws this stream's numbers; used by one thread."""
-        with _lending:
+        with _lending.current:
             states = self.states()
             self._seed.use()
         generator = torch.Generator()

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Self, TypeVar
@@ -20,6 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from torch import nn
 
 from pipert._typing import Value
+from pipert.process_lock import ProcessLock
 from pipert.skip.namespace import Key, Namespace
 from pipert.skip.requests import answer_all
 
@@ -135,7 +135,7 @@ def _names(names: Iterable[str], what: str) -> list[str]:
 # Decorating a class twice in the same way gives one class, so that a copy of a layer, which may
 # have been pickled in between, is of the class of its original.
 _made: weakref.WeakValueDictionary[Any, type[Any]] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+_making = ProcessLock()
 
 
 def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> type[M]:
@@ -146,7 +146,7 @@ def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> t
     if issubclass(kind, Skippable):
         stashes, pops = {**kind.skip_stashes, **stashes}, kind.skip_pops | pops
     spec = (kind, tuple(stashes.items()), pops)
-    with _making:
+    with _making.current:
         made = _made.get(spec)
         if made is None:
             made = _made[spec] = _subclass(kind, stashes, pops)

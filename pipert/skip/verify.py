@@ -42,8 +42,8 @@ def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _skippables(module: nn.Module, path: str) -> Iterator[tuple[str, Skippable]]:
-    if getattr(module, "has_skips_of_its_own", False):
-        return  # a pipe
+    if getattr(module, "is_pipe", False):
+        return  # its skips are its own
     if isinstance(module, Skippable):
         yield path, module
     # Not named_modules: a module that is there twice runs twice.

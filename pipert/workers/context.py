@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -43,6 +42,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from pipert.autograd.checkpoint import hooks_of_caller
 from pipert.autograd.random_state import Watch
+from pipert.process_lock import ProcessLock
 
 __all__: list[str] = []
 
@@ -184,22 +184,14 @@ def set_own_threads(count: int) -> None:
     asked would take the default again at its first operation.
     """
     torch.get_num_threads()
-    with _default_threads:
+    with _default_threads.current:
         default: list[int] = []
         _on_new_thread(lambda: default.append(torch.get_num_threads()))
         torch.set_num_threads(count)
         _on_new_thread(lambda: torch.set_num_threads(default[0]))
 
 
-_default_threads = threading.Lock()  # while the default is not what it was
-
-
-def _renew_lock() -> None:
-    global _default_threads
-    _default_threads = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_lock)  # whoever held it is not there in the child
+_default_threads = ProcessLock()  # held while the default is not what it was
 
 
 def _on_new_thread(function: Callable[[], None]) -> None:

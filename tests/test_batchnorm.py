@@ -1,0 +1,410 @@
+"""Deferred batch normalisation: one update a mini-batch, of what a plain BatchNorm would compute.
+
+Where the statistics are compared with the plain module's, the BatchNorm comes first: what comes
+before it is normalised by micro-batch, so that later layers get other inputs than without a pipe.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, is_recomputing
+
+MODES = ("always", "except_last", "never")
+DOUBLE = torch.float64
+
+
+def norm_first(norm: nn.Module) -> nn.Sequential:
+    return nn.Sequential(norm, nn.Flatten(), nn.Tanh()).double()
+
+
+def deferred(module: nn.Sequential, chunks: int = 4, checkpoint: str = "except_last") -> Pipe:
+    balance = [1, len(module) - 1]
+    where = ["cpu", "cpu"]
+    return Pipe(
+        module, balance, devices=where, chunks=chunks, checkpoint=checkpoint,
+        deferred_batch_norm=True,
+    )  # fmt: skip
+
+
+def statistics(module: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        torch.testing.assert_close(tensor, expected[name])
+
+
+def batch(rows: int, dims: int = 0) -> Tensor:
+    return torch.randn(rows, 3, *[4] * dims, dtype=DOUBLE) * 2 + 1
+
+
+def train(pipe: Pipe, x: Tensor) -> None:
+    torch.autograd.backward(pipe(x.requires_grad_()).square().sum())
+
+
+# What it computes ---------------------------------------------------------------------------------
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "1d": (lambda: nn.BatchNorm1d(3), 0),
+    "1d of sequences": (lambda: nn.BatchNorm1d(3), 1),
+    "2d": (lambda: nn.BatchNorm2d(3), 2),
+    "3d": (lambda: nn.BatchNorm3d(3), 3),
+    "no affine": (lambda: nn.BatchNorm2d(3, affine=False), 2),
+    "cumulative average": (lambda: nn.BatchNorm1d(3, momentum=None), 0),
+    "another momentum": (lambda: nn.BatchNorm1d(3, momentum=0.7), 0),
+    "momentum 0": (lambda: nn.BatchNorm1d(3, momentum=0.0), 0),
+    "no statistics": (lambda: nn.BatchNorm1d(3, track_running_stats=False), 0),
+    "instance norm": (lambda: nn.InstanceNorm2d(3), 2),
+}
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_statistics_are_those_of_the_plain_module(kind: str, checkpoint: str) -> None:
+    make, dims = KINDS[kind]
+    module = norm_first(make())
+    plain = copy.deepcopy(module)
+    with deferred(module, checkpoint=checkpoint) as pipe:
+        for rows in (9, 8, 13):
+            x = batch(rows, dims)
+            train(pipe, x)
+            plain(x)
+    same(statistics(module), statistics(plain))
+
+
+def test_a_lazy_norm_is_deferred_from_the_first_call_on() -> None:
+    module = nn.Sequential(nn.LazyBatchNorm2d(dtype=DOUBLE), nn.Identity())
+    plain = nn.BatchNorm2d(3, dtype=DOUBLE)
+    x = batch(8, 2)
+    with deferred(module) as pipe:
+        pipe(x)
+    plain(x)
+    same(statistics(module[0]), statistics(plain))
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 8])
+def test_statistics_are_of_the_micro_batches_there_were(rows: int) -> None:
+    """PITFALLS 5: with fewer micro-batches than chunks they were never committed."""
+    module = norm_first(nn.BatchNorm2d(3))
+    plain = copy.deepcopy(module)
+    with deferred(module, chunks=6) as pipe:
+        x = batch(rows, 2)
+        pipe(x)
+        plain(x)
+    same(statistics(module), statistics(plain))
+
+
+def test_pitfall_5_the_variance_is_unbiased() -> None:
+    module = norm_first(nn.BatchNorm1d(3, momentum=1.0))
+    x = batch(10)
+    with deferred(module, chunks=5) as pipe:
+        pipe(x)
+    same(statistics(module[0]), {
+        "running_mean": x.mean(0), "running_var": x.var(0), "num_batches_tracked": torch.tensor(1),
+    })  # fmt: skip
+
+
+def test_each_micro_batch_is_still_normalised_by_its_own_statistics() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    x = batch(9)
+    with deferred(module, chunks=3) as pipe:
+        torch.testing.assert_close(pipe(x), torch.cat([plain(part) for part in x.chunk(3)]))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_gradients_are_those_without_deferring(checkpoint: str) -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    x = batch(9)
+    for part in x.chunk(3):
+        plain(part).square().sum().backward()
+    with deferred(module, 3, checkpoint) as pipe:
+        train(pipe, x)
+    for found, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_half_precision_statistics_keep_their_dtype() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3).to(torch.bfloat16), nn.Identity())
+    with deferred(module, chunks=2) as pipe:
+        pipe(torch.randn(8, 3, dtype=torch.bfloat16))
+    assert module[0].running_var.dtype == torch.bfloat16
+
+
+def test_statistics_hold_under_autocast() -> None:
+    module = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Identity())
+    with torch.autocast("cpu", torch.bfloat16), deferred(module) as pipe:
+        pipe(torch.randn(8, 3, 4, 4))
+    assert module[1].running_var.dtype == torch.float32
+    assert module[1].num_batches_tracked == 1
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm(x)
+        y: Tensor = self.norm(2 * x)
+        return y
+
+
+def test_a_layer_called_twice_is_updated_twice() -> None:
+    module = norm_first(Twice())
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    with deferred(module) as pipe:
+        pipe(x)
+    plain(x)
+    same(statistics(module), statistics(plain))
+
+
+# When -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_backward_updates_nothing(checkpoint: str) -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    with deferred(module, checkpoint=checkpoint) as pipe:
+        loss = pipe(batch(8)).sum()
+        before = statistics(module)
+        loss.backward()
+    same(statistics(module), before)
+
+
+def test_eval_updates_nothing_and_uses_the_statistics() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    with deferred(module) as pipe:
+        pipe(batch(8))
+        plain = copy.deepcopy(module).eval()
+        pipe.eval()
+        x = batch(8)
+        torch.testing.assert_close(pipe(x), plain(x))
+    same(statistics(module), statistics(plain))
+
+
+def test_a_norm_in_eval_mode_in_a_training_module_is_left_alone() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    module[0].eval()
+    before = statistics(module)
+    with deferred(module) as pipe:
+        train(pipe, batch(8))
+    same(statistics(module), before)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_statistics_are_updated_without_grad_as_in_the_plain_module(mode: Any) -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    with mode(), deferred(module) as pipe:
+        pipe(x)
+        plain(x)
+    same(statistics(module), statistics(plain))
+
+
+def test_a_graph_of_eval_mode_survives_an_update_as_in_the_plain_module() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    with deferred(module, checkpoint="never") as pipe:
+        loss = pipe.eval()(batch(8)).sum()
+        pipe.train()(batch(8))
+        loss.backward()
+
+
+class Failing(nn.Module):
+    fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fail and not is_recomputing() and x.size(0) == 2:
+            raise ValueError("as told")
+        return x
+
+
+def test_a_failed_call_updates_nothing() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), Failing()).double()
+    before = statistics(module)
+    with deferred(module) as pipe:
+        Failing.fail = True
+        try:
+            with pytest.raises(ValueError, match="as told"):
+                pipe(batch(11))  # 3 + 3 + 3 + 2 rows
+        finally:
+            Failing.fail = False
+    same(statistics(module), before)
+
+
+def test_nothing_of_a_failed_call_gets_into_the_next() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), Failing()).double()
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    with deferred(module) as pipe:
+        Failing.fail = True
+        try:
+            with pytest.raises(ValueError, match="as told"):
+                pipe(batch(11))
+        finally:
+            Failing.fail = False
+        pipe(x)
+    plain(x)
+    same(statistics(module), statistics(plain))
+
+
+class Meeting(nn.Module):
+    """Lets two callers go on only when both are inside."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        super().__init__()
+        self.barrier = barrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not is_recomputing():
+            self.barrier.wait(5.0)
+        return x
+
+
+def test_callers_that_are_inside_at_once_do_not_mix_their_statistics() -> None:
+    """Their tasks are mixed: the second caller's come in between, and the barrier makes it so."""
+    barrier = threading.Barrier(2)
+    module = nn.Sequential(nn.BatchNorm1d(3, momentum=None), nn.Identity()).double()
+    plain = copy.deepcopy(module)
+    batches = [batch(8), batch(8) + 100]
+    with deferred(module, chunks=2) as pipe:
+
+        def call(x: Tensor) -> None:
+            barrier.wait(5.0)
+            pipe(x)
+
+        threads = [threading.Thread(target=call, args=(x,)) for x in batches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for x in batches:
+        plain(x)
+    same(statistics(module), statistics(plain))
+
+
+def test_a_pipe_in_a_layer_has_a_setting_of_its_own() -> None:
+    inner = nn.Sequential(nn.BatchNorm1d(3)).double()
+    pipe = Pipe(inner, [1], devices=["cpu"], chunks=2, deferred_batch_norm=False)
+    with pipe, deferred(nn.Sequential(pipe, nn.Identity()), chunks=2) as outer:
+        train(outer, batch(8))
+    assert inner[0].num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_deferring_pipe_in_a_layer_updates_nothing_when_it_is_recomputed(checkpoint: str) -> None:
+    inner = nn.Sequential(nn.BatchNorm1d(3)).double()
+    pipe = Pipe(inner, [1], devices=["cpu"], chunks=2, deferred_batch_norm=True)
+    with pipe, deferred(nn.Sequential(pipe, nn.Identity()), 2, checkpoint) as outer:
+        train(outer, batch(8))
+    assert inner[0].num_batches_tracked == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_compiled_norm_is_deferred() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    norm: Any = torch.compile(module[0], backend="eager")
+    compiled = nn.Sequential(norm, module[1])
+    with deferred(compiled) as pipe:
+        train(pipe, x)
+    plain(x)
+    same(statistics(module), statistics(plain))
+
+
+# What it leaves alone -----------------------------------------------------------------------------
+
+
+def test_pitfall_5_there_are_no_further_keys_in_the_state_dict() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    keys = list(module.state_dict())
+    with deferred(module) as pipe:
+        pipe(batch(8))
+        assert list(pipe.state_dict()) == keys
+
+
+def test_the_layers_are_the_same_objects() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    norm = module[0]
+    with deferred(module) as pipe:
+        assert pipe[0] is norm and type(norm) is nn.BatchNorm1d
+
+
+def test_the_setting_can_be_read_and_is_copied() -> None:
+    with deferred(norm_first(nn.BatchNorm1d(3))) as pipe:
+        copied = pickle.loads(pickle.dumps(pipe))
+        assert (pipe.deferred_batch_norm, copied.deferred_batch_norm) == (True, True)
+
+
+# At wrapping --------------------------------------------------------------------------------------
+
+
+def wrap(module: nn.Sequential, **kwargs: Any) -> None:
+    Pipe(module, [len(module)], devices=["cpu"], chunks=2, **kwargs).close()
+
+
+def test_a_training_batchnorm_without_a_choice_gets_one_warning() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
+    with pytest.warns(UserWarning, match="deferred_batch_norm=True") as caught:
+        wrap(module)
+    assert len(caught) == 1
+
+
+def test_the_warning_names_the_layers_and_the_line_of_the_user() -> None:
+    module = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)))
+    with pytest.warns(UserWarning, match=r"'0\.0'") as caught:
+        Pipe(module, [1], devices=["cpu"])
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("choice", [True, False])
+def test_a_choice_is_not_warned_about(choice: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap(nn.Sequential(nn.BatchNorm1d(3)), deferred_batch_norm=choice)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Sequential(nn.BatchNorm1d(3)).eval(),
+        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
+        nn.Sequential(nn.GroupNorm(1, 3), nn.InstanceNorm1d(3)),
+    ],
+    ids=["eval", "no statistics", "other norms"],
+)
+def test_there_is_nothing_to_choose_without_running_statistics(module: nn.Sequential) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap(module)
+
+
+@pytest.mark.parametrize("choice", [None, True, False])
+def test_sync_batchnorm_is_refused_with_a_remedy(choice: bool | None) -> None:
+    module = nn.Sequential(nn.Sequential(nn.SyncBatchNorm(3)))
+    with pytest.raises(TypeError, match=r"'0\.0' is a SyncBatchNorm.*deferred_batch_norm=True"):
+        wrap(module, deferred_batch_norm=choice)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_batchnorm_cannot_be_deferred() -> None:
+    module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)))
+    with pytest.raises(TypeError, match="scripted"):
+        wrap(module, deferred_batch_norm=True)
