@@ -45,8 +45,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | 
         IndexError: there are more partitions than devices.
     """
     layers = len(module)
-    even = even_balance(layers, min(layers, max(1, len(balance))))
-    advice = f"; an even split would be balance={even}" if layers else ""
+    advice = balance_advice(min(layers, max(1, len(balance)))) if layers else ""
     if any(count <= 0 for count in balance):
         raise ValueError(f"each entry of balance must be positive, got {list(balance)}{advice}")
     if sum(balance) != layers:
@@ -61,9 +60,15 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | 
         )
 
 
-def even_balance(layers: int, partitions: int) -> list[int]:
-    """Layers for each partition, as equal as possible, the longer ones first."""
-    return [layers // partitions + (j < layers % partitions) for j in range(partitions)]
+def balance_advice(partitions: int) -> str:
+    """How to come by a balance, for the end of an error."""
+    return (
+        ". Let the layers be measured:\n\n"
+        "    from pipert.balance import balance_by_time\n"
+        f"    pipe = Pipe(module, balance_by_time({partitions}, module, sample), ...)\n\n"
+        f"for {partitions} devices, a sample as large as a micro-batch; if memory is short, "
+        "use balance_by_size"
+    )
 
 
 def split(

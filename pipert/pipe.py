@@ -14,7 +14,7 @@ from pipert.batchnorm import DeferredStats, check_batch_norm
 from pipert.computation import is_recomputing
 from pipert.device import default_devices, parse_devices
 from pipert.microbatch import gather, scatter
-from pipert.partition import check_balance, check_module, even_balance, split
+from pipert.partition import balance_advice, check_balance, check_module, split
 from pipert.runtime import Runtime
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
@@ -90,7 +90,10 @@ class Pipe(nn.Module):
     ) -> None:
         super().__init__()
         if balance is None:
-            raise ValueError(_balance_advice(module))
+            raise ValueError(
+                "balance is required: how many layers each partition takes, one entry for each "
+                "device" + balance_advice(max(2, torch.cuda.device_count()))
+            )
         if not isinstance(balance, Iterable):
             raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
         self.chunks = chunks
@@ -326,15 +329,3 @@ def _whole(number: Any, what: str) -> int:
     if not isinstance(number, str) and whole != number:
         raise ValueError(f"{what} must be a whole number, got {number!r}")
     return whole
-
-
-def _balance_advice(module: object) -> str:
-    advice = "balance is required: how many layers each partition takes, one entry for each device"
-    if not isinstance(module, nn.Sequential) or not len(module):
-        return advice + ", as in Pipe(module, balance=[2, 2])"
-    even = even_balance(len(module), min(2, len(module)))
-    return (
-        f"{advice}. This module has {len(module)} layers; for {len(even)} devices an even split "
-        f"is\n\n    Pipe(module, balance={even}, ...)\n\n"
-        "Give a slow layer fewer neighbours: a pipeline runs at the pace of its slowest partition."
-    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.partition import check_balance, check_module, draws, even_balance, split
+from pipert.partition import check_balance, check_module, draws, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -66,23 +66,13 @@ def test_entry_that_is_not_positive_is_refused(balance: list[int]) -> None:
 
 
 def test_advice_has_no_more_partitions_than_layers() -> None:
-    with pytest.raises(ValueError, match=r"even split would be balance=\[1, 1\]"):
+    with pytest.raises(ValueError, match=r"balance_by_time\(2, module, sample\)"):
         check_balance(layers(2), [1, 1, 1], devices=None)
 
 
 def test_more_partitions_than_devices_are_refused() -> None:
     with pytest.raises(IndexError, match="balance has 3 partitions and there are 2 devices"):
         check_balance(layers(), [1, 1, 2], devices=2)
-
-
-@pytest.mark.parametrize(
-    ("count", "partitions", "balance"),
-    [(4, 2, [2, 2]), (7, 3, [3, 2, 2]), (2, 2, [1, 1]), (5, 1, [5])],
-)
-def test_even_balance_puts_the_longer_ones_first(
-    count: int, partitions: int, balance: list[int]
-) -> None:
-    assert even_balance(count, partitions) == balance
 
 
 def test_partitions_have_the_layers_in_order() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import textwrap
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,14 +55,23 @@ def test_balance_is_required() -> None:
         Pipe(layers())
 
 
-def test_missing_balance_shows_one_that_works() -> None:
-    with pytest.raises(ValueError, match=r"has 4 layers[\s\S]*balance=\[2, 2\]"):
+def test_a_missing_balance_is_answered_with_the_two_lines_to_write() -> None:
+    lines = r"""
+    from pipert.balance import balance_by_time
+    pipe = Pipe\(module, balance_by_time\(\d+, module, sample\), \.\.\.\)
+"""
+    with pytest.raises(ValueError, match=lines):
         Pipe(layers())
 
 
-def test_missing_balance_of_a_single_layer_shows_one_that_works() -> None:
-    with pytest.raises(ValueError, match=r"balance=\[1\]"):
-        Pipe(nn.Sequential(nn.ReLU()))
+def test_the_lines_that_a_missing_balance_is_answered_with_work() -> None:
+    with pytest.raises(ValueError, match="balance_by_time") as error:
+        Pipe(layers())
+    names = {"module": layers(), "sample": torch.ones(4, 2), "Pipe": made}
+    exec(textwrap.dedent(str(error.value).split("\n\n")[1]).replace("...", "chunks=2"), names)
+    pipe: Any = names["pipe"]
+    with pipe:
+        assert sum(pipe.balance) == 4
 
 
 def test_missing_balance_claims_nothing_about_what_is_no_sequential() -> None:
@@ -106,8 +116,8 @@ def test_balance_must_add_up(balance: list[int]) -> None:
 
 
 @pytest.mark.parametrize("balance", [[1, 2], [0, 4]])
-def test_wrong_balance_is_answered_with_a_right_one(balance: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"even split would be balance=\[2, 2\]"):
+def test_wrong_balance_is_answered_with_how_to_find_a_right_one(balance: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"balance_by_time\(2, module, sample\)"):
         made(balance=balance)
 
 

@@ -1,0 +1,25 @@
+"""Balances: how many layers each partition takes (section 3 of the paper).
+
+>>> balance = balance_by_time(4, module, sample)  # doctest: +SKIP
+
+by the measured times of the layers, :func:`balance_by_size` by the memory they need, and
+:func:`balance_by_cost` by any costs you have. All find the best there is. :func:`layer_times` and
+:func:`layer_sizes` are what the first two measure, for costs of your own making.
+"""
+
+from __future__ import annotations
+
+from pipert.balance.by_cost import balance_by_cost
+from pipert.balance.by_size import LayerSize, balance_by_size, layer_sizes
+from pipert.balance.by_time import balance_by_time, layer_times
+from pipert.microbatch import Arguments
+
+__all__ = [
+    "Arguments",
+    "LayerSize",
+    "balance_by_cost",
+    "balance_by_size",
+    "balance_by_time",
+    "layer_sizes",
+    "layer_times",
+]

@@ -1,0 +1,107 @@
+"""A balance from known costs: checks what the user gives, and leaves the rest to ``blocks``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from operator import index
+from typing import SupportsIndex
+
+from pipert.balance.blocks import minimise_longest_block
+
+__all__ = ["balance_by_cost"]
+
+
+def balance_by_cost(
+    costs: Iterable[float], partitions: int, *, speeds: Iterable[float] | None = None
+) -> list[int]:
+    """The balance whose slowest partition is as fast as can be, exactly.
+
+    With equal devices, *m* micro-batches take ``sum + (m - 1) * longest``, where the sum over all
+    partitions is the same for every balance: the longest partition alone decides. No balance has a
+    shorter one; among those that have the same, the choice is always the same.
+
+    >>> balance_by_cost([2, 3, 4, 1, 1], partitions=3)
+    [2, 1, 2]
+    >>> balance_by_cost([1, 1, 9, 1], partitions=3, speeds=[10, 1, 10])
+    [1, 1, 2]
+
+    Args:
+        costs: what each layer costs, in the order of the layers and in any unit.
+        partitions: how many devices there are; each takes one layer or more.
+        speeds: how fast each device is, in the order of the devices and in any unit. On device *j*
+            a partition takes ``sum(its costs) / speeds[j]``. Default: all are equal.
+
+    Returns:
+        How many layers each partition takes, ready for ``Pipe(balance=...)``.
+
+    Raises:
+        ValueError: a cost is negative, infinite or NaN; a speed is one of these or zero; there are
+            no partitions, more of them than layers, or not one speed for each.
+        TypeError: something is no number, or ``partitions`` is no whole one.
+    """
+    n = check_partitions(partitions)
+    layers = check_numbers(costs, "costs", "layer", zero=True)
+    check_fits(n, len(layers))
+    if speeds is None:
+        return minimise_longest_block(layers, [1] * n)
+    devices = check_numbers(speeds, "speeds", "device", zero=False)
+    if len(devices) != n:
+        raise ValueError(
+            f"speeds must have one number for each of the {n} partitions, got {len(devices)}; give "
+            "the speed of each device, in the order of the devices"
+        )
+    return minimise_longest_block(layers, devices)
+
+
+def check_partitions(partitions: object) -> int:
+    """``partitions``, which must be a whole number from 1 up."""
+    if isinstance(partitions, bool) or not isinstance(partitions, SupportsIndex):
+        raise TypeError(
+            f"partitions must be a whole number, got {partitions!r}; give the number of devices"
+        )
+    n = index(partitions)
+    if n < 1:
+        raise ValueError(f"partitions must be 1 or more, got {n}; give the number of devices")
+    return n
+
+
+def check_fits(partitions: int, layers: int) -> None:
+    """Refuse more partitions than layers."""
+    if partitions > layers:
+        raise ValueError(
+            f"each partition needs a layer, got {partitions} partitions and {layers} layers; use "
+            "fewer partitions"
+        )
+
+
+def check_numbers(values: Iterable[float], what: str, owner: str, *, zero: bool) -> list[float]:
+    """``values``, one number for each ``owner``: finite and positive, or zero where it may be."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"{what} must be an iterable of numbers, one for each {owner}, got {values!r}; give a "
+            "list of them"
+        )
+    numbers = list(values)
+    strange = [
+        k for k, x in enumerate(numbers) if isinstance(x, bool) or not isinstance(x, int | float)
+    ]
+    if strange:
+        raise TypeError(
+            f"{what} must be ints or floats, one for each {owner}, but "
+            f"{_listed(what, numbers, strange)}; use float(), or .tolist() of a tensor or an array"
+        )
+    # False for NaN, and no overflow for integers beyond the floats, as math.isfinite would have.
+    wrong = [k for k, x in enumerate(numbers) if not (0 <= x < math.inf and (x or zero))]
+    if wrong:
+        raise ValueError(
+            f"{what} must be finite and {'not negative' if zero else 'positive'}, but "
+            f"{_listed(what, numbers, wrong)}; give each {owner} such a number"
+        )
+    return numbers
+
+
+def _listed(what: str, numbers: list[float], places: list[int]) -> str:
+    """What is at the first few of ``places``, and how many there are."""
+    named = ", ".join(f"{what}[{k}] is {numbers[k]!r}" for k in places[:3])
+    return named + (f" and so on, {len(places)} in all" if len(places) > 3 else "")

@@ -1,0 +1,138 @@
+"""A balance from the memory that layers need."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Device, Value
+from pipert.balance.blocks import minimise_longest_block
+from pipert.balance.by_cost import check_fits, check_partitions
+from pipert.balance.probe import Probe, probe_layers
+from pipert.partition import check_module
+from pipert.skip.routes import Carried
+from pipert.value import tensors_of
+
+__all__ = ["LayerSize", "balance_by_size", "layer_sizes"]
+
+
+class LayerSize(NamedTuple):
+    """The memory that a layer needs, in bytes."""
+
+    parameters: int
+    """Its parameters and buffers; what an earlier layer has, too, counts there."""
+    trained: int
+    """Those of the parameters that require grad."""
+    activations: int
+    """What its forward leaves: what is saved for the backward, its output, what it stashes."""
+    inputs: int
+    """What it gets, and what it pops."""
+    popped: int
+    """What it pops."""
+
+
+def balance_by_size(
+    partitions: int,
+    module: nn.Sequential,
+    sample: Value,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: Device | None = None,
+) -> list[int]:
+    """The balance whose largest partition is the smallest, by the memory that training takes.
+
+    A partition holds its parameters with their gradients and the optimizer's state, the activations
+    of one micro-batch, since the others are recomputed (section 3.2.4 of the paper), and for each
+    micro-batch what it needs for that: its input, and what it pops. A popped skip counts as if it
+    came from another partition.
+
+    Args:
+        partitions: how many devices there are.
+        module, sample, chunks, device: see :func:`layer_sizes`.
+        param_scale: memory of a parameter, its gradient and its optimizer state, over that of the
+            parameter alone: 2 for SGD, 3 with momentum, 4 for Adam. Parameters that do not require
+            grad, and buffers, count once.
+
+    Returns:
+        How many layers each partition takes.
+
+    Raises:
+        ValueError, TypeError: as :func:`layer_sizes`; there are more partitions than layers, or
+            ``param_scale`` is below one.
+    """
+    n = check_partitions(partitions)
+    check_module(module)
+    check_fits(n, len(module))
+    if not param_scale >= 1:
+        raise ValueError(f"param_scale must be 1 or more, got {param_scale!r}")
+    sizes = layer_sizes(module, sample, chunks=chunks, device=device)
+    costs = [
+        size.parameters
+        + (param_scale - 1) * size.trained
+        + size.activations
+        + chunks * size.popped
+        for size in sizes
+    ]
+    entries = [chunks * (size.inputs - size.popped) for size in sizes]
+    return minimise_longest_block(costs, [1] * n, entries)
+
+
+def layer_sizes(
+    module: nn.Sequential, sample: Value, *, chunks: int = 1, device: Device | None = None
+) -> list[LayerSize]:
+    """The memory that each layer needs, counted tensor by tensor: the same on every device.
+
+    The module, its gradients, buffers and mode, and torch's random state are as before.
+
+    Args:
+        module: on any device. Skips, layers that work in place and any pytree are fine.
+        sample: the mini-batch, as the first layer gets it: any pytree, or :class:`Arguments` where
+            it takes several. Any device.
+        chunks: how many micro-batches it will be split into. Activations are those of one.
+        device: where to run the layers; one at a time is on it. Default: the first CUDA device, or
+            the CPU if there is none. On ``'meta'`` nothing is computed and no memory is needed.
+
+    Raises:
+        TypeError: ``module`` is no plain ``nn.Sequential``, or its stashes and pops do not match.
+        ValueError: ``chunks`` is below one, the device is not there, or a layer has lazy parameters
+            that are not initialised.
+        Exception: whatever a layer raises, with a note that says which.
+    """
+    if chunks < 1:
+        raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
+    measured = probe_layers(module, sample, chunks, device, _measure)
+    known: set[Tensor] = set()
+    sizes = []
+    for layer, size in zip(module, measured, strict=True):
+        own = {*layer.parameters(), *layer.buffers()} - known
+        known |= own
+        trained = sum(t.nbytes for t in own if t.requires_grad)
+        sizes.append(size._replace(parameters=sum(t.nbytes for t in own), trained=trained))
+    return sizes
+
+
+def _measure(probe: Probe) -> tuple[LayerSize, Carried]:
+    inputs = probe.inputs()
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor.detach())
+        return tensor
+
+    arrived, popped = _storages(inputs), _storages(inputs.skips)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = probe.forward(inputs)
+    there = {*arrived, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
+    left = _storages((saved, output))
+    activations = sum(size for storage, size in left.items() if storage not in there)
+    size = LayerSize(0, 0, activations, sum(arrived.values()), sum(popped.values()))
+    return size, output
+
+
+def _storages(value: Value) -> dict[int, int]:
+    """The bytes of each storage that the tensors of ``value`` are in."""
+    storages = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
+    return {storage._cdata: storage.nbytes() for storage in storages}

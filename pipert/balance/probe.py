@@ -1,0 +1,178 @@
+"""One layer at a time, on the device it will run on, without a trace in the module.
+
+What costs are measured on is a copy of each layer, made straight on the device and dropped before
+the next one is copied: a module larger than the device can be measured, and its parameters,
+gradients, buffers and hooks are not touched. The generators of torch are put back afterwards.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from pipert._typing import Device, Tensors, Value
+from pipert.device import default_devices, parse_devices
+from pipert.microbatch import Arguments, scatter
+from pipert.partition import check_module
+from pipert.skip.namespace import Key
+from pipert.skip.routes import Carried, PartitionSkips, routes
+from pipert.skip.store import use_in_task
+from pipert.skip.verify import verify_skippables
+from pipert.value import select, tensors_of
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+
+class Probe:
+    """One layer and its inputs.
+
+    Args:
+        layer: a copy, on ``device``.
+        value: what it gets.
+        skips: which it stashes and pops, if any.
+        arriving: what it pops.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        device: torch.device,
+        value: Value,
+        skips: PartitionSkips | None,
+        arriving: Sequence[Value],
+    ) -> None:
+        self.layer = layer
+        self.device = device
+        self._value = value
+        self._skips = skips
+        self._arriving = tuple(arriving)
+
+    def inputs(self) -> Carried:
+        """The inputs, for one forward: no leaves, so that the layer may work in place."""
+        tensors, rebuild = tensors_of(Carried(self._value, self._arriving))
+        fresh: Carried = rebuild(tuple([_like(t) for t in tensors]))
+        return fresh
+
+    def forward(self, inputs: Carried) -> Carried:
+        """The output, and what is stashed for later layers."""
+        return contextvars.copy_context().run(self._forward, inputs)
+
+    def _forward(self, inputs: Carried) -> Carried:
+        if self._skips is None:
+            return Carried(self._call(inputs.value), ())
+        store = self._skips.store(inputs.skips)
+        use_in_task(store)
+        value = self._call(inputs.value)
+        return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
+
+    def _call(self, value: Value) -> Value:
+        if isinstance(value, Arguments):
+            return self.layer(*value.args, **value.kwargs)
+        return self.layer(value)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+
+
+def probe_layers(
+    module: nn.Sequential,
+    sample: Value,
+    chunks: int,
+    device: Device | None,
+    measure: Callable[[Probe], tuple[T, Carried]],
+) -> list[T]:
+    """What ``measure`` finds out about each layer, in order.
+
+    Args:
+        module: with its stashes and pops.
+        sample: what the first layer gets, or :class:`Arguments`; any device.
+        chunks: into how many micro-batches to split it; the first is taken.
+        device: where to run; default as for ``Pipe``, the first.
+        measure: is called with the layer on the device, and grad enabled. It also returns what a
+            forward of the probe has returned.
+    """
+    check_module(module)
+    verify_skippables(module)
+    where = _parse(device)
+    several = isinstance(sample, Arguments)
+    args, kwargs = sample if several else ((sample,), {})
+    value = scatter(args, kwargs, chunks)[0]
+    generators = [where.index] if where.type == "cuda" else []
+    with (
+        torch.random.fork_rng(generators),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        return _probe_each(module, value, where, measure)
+
+
+def _parse(device: Device | None) -> torch.device:
+    if device is None:
+        return default_devices(1)[0]
+    if str(device) == "meta":  # no pipe runs there, but sizes can be counted
+        return torch.device("meta")
+    return parse_devices([device])[0]
+
+
+def _probe_each(
+    module: nn.Sequential,
+    value: Value,
+    device: torch.device,
+    measure: Callable[[Probe], tuple[T, Carried]],
+) -> list[T]:
+    named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    alone = routes([nn.Sequential(layer) for _, layer in named])
+    stashed: dict[Key, Value] = {}
+    value = _settled(value, device)
+    results = []
+    for (name, layer), skips in zip(named, alone, strict=True):
+        arriving = [stashed[key] for key, _ in skips.arriving] if skips else []
+        try:
+            result, output = measure(Probe(_copy(layer, device), device, value, skips, arriving))
+        except Exception as error:
+            error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
+            raise
+        results.append(result)
+        value = _settled(output.value, device)
+        if skips:
+            for (key, _), left in zip(skips.leaving, output.skips, strict=True):
+                stashed[key] = _settled(left, device)
+        del output
+    return results
+
+
+def _settled(value: Value, device: torch.device) -> Value:
+    """``value`` on the device, without the graph that made it."""
+    tensors, rebuild = tensors_of(value)
+    return rebuild(tuple([t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]))
+
+
+def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
+    """A copy of ``layer``, whose parameters never are anywhere but on the device."""
+    memo: dict[int, Any] = {}
+    for tensor in (*layer.parameters(), *layer.buffers()):
+        if is_lazy(tensor):
+            raise ValueError("a layer has parameters that are not initialised; call it once before")
+        if type(tensor) is nn.Parameter:
+            moved = tensor.detach().to(device, copy=True)
+            memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad)
+        elif type(tensor) is Tensor:
+            memo[id(tensor)] = tensor.detach().to(device, copy=True)
+    copied: nn.Module = copy.deepcopy(layer, memo).to(device)
+    copied.zero_grad(set_to_none=True)
+    return copied
+
+
+def differentiable_outputs(output: Carried) -> tuple[Tensors, Tensors]:
+    """The tensors that a backward starts from, and a gradient for each."""
+    roots, _ = select(output, lambda tensor: tensor.requires_grad)
+    return roots, tuple([torch.ones_like(root) for root in roots])

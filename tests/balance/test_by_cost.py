@@ -1,0 +1,341 @@
+"""Balances from known costs: exact against every composition there is, and clear when refused."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import accumulate, combinations, pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from pipert.balance import balance_by_cost
+from pipert.balance.blocks import minimise_longest_block
+
+Draw = Callable[[random.Random], float]
+
+COSTS: dict[str, Draw] = {
+    "small ints": lambda r: r.randint(0, 5),
+    "large ints": lambda r: r.randrange(10**30),
+    "floats": lambda r: r.random(),
+    "zeros and floats": lambda r: r.choice((0, 0.0, r.random())),
+    "zeros and ones": lambda r: r.randint(0, 1),
+    "all magnitudes": lambda r: r.choice((1, 1.0, 0.0, 2.0 ** r.randint(-1074, 1000))),
+    "nearly equal": lambda r: 1 + r.randint(0, 3) * 2.0**-52,
+}
+SPEEDS: dict[str, Draw] = {
+    "equal": lambda r: 1,
+    "a few": lambda r: r.choice((1, 2, 10)),
+    "floats": lambda r: r.uniform(0.5, 2),
+    "all magnitudes": lambda r: 10.0 ** r.randint(-300, 300),
+}
+every_kind = pytest.mark.parametrize("speed", SPEEDS)
+
+
+def longest(
+    counts: Sequence[int],
+    costs: Sequence[float],
+    speeds: Sequence[float],
+    entries: Sequence[float] | None = None,
+) -> Fraction:
+    """The cost of the longest block, in fractions."""
+    exact = [Fraction(cost) for cost in costs]
+    first = [Fraction(entry) for entry in entries or [0] * len(costs)]
+    return max(
+        (first[s] + sum(exact[s:e])) / Fraction(speed)
+        for (s, e), speed in zip(pairwise([0, *accumulate(counts)]), speeds, strict=True)
+    )
+
+
+def compositions(layers: int, n: int) -> Iterator[list[int]]:
+    """Every way to write ``layers`` as ``n`` numbers from 1 up."""
+    for cuts in combinations(range(1, layers), n - 1):
+        yield [e - s for s, e in pairwise((0, *cuts, layers))]
+
+
+def shortest(
+    costs: Sequence[float], speeds: Sequence[float], entries: Sequence[float] | None = None
+) -> Fraction:
+    """The longest block of the best composition, found by trying all."""
+    every = compositions(len(costs), len(speeds))
+    return min(longest(counts, costs, speeds, entries) for counts in every)
+
+
+def check_shape(counts: list[int], layers: int, n: int) -> None:
+    assert len(counts) == n
+    assert sum(counts) == layers
+    assert min(counts) >= 1
+
+
+def check_optimal(
+    counts: list[int],
+    costs: Sequence[float],
+    speeds: Sequence[float],
+    entries: Sequence[float] | None = None,
+) -> None:
+    """Follow all places where blocks below the longest could end: the last layer is not one."""
+    check_shape(counts, len(costs), len(speeds))
+    limit = longest(counts, costs, speeds, entries)
+    exact = [Fraction(x) for x in (*costs, *(entries or [0] * len(costs)))]
+    unit = math.lcm(*(x.denominator for x in exact))
+    loads = [int(x * unit) for x in exact]
+    totals = [0, *accumulate(loads[: len(costs)])]
+    ends = {0}
+    for speed in speeds:
+        most = math.ceil(limit * Fraction(speed) * unit) - 1
+        starts, ends = ends, set()
+        best = -math.inf
+        for t, total in enumerate(totals):
+            if total - most <= best:
+                ends.add(t)
+            if t in starts and t < len(costs):
+                best = max(best, total - loads[len(costs) + t])
+    assert len(costs) not in ends
+
+
+def greedy(costs: Sequence[float], speeds: Sequence[float], limit: float) -> list[int]:
+    """What each device takes if it takes all that ``limit`` allows."""
+    counts, start = [], 0
+    for speed in speeds:
+        end = start
+        while end < len(costs) and sum(costs[start : end + 1]) <= limit * speed:
+            end += 1
+        counts.append(end - start)
+        start = end
+    return counts
+
+
+@every_kind
+@pytest.mark.parametrize("cost", COSTS)
+def test_no_composition_has_a_shorter_longest_block(cost: str, speed: str) -> None:
+    r = random.Random(f"{cost} {speed}")
+    for _ in range(25):
+        layers = r.randint(1, 8)
+        n = r.randint(1, min(layers, 5))
+        costs = [COSTS[cost](r) for _ in range(layers)]
+        speeds = [SPEEDS[speed](r) for _ in range(n)]
+        counts = balance_by_cost(costs, n, speeds=speeds)
+        check_shape(counts, layers, n)
+        assert longest(counts, costs, speeds) == shortest(costs, speeds)
+
+
+@every_kind
+@pytest.mark.parametrize("cost", COSTS)
+def test_no_composition_is_better_with_entry_costs(cost: str, speed: str) -> None:
+    r = random.Random(f"{cost} {speed} entries")
+    for _ in range(25):
+        layers = r.randint(1, 8)
+        n = r.randint(1, min(layers, 5))
+        costs = [COSTS[cost](r) for _ in range(layers)]
+        entries = [r.choice((0, 1, 3)) * COSTS[cost](r) for _ in range(layers)]
+        speeds = [SPEEDS[speed](r) for _ in range(n)]
+        counts = minimise_longest_block(costs, speeds, entries)
+        check_shape(counts, layers, n)
+        assert longest(counts, costs, speeds, entries) == shortest(costs, speeds, entries)
+
+
+@every_kind
+@pytest.mark.parametrize("entry", [0, 0.5, 3])
+def test_forty_layers_are_split_as_well_as_can_be(speed: str, entry: float) -> None:
+    r = random.Random(f"{speed} {entry}")
+    for _ in range(15):
+        n = r.randint(2, 12)
+        costs = [r.choice((0, 1, r.random(), r.expovariate(0.3))) for _ in range(40)]
+        entries = [entry * r.random() for _ in costs]
+        speeds = [SPEEDS[speed](r) for _ in range(n)]
+        check_optimal(minimise_longest_block(costs, speeds, entries), costs, speeds, entries)
+
+
+def test_costs_of_zero_with_entry_costs_are_still_exact() -> None:
+    entries = [5, 3, 0, 7, 1, 4]
+    counts = minimise_longest_block([0] * 6, [1, 1, 1], entries)
+    assert longest(counts, [0] * 6, [1] * 3, entries) == 5 == shortest([0] * 6, [1] * 3, entries)
+
+
+def test_more_than_greed_is_needed_with_speeds() -> None:
+    costs, speeds = [1, 1, 9, 1], [10, 1, 10]
+    assert balance_by_cost(costs, 3, speeds=speeds) == [1, 1, 2]
+    assert greedy(costs, speeds, limit=1)[1] == 0  # the 9 is too much for the slow one
+
+
+def test_slow_device_between_fast_ones_gets_the_layer_it_can_bear() -> None:
+    costs = [5, 5, 0.25, 5, 5]
+    assert balance_by_cost(costs, 3, speeds=[1, 0.01, 1]) == [2, 1, 2]
+
+
+def test_difference_below_the_precision_of_a_float_counts() -> None:
+    # As floats, all these sums are 1.
+    assert balance_by_cost([1, 2.0**-60, 2.0**-61, 1], 2) == [2, 2]
+    assert balance_by_cost([1, 2.0**-61, 2.0**-61, 2.0**-60, 1], 2) == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("costs", "partitions", "counts"),
+    [([7], 1, [1]), ([3, 1], 2, [1, 1]), ([1, 2, 3], 1, [3]), ([2, 3, 4, 1, 1], 3, [2, 1, 2])],
+)
+def test_small_cases(costs: list[float], partitions: int, counts: list[int]) -> None:
+    assert balance_by_cost(costs, partitions) == counts
+
+
+def test_equal_layers_are_split_evenly() -> None:
+    assert sorted(balance_by_cost([1.5] * 10, 4)) == [2, 2, 3, 3]
+
+
+def test_layers_without_cost_are_split_evenly() -> None:
+    assert sorted(balance_by_cost([0] * 10, 4)) == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("place", [0, 3, 6])
+def test_what_is_beside_the_longest_block_is_split_likewise(place: int) -> None:
+    costs = [1] * 7
+    costs[place] = 100
+    counts = balance_by_cost(costs, 3)
+    assert sorted(counts) == [1, 3, 3]
+
+
+def test_unit_does_not_matter() -> None:
+    r = random.Random(0)
+    costs = [r.random() for _ in range(50)]
+    speeds = [r.random() + 0.1 for _ in range(7)]
+    counts = balance_by_cost(costs, 7, speeds=speeds)
+    assert counts == balance_by_cost([c * 2**40 for c in costs], 7, speeds=[s / 8 for s in speeds])
+
+
+def test_equal_speeds_are_no_speeds() -> None:
+    r = random.Random(0)
+    costs = [r.random() for _ in range(50)]
+    assert balance_by_cost(costs, 7) == balance_by_cost(costs, 7, speeds=[2.5] * 7)
+
+
+def test_same_input_gives_the_same_balance() -> None:
+    r = random.Random(0)
+    costs = [r.choice((0, 1, r.random())) for _ in range(60)]
+    speeds = [r.choice((1, 2)) for _ in range(9)]
+    first = balance_by_cost(costs, 9, speeds=speeds)
+    assert all(balance_by_cost(costs, 9, speeds=speeds) == first for _ in range(3))
+
+
+def test_iterators_are_taken_and_nothing_is_changed() -> None:
+    costs, speeds = [1, 2, 3], [1, 2]
+    given = balance_by_cost(iter(costs), 2, speeds=iter(speeds))
+    assert given == balance_by_cost(costs, 2, speeds=speeds)
+    assert (costs, speeds) == ([1, 2, 3], [1, 2])
+
+
+def test_integers_beyond_the_floats_are_taken() -> None:
+    assert balance_by_cost([10**400, 10**400, 2 * 10**400], 2) == [2, 1]
+
+
+# Large instances: a method that is quadratic in layers or worse runs into the timeout.
+
+LAYERS, DEVICES = 2000, 64
+LARGE: dict[str, Callable[[random.Random], list[float]]] = {
+    "equal": lambda r: [1.0] * LAYERS,
+    "random": lambda r: [r.random() for _ in range(LAYERS)],
+    "one huge, last": lambda r: [r.random() for _ in range(LAYERS - 1)] + [1e6],
+    "one huge, middle": lambda r: [r.random() if k != 1000 else 1e6 for k in range(LAYERS)],
+    "growing": lambda r: [2.0 ** (k // 2) for k in range(LAYERS)],
+    "shrinking": lambda r: [2.0 ** -(k // 2) for k in range(LAYERS)],
+    "all magnitudes": lambda r: [2.0 ** r.randint(-500, 500) for _ in range(LAYERS)],
+    "nearly the same": lambda r: [1.0] * 1000 + [2.0**-k for k in range(1000)],
+    "every other zero": lambda r: [r.random() * (k % 2) for k in range(LAYERS)],
+    "zeros and ones": lambda r: [k % 2 for k in range(LAYERS)],
+    "few not zero": lambda r: [r.random() * (r.random() < 0.02) for _ in range(LAYERS)],
+    "all zero": lambda r: [0] * LAYERS,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", LARGE)
+def test_two_thousand_layers_on_equal_devices(kind: str) -> None:
+    costs = LARGE[kind](random.Random(0))
+    check_optimal(balance_by_cost(costs, DEVICES), costs, [1] * DEVICES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("ratio", [0.5, 0.02, 1e-9])
+@pytest.mark.parametrize("kind", LARGE)
+def test_two_thousand_layers_on_different_devices(kind: str, ratio: float) -> None:
+    r = random.Random(0)
+    costs = LARGE[kind](r)
+    speeds = [r.uniform(1, 2) * (1 if k % 2 else ratio) for k in range(DEVICES)]
+    check_optimal(balance_by_cost(costs, DEVICES, speeds=speeds), costs, speeds)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", LARGE)
+def test_two_thousand_layers_with_entry_costs(kind: str) -> None:
+    r = random.Random(0)
+    costs = LARGE[kind](r)
+    entries = [r.choice((0.0, r.random())) for _ in range(LAYERS)]
+    speeds = [1] * DEVICES
+    check_optimal(minimise_longest_block(costs, speeds, entries), costs, speeds, entries)
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("partitions", [2.0, 2.5, "2", None, True, [2]], ids=repr)
+def test_partitions_must_be_a_whole_number(partitions: Any) -> None:
+    with pytest.raises(TypeError, match="partitions must be a whole number, got .*; give the num"):
+        balance_by_cost([1, 2, 3], partitions)
+
+
+@pytest.mark.parametrize("partitions", [0, -1])
+def test_partitions_must_be_positive(partitions: int) -> None:
+    with pytest.raises(ValueError, match=f"partitions must be 1 or more, got {partitions}; give"):
+        balance_by_cost([1, 2, 3], partitions)
+
+
+@pytest.mark.parametrize("costs", [[], [1, 2]], ids=repr)
+def test_each_partition_needs_a_layer(costs: list[float]) -> None:
+    with pytest.raises(ValueError, match=f"got 3 partitions and {len(costs)} layers; use fewer"):
+        balance_by_cost(costs, 3)
+
+
+@pytest.mark.parametrize("cost", [-1, -0.5, math.nan, math.inf, -math.inf], ids=repr)
+def test_costs_must_be_finite_and_not_negative(cost: float) -> None:
+    with pytest.raises(ValueError, match=f"not negative, but costs\\[1\\] is {cost!r}; give each"):
+        balance_by_cost([1, cost, 3], 2)
+
+
+@pytest.mark.parametrize("speed", [0, 0.0, -0.0, -1, math.nan, math.inf], ids=repr)
+def test_speeds_must_be_finite_and_positive(speed: float) -> None:
+    with pytest.raises(ValueError, match=f"and positive, but speeds\\[1\\] is {speed!r}; give"):
+        balance_by_cost([1, 2, 3], 2, speeds=[1, speed])
+
+
+@pytest.mark.parametrize("cost", ["1", None, True, 1j, [1], torch.tensor(1.0)], ids=repr)
+def test_costs_must_be_numbers(cost: Any) -> None:
+    with pytest.raises(TypeError, match="ints or floats, one for each layer, but costs\\[2\\] is"):
+        balance_by_cost([1, 2, cost], 2)
+
+
+@pytest.mark.parametrize("costs", ["123", b"123", 3, None], ids=repr)
+def test_costs_must_be_a_list_of_numbers(costs: Any) -> None:
+    with pytest.raises(TypeError, match="costs must be an iterable of numbers, one for"):
+        balance_by_cost(costs, 2)
+
+
+def test_speeds_must_be_numbers() -> None:
+    speeds: Any = [1, "2"]
+    with pytest.raises(TypeError, match="one for each device, but speeds\\[1\\] is .2.; use float"):
+        balance_by_cost([1, 2, 3], 2, speeds=speeds)
+
+
+@pytest.mark.parametrize("speeds", [[], [1], [1, 1, 1]], ids=repr)
+def test_there_must_be_a_speed_for_each_partition(speeds: list[float]) -> None:
+    with pytest.raises(ValueError, match=f"each of the 2 partitions, got {len(speeds)}; give the"):
+        balance_by_cost([1, 2, 3], 2, speeds=speeds)
+
+
+def test_all_bad_costs_are_counted_and_the_first_are_named() -> None:
+    message = "costs\\[0\\] is -1, costs\\[1\\] is -2, costs\\[3\\] is -3 and so on, 4 in all; give"
+    with pytest.raises(ValueError, match=message):
+        balance_by_cost([-1, -2, 0, -3, -4], 2)

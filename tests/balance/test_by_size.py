@@ -1,0 +1,141 @@
+"""Sizes, counted by hand, and the balance they make."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.balance import LayerSize, balance_by_size, layer_sizes
+from pipert.skip import pop, skippable, stash
+
+FLOAT = 4  # bytes
+
+
+def sizes(*layers: nn.Module, sample: Any = None, **options: Any) -> list[LayerSize]:
+    x = torch.ones(10, 3) if sample is None else sample
+    return layer_sizes(nn.Sequential(*layers), x, **options)
+
+
+def test_parameters_and_buffers_count_with_what_is_trained_of_them() -> None:
+    (size,) = sizes(nn.BatchNorm1d(3))
+    assert (size.trained, size.parameters) == (2 * 3 * FLOAT, 4 * 3 * FLOAT + 8)
+
+
+def test_frozen_parameters_are_not_trained() -> None:
+    (size,) = sizes(nn.Linear(3, 5).requires_grad_(False))
+    assert (size.parameters, size.trained) == (20 * FLOAT, 0)
+
+
+def test_a_parameter_of_two_layers_counts_in_the_first() -> None:
+    layer = nn.Linear(3, 3)
+    assert [size.parameters for size in sizes(layer, layer)] == [12 * FLOAT, 0]
+
+
+def test_the_output_counts() -> None:
+    (size,) = sizes(nn.Linear(3, 5))
+    assert (size.inputs, size.activations) == (30 * FLOAT, 50 * FLOAT)
+
+
+def test_what_is_saved_for_the_backward_counts_once() -> None:
+    sizes_ = sizes(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5))
+    assert sizes_[1].activations == 30 * FLOAT  # its output, which it also saves
+    assert sizes_[2].activations == 30 * FLOAT + 30 * FLOAT  # its output, and a mask of floats
+
+
+def test_a_layer_that_works_in_place_leaves_nothing_new() -> None:
+    assert [s.activations for s in sizes(nn.Linear(3, 3), nn.ReLU(inplace=True))][1] == 0
+
+
+def test_a_view_is_nothing_new() -> None:
+    assert sizes(nn.Flatten(0))[0].activations == 0
+
+
+def test_sizes_are_those_of_one_micro_batch() -> None:
+    (size,) = sizes(nn.Linear(3, 5), chunks=5)
+    assert (size.inputs, size.activations) == (6 * FLOAT, 10 * FLOAT)
+
+
+def test_the_micro_batch_is_the_largest() -> None:
+    (size,) = sizes(nn.Linear(3, 5), chunks=4)
+    assert size.inputs == 9 * FLOAT
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", torch.cat([x, x]))
+        return x
+
+
+@skippable(pop=["skip"])
+class PopSum(nn.Module):
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        skip = yield pop("skip")
+        return x + skip.sum()
+
+
+def test_a_stash_counts_where_it_is_stashed_and_popped() -> None:
+    stashing, popping = sizes(Stash(), PopSum())
+    assert stashing.activations == 60 * FLOAT
+    assert (popping.popped, popping.inputs) == (60 * FLOAT, 90 * FLOAT)
+
+
+def test_a_module_on_meta_is_counted_without_memory() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(1 << 20, 1 << 20), nn.ReLU())
+        sample = torch.empty(8, 1 << 20)
+    (first, second) = layer_sizes(module, sample, device="meta")
+    assert (first.parameters, second.activations) == (FLOAT * ((1 << 40) + (1 << 20)), FLOAT << 23)
+
+
+def test_a_module_with_memory_can_be_counted_on_meta() -> None:
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Stash(), PopSum())
+    x = torch.ones(10, 3)
+    assert layer_sizes(module, x, device="meta") == layer_sizes(module, x, device="cpu")
+
+
+def test_counting_twice_gives_the_same() -> None:
+    module = nn.Sequential(nn.Linear(3, 5), nn.Dropout(), nn.BatchNorm1d(5))
+    x = torch.ones(10, 3)
+    assert layer_sizes(module, x) == layer_sizes(module, x)
+
+
+# The balance --------------------------------------------------------------------------------------
+
+
+def balance(partitions: int, *layers: nn.Module, sample: Any = None, **options: Any) -> list[int]:
+    x = torch.ones(10, 3) if sample is None else sample
+    return balance_by_size(partitions, nn.Sequential(*layers), x, **options)
+
+
+def test_large_parameters_are_spread() -> None:
+    layers = [nn.Linear(3, 300), nn.Linear(300, 300), nn.Linear(300, 300), nn.Linear(300, 3)]
+    assert balance(2, *layers, sample=torch.ones(1, 3)) == [2, 2]
+
+
+def test_a_larger_optimizer_state_gives_parameters_more_weight() -> None:
+    # The last layer has parameters, the first ones activations.
+    layers = [*[nn.Tanh() for _ in range(6)], nn.Linear(100, 100)]
+    x = torch.ones(100, 100, requires_grad=True)
+    assert balance(2, *layers, sample=x, param_scale=1) == [4, 3]
+    assert balance(2, *layers, sample=x, param_scale=4) == [6, 1]
+
+
+def test_with_many_micro_batches_a_partition_begins_where_little_goes_in() -> None:
+    # 'always' keeps the inputs of each micro-batch: narrow is where to cut.
+    layers = [nn.Linear(64, 64), nn.Linear(64, 2), nn.Linear(2, 64), nn.Linear(64, 64)]
+    layers = [*layers, nn.Linear(64, 64)]
+    x = torch.ones(256, 64)
+    assert balance(2, *layers, sample=x, chunks=64) == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"), [({"param_scale": 0.5}, "param_scale"), ({"chunks": 0}, "chunks")]
+)
+def test_a_wrong_option_is_refused(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        balance(1, nn.ReLU(), **options)

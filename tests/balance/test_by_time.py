@@ -1,0 +1,123 @@
+"""Times that make a balance: of a clock that the layers move, and of a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.balance import balance_by_time, by_time, layer_times
+
+
+class Clock:
+    """Stands still unless a layer moves it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.extra: Iterator[float] = iter(())
+
+    def __call__(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+class _Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.backward_takes = backward
+        CLOCK.now += forward
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        CLOCK.now += ctx.backward_takes
+        return grads[0], None, None
+
+
+class Takes(nn.Module):
+    """Takes so many seconds; longer in the first call of each copy, and when disturbed."""
+
+    def __init__(self, forward: float, backward: float, disturbed: bool = False) -> None:
+        super().__init__()
+        self.takes = forward, backward
+        self.disturbed = disturbed
+        self.cold = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        forward, backward = self.takes
+        if self.cold:
+            forward += 100.0
+            self.cold = False
+        elif self.disturbed:
+            forward += next(CLOCK.extra, 0.0)
+        y: Tensor = _Spend.apply(x, forward, backward)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+    CLOCK.now = 0.0
+    return CLOCK
+
+
+SAMPLE = torch.ones(2, requires_grad=True)
+
+
+def test_a_time_is_that_of_forward_and_backward(clock: Clock) -> None:
+    module = nn.Sequential(Takes(1, 2), Takes(0.5, 0), Takes(4, 8))
+    assert layer_times(module, SAMPLE, timeout=0) == [3, 0.5, 12]
+
+
+def test_a_layer_without_a_backward_has_the_time_of_its_forward(clock: Clock) -> None:
+    assert layer_times(nn.Sequential(Takes(1, 2)), torch.ones(2), timeout=0) == [1]
+
+
+def test_pitfall_33_the_first_run_of_a_layer_does_not_count(clock: Clock) -> None:
+    module = nn.Sequential(Takes(1, 0), Takes(1, 0))
+    assert layer_times(module, SAMPLE, timeout=0) == [1, 1]
+
+
+def test_a_minority_of_disturbed_rounds_does_not_count(clock: Clock) -> None:
+    clock.extra = iter([0, 50, 0, 50, 0])
+    module = nn.Sequential(Takes(1, 1), Takes(2, 1, disturbed=True))
+    assert layer_times(module, SAMPLE, timeout=1000) == [2, 3]
+
+
+def test_layers_are_measured_round_by_round_until_the_time_is_over(clock: Clock) -> None:
+    calls = []
+
+    class Noting(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(self.takes[0])
+            return super().forward(x)
+
+    # A round of both takes 2 * (100 + 3 + 3) s.
+    layer_times(nn.Sequential(Noting(1, 2), Noting(2, 1)), SAMPLE, timeout=213)
+    assert calls == [1, 1, 2, 2] * 2
+
+
+def test_the_balance_is_the_best_for_the_times(clock: Clock) -> None:
+    module = nn.Sequential(*[Takes(t, t) for t in (1, 1, 1, 5, 2, 2, 1)])
+    assert balance_by_time(3, module, SAMPLE, timeout=0) == [3, 1, 3]
+
+
+@pytest.mark.slow
+def test_the_same_model_has_the_same_balance_each_time() -> None:
+    """How steady real times are: a tenfold difference between layers is never mistaken.
+
+    In the quiet, repeated medians of a layer differ by a few per cent (benchmarks/README.md); here
+    nothing is assumed about the machine but that noise does not cover a factor of ten.
+    """
+    small, large = nn.Linear(16, 16), nn.Linear(1024, 1024)
+    fit, unfit = nn.Linear(16, 1024), nn.Linear(1024, 16)
+    module = nn.Sequential(small, small, small, fit, large, large, large, unfit, small, small)
+    sample = torch.ones(256, 16)
+    balances = [balance_by_time(2, module, sample, timeout=0.5) for _ in range(3)]
+    # The middle one of the three large layers goes left or right: both halves are as good.
+    assert all(balance in ([5, 5], [6, 4]) for balance in balances)

@@ -1,0 +1,290 @@
+"""Measuring leaves no trace in the module, and runs each layer on what it would get."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
+from pipert.skip import pop, skippable, stash
+
+MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
+    "times": lambda module, sample: layer_times(module, sample, timeout=0),
+    "sizes": lambda module, sample: layer_sizes(module, sample),
+}
+
+measured = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True), nn.Dropout(), nn.Linear(4, 2)
+    )
+
+
+# What is as before --------------------------------------------------------------------------------
+
+
+@measured
+def test_parameters_buffers_and_gradients_are_as_before(measure: Any) -> None:
+    module = model()
+    module(torch.randn(6, 3)).sum().backward()
+    objects = [*module.parameters(), *module.buffers()]
+    grads = [parameter.grad for parameter in module.parameters()]
+    before = [tensor.clone() for tensor in [*objects, *grads] if tensor is not None]
+    measure(module, torch.randn(6, 3))
+    now = [*module.parameters(), *module.buffers()]
+    now_grads = [parameter.grad for parameter in module.parameters()]
+    for old, found in zip([*objects, *grads], [*now, *now_grads], strict=True):
+        assert found is old
+    for values, found in zip(before, [*now, *now_grads], strict=True):
+        assert found is not None and torch.equal(found, values)
+
+
+@measured
+def test_a_module_without_gradients_has_none_afterwards(measure: Any) -> None:
+    module = model()
+    measure(module, torch.randn(6, 3))
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+@measured
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_is_as_before(measure: Any, training: bool) -> None:
+    module = model().train(training)
+    module[3].train(not training)
+    measure(module, torch.randn(6, 3))
+    assert [m.training for m in module.modules()] == [training] * 4 + [not training, training]
+
+
+@measured
+def test_the_random_state_is_as_before(measure: Any) -> None:
+    module = model()
+    before = torch.get_rng_state()
+    measure(module, torch.ones(6, 3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@measured
+def test_attributes_of_layers_are_as_before(measure: Any) -> None:
+    class Counting(nn.Module):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return x
+
+    layer = Counting()
+    measure(nn.Sequential(layer), torch.ones(2))
+    assert layer.calls == 0
+
+
+@measured
+def test_the_sample_is_as_before(measure: Any) -> None:
+    sample = torch.ones(2, requires_grad=True)
+    measure(nn.Sequential(Apply(lambda x: x.mul_(2)), Apply(lambda x: x.add_(1))), sample)
+    assert sample.tolist() == [1, 1] and sample.grad is None and sample.requires_grad
+
+
+@measured
+def test_no_two_layers_are_copied_at_once(measure: Any) -> None:
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    counts = []
+
+    class Seen(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.add(self)
+            counts.append(len(alive))
+            return super().forward(x)
+
+    measure(nn.Sequential(*[Seen(2, 2) for _ in range(5)]), torch.ones(3, 2))
+    assert set(counts) == {1}
+
+
+# What can be measured -----------------------------------------------------------------------------
+
+
+@skippable(stash=["a", "b"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("a", {"twice": 2 * x, "none": None})
+        yield stash("b", 3)
+        return x
+
+
+@skippable(pop=["a", "b"])
+class PopAll(nn.Module):
+    def forward(self, x: Tensor) -> Generator[pop, Any, Tensor]:
+        a = yield pop("a")
+        b = yield pop("b")
+        self.got = (a, b)
+        y: Tensor = x + a["twice"] + b
+        return y
+
+
+Layers = tuple[list[nn.Module], Any]
+LAYERS: dict[str, Callable[[], Layers]] = {
+    "in-place layers": lambda: ([nn.Linear(3, 3), nn.ReLU(True), nn.ReLU(True)], torch.ones(2, 3)),
+    "an in-place first layer": lambda: ([nn.ReLU(True), nn.Linear(3, 3)], torch.ones(2, 3)),
+    "integer inputs": lambda: ([nn.Embedding(5, 3), nn.Linear(3, 3)], torch.tensor([[1, 2]])),
+    "integer outputs": lambda: ([nn.Linear(3, 3), Apply(torch.argmax)], torch.ones(2, 3)),
+    "sparse gradients": lambda: ([nn.Embedding(5, 3, sparse=True)], torch.tensor([[1, 2]])),
+    "pytrees": lambda: (
+        [Apply(lambda x: {"a": x, "b": [None, 3, x * 2]}), Apply(lambda v: v["b"][2])],
+        (torch.ones(2, 3, requires_grad=True), "text"),
+    ),
+    "skips": lambda: ([nn.Linear(3, 3), Stash(), nn.ReLU(True), PopAll()], torch.ones(2, 3)),
+    "frozen layers": lambda: ([nn.Linear(3, 3).requires_grad_(False)] * 2, torch.ones(2, 3)),
+    "tied layers": lambda: ([layer := nn.Linear(3, 3), layer], torch.ones(2, 3)),
+    "half precision": lambda: ([nn.Linear(3, 3).bfloat16()], torch.ones(2, 3).bfloat16()),
+    "no layers": lambda: ([], torch.ones(1)),
+    "0-dimensional": lambda: ([Apply(torch.exp)], torch.ones((), requires_grad=True)),
+}
+
+
+@measured
+@pytest.mark.parametrize("case", LAYERS)
+def test_each_layer_has_one_measure(measure: Any, case: str) -> None:
+    layers, sample = LAYERS[case]()
+    if case == "pytrees":
+        layers = [Apply(lambda v: v[0]), *layers]
+    assert len(measure(nn.Sequential(*layers), sample)) == len(layers)
+
+
+@measured
+def test_several_arguments_are_wrapped_up(measure: Any) -> None:
+    def first(x: Tensor, *, scale: Tensor) -> Tensor:
+        return x * scale
+
+    sample = Arguments((torch.ones(4, 2),), {"scale": torch.ones(4, 1)})
+    assert len(measure(nn.Sequential(Apply(first), nn.Linear(2, 2)), sample)) == 2
+
+
+@measured
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_callers_grad_mode_does_not_matter(measure: Any, mode: Any) -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(x.requires_grad)
+        return x
+
+    with mode():
+        measure(nn.Sequential(nn.Linear(2, 2), Apply(look)), torch.ones(3, 2))
+        assert not torch.is_grad_enabled()
+    assert set(seen) == {True}
+
+
+@measured
+def test_autocast_of_the_caller_holds(measure: Any) -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return x
+
+    with torch.autocast("cpu", torch.bfloat16):
+        measure(nn.Sequential(nn.Linear(2, 2), Apply(look)), torch.ones(3, 2))
+    assert set(seen) == {torch.bfloat16}
+
+
+@measured
+def test_layers_get_what_the_ones_before_return(measure: Any) -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(x.tolist())
+        return x
+
+    module = nn.Sequential(Apply(lambda x: x + 1), Stash(), PopAll(), Apply(look))
+    measure(module, torch.ones(2))
+    assert all(values == [9, 9] for values in seen)
+
+
+# What cannot --------------------------------------------------------------------------------------
+
+
+def fail(x: Tensor) -> Tensor:
+    raise ValueError("as told")
+
+
+@measured
+def test_an_error_says_which_layer_was_measured(measure: Any) -> None:
+    with pytest.raises(ValueError, match="as told") as caught:
+        measure(nn.Sequential(nn.Identity(), Apply(fail)), torch.ones(2))
+    assert caught.value.__notes__ == ["while layer '1' (Apply) was measured"]
+
+
+@measured
+def test_the_random_state_is_as_before_after_an_error(measure: Any) -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="as told"):
+        measure(nn.Sequential(nn.Dropout(), Apply(fail)), torch.ones(2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@measured
+def test_what_is_no_sequential_is_refused(measure: Any) -> None:
+    with pytest.raises(TypeError, match=r"nn\.Sequential"):
+        measure(nn.Linear(2, 2), torch.ones(2))
+
+
+@measured
+def test_stashes_that_nobody_pops_are_refused(measure: Any) -> None:
+    with pytest.raises(TypeError, match="which no layer pops"):
+        measure(nn.Sequential(Stash()), torch.ones(2))
+
+
+@measured
+def test_a_lazy_layer_is_refused_by_name(measure: Any) -> None:
+    with pytest.raises(ValueError, match="not initialised") as caught:
+        measure(nn.Sequential(nn.LazyLinear(2)), torch.ones(2, 2))
+    assert "layer '0'" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+def test_more_partitions_than_layers_are_refused_before_anything_runs(balance: Any) -> None:
+    with pytest.raises(ValueError, match="3 partitions and 2 layers"):
+        balance(3, nn.Sequential(Apply(fail), Apply(fail)), torch.ones(2))
+
+
+@pytest.mark.parametrize("balance", [balance_by_time, balance_by_size])
+@pytest.mark.parametrize("device", ["cuda:99", "xpu", "nothing"])
+def test_a_device_that_is_not_there_is_refused(balance: Any, device: str) -> None:
+    with pytest.raises(ValueError, match="device"):
+        balance(1, nn.Sequential(nn.ReLU()), torch.ones(2), device=device)
+
+
+def test_a_negative_timeout_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        balance_by_time(1, nn.Sequential(nn.ReLU()), torch.ones(2), timeout=-1)
+
+
+@pytest.mark.cuda
+@measured
+def test_layers_are_measured_on_the_gpu_and_the_module_stays_where_it_is(measure: Any) -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(x.device.type)
+        return x
+
+    module = nn.Sequential(nn.Linear(2, 2), Apply(look))
+    state = torch.cuda.get_rng_state()
+    measure(module, torch.ones(3, 2))
+    assert set(seen) == {"cuda"} and module[0].weight.device.type == "cpu"
+    assert torch.equal(torch.cuda.get_rng_state(), state)
