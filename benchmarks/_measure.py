@@ -111,7 +111,9 @@ def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
     return measured
 
 
-def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> bool:
+def report(
+    title: str, columns: Sequence[str], table: Sequence[Row], *, bars: bool = True
+) -> bool:
     """Print an aligned Markdown table and the bars that were missed. True when none was."""
     cells = [tuple(columns), *(row.cells for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -121,6 +123,6 @@ def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> bool:
         first, *rest = zip(line, widths, strict=True)
         print(f"| {first[0]:<{first[1]}} |", *(f"{cell:>{width}} |" for cell, width in rest))
     missed = [line for row in table for line in row.missed]
-    print("\n" + "\n".join(f"MISSED: {line}" for line in missed) if missed else "\nEvery bar held.")
-    print()
+    lines = [f"MISSED: {line}" for line in missed] or ["Every bar held."] * bars
+    print("", *lines, "", sep="\n")
     return not missed
