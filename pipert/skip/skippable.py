@@ -9,6 +9,7 @@ returns.
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import sys
@@ -84,10 +85,14 @@ class Skippable(nn.Module):
         kind = type(self)
         reduced: Any = super().__reduce_ex__(max(2, int(protocol)))
         made, arguments, *state = reduced
-        if "_decorates" not in kind.__dict__ or _is_importable(kind):
-            return made, arguments, *state
+        plain, found = kind.__dict__.get("_decorates"), _by_name(kind)
+        of_object = made is copyreg.__newobj__  # type: ignore[attr-defined]
+        if not of_object or plain is None or found is kind:
+            return reduced
+        if getattr(found, "__dict__", {}).get("_decorates") is plain:
+            plain = found  # the same class, decorated where it was defined
         declared = (tuple(kind.skip_stashes.items()), tuple(sorted(kind.skip_pops)))
-        return _make_again, (kind.__dict__["_decorates"], *declared, *arguments[1:]), *state
+        return _make_again, (plain, *declared, *arguments[1:]), *state
 
 
 def skippable(
@@ -145,6 +150,7 @@ def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> t
         raise TypeError(f"{kind.__qualname__} has an attribute 'isolate', which skippable adds")
     if issubclass(kind, Skippable):
         stashes, pops = {**kind.skip_stashes, **stashes}, kind.skip_pops | pops
+        kind = kind.__dict__.get("_decorates", kind)
     spec = (kind, tuple(stashes.items()), pops)
     with _making.current:
         made = _made.get(spec)
@@ -154,24 +160,21 @@ def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> t
 
 
 def _subclass(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> type[M]:
-    bases = (kind,) if issubclass(kind, Skippable) else (kind, Skippable)
-    body = {
-        "__doc__": kind.__doc__,
-        "__init__": _refusing_itself(kind),
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "_decorates": kind,
-        "skip_pops": pops,
-        "skip_stashes": stashes,
-    }
+    names = {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    names["__qualname__"] = kind.__qualname__
+    body = {**names, "__init__": _entered_once(kind)}
     if not hasattr(kind.forward, "runs_generator"):
         body["forward"] = _running_generator(kind.forward)
     metaclass: Any = type(kind)
-    made: type[M] = metaclass(kind.__name__, bases, body)
+    bases = (kind,) if issubclass(kind, Skippable) else (kind, Skippable)
+    # Two steps, so that super(Layer, self) in the body of Layer comes by the __init__ of the first.
+    running = metaclass(kind.__name__, bases, body)
+    declared = {**names, "_decorates": kind, "skip_pops": pops, "skip_stashes": stashes}
+    made: type[M] = metaclass(kind.__name__, (running,), declared)
     return made
 
 
-def _refusing_itself(kind: type[nn.Module]) -> Callable[..., None]:
+def _entered_once(kind: type[nn.Module]) -> Callable[..., None]:
     """The ``__init__`` of a decorated class.
 
     ``super(Layer, self).__init__()`` in the body of ``Layer`` means the decorated class, and would
@@ -180,25 +183,29 @@ def _refusing_itself(kind: type[nn.Module]) -> Callable[..., None]:
 
     @functools.wraps(kind.__init__)
     def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        if "_in_init" in self.__dict__:
+        entered: tuple[type, ...] = self.__dict__.get("_in_init", ())
+        if kind in entered:
             raise TypeError(
                 f"super({kind.__name__}, self) is {kind.__name__} itself once that is decorated "
                 "with skippable; write super().__init__() instead"
             )
-        self.__dict__["_in_init"] = True
+        self.__dict__["_in_init"] = (*entered, kind)
         try:
             kind.__init__(self, *args, **kwargs)
         finally:
-            self.__dict__.pop("_in_init", None)
+            self.__dict__["_in_init"] = entered
+            if not entered:
+                del self.__dict__["_in_init"]
 
     return init
 
 
-def _is_importable(kind: type[Any]) -> bool:
+def _by_name(kind: type[Any]) -> Any:
+    """What is found where ``kind`` says that it is."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)
-    return found is kind
+    return found
 
 
 def _make_again(

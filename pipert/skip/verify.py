@@ -49,7 +49,7 @@ def _skippables(module: nn.Module, path: str) -> Iterator[tuple[str, Skippable]]
     # Not named_modules: a module that is there twice runs twice.
     for name, child in module._modules.items():
         if child is not None:
-            yield from _skippables(child, f"{path}.{name}")
+            yield from _skippables(child, f"{path}.{name}".lstrip("."))
 
 
 def _of(layer: Skippable, path: str) -> Iterator[Declared]:
