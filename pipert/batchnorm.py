@@ -46,7 +46,7 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
     Raises:
         TypeError: there is a SyncBatchNorm, or a scripted BatchNorm that is to be deferred.
     """
-    for name, layer in module.named_modules():
+    for name, layer in _modules(module):
         if deferred and isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "running_var"):
             raise TypeError(
                 f"layer {name!r} is scripted and updates its running statistics where Python does "
@@ -60,7 +60,7 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
                 "BatchNorm, with deferred_batch_norm=True for running statistics of the whole "
                 "mini-batch"
             )
-    names = [name for name, layer in module.named_modules() if _is_updated(layer)]
+    names = [name for name, layer in _modules(module) if _is_updated(layer)]
     if names and deferred is None:
         warnings.warn(
             f"the module has BatchNorm layers in training mode ({_some(names)}). In a pipe each "
@@ -81,13 +81,12 @@ def _is_updated(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
 
 
-def _norms(module: nn.Module) -> Iterator[_BatchNorm]:
-    if getattr(module, "is_pipe", False):
-        return  # has a setting of its own
-    if isinstance(module, _BatchNorm) and _is_updated(module):
-        yield module
-    for child in module.children():
-        yield from _norms(child)
+def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """A module and all that it contains, by name; but not pipes, which have their own setting."""
+    if not getattr(module, "is_pipe", False):
+        yield path, module
+        for name, child in module.named_children():
+            yield from _modules(child, f"{path}.{name}".lstrip("."))
 
 
 class _Note(NamedTuple):
@@ -175,8 +174,7 @@ class DeferredStats:
     """The running statistics of one run. Made and committed in the caller."""
 
     def __init__(self, partitions: Sequence[nn.Sequential]) -> None:
-        found = [list(_norms(partition)) for partition in partitions]
-        self.partitions = [PartitionStats(norms) if norms else None for norms in found]
+        self.partitions = [_stats_of(partition) for partition in partitions]
 
     def commit(self) -> None:
         """The run has succeeded: update the running statistics of all layers, once."""
@@ -184,6 +182,12 @@ class DeferredStats:
             for partition in self.partitions:
                 if partition is not None:
                     partition.commit()
+
+
+def _stats_of(partition: nn.Sequential) -> PartitionStats | None:
+    modules = {module for _, module in _modules(partition)}
+    norms = [m for m in modules if isinstance(m, _BatchNorm) and _is_updated(m)]
+    return PartitionStats(norms) if norms else None
 
 
 def _update(norm: _BatchNorm, notes: Sequence[_Note]) -> None:

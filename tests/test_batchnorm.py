@@ -374,6 +374,15 @@ def test_the_warning_names_the_layers_and_the_line_of_the_user() -> None:
     assert caught[0].filename == __file__
 
 
+def test_a_pipe_in_a_layer_is_not_warned_about_again() -> None:
+    inner = Pipe(
+        nn.Sequential(nn.BatchNorm1d(3)), [1], devices=["cpu"], deferred_batch_norm=True
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap(nn.Sequential(inner))
+
+
 @pytest.mark.parametrize("choice", [True, False])
 def test_a_choice_is_not_warned_about(choice: bool) -> None:
     with warnings.catch_warnings():
