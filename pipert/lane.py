@@ -63,8 +63,8 @@ class Lane:
     """
 
     __slots__ = (
-        "_computation", "_device", "_posts_copies", "_receive", "_run", "_send", "_skips", "_stats",
-        "_token", "j", "progress",
+        "_computation", "_copies", "_device", "_is_copied", "_receive", "_run", "_send", "_skips",
+        "_stats", "_token", "j", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -86,9 +86,13 @@ class Lane:
         self._receive = receive
         self._send = send
         self._token: Tensor | None = None
-        readers = [*range(j + 1, len(run.devices))[:1]]
-        readers += [k for _, partitions in (skips.leaving if skips else ()) for k in partitions]
-        self._posts_copies = any(run.devices[k] != self._device for k in readers)
+        sources, readers = [*range(j)[-1:]], [*range(j + 1, len(run.devices))[:1]]
+        if skips is not None:
+            sources += [k for _, k in skips.arriving]
+            readers += [k for _, partitions in skips.leaving for k in partitions]
+        # Whether values come, or may come, from other devices, and whether others copy from here.
+        self._copies = j == 0 or any(run.devices[k] != self._device for k in sources)
+        self._is_copied = any(run.devices[k] != self._device for k in readers)
         seed = run.seed if draws(partition) else None
         self._computation = Computation(
             partition, j, run.schedule, self._device, run.context, seed, skips
@@ -130,7 +134,7 @@ class Lane:
         return y
 
     def _run_one(self, i: int, x: Value, turn: Turn) -> Value:
-        x, copied = self._copy_in(i, x)
+        x, copied = self._copy_in(i, x) if self._copies else (x, None)
         x = self._join(x)
         if copied is not None:
             x = self._wait_for(copied, x)
@@ -168,7 +172,7 @@ class Lane:
     def _leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
         """What comes after compute: wait, recompute, fork."""
         copying = compute = None
-        if self._posts_copies:
+        if self._is_copied:
             copying = self._run.streams.get(self._device, i)
             compute = stream.compute_stream(self._device)
         if not self._run.context.grad_enabled:
