@@ -82,12 +82,14 @@ class Mail:
     """
 
     def __init__(self) -> None:
-        self._posted: dict[tuple[Key, int, int], Stashed] = {}  # its operations are atomic
+        # With whether others get it, too. The operations of a dict are atomic.
+        self._posted: dict[tuple[Key, int, int], tuple[Stashed, bool]] = {}
 
     def post(self, key: Key, i: int, partitions: Sequence[int], value: Value) -> None:
         """Leave a skip of micro-batch ``i`` for ``partitions``."""
+        stashed = Stashed(value)
         for j in partitions:
-            self._posted[key, i, j] = Stashed.of(value)
+            self._posted[key, i, j] = stashed, len(partitions) > 1
 
     def fetch(self, key: Key, i: int, j: int) -> Value:
         """Take what was left for partition ``j``.
@@ -95,7 +97,8 @@ class Mail:
         Raises:
             RuntimeError: it was modified in place since.
         """
-        return self._posted.pop((key, i, j)).get(key)
+        stashed, shared = self._posted.pop((key, i, j))
+        return stashed.get(key, apart=shared)
 
     def __repr__(self) -> str:
         return f"<Mail of {len(self._posted)} skips>"

@@ -8,7 +8,7 @@ that stashed it failed, is replaced by the next stash of that name.
 A popped value is what it was when it was stashed. Where it crosses devices nothing else is
 possible, and so that the result does not depend on the split, nothing else is possible anywhere: a
 tensor that was changed in place since is refused. Tensors of inference mode do not know whether
-they were changed; they are stashed as copies.
+they were changed; they are stashed as copies, and so handed to all who pop them but the last.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import enum
 import threading
 from collections.abc import Mapping
 from contextvars import ContextVar
-from typing import NamedTuple
 
-from torch import Tensor
-
-from pipert._typing import Value
+from pipert._typing import Tensors, Value
 from pipert.skip.namespace import Key, show
-from pipert.value import select, tensors_of
+from pipert.value import tensors_of
 
 __all__: list[str] = []
 
@@ -36,33 +33,42 @@ ABSENT = _Absent.ABSENT
 """Stands for a skip whose layer did not run: nested layers may be left out."""
 
 
-class Stashed(NamedTuple):
-    """A value, and the versions that its tensors have."""
+class Stashed:
+    """A value as it was when this was made: containers are made anew for each who gets it.
 
-    value: Value
-    versions: tuple[int, ...]
+    Args:
+        value: any pytree.
+        apart: whether to copy the tensors of inference mode.
+    """
 
-    @staticmethod
-    def of(value: Value) -> Stashed:
-        """``value`` as it is now."""
-        return Stashed(value, _versions(value))
+    __slots__ = ("_rebuild", "_tensors", "_versions")
 
-    def get(self, key: Key) -> Value:
-        """The value.
+    def __init__(self, value: Value, apart: bool = False) -> None:
+        self._tensors, self._rebuild = tensors_of(value)
+        if apart:
+            self._tensors = _apart(self._tensors)
+        self._versions = _versions(self._tensors)
+
+    def get(self, key: Key, apart: bool = False) -> Value:
+        """The value; ``apart`` if somebody else gets it, too.
 
         Raises:
             RuntimeError: it was modified in place since.
         """
-        if _versions(self.value) != self.versions:
+        if _versions(self._tensors) != self._versions:
             raise RuntimeError(
                 f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
                 " it, or let the layer that modifies it work on a copy (inplace=False)"
             )
-        return self.value
+        return self._rebuild(_apart(self._tensors) if apart else self._tensors)
 
 
-def _versions(value: Value) -> tuple[int, ...]:
-    return tuple([-1 if t.is_inference() else t._version for t in tensors_of(value)[0]])
+def _apart(tensors: Tensors) -> Tensors:
+    return tuple([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
+
+
+def _versions(tensors: Tensors) -> list[int]:
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class Store:
@@ -84,16 +90,14 @@ class Store:
 
     def put(self, key: Key, value: Value, pops: int) -> None:
         """Stash ``value``, for ``pops`` layers as declared."""
-        tensors, rebuild = select(value, Tensor.is_inference)
-        if tensors:
-            value = rebuild(tuple([tensor.clone() for tensor in tensors]))
-        self.receive(key, value, pops)
-
-    def receive(self, key: Key, value: Value, pops: int = 0) -> None:
-        """Let ``value``, which another partition has stashed, be popped."""
         pops = self._pops.get(key, pops)
-        if value is not ABSENT and (pops or key in self._sent):
-            self._values[key], self._left[key] = Stashed.of(value), pops
+        if pops or key in self._sent:
+            self._values[key], self._left[key] = Stashed(value, apart=True), pops
+
+    def receive(self, key: Key, value: Value) -> None:
+        """Let ``value``, which another partition has stashed, be popped here."""
+        if value is not ABSENT:
+            self._values[key], self._left[key] = Stashed(value), self._pops[key]
 
     def take(self, key: Key) -> Value:
         """Pop a value; the last who does removes it.
@@ -106,9 +110,10 @@ class Store:
                 f"there is no skip {show(key)} to pop: no layer has stashed it before, or all "
                 "layers that it was for have popped it"
             )
-        value = self._values[key].get(key)
         self._left[key] -= 1
-        if not self._left[key] and key not in self._sent:
+        last = not self._left[key] and key not in self._sent
+        value = self._values[key].get(key, apart=not last)
+        if last:
             del self._values[key], self._left[key]
         return value
 
