@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 TEXT = b"the pipeline is full when every worker has a task. " * 100
 WHERE = ["--devices", "cpu,cpu", "--sample", "0"]
 MODEL = "--context 16 --width 16 --layers 2 --heads 2 --batch 8 --chunks 2 --warmup 2 --lr 0.01"
 
 pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[ModuleType]:
-    """The example, imported from its path: it is a script, not part of a package."""
-    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look their module up
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
-
-
-@pytest.fixture(autouse=True)
-def no_thread_of_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tqdm's monitor is a thread that outlives the progress bar."""
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
 
 
 @pytest.fixture
@@ -152,7 +129,7 @@ def test_a_bad_option_ends_the_program_with_a_clear_message(
     options: str,
     message: str,
 ) -> None:
-    monkeypatch.chdir(EXAMPLE.parent)
+    monkeypatch.chdir(Path(str(example.__file__)).parent)
     with pytest.raises(SystemExit) as end:
         example.main([*tiny, *options.split()])
     assert end.value.code == 2

@@ -1,0 +1,28 @@
+"""What the tests of the examples share: they import scripts, which are no part of a package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# Where Python looks when an example is started as a script.
+sys.path.insert(0, str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def example(request: pytest.FixtureRequest) -> ModuleType:
+    """The example that the test module is called after."""
+    return importlib.import_module(request.module.__name__.removeprefix("test_"))
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tqdm's monitor is a thread that outlives the progress bar."""
+    if sys.modules.get("tqdm"):
+        monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)

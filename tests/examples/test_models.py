@@ -1,0 +1,415 @@
+"""The paper's models have its sizes, compute what their nested forms do, and train in a Pipe."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models.amoebanet import Cell, FactorizedReduction, amoebanet_d, conv_1x7_7x1
+from models.resnet import resnet, resnet101
+from models.skips import Add, Concatenate, Stash
+from models.unet import unet
+from torch import Tensor, nn
+
+from pipert import Pipe
+
+# --- sizes, as published --------------------------------------------------------------------------
+
+
+def parameters_of(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("blocks", "channels", "layers", "parameters"),
+    [
+        (5, 64, 241, 232_687_328),
+        (6, 72, 285, 362_157_516),
+        (11, 128, 505, 2_213_834_176),
+        (24, 128, 1077, 4_993_859_008),
+        (24, 160, 1077, 7_802_903_600),
+        (48, 160, 2133, 15_822_206_000),
+    ],
+)
+def test_unet_has_the_published_size(
+    blocks: int, channels: int, layers: int, parameters: int
+) -> None:
+    with torch.device("meta"):
+        model = unet(blocks, channels)
+    assert (len(model), parameters_of(model)) == (layers, parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("filters", "parameters"), [(208, 81_505_540), (256, 122_470_120), (416, 319_024_120)]
+)
+def test_amoebanet_has_the_published_size(filters: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = amoebanet_d(18, filters)
+    assert (len(model), parameters_of(model)) == (24, parameters)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "filters", "millions"), [(18, 544, 542.7), (36, 544, 1055.8), (72, 512, 1844.9)]
+)
+def test_large_amoebanets_have_the_published_size(
+    layers: int, filters: int, millions: float
+) -> None:
+    with torch.device("meta"):
+        model = amoebanet_d(layers, filters)
+    assert len(model) == layers + 6
+    assert parameters_of(model) / 1e6 == pytest.approx(millions, abs=0.05)
+
+
+@pytest.mark.slow
+def test_resnet101_has_the_published_size() -> None:
+    with torch.device("meta"):
+        model = resnet101()
+    assert (len(model), parameters_of(model)) == (370, 44_549_160)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "output"),
+    [
+        (lambda: unet(2, 4, in_channels=2, out_channels=3), (2, 3, 192, 192)),
+        (lambda: amoebanet_d(3, 16, num_classes=7), (2, 7)),
+        (lambda: resnet101(num_classes=7), (2, 7)),
+    ],
+    ids=["unet", "amoebanet", "resnet101"],
+)
+def test_the_output_has_the_documented_shape(
+    model: Callable[[], nn.Module], output: tuple[int, ...]
+) -> None:
+    size = output[2:] or (224, 224)
+    channels = 2 if len(output) > 2 else 3
+    with torch.device("meta"):
+        assert model()(torch.empty(2, channels, *size)).shape == output
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: unet(0, 4), "blocks must be 1 or more, not 0"),
+        (lambda: unet(1, 3), "channels must be even and 2 or more, not 3"),
+        (lambda: amoebanet_d(4, 8), "layers must be a positive multiple of 3, not 4"),
+        (lambda: amoebanet_d(3, 12), "filters must be a positive multiple of 8, not 12"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(build: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+# --- the nested forms -----------------------------------------------------------------------------
+
+
+def reference_unet(flat: nn.Sequential, blocks: int, image: Tensor) -> Tensor:
+    """What a U-Net computes, written with its skips as local variables."""
+
+    def cell(name: str, x: Tensor) -> Tensor:
+        for index in range(blocks):
+            x = F.conv2d(x, flat.get_parameter(f"{name}_{index}_conv.weight"), padding=1)
+            x = F.leaky_relu(F.instance_norm(x), 0.01)
+        return x
+
+    def from_level(level: int, x: Tensor) -> Tensor:
+        skip = cell(f"encoder{level}", x)
+        x = F.max_pool2d(skip, 2)
+        x = cell("bottleneck", x) if level == 4 else from_level(level + 1, x)
+        x = F.interpolate(x, scale_factor=2.0)
+        joined = skip.new_zeros(len(skip), skip.shape[1] + x.shape[1], *skip.shape[2:])
+        joined[:, : skip.shape[1]] = skip
+        joined[:, skip.shape[1] :, : x.shape[2], : x.shape[3]] = x
+        return cell(f"decoder{level}", joined)
+
+    return F.conv2d(from_level(0, image), flat.get_parameter("head.weight"))
+
+
+class Bottleneck(nn.Module):
+    """A bottleneck as most write it: everything inside one module."""
+
+    def __init__(self, inputs: int, inside: int, stride: int) -> None:
+        super().__init__()
+        outputs = 4 * inside
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inputs, inside, 1, bias=False),
+            nn.BatchNorm2d(inside),
+            nn.ReLU(),
+            nn.Conv2d(inside, inside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(inside),
+            nn.ReLU(),
+            nn.Conv2d(inside, outputs, 1, bias=False),
+            nn.BatchNorm2d(outputs),
+        )
+        self.shortcut = nn.Sequential()
+        if stride != 1 or inputs != outputs:
+            self.shortcut.append(nn.Conv2d(inputs, outputs, 1, stride, bias=False))
+            self.shortcut.append(nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.convolutions(x) + self.shortcut(x))
+
+
+def reference_resnet(blocks: Sequence[int], channels: int, num_classes: int) -> nn.Sequential:
+    """A ResNet of such bottlenecks."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, channels, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
+    inputs = channels
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            inside = channels << stage
+            layers.append(Bottleneck(inputs, inside, 2 if stage > 0 and block == 0 else 1))
+            inputs = 4 * inside
+    return nn.Sequential(
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, num_classes)
+    )
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("size", [(64, 64), (70, 95)], ids=["even", "odd"])
+def test_the_flat_unet_computes_what_the_nested_one_does(
+    blocks: int, size: tuple[int, int]
+) -> None:
+    flat = unet(blocks, 2, dropout=0.0).double()
+    image = torch.randn(2, 3, *size, dtype=torch.float64)
+    actual, expected = flat(image), reference_unet(flat, blocks, image)
+    torch.testing.assert_close(actual, expected)
+    actual_grads = torch.autograd.grad(actual.square().sum(), list(flat.parameters()))
+    expected_grads = torch.autograd.grad(expected.square().sum(), list(flat.parameters()))
+    torch.testing.assert_close(actual_grads, expected_grads)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_flat_resnet_computes_what_the_nested_one_does(training: bool) -> None:
+    blocks, channels, classes = (1, 2, 2, 1), 4, 5
+    flat = resnet(blocks, channels=channels, num_classes=classes).double().train(training)
+    nested = reference_resnet(blocks, channels, classes).double().train(training)
+    with torch.no_grad():  # the parameters are in the same order
+        for theirs, ours in zip(nested.parameters(), flat.parameters(), strict=True):
+            theirs.copy_(ours)
+    images = torch.randn(3, 3, 40, 72, dtype=torch.float64)
+    actual, expected = flat(images), nested(images)
+    torch.testing.assert_close(actual, expected)
+    actual_grads = torch.autograd.grad(actual.square().sum(), list(flat.parameters()))
+    expected_grads = torch.autograd.grad(expected.square().sum(), list(nested.parameters()))
+    torch.testing.assert_close(actual_grads, expected_grads)
+    torch.testing.assert_close(list(flat.buffers()), list(nested.buffers()))
+
+
+@pytest.mark.slow
+def test_resnet101_is_torchvision_s_parameter_for_parameter() -> None:
+    with torch.device("meta"):
+        flat, nested = resnet101(), reference_resnet((3, 4, 23, 3), 64, 1000)
+    shapes = [parameter.shape for parameter in flat.parameters()]
+    assert shapes == [parameter.shape for parameter in nested.parameters()]
+
+
+def amoebanet_cell(name: str) -> Cell:
+    cell = amoebanet_d(6, 16).double().get_submodule(name)
+    assert isinstance(cell, Cell)
+    return cell
+
+
+def test_a_normal_cell_computes_what_its_table_says() -> None:
+    cell = amoebanet_cell("cell3_normal")
+    output, before = (torch.randn(2, k, 6, 8, dtype=torch.float64) for k in (64, 48))
+    own, last = cell((output, before))
+
+    convolve = cell.operations  # the others are written out
+    s0, s1 = cell.fit_output(output), cell.fit_before(before)
+    s2 = convolve[0](s1) + F.max_pool2d(s1, 3, 1, 1)
+    s3 = s1 + convolve[3](s0)
+    s4 = convolve[4](s0) + convolve[5](s0)
+    s5 = F.max_pool2d(s2, 3, 1, 1) + s2
+    s6 = F.avg_pool2d(s1, 3, 1, 1, count_include_pad=False) + convolve[9](s5)
+    torch.testing.assert_close(own, torch.cat([s0, s3, s4, s6], dim=1))
+    assert last is output
+
+
+def test_a_reduction_cell_computes_what_its_table_says() -> None:
+    cell = amoebanet_cell("cell4_reduction")
+    output, before = (torch.randn(2, 64, 6, 8, dtype=torch.float64) for _ in range(2))
+    own, last = cell((output, before))
+
+    convolve = cell.operations
+    s0, s1 = cell.fit_output(output), cell.fit_before(before)
+    s2 = F.max_pool2d(s0, 2, 2) + F.max_pool2d(s0, 3, 2, 1)
+    s3 = s2 + convolve[3](s1)
+    s4 = convolve[4](s2) + F.max_pool2d(s2, 3, 1, 1)
+    s5 = s3 + F.max_pool2d(s1, 2, 2)
+    s6 = F.avg_pool2d(s2, 3, 1, 1, count_include_pad=False) + convolve[9](s3)
+    torch.testing.assert_close(own, torch.cat([s4, s5, s6], dim=1))
+    assert own.shape[2:] == (3, 4)
+    assert last is output
+
+
+def test_the_two_halves_of_a_factorized_reduction_see_different_pixels() -> None:
+    reduce = FactorizedReduction(3, 8).double()
+    x = torch.randn(2, 3, 6, 8, dtype=torch.float64)
+    even = F.conv2d(F.relu(x[:, :, 0::2, 0::2]), reduce.even.weight)
+    odd = F.conv2d(F.relu(x[:, :, 1::2, 1::2]), reduce.odd.weight)
+    torch.testing.assert_close(reduce(x), reduce.norm(torch.cat([even, odd], dim=1)))
+
+
+def test_a_factorized_convolution_strides_over_the_width_and_then_over_the_height() -> None:
+    x = torch.zeros(1, 8, 12, 16)
+    shapes = []
+    for layer in conv_1x7_7x1(8, stride=2).children():
+        x = layer(x)
+        shapes.append(tuple(x.shape[1:]))
+    assert shapes == [(2, 12, 16), (2, 12, 8), (2, 6, 8), (8, 6, 8)]
+
+
+# --- in a Pipe ------------------------------------------------------------------------------------
+
+MODELS: dict[str, Callable[[], nn.Sequential]] = {
+    "unet": lambda: unet(1, 2, dropout=0.0),
+    "amoebanet": lambda: amoebanet_d(3, 8, num_classes=4),
+    "resnet": lambda: resnet((1, 1, 2, 1), channels=2, num_classes=4),
+}
+MODES = ["always", "except_last", "never"]
+# AmoebaNet has few layers, but its cells hundreds of operations.
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "amoebanet")) for name in MODELS]
+ROWS = 5  # which no number of chunks but one and five divides
+
+
+class Outcome(NamedTuple):
+    """What a model makes of a mini-batch, and what that does to the model."""
+
+    output: Tensor
+    input_grad: Tensor
+    grads: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+def mini_batch() -> Tensor:
+    return torch.randn(ROWS, 3, 64, 64, dtype=torch.float64)
+
+
+def outcome(model: nn.Module, images: Tensor, chunks: int = 1) -> Outcome:
+    """Of one step; with ``chunks``, of gradients gathered over as many micro-batches."""
+    images = images.detach().requires_grad_()
+    outputs = []
+    for part in images.tensor_split(chunks):
+        outputs.append(model(part))
+        outputs[-1].square().sum().backward()
+    assert images.grad is not None
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(grads) == len(list(model.parameters()))
+    buffers = dict(model.named_buffers())
+    return Outcome(torch.cat(outputs).detach(), images.grad, grads, buffers)
+
+
+def even_balance(model: nn.Sequential, partitions: int) -> list[int]:
+    cuts = [len(model) * j // partitions for j in range(partitions + 1)]
+    return [end - start for start, end in pairwise(cuts)]
+
+
+def pipe_of(
+    model: nn.Sequential, balance: list[int], chunks: int, checkpoint: str = "except_last"
+) -> Pipe:
+    devices = ["cpu"] * len(balance)
+    return Pipe(
+        model,
+        balance,
+        devices=devices,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        deferred_batch_norm=False,
+    )
+
+
+def assert_trains_like_the_plain_model(
+    name: str, balance: list[int], chunks: int, checkpoint: str = "except_last"
+) -> None:
+    """The U-Net is compared whole; BatchNorm normalises each micro-batch, as does the reference."""
+    piped = MODELS[name]().double()
+    plain, images = copy.deepcopy(piped), mini_batch()
+    with pipe_of(piped, balance, chunks, checkpoint) as pipe:
+        actual = outcome(pipe, images)
+    torch.testing.assert_close(actual, outcome(plain, images, 1 if name == "unet" else chunks))
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("partitions", [1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_in_a_pipe_trains_like_the_plain_one(
+    name: str, partitions: int, checkpoint: str
+) -> None:
+    balance = even_balance(MODELS[name](), partitions)
+    assert_trains_like_the_plain_model(name, balance, 2, checkpoint)
+
+
+@pytest.mark.parametrize("chunks", [1, 3, ROWS])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_number_of_chunks_does_not_matter(name: str, chunks: int) -> None:
+    assert_trains_like_the_plain_model(name, even_balance(MODELS[name](), 2), chunks)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(
+    ("name", "first_of_second", "kind"),
+    [
+        ("unet", "encoder1_0_relu", nn.LeakyReLU),  # which works in place on what came over
+        ("unet", "stash1", Stash),
+        ("unet", "pool1", nn.MaxPool2d),
+        ("unet", "concatenate1", Concatenate),
+        ("unet", "decoder1_0_conv", nn.Conv2d),
+        ("resnet", "stage2_0_stash", Stash),
+        ("resnet", "stage2_0_conv1", nn.Conv2d),
+        ("resnet", "stage2_0_add", Add),
+        ("resnet", "stage2_0_relu3", nn.ReLU),
+    ],
+)
+def test_a_model_can_be_cut_anywhere(
+    name: str, first_of_second: str, kind: type[nn.Module], checkpoint: str
+) -> None:
+    model = MODELS[name]()
+    assert isinstance(model.get_submodule(first_of_second), kind)
+    cut = [name for name, _ in model.named_children()].index(first_of_second)
+    assert_trains_like_the_plain_model(name, [cut, len(model) - cut], 2, checkpoint)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_evaluation_a_pipe_computes_what_the_plain_model_does(name: str) -> None:
+    model, images = MODELS[name]().double(), mini_batch()
+    model(images)  # moves the running statistics
+    model.eval()
+    with torch.no_grad(), pipe_of(model, even_balance(model, 3), 3) as pipe:
+        torch.testing.assert_close(pipe(images), model(images))
+
+
+def test_dropout_draws_the_same_numbers_again_when_it_is_recomputed() -> None:
+    model, images = unet(1, 2, dropout=0.3).double(), mini_batch()
+    outcomes = []
+    for checkpoint in MODES:
+        torch.manual_seed(1)
+        model.zero_grad()
+        with pipe_of(model, even_balance(model, 3), 2, checkpoint) as pipe:
+            outcomes.append(outcome(pipe, images))
+    torch.testing.assert_close(outcomes[1], outcomes[0], rtol=0, atol=0)
+    torch.testing.assert_close(outcomes[2], outcomes[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_is_an_ordinary_module(name: str) -> None:
+    model, images = MODELS[name]().double().eval(), mini_batch()
+    expected = model(images)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(images), expected)
+    fresh = MODELS[name]().double().eval()
+    with pipe_of(model, even_balance(model, 2), 2) as pipe:
+        fresh.load_state_dict(pipe.state_dict())
+    assert torch.equal(fresh(images), expected)
