@@ -13,6 +13,7 @@ from pipert.errors import (
     PipertError,
     RecomputationError,
     ReentrantCallError,
+    TransformError,
     WorkerDiedError,
 )
 from pipert.microbatch import Replicate
@@ -28,6 +29,7 @@ __all__ = [
     "RecomputationError",
     "Replicate",
     "ReentrantCallError",
+    "TransformError",
     "WorkerDiedError",
     "__version__",
     "is_checkpointing",

@@ -22,6 +22,7 @@ micro-batches together, then the second.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,9 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
+from pipert.autograd.random_state import refuse_nested_checkpoint
+from pipert.autograd.running_stats import COUNTING, changed_by
 from pipert.process_lock import ProcessLock
 
 __all__: list[str] = []
@@ -44,8 +48,11 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
     """Refuse what cannot work in a pipe; warn if the user has not chosen what to do.
 
     Raises:
-        TypeError: there is a SyncBatchNorm, or a scripted BatchNorm that is to be deferred.
+        TypeError: there is a SyncBatchNorm, or a scripted BatchNorm that is to be deferred; or
+            ``deferred`` is no choice.
     """
+    if deferred not in (None, True, False):
+        raise TypeError(f"deferred_batch_norm must be True, False or None, got {deferred!r}")
     for name, layer in _modules(module):
         if deferred and isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "running_var"):
             raise TypeError(
@@ -96,18 +103,38 @@ class _Note(NamedTuple):
     """Values for each channel."""
     mean: Tensor
     var: Tensor
+    momentum: float
+
+
+class _Statistics(NamedTuple):
+    """Running statistics, and the layer they are of if it is a BatchNorm."""
+
+    mean: Tensor
+    var: Tensor
+    norm: _BatchNorm | None
 
 
 class PartitionStats:
     """What the layers of one partition have noted in one run. Written by its worker alone.
 
     Args:
-        norms: the layers that would update their running statistics.
+        partition: with layers in training mode that have buffers.
     """
 
-    def __init__(self, norms: Sequence[_BatchNorm]) -> None:
+    def __init__(self, partition: nn.Module) -> None:
+        modules = {module for _, module in _modules(partition) if module.training}
+        self.buffers = {id(b) for module in modules for b in module.buffers(recurse=False)}
+        norms = [module for module in modules if isinstance(module, _BatchNorm)]
         self.by_mean = {id(norm.running_mean): norm for norm in norms}
-        self.counters = {id(norm.num_batches_tracked) for norm in norms}
+        self.by_counter = {id(norm.num_batches_tracked): norm for norm in norms}
+        self.running = {
+            id(buffer): norm
+            for norm in norms
+            for buffer in (norm.running_mean, norm.running_var)
+            if buffer is not None and not is_lazy(buffer)  # whose layer will initialise it
+        }
+        self.counted: set[_BatchNorm] = set()
+        self.statistics: dict[int, _Statistics] = {}
         self.notes: dict[tuple[int, int], list[_Note]] = {}
 
     def collect(self, compute: Callable[..., Value], *args: Any) -> Value:
@@ -115,10 +142,27 @@ class PartitionStats:
         with _Collect(self):
             return compute(*args)
 
+    def check(self) -> None:
+        """Refuse a layer that was counted and whose statistics did not come by.
+
+        Raises:
+            RuntimeError: it normalises by a function that is not known here.
+        """
+        for norm in self.counted - {statistics.norm for statistics in self.statistics.values()}:
+            raise _cannot_be_deferred(norm)
+
     def commit(self) -> None:
         """Update the running statistics."""
-        for (mean, _), notes in self.notes.items():
-            _update(self.by_mean[mean], notes)
+        for (layer, _), notes in self.notes.items():
+            _update(self.statistics[layer], notes)
+
+
+def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
+    return RuntimeError(
+        f"the BatchNorm layer {norm} computes its statistics by other functions than "
+        "torch.nn.functional.batch_norm or torch.batch_norm, so that they cannot be deferred; use "
+        "deferred_batch_norm=False"
+    )
 
 
 class _Collect(TorchFunctionMode):
@@ -133,41 +177,51 @@ class _Collect(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm:
-            return self._batch_norm(*args, **kwargs)
-        if args and id(args[0]) in self._stats.counters:
-            if func is Tensor.add_:
+        if func is F.batch_norm or func is torch.batch_norm:
+            names = _FUNCTIONAL if func is F.batch_norm else _TORCH
+            return self._normalise(func, {**dict(zip(names, args, strict=False)), **kwargs})
+        norm = self._stats.by_counter.get(id(args[0])) if args else None
+        if norm is not None:
+            if func in COUNTING:
+                self._stats.counted.add(norm)
                 return args[0]
             if func is Tensor.__float__:  # of a momentum of None; as if it had been counted
                 return func(*args) + 1.0
+        norm = self._stats.running.get(id(changed_by(func, args, kwargs)))
+        if norm is not None:
+            raise _cannot_be_deferred(norm)
         return func(*args, **kwargs)
 
-    def _batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        layer = id(running_mean)
-        if not training or running_mean is None or layer not in self._stats.by_mean:
-            return F.batch_norm(
-                input, running_mean, running_var, weight, bias, training, momentum, eps
+    def _normalise(self, func: Any, arguments: dict[str, Any]) -> Tensor:
+        mean, var = arguments["running_mean"], arguments["running_var"]
+        layer = id(mean)
+        output: Tensor
+        if not arguments.get("training", False) or layer not in self._stats.buffers:
+            output = func(**arguments)
+            return output
+        if not torch.compiler.is_compiling():
+            refuse_nested_checkpoint(
+                "a layer used torch.utils.checkpoint around a BatchNorm whose running statistics "
+                "are deferred; its recomputation would update them, too"
             )
-        assert running_var is not None
-        note = _Note(
-            input.numel() // input.size(1),
-            torch.zeros_like(running_mean),
-            torch.zeros_like(running_var),
+        x = arguments["input"]
+        momentum = arguments.get("momentum", 0.1)
+        scratch = torch.zeros_like(mean), torch.zeros_like(var)
+        note = _Note(x.numel() // x.size(1), *scratch, momentum)
+        output = func(
+            **{**arguments, "running_mean": note.mean, "running_var": note.var, "momentum": 1.0}
         )
-        output = F.batch_norm(input, note.mean, note.var, weight, bias, True, 1.0, eps)
         call = self._calls[layer] = self._calls.get(layer, -1) + 1
+        self._stats.statistics[layer] = _Statistics(mean, var, self._stats.by_mean.get(layer))
         self._stats.notes.setdefault((layer, call), []).append(note)
         return output
+
+
+_FUNCTIONAL = tuple(inspect.signature(F.batch_norm).parameters)
+_TORCH = (
+    "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
+    "cudnn_enabled",
+)  # fmt: skip
 
 
 class DeferredStats:
@@ -177,41 +231,46 @@ class DeferredStats:
         self.partitions = [_stats_of(partition) for partition in partitions]
 
     def commit(self) -> None:
-        """The run has succeeded: update the running statistics of all layers, once."""
+        """The run has succeeded: update the running statistics of all layers, once.
+
+        Raises:
+            RuntimeError: a layer cannot be deferred; nothing is updated.
+        """
+        partitions = [partition for partition in self.partitions if partition is not None]
+        for partition in partitions:
+            partition.check()
         with _committing.current, torch.no_grad():
-            for partition in self.partitions:
-                if partition is not None:
-                    partition.commit()
+            for partition in partitions:
+                partition.commit()
 
 
 def _stats_of(partition: nn.Sequential) -> PartitionStats | None:
-    modules = {module for _, module in _modules(partition)}
-    norms = [m for m in modules if isinstance(m, _BatchNorm) and _is_updated(m)]
-    return PartitionStats(norms) if norms else None
+    may_update = any(module.training and module._buffers for _, module in _modules(partition))
+    return PartitionStats(partition) if may_update else None
 
 
-def _update(norm: _BatchNorm, notes: Sequence[_Note]) -> None:
-    mean, var = _pooled(notes)
-    factor = norm.momentum
-    if norm.num_batches_tracked is not None:
+def _update(statistics: _Statistics, notes: Sequence[_Note]) -> None:
+    norm, factor = statistics.norm, notes[0].momentum
+    if norm is not None and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-        if factor is None:
+        if norm.momentum is None:
             factor = 1.0 / float(norm.num_batches_tracked)
-    assert factor is not None and norm.running_mean is not None and norm.running_var is not None
-    for running, new in ((norm.running_mean, mean), (norm.running_var, var)):
+    if not any(note.rows for note in notes):
+        return
+    mean, var = _pooled(notes)
+    for running, new in ((statistics.mean, mean), (statistics.var, var)):
         # By way of data: torch's kernel does not count it as a modification either, so that a graph
         # made in eval mode before can still be used.
         running.data.lerp_(new.to(running.dtype), factor)
 
 
 def _pooled(notes: Sequence[_Note]) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of all rows together."""
+    """Mean and unbiased variance of all rows together. Nothing here waits for a GPU."""
     if len(notes) == 1:
         return notes[0].mean, notes[0].var
-    means = torch.stack([note.mean.double() for note in notes])
-    variances = torch.stack([note.var.double() for note in notes])
-    rows = means.new_tensor([[note.rows] for note in notes])
-    total = rows.sum()
-    mean = (rows * means).sum(0) / total
-    squares = (rows - 1) * variances + rows * (means - mean) ** 2
-    return mean, squares.sum(0) / (total - 1)
+    total = sum(note.rows for note in notes)
+    mean = torch.stack([note.mean.double() * (note.rows / total) for note in notes]).sum(0)
+    squares = [
+        note.var.double() * (note.rows - 1) + (note.mean - mean) ** 2 * note.rows for note in notes
+    ]
+    return mean, torch.stack(squares).sum(0) / (total - 1)

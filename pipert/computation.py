@@ -16,11 +16,11 @@ from torch.nn.parameter import is_lazy
 
 from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
-from pipert.autograd.running_stats import KeepRunningStats, may_update_running_stats
+from pipert.autograd.running_stats import Buffers, KeepBuffers, may_change_buffers
 from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
-from pipert.skip.store import use_in_task
+from pipert.skip.store import Store, use_in_task
 from pipert.value import describe
 from pipert.workers.context import CallerContext
 
@@ -50,7 +50,7 @@ def is_recomputing() -> bool:
 class Snapshot:
     """What a partition was like when it computed, for its recomputations. One for a lane."""
 
-    __slots__ = ("_parameters", "updates_stats")
+    __slots__ = ("_parameters", "buffers")
 
     def __init__(self, partition: nn.Sequential) -> None:
         # By where they are looked up: walking the modules again for each R would cost more than
@@ -62,7 +62,7 @@ class Snapshot:
             for name, p in home.items()
             if p is None or not is_lazy(p)
         ]
-        self.updates_stats = may_update_running_stats(partition)
+        self.buffers = Buffers(partition) if may_change_buffers(partition) else None
 
     def is_current(self) -> bool:
         """Whether the parameters are still the same, and unchanged."""
@@ -86,7 +86,7 @@ class Computation:
         place: where the partition computes, for errors.
         context: the caller's.
         seed: of the run's random numbers; ``None`` when no layer draws any.
-        skips: which the partition stashes and pops, if any. Then it gets and returns ``Carried``.
+        skips: which the partition stashes and pops. If any, it gets and returns ``Carried``.
     """
 
     __slots__ = (
@@ -101,7 +101,7 @@ class Computation:
         place: torch.device,
         context: CallerContext,
         seed: RunSeed | None,
-        skips: PartitionSkips | None,
+        skips: PartitionSkips,
     ) -> None:
         self._partition = partition
         self._j = j
@@ -135,27 +135,35 @@ class Computation:
                 "recomputation; call the optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
-        if not self._snapshot.updates_stats:
+        if self._snapshot.buffers is None:
             return self._compute(i, get_value())
-        with KeepRunningStats(self._partition):
+        with KeepBuffers(self._snapshot.buffers):
             return self._compute(i, get_value())
 
-    def _compute(self, i: int, value: Value) -> Value:
-        compute = self._run_layers if self._skips is None else self._run_layers_with_skips
+    def _compute(self, i: int, carried: Carried | Value) -> Value:
         if self._seed is None:
-            return compute(i, value)
+            return self._run(i, carried)
         position = self._schedule.position(i, self._j)
-        return run_seeded(self._seed, position, self._place, compute, i, value)
+        return run_seeded(self._seed, position, self._place, self._run, i, carried)
 
-    def _run_layers_with_skips(self, i: int, carried: Carried) -> Carried:
-        assert self._skips is not None
-        store = self._skips.store(carried.skips)
+    def _run(self, i: int, carried: Carried | Value) -> Carried | Value:
+        value, arriving = carried if isinstance(carried, Carried) else (carried, ())
+        store = self._skips.store(arriving)
         use_in_task(store)
         try:
-            value = self._run_layers(i, carried.value)
-            return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
+            value = self._run_layers(i, value)
+            if not isinstance(carried, Carried):
+                return value
+            return Carried(value, self._sent(i, store))
         finally:
             store.clear()
+
+    def _sent(self, i: int, store: Store) -> tuple[Value, ...]:
+        try:
+            return tuple([store.send(key) for key, _ in self._skips.leaving])
+        except RuntimeError as error:
+            error.add_note(self.note(i))
+            raise
 
     def _run_layers(self, i: int, value: Value) -> Value:
         done = 0
@@ -168,17 +176,18 @@ class Computation:
                     value = call(value)
                 done += 1
         except BaseException as error:
-            error.add_note(self._note(i, done, value))
+            name, layer = list(self._partition._modules.items())[done]
+            where = f", layer {name!r} ({type(layer).__qualname__})"
+            error.add_note(f"{self.note(i, where)}, input {describe(value)}")
             raise
         return value
 
-    def _note(self, i: int, index: int, value: Value) -> str:
+    def note(self, i: int, where: str = "") -> str:
+        """Which task an error was raised in, and where in the partition."""
         task, phase = ("R", "recomputation") if is_recomputing() else ("F", "forward")
-        name, layer = list(self._partition._modules.items())[index]
         return (
-            f"in {phase} {task}[{i},{self._j}]: partition {self._j} on {self._place}, layer "
-            f"{name!r} ({type(layer).__qualname__}), micro-batch {i} of {self._schedule.m}, input "
-            f"{describe(value)}"
+            f"in {phase} {task}[{i},{self._j}]: partition {self._j} on {self._place}{where}, "
+            f"micro-batch {i} of {self._schedule.m}"
         )
 
     def __repr__(self) -> str:

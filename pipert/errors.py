@@ -13,6 +13,7 @@ __all__ = [
     "PipertError",
     "RecomputationError",
     "ReentrantCallError",
+    "TransformError",
     "WorkerDiedError",
 ]
 
@@ -38,7 +39,9 @@ class ReentrantCallError(PipertError):
 
 
 class RecomputationError(PipertError):
-    """A recomputation saved other tensors than its forward did, so gradients would be wrong.
+    """A recomputation did something else than its forward, so gradients would be wrong.
+
+    It saved other tensors, or changed a buffer.
 
     Layers must be referentially transparent under checkpointing (section 3 of the paper).
     """
@@ -48,8 +51,17 @@ class NestedCheckpointError(PipertError):
     """``torch.utils.checkpoint`` was used where its recomputation would give wrong gradients.
 
     Inside a layer, around what draws from the CPU's random generator: it would replay other random
-    numbers, because it saves the state of a generator that the workers of one process share. Around
-    a pipe, in its non-reentrant form: it would mix up what the workers save.
+    numbers, because it saves the state of a generator that the workers of one process share. Or
+    around a BatchNorm whose statistics are deferred: it would update them. Around a pipe, in its
+    non-reentrant form: it would mix up what the workers save.
+    """
+
+
+class TransformError(PipertError):
+    """A pipe was called inside of a ``torch.func`` transform, or of forward-mode differentiation.
+
+    Both belong to the thread that began them, so the workers would compute without: gradients would
+    come out as zeros. Use ``backward`` or ``torch.autograd.grad``.
     """
 
 

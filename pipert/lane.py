@@ -56,7 +56,7 @@ class Lane:
         run: the run.
         j: the partition's index.
         partition: its layers, on its device.
-        skips: which it stashes and pops, if any.
+        skips: which it stashes and pops.
         stats: where it notes what its running statistics are to be updated by, if that is deferred.
         receive: where the inputs come from: a list of them, or the queue of the partition before.
         send: takes the output, in the order of micro-batches.
@@ -72,7 +72,7 @@ class Lane:
         run: Run,
         j: int,
         partition: nn.Sequential,
-        skips: PartitionSkips | None,
+        skips: PartitionSkips,
         stats: PartitionStats | None,
         receive: list[Value] | ClosableQueue[Value],
         send: Callable[[Value], None],
@@ -86,10 +86,8 @@ class Lane:
         self._receive = receive
         self._send = send
         self._token: Tensor | None = None
-        sources, readers = [*range(j)[-1:]], [*range(j + 1, len(run.devices))[:1]]
-        if skips is not None:
-            sources += [k for _, k in skips.arriving]
-            readers += [k for _, partitions in skips.leaving for k in partitions]
+        sources = [*range(j)[-1:], *(k for _, k in skips.arriving)]
+        readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]
         # Whether values come, or may come, from other devices, and whether others copy from here.
         self._copies = j == 0 or any(run.devices[k] != self._device for k in sources)
         self._is_copied = any(run.devices[k] != self._device for k in readers)
@@ -125,13 +123,21 @@ class Lane:
         return x
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
-        if self._skips is None:
+        skips = self._skips
+        if not skips.arriving and not skips.leaving:
             return self._run_one(i, x, turn)
-        arriving = [self._run.mail.fetch(key, i, self.j) for key, _ in self._skips.arriving]
-        y, leaving = self._run_one(i, Carried(x, tuple(arriving)), turn)
-        for (key, partitions), value in zip(self._skips.leaving, leaving, strict=True):
-            self._run.mail.post(key, i, partitions, value)
+        y, leaving = self._run_one(i, Carried(x, self._fetch(i)), turn)
+        for (key, k), value in zip(skips.leaving, leaving, strict=True):
+            self._run.mail.post(key, i, k, value)
         return y
+
+    def _fetch(self, i: int) -> tuple[Value, ...]:
+        try:
+            fetch = self._run.mail.fetch
+            return tuple([fetch(key, i, self.j) for key, _ in self._skips.arriving])
+        except RuntimeError as error:
+            error.add_note(self._computation.note(i))
+            raise
 
     def _run_one(self, i: int, x: Value, turn: Turn) -> Value:
         x, copied = self._copy_in(i, x) if self._copies else (x, None)
@@ -152,16 +158,26 @@ class Lane:
         return self._leave(i, y, checkpoint)
 
     def _join(self, x: Value) -> Value:
+        """Tie the token to the first value that can take it.
+
+        To that alone: two values that pass through one node are both entered by a backward that
+        needs only one of them.
+        """
+        if isinstance(x, Carried):
+            return Carried(self._join(x.value), tuple([self._join(skip) for skip in x.skips]))
         if self._token is None:
             return x
         xs, rebuild = differentiable(x)
         if not xs:
-            return x  # the token goes into the fork
+            return x  # a token that nobody takes goes into the fork
         token, self._token = self._token, None
         return rebuild(order.join(xs, token))
 
     def _wait_for(self, copied: torch.cuda.Stream, x: Value) -> Value:
         """Let compute wait for the copy, and the copy back for compute."""
+        if isinstance(x, Carried):
+            skips = [self._wait_for(copied, skip) for skip in x.skips]
+            return Carried(self._wait_for(copied, x.value), tuple(skips))
         compute = stream.compute_stream(self._device)
         xs, rebuild = differentiable(x) if self._run.context.grad_enabled else ((), None)
         if rebuild is None or not xs:
@@ -195,12 +211,11 @@ class Lane:
     def _copy_in(self, i: int, x: Value) -> tuple[Value, torch.cuda.Stream | None]:
         """Bring ``x`` to this device; also the stream to wait for before it is read, if any.
 
-        Skips first: they have been there for longer, and their copies need not wait for that of x.
+        Skips first: they have been there for longer.
         """
         before = None if self.j == 0 else self._run.devices[self.j - 1]
         if not isinstance(x, Carried):
             return self._copy_value(i, x, before)
-        assert self._skips is not None
         copied, skips = None, []
         for (_, source), skip in zip(self._skips.arriving, x.skips, strict=True):
             skip, target = self._copy_value(i, skip, self._run.devices[source])

@@ -28,10 +28,13 @@ __all__ = ["Replicate"]
 
 
 class Arguments(NamedTuple):
-    """The arguments of the first layer, when they are not just one positional one."""
+    """The arguments of the first layer, when they are not just one positional one.
+
+    >>> sample = Arguments((x, mask), {"scale": s})  # doctest: +SKIP
+    """
 
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = {}  # never changed
 
 
 class Replicate:

@@ -6,7 +6,7 @@ the ``state_dict`` its keys whatever the balance is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,33 +71,49 @@ def balance_advice(partitions: int) -> str:
     )
 
 
-def split(
-    module: nn.Sequential, balance: Sequence[int], devices: Sequence[torch.device]
-) -> tuple[nn.Sequential, ...]:
-    """The partitions, placed on their devices.
-
-    Raises:
-        ValueError: a parameter or buffer is used on two devices, or running statistics in two
-            partitions; nothing has moved then.
-    """
+def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:
+    """The partitions; nothing moves."""
     named = list(module._modules.items())
     partitions = []
     start = 0
     for count in balance:
-        partition = nn.Sequential()
-        # add_module refuses names that are attributes, such as a layer called 'train'.
-        partition._modules.update(named[start : start + count])
-        partition.training = module.training
-        partitions.append(partition)
+        partitions.append(sequential(dict(named[start : start + count]), module.training))
         start += count
-    _check_shared(partitions, devices)
-    _check_shared_norms(partitions)
-    for partition, device in zip(partitions, devices, strict=True):
-        partition.to(device)
     return tuple(partitions)
 
 
-def _check_shared_norms(partitions: list[nn.Sequential]) -> None:
+def sequential(layers: Mapping[str, nn.Module | None], training: bool = True) -> nn.Sequential:
+    """An ``nn.Sequential`` of these layers under these names."""
+    module = nn.Sequential()
+    # add_module refuses names that are attributes, such as a layer called 'train'.
+    module._modules.update(layers)  # type: ignore[arg-type]
+    module.training = training
+    return module
+
+
+def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    """Move each partition to its device.
+
+    Raises:
+        ValueError: as :func:`check_shared`; nothing has moved then.
+    """
+    check_shared(partitions, devices)
+    for partition, device in zip(partitions, devices, strict=True):
+        partition.to(device)
+
+
+def check_shared(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
+    """Refuse what several partitions cannot share.
+
+    Raises:
+        ValueError: a parameter or buffer is used on two devices, or running statistics in two
+            partitions.
+    """
+    _check_shared_tensors(partitions, devices)
+    _check_shared_norms(partitions)
+
+
+def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
     homes: dict[nn.Module, int] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
@@ -110,7 +126,9 @@ def _check_shared_norms(partitions: list[nn.Sequential]) -> None:
                 )
 
 
-def _check_shared(partitions: list[nn.Sequential], devices: Sequence[torch.device]) -> None:
+def _check_shared_tensors(
+    partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
+) -> None:
     homes: dict[torch.Tensor, tuple[str, torch.device]] = {}
     clashes = []
     for partition, device in zip(partitions, devices, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, overload
 
 import torch
@@ -14,10 +14,19 @@ from pipert.batchnorm import DeferredStats, check_batch_norm
 from pipert.computation import is_recomputing
 from pipert.device import default_devices, parse_devices
 from pipert.microbatch import gather, scatter
-from pipert.partition import balance_advice, check_balance, check_module, split
+from pipert.partition import (
+    balance_advice,
+    check_balance,
+    check_module,
+    check_shared,
+    place,
+    sequential,
+    split,
+)
 from pipert.runtime import Runtime
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
+from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]
 
@@ -109,7 +118,8 @@ class Pipe(nn.Module):
         self._devices = parsed[: len(self._balance)]
         check_batch_norm(module, deferred_batch_norm)
         self._deferred_batch_norm = bool(deferred_batch_norm)
-        self._partitions = split(module, self._balance, self._devices)
+        self._partitions = split(module, self._balance)
+        place(self._partitions, self._devices)
         self.training = module.training
         # Not add_module: it refuses layers that are called like an attribute of this class.
         self._modules.update(module._modules)
@@ -131,16 +141,21 @@ class Pipe(nn.Module):
         """Replace the layer called ``name``; it moves to its partition's device.
 
         Raises:
-            ValueError: no layer has that name, or ``module`` is no module. A pipe has the layers it
-                was made of.
-            TypeError: its stashes and pops do not match those of the other layers.
+            ValueError: no layer has that name, or ``module`` is no module; a pipe has the layers it
+                was made of. Or a parameter would be needed on two devices.
+            TypeError: its stashes and pops do not match those of the other layers, or it is a
+                SyncBatchNorm.
         """
-        for partition, device in zip(self._partitions, self._devices, strict=True):
-            if name in partition._modules and isinstance(module, nn.Module):
-                verify_skippables(_sequential({**self._modules, name: module}))
-                partition._modules[name] = self._modules[name] = module.to(device)
-                self._runtime.skips = routes(self._partitions)
-                return
+        if name in self._modules and isinstance(module, nn.Module):
+            whole = sequential({**self._modules, name: module}, self.training)
+            verify_skippables(whole)
+            check_batch_norm(module, self._deferred_batch_norm)
+            check_shared(split(whole, self._balance), self._devices)
+            for partition, device in zip(self._partitions, self._devices, strict=True):
+                if name in partition._modules:
+                    partition._modules[name] = self._modules[name] = module.to(device)
+            self._runtime.skips = routes(self._partitions)
+            return
         raise ValueError(
             f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
             f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"
@@ -169,8 +184,10 @@ class Pipe(nn.Module):
             ValueError: arguments disagree on the number of rows, or outputs cannot be joined.
             TypeError: an argument hides rows that cannot be split.
             PipeClosedError: after :meth:`close`.
+            TransformError: inside of a ``torch.func`` transform or forward-mode differentiation.
             Exception: whatever a layer raises, with a note that says where.
         """
+        refuse_transforms()
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
@@ -269,9 +286,7 @@ class Pipe(nn.Module):
             layer = layers[index][1]
             assert layer is not None
             return layer
-        part = _sequential(dict(layers[index]))
-        part.training = self.training
-        return part
+        return sequential(dict(layers[index]), self.training)
 
     def __iter__(self) -> Iterator[nn.Module]:
         for partition in self._partitions:
@@ -315,13 +330,6 @@ class Pipe(nn.Module):
             for name, layer in partition._modules.items():
                 lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
         return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
-
-
-def _sequential(layers: Mapping[str, nn.Module | None]) -> nn.Sequential:
-    # add_module refuses names that are attributes, such as a layer called 'train'.
-    module = nn.Sequential()
-    module._modules.update(layers)  # type: ignore[arg-type]
-    return module
 
 
 def _whole(number: Any, what: str) -> int:

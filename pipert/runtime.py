@@ -61,7 +61,7 @@ class Runtime:
         self,
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
-        skips: Sequence[PartitionSkips | None],
+        skips: Sequence[PartitionSkips],
     ) -> None:
         self._partitions = tuple(partitions)
         self.skips = tuple(skips)

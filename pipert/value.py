@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -19,7 +20,7 @@ def select(
     """The tensors of ``value`` that are ``wanted``, and what puts others in their place."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
-    leaves, spec = pytree.tree_flatten(value)
+    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
     for k in places:
@@ -58,6 +59,11 @@ def describe(value: Value) -> str:
 
 def _only(tensors: Tensors) -> Any:
     return tensors[0]
+
+
+def _is_size(value: Any) -> bool:
+    # It would come back as a tuple.
+    return type(value) is torch.Size
 
 
 def _requires_grad(tensor: Tensor) -> bool:

@@ -40,6 +40,7 @@ PUBLIC = {
     "RecomputationError",
     "Replicate",
     "ReentrantCallError",
+    "TransformError",
     "WorkerDiedError",
     "__version__",
     "is_checkpointing",

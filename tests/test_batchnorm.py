@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pipert import Pipe, is_recomputing
+from pipert import NestedCheckpointError, Pipe, is_recomputing
 
 MODES = ("always", "except_last", "never")
 DOUBLE = torch.float64
@@ -150,6 +152,129 @@ def test_statistics_hold_under_autocast() -> None:
         pipe(torch.randn(8, 3, 4, 4))
     assert module[1].running_var.dtype == torch.float32
     assert module[1].num_batches_tracked == 1
+
+
+class ByTorch(nn.BatchNorm1d):
+    """Calls the function below ``torch.nn.functional``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None and self.momentum is not None
+        self.num_batches_tracked.add_(1)
+        return torch.batch_norm(
+            x, self.weight, self.bias, self.running_mean, self.running_var, True, self.momentum,
+            self.eps, False,
+        )  # fmt: skip
+
+
+def test_a_norm_may_call_the_function_of_torch() -> None:
+    module = norm_first(ByTorch(3))
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    with deferred(module, checkpoint="always") as pipe:
+        train(pipe, x)
+    plain(x)
+    same(statistics(module), statistics(plain))
+
+
+class ByHand(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        return x - x.mean(0)
+
+
+def test_a_norm_whose_statistics_cannot_be_deferred_is_refused() -> None:
+    module = norm_first(ByHand(3))
+    before = statistics(module)
+    with deferred(module) as pipe:
+        with pytest.raises(RuntimeError, match="ByHand.*deferred_batch_norm=False"):
+            pipe(batch(8))
+    same(statistics(module), before)
+
+
+class InPlace(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.running_mean is not None
+        with torch.no_grad():
+            self.running_mean.lerp_(x.mean(0), 0.1)
+        return x - x.mean(0)
+
+
+def test_a_norm_that_updates_its_statistics_by_hand_is_refused_before_it_does() -> None:
+    module = norm_first(InPlace(3))
+    before = statistics(module)
+    with deferred(module) as pipe:
+        with pytest.raises(RuntimeError, match="InPlace.*deferred_batch_norm=False"):
+            pipe(batch(8))
+    same(statistics(module), before)
+
+
+class Counts(nn.BatchNorm1d):
+    """As BatchNorm counted in old versions of torch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True, momentum=0.1)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_norm_that_counts_in_another_way_is_deferred(checkpoint: str) -> None:
+    module = norm_first(Counts(3))
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    with deferred(module, checkpoint=checkpoint) as pipe:
+        train(pipe, x)
+    plain(x)
+    same(statistics(module), statistics(plain))
+
+
+class Own(nn.Module):
+    """No BatchNorm, but normalises as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Tensor
+        self.var: Tensor
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("var", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.mean, self.var, training=True, momentum=0.3)
+
+
+def test_a_layer_that_normalises_like_batchnorm_is_deferred() -> None:
+    module = norm_first(Own())
+    plain = copy.deepcopy(module)
+    x = batch(8)
+    with deferred(module, checkpoint="always") as pipe:
+        train(pipe, x)
+    plain(x)
+    same(statistics(module), statistics(plain))
+
+
+def test_a_batch_without_rows_is_counted_and_nothing_else() -> None:
+    module = norm_first(nn.BatchNorm1d(3))
+    plain = copy.deepcopy(module)
+    with deferred(module) as pipe:
+        pipe(batch(0))
+    plain(batch(0))
+    same(statistics(module), statistics(plain))
+
+
+class Checkpointing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.norm, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def test_a_checkpoint_of_torch_around_a_deferred_norm_is_refused() -> None:
+    with deferred(norm_first(Checkpointing())) as pipe:
+        with pytest.raises(NestedCheckpointError, match="BatchNorm"):
+            pipe(batch(8))
 
 
 class Twice(nn.Module):
@@ -329,6 +454,12 @@ def test_a_compiled_norm_is_deferred() -> None:
     same(statistics(module), statistics(plain))
 
 
+def test_a_sync_batchnorm_in_place_of_a_layer_is_refused() -> None:
+    with deferred(nn.Sequential(nn.BatchNorm1d(3), nn.Identity())) as pipe:
+        with pytest.raises(TypeError, match="SyncBatchNorm"):
+            nn.SyncBatchNorm.convert_sync_batchnorm(pipe)  # type: ignore[no-untyped-call]
+
+
 # What it leaves alone -----------------------------------------------------------------------------
 
 
@@ -410,6 +541,12 @@ def test_sync_batchnorm_is_refused_with_a_remedy(choice: bool | None) -> None:
     module = nn.Sequential(nn.Sequential(nn.SyncBatchNorm(3)))
     with pytest.raises(TypeError, match=r"'0\.0' is a SyncBatchNorm.*deferred_batch_norm=True"):
         wrap(module, deferred_batch_norm=choice)
+
+
+def test_a_choice_that_is_none_is_refused() -> None:
+    choice: Any = "yes"
+    with pytest.raises(TypeError, match="True, False or None, got 'yes'"):
+        wrap(nn.Sequential(nn.ReLU()), deferred_batch_norm=choice)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")

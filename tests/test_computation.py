@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
-from pipert import Pipe, is_checkpointing, is_recomputing
+from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
 
 
 class Ask(nn.Module):
@@ -237,3 +238,82 @@ def test_a_lazy_layer_is_initialised_by_the_first_call_and_recomputed() -> None:
     with Pipe(nn.Sequential(lazy), [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
         pipe(torch.ones(4, 3)).sum().backward()
     assert lazy.weight.grad is not None and lazy.weight.grad.tolist() == [[4.0] * 3] * 2
+
+
+# Layers that change their buffers -----------------------------------------------------------------
+
+
+class Moving(nn.Module):
+    """Changes a buffer in each forward; ``careful`` ones not in a recomputation."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Any], careful: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+        self.change = change
+        self.careful = careful
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.careful and is_recomputing()):
+            with torch.no_grad():
+                self.change(self.mean, x)
+        return (x * self.weight).tanh()
+
+
+def add_out(mean: Tensor, x: Tensor) -> None:
+    torch.add(mean, 1, out=mean)
+
+
+def operator(mean: Tensor, x: Tensor) -> None:
+    mean += 1
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "method": lambda mean, x: mean.add_(x.sum()),
+    "out": add_out,
+    "operator": operator,
+    "copy": lambda mean, x: mean.copy_(mean + 1),
+}
+
+
+def step(layer: nn.Module, checkpoint: str) -> None:
+    module = nn.Sequential(layer)
+    with Pipe(module, [1], devices=["cpu"], chunks=2, checkpoint=checkpoint) as pipe:
+        pipe(torch.ones(4, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_recomputation_that_changes_a_buffer_is_refused_by_name(change: str) -> None:
+    layer = Moving(CHANGES[change])
+    with pytest.raises(RecomputationError, match="its buffer '0.mean' when it is recomputed"):
+        step(layer, "always")
+
+
+def test_a_refused_change_of_a_buffer_is_undone() -> None:
+    layer = Moving(lambda mean, x: mean.add_(1))
+    with pytest.raises(RecomputationError):
+        step(layer, "always")
+    assert layer.mean == 2  # of two forwards
+
+
+def test_spectral_norm_is_refused_when_it_is_recomputed() -> None:
+    layer = nn.Sequential(nn.Linear(3, 32), spectral_norm(nn.Linear(32, 32)))
+    with pytest.raises(RecomputationError, match="parametrizations.weight.0._[uv]'"):
+        step(layer, "always")
+
+
+@pytest.mark.parametrize(
+    ("layer", "checkpoint"),
+    [
+        (Moving(lambda mean, x: mean.add_(1)), "never"),
+        (Moving(lambda mean, x: mean.add_(1), careful=True), "always"),
+        (Moving(lambda mean, x: mean.fill_(7)), "always"),
+        (spectral_norm(nn.Linear(3, 3)).eval(), "always"),
+    ],
+    ids=["not recomputed", "careful", "the same again", "eval"],
+)
+def test_buffers_that_a_recomputation_leaves_as_they_are_may_change(
+    layer: nn.Module, checkpoint: str
+) -> None:
+    step(layer, checkpoint)

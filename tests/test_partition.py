@@ -8,9 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.partition import check_balance, check_module, draws, split
+from pipert.partition import check_balance, check_module, draws, place, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def split_to(
+    module: nn.Sequential, balance: list[int], devices: list[torch.device]
+) -> tuple[nn.Sequential, ...]:
+    partitions = split(module, balance)
+    place(partitions, devices)
+    return partitions
 
 
 def layers(count: int = 4) -> nn.Sequential:
@@ -77,44 +85,44 @@ def test_more_partitions_than_devices_are_refused() -> None:
 
 def test_partitions_have_the_layers_in_order() -> None:
     module = layers()
-    partitions = split(module, [1, 3], [CPU, CPU])
+    partitions = split_to(module, [1, 3], [CPU, CPU])
     assert [list(partition) for partition in partitions] == [list(module)[:1], list(module)[1:]]
 
 
 def test_layers_keep_their_names() -> None:
     module = nn.Sequential(OrderedDict(a=nn.ReLU(), b=nn.ReLU(), c=nn.ReLU()))
-    names = [[n for n, _ in p.named_children()] for p in split(module, [2, 1], [CPU, CPU])]
+    names = [[n for n, _ in p.named_children()] for p in split_to(module, [2, 1], [CPU, CPU])]
     assert names == [["a", "b"], ["c"]]
 
 
 def test_layer_named_like_an_attribute_of_sequential_keeps_its_name() -> None:
     module = nn.Sequential()
     module._modules["train"] = nn.ReLU()
-    (partition,) = split(module, [1], [CPU])
+    (partition,) = split_to(module, [1], [CPU])
     assert list(partition._modules) == ["train"]
 
 
 def test_layer_that_occurs_twice_is_in_both_partitions() -> None:
     layer = nn.Linear(2, 2)
-    first, second = split(nn.Sequential(layer, layer), [1, 1], [CPU, CPU])
+    first, second = split_to(nn.Sequential(layer, layer), [1, 1], [CPU, CPU])
     assert first[0] is second[0]
 
 
 @pytest.mark.parametrize("training", [True, False])
 def test_partitions_have_the_mode_of_the_module(training: bool) -> None:
-    partitions = split(layers().train(training), [1, 3], [CPU, CPU])
+    partitions = split_to(layers().train(training), [1, 3], [CPU, CPU])
     assert {partition.training for partition in partitions} == {training}
 
 
 def test_partitions_are_placed_on_their_devices() -> None:
-    partitions = split(layers(), [1, 3], [CPU, META])
+    partitions = split_to(layers(), [1, 3], [CPU, META])
     assert [{p.device for p in part.parameters()} for part in partitions] == [{CPU}, {META}]
 
 
 def test_module_itself_keeps_its_layers() -> None:
     module = layers()
     before = list(module)
-    split(module, [1, 3], [CPU, CPU])
+    split_to(module, [1, 3], [CPU, CPU])
     assert list(module) == before
 
 
@@ -130,37 +138,37 @@ def tied() -> nn.Sequential:
 
 
 def test_pitfall_20_parameter_shared_on_one_device_is_accepted() -> None:
-    first, second = split(tied(), [1, 1], [CPU, CPU])
+    first, second = split_to(tied(), [1, 1], [CPU, CPU])
     assert next(first.parameters()) is next(second.parameters())
 
 
 def test_parameter_shared_between_devices_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' on cpu is '1\.weight' on meta"):
-        split(tied(), [1, 1], [CPU, META])
+        split_to(tied(), [1, 1], [CPU, META])
 
 
 def test_buffer_shared_between_devices_is_refused_by_name() -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     module[1].running_mean = module[0].running_mean
     with pytest.raises(ValueError, match=r"'0\.running_mean' on cpu is '1\.running_mean' on meta"):
-        split(module, [1, 1], [CPU, META])
+        split_to(module, [1, 1], [CPU, META])
 
 
 def test_layer_shared_between_devices_is_refused_with_all_its_parameters() -> None:
     layer = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"'0\.weight' on cpu .*'0\.bias' on cpu"):
-        split(nn.Sequential(layer, layer), [1, 1], [CPU, META])
+        split_to(nn.Sequential(layer, layer), [1, 1], [CPU, META])
 
 
 def test_refusal_of_a_shared_parameter_says_what_to_change() -> None:
     with pytest.raises(ValueError, match="Choose a balance that puts those layers on one device"):
-        split(tied(), [1, 1], [CPU, META])
+        split_to(tied(), [1, 1], [CPU, META])
 
 
 def test_refusal_of_a_shared_parameter_has_moved_nothing() -> None:
     module = nn.Sequential(nn.Linear(2, 2), *tied())
     with pytest.raises(ValueError):
-        split(module, [2, 1], [META, CPU])
+        split_to(module, [2, 1], [META, CPU])
     assert {parameter.device for parameter in module.parameters()} == {CPU}
 
 
@@ -199,4 +207,4 @@ def test_empty_partition_does_not_draw() -> None:
 def test_running_statistics_of_two_partitions_are_refused() -> None:
     norm = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match="'2' is used in partitions 0 and 1"):
-        split(nn.Sequential(norm, nn.ReLU(), norm), [2, 1], [torch.device("cpu")] * 2)
+        split_to(nn.Sequential(norm, nn.ReLU(), norm), [2, 1], [torch.device("cpu")] * 2)

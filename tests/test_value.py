@@ -102,3 +102,9 @@ def test_rebuild_does_not_keep_what_was_selected(nested: bool) -> None:
 )
 def test_value_is_described_by_structure_shape_and_type(value: Any, text: str) -> None:
     assert describe(value) == text
+
+
+def test_a_shape_comes_back_as_a_shape() -> None:
+    value = {"shape": torch.ones(2, 3).shape, "x": torch.ones(1)}
+    tensors, rebuild = tensors_of(value)
+    assert type(rebuild(tensors)["shape"]) is torch.Size

@@ -156,7 +156,7 @@ class _Stream:
                 elif self._seed.forget():
                     self._states = []
         if drawn:
-            _refuse_nested_checkpoint()
+            refuse_nested_checkpoint(_DRAWN)
 
     @contextlib.contextmanager
     def own_generator(self) -> Iterator[torch.Generator]:
@@ -168,7 +168,7 @@ class _Stream:
         generator.set_state(states[0])
         yield generator
         self._states = [generator.get_state(), *states[1:]]
-        _refuse_nested_checkpoint()
+        refuse_nested_checkpoint(_DRAWN)
 
 
 def _set_states(generators: list[torch.Generator], states: list[Tensor]) -> None:
@@ -266,17 +266,25 @@ def _mix(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def _refuse_nested_checkpoint() -> None:
+def refuse_nested_checkpoint(message: str) -> None:
+    """Raise with ``message`` if ``torch.utils.checkpoint`` runs inside of the current layer.
+
+    Raises:
+        NestedCheckpointError: it does.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code.co_filename == _TORCH_CHECKPOINT:
             raise NestedCheckpointError(
-                "a layer used torch.utils.checkpoint around an operation that draws random numbers "
-                "from the CPU's generator; its recomputation would draw others. Take it out of the "
-                "layer and let the pipe checkpoint, with checkpoint='except_last' or 'always'"
+                f"{message}. Take it out of the layer and let the pipe checkpoint, with "
+                "checkpoint='except_last' or 'always'"
             )
         frame = frame.f_back if frame.f_code is not _LAYER_CODE else None
 
 
+_DRAWN = (
+    "a layer used torch.utils.checkpoint around an operation that draws random numbers from the "
+    "CPU's generator; its recomputation would draw others"
+)
 _TORCH_CHECKPOINT = torch.utils.checkpoint.__file__
 _LAYER_CODE = call_layer.__code__

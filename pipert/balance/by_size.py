@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_fits, check_partitions
-from pipert.balance.probe import Probe, probe_layers
+from pipert.balance.probe import Probe, micro_batches, probe_layers
 from pipert.partition import check_module
 from pipert.skip.routes import Carried
 from pipert.value import tensors_of
@@ -66,26 +67,29 @@ def balance_by_size(
     n = check_partitions(partitions)
     check_module(module)
     check_fits(n, len(module))
-    if not param_scale >= 1:
-        raise ValueError(f"param_scale must be 1 or more, got {param_scale!r}")
+    if not 1 <= param_scale < math.inf:
+        raise ValueError(f"param_scale must be 1 or more, and finite, got {param_scale!r}")
     sizes = layer_sizes(module, sample, chunks=chunks, device=device)
+    m = len(micro_batches(sample, chunks))
     costs = [
         size.parameters
         + (param_scale - 1) * size.trained
         + size.activations
-        + chunks * size.popped
+        + m * size.popped
         for size in sizes
     ]
-    entries = [chunks * (size.inputs - size.popped) for size in sizes]
+    entries = [m * (size.inputs - size.popped) for size in sizes]
     return minimise_longest_block(costs, [1] * n, entries)
 
 
 def layer_sizes(
     module: nn.Sequential, sample: Value, *, chunks: int = 1, device: Device | None = None
 ) -> list[LayerSize]:
-    """The memory that each layer needs, counted tensor by tensor: the same on every device.
+    """The memory that each layer needs, counted tensor by tensor: nearly the same on every device.
 
-    The module, its gradients, buffers and mode, and torch's random state are as before.
+    Kernels of different devices may save different things, such as masks. What runs are copies
+    without hooks: the module, its gradients, buffers and mode, and torch's random state are as
+    before.
 
     Args:
         module: on any device. Skips, layers that work in place and any pytree are fine.
@@ -101,9 +105,9 @@ def layer_sizes(
             that are not initialised.
         Exception: whatever a layer raises, with a note that says which.
     """
-    if chunks < 1:
+    if int(chunks) != chunks or chunks < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
-    measured = probe_layers(module, sample, chunks, device, _measure)
+    measured = probe_layers(module, micro_batches(sample, chunks)[0], device, _measure)
     known: set[Tensor] = set()
     sizes = []
     for layer, size in zip(module, measured, strict=True):

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_fits, check_partitions
-from pipert.balance.probe import Probe, differentiable_outputs, probe_layers
+from pipert.balance.probe import Probe, differentiable_outputs, micro_batches, probe_layers
 from pipert.partition import check_module
 from pipert.skip.routes import Carried
 
@@ -52,8 +52,9 @@ def layer_times(
     """How long each layer takes, forward and backward, in seconds.
 
     The layers are gone through again and again, so that a disturbance hits all alike; each is run
-    once to warm up and once more for its time, of which the median counts. The module, its
-    gradients, buffers and mode, and torch's random state are as before.
+    once to warm up and once more for its time, of which the median counts. What runs are copies
+    without hooks: the module, its gradients, buffers and mode, and torch's random state are as
+    before.
 
     Args:
         module: on any device, in the mode that it is to run in. Skips, layers that work in place
@@ -73,9 +74,10 @@ def layer_times(
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
     deadline = perf_counter() + timeout
+    (value,) = micro_batches(sample, 1)
     rounds: list[list[float]] = []
     while not rounds or perf_counter() < deadline:
-        rounds.append(probe_layers(module, sample, 1, device, _time))
+        rounds.append(probe_layers(module, value, device, _time))
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 

@@ -2,13 +2,16 @@
 
 What costs are measured on is a copy of each layer, made straight on the device and dropped before
 the next one is copied: a module larger than the device can be measured, and its parameters,
-gradients, buffers and hooks are not touched. The generators of torch are put back afterwards.
+gradients and buffers are not touched. Copies have no hooks, which might note what they see, but for
+the forward pre-hooks that layers use to compute their weights. The generators of torch are put back
+afterwards.
 """
 
 from __future__ import annotations
 
 import contextvars
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -83,10 +86,15 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad).clone()
 
 
+def micro_batches(sample: Value, chunks: int) -> list[Value]:
+    """What the first layer gets for each micro-batch of ``sample``."""
+    args, kwargs = sample if isinstance(sample, Arguments) else ((sample,), {})
+    return scatter(args, kwargs, chunks)
+
+
 def probe_layers(
     module: nn.Sequential,
-    sample: Value,
-    chunks: int,
+    value: Value,
     device: Device | None,
     measure: Callable[[Probe], tuple[T, Carried]],
 ) -> list[T]:
@@ -94,8 +102,7 @@ def probe_layers(
 
     Args:
         module: with its stashes and pops.
-        sample: what the first layer gets, or :class:`Arguments`; any device.
-        chunks: into how many micro-batches to split it; the first is taken.
+        value: what the first layer gets; any device.
         device: where to run; default as for ``Pipe``, the first.
         measure: is called with the layer on the device, and grad enabled. It also returns what a
             forward of the probe has returned.
@@ -103,9 +110,11 @@ def probe_layers(
     check_module(module)
     verify_skippables(module)
     where = _parse(device)
-    several = isinstance(sample, Arguments)
-    args, kwargs = sample if several else ((sample,), {})
-    value = scatter(args, kwargs, chunks)[0]
+    if where.type != "meta" and any(p.is_meta for p in module.parameters()):
+        raise ValueError(
+            f"the module is on 'meta' and cannot be measured on {str(where)!r}; materialise it, or "
+            "count sizes with device='meta'"
+        )
     generators = [where.index] if where.type == "cuda" else []
     with (
         torch.random.fork_rng(generators),
@@ -147,6 +156,7 @@ def _probe_each(
             for (key, _), left in zip(skips.leaving, output.skips, strict=True):
                 stashed[key] = _settled(left, device)
         del output
+        torch.clear_autocast_cache()  # in which the layer would stay alive
     return results
 
 
@@ -159,17 +169,40 @@ def _settled(value: Value, device: torch.device) -> Value:
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
     """A copy of ``layer``, whose parameters never are anywhere but on the device."""
     memo: dict[int, Any] = {}
+
+    def put(tensor: Tensor, moved: Tensor) -> None:
+        memo[id(tensor)] = moved
+
     for tensor in (*layer.parameters(), *layer.buffers()):
         if is_lazy(tensor):
             raise ValueError("a layer has parameters that are not initialised; call it once before")
+        moved = tensor.detach().to(device, copy=True)
         if type(tensor) is nn.Parameter:
-            moved = tensor.detach().to(device, copy=True)
-            memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad)
+            put(tensor, nn.Parameter(moved, tensor.requires_grad))
         elif type(tensor) is Tensor:
-            memo[id(tensor)] = tensor.detach().to(device, copy=True)
-    copied: nn.Module = copy.deepcopy(layer, memo).to(device)
+            put(tensor, moved)
+    for module in layer.modules():
+        for name in _HOOKS:
+            memo[id(getattr(module, name))] = OrderedDict()
+        for value in vars(module).values():  # what it has computed, and deepcopy refuses
+            if isinstance(value, Tensor) and not value.is_leaf:
+                put(value, value.detach().to(device, copy=True))
+    try:
+        copied: nn.Module = copy.deepcopy(layer, memo).to(device)
+    except Exception as error:
+        error.add_note(
+            "a layer that cannot be copied cannot be measured; measure it yourself, and give the "
+            "costs of all layers to balance_by_cost"
+        )
+        raise
     copied.zero_grad(set_to_none=True)
     return copied
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
 
 
 def differentiable_outputs(output: Carried) -> tuple[Tensors, Tensors]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from pipert._typing import Value
 from pipert.skip.namespace import Key, show
 from pipert.skip.store import current_store
+from pipert.value import describe
 
 __all__ = ["pop", "stash"]
 
@@ -57,17 +61,22 @@ class Declares(Protocol):
         """What the skip that it calls ``name`` is known by."""
 
 
-def answer_all(layer: Declares, output: Value | Generator[Any, Any, Value]) -> Value:
-    """Run the generator that the forward of ``layer`` has returned; the value that it returns.
+def answer_all(layer: Declares, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Value:
+    """``forward(layer, *args, **kwargs)``, and the value that its generator returns.
 
     Raises:
         RuntimeError: a name is not declared, is asked for twice, or is declared and not asked for;
             there is nothing to pop.
         TypeError: it yields something else.
     """
-    requests = _Requests(layer)
-    if isinstance(output, Generator):
-        output = requests.run(output)
+    outer = _running.requests
+    if outer is not None and outer.layer is layer:  # called by the forward of a subclass
+        return outer.run(forward(layer, *args, **kwargs))
+    _running.requests = requests = _Requests(layer)
+    try:
+        output = requests.run(forward(layer, *args, **kwargs))
+    finally:
+        _running.requests = outer
     requests.check_complete()
     return output
 
@@ -76,13 +85,16 @@ class _Requests:
     """What one forward of a layer asks for."""
 
     def __init__(self, layer: Declares) -> None:
-        self._layer = layer
+        self.layer = layer
         self._kind = type(layer).__qualname__
         self._to_stash = set(layer.skip_stashes)
         self._to_pop = set(layer.skip_pops)
         self._store = current_store()
 
-    def run(self, generator: Generator[Any, Any, Value]) -> Value:
+    def run(self, output: Value | Generator[Any, Any, Value]) -> Value:
+        if not isinstance(output, Generator):
+            return output
+        generator = output
         try:
             request = next(generator)
             while True:
@@ -97,7 +109,7 @@ class _Requests:
             return stop.value
 
     def _answer(self, request: object) -> Value:
-        layer = self._layer
+        layer = self.layer
         if isinstance(request, stash):
             self._claim(request.name, layer.skip_stashes, self._to_stash, "stash")
             pops = layer.skip_stashes[request.name]
@@ -106,9 +118,10 @@ class _Requests:
         if isinstance(request, pop):
             self._claim(request.name, layer.skip_pops, self._to_pop, "pop")
             return self._store.take(layer.skip_key(request.name))
+        shown = describe(request) if isinstance(request, Tensor) else repr(request)
         raise TypeError(
-            f"the forward of {self._kind} must yield stash(name, value) or pop(name), got "
-            f"{request!r}"
+            f"the forward of {self._kind} must yield stash(name, value) or pop(name), got {shown}; "
+            "call the forward of a base class without 'yield from'"
         )
 
     def _claim(self, name: str, declared: Iterable[str], to_do: set[str], verb: str) -> None:
@@ -124,8 +137,17 @@ class _Requests:
     def check_complete(self) -> None:
         for names, verb in ((self._to_stash, "stashed"), (self._to_pop, "popped")):
             if names:
-                shown = ", ".join(show(self._layer.skip_key(name)) for name in sorted(names))
+                shown = ", ".join(show(self.layer.skip_key(name)) for name in sorted(names))
                 raise RuntimeError(
                     f"{self._kind} must have {verb} {shown} when its forward returns, as declared; "
                     "where there is nothing to stash, stash None"
                 )
+
+
+class _Running(threading.local):
+    """The requests of the innermost layer that is running in a thread."""
+
+    requests: _Requests | None = None
+
+
+_running = _Running()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copyreg
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -42,15 +41,14 @@ class Skippable(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = cls.__dict__.get("forward")
-        if inspect.isgeneratorfunction(own):
+        if own is not None and not hasattr(own, "runs_generator"):
             cls.forward = _running_generator(own)
 
-    def isolate(self, namespace: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
+    def isolate(self, ns: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
         """Put the skips of this layer in a namespace.
 
         Args:
-            namespace: the one that the layers at the other end are in, too; ``None`` is the
-                default one.
+            ns: the one that the layers at the other end are in, too; ``None`` is the default one.
             only: the names to put there; default all.
 
         Returns:
@@ -58,10 +56,10 @@ class Skippable(nn.Module):
 
         Raises:
             ValueError: ``only`` has a name that the layer declares neither to stash nor to pop.
-            TypeError: ``namespace`` is none.
+            TypeError: ``ns`` is no namespace.
         """
-        if not isinstance(namespace, Namespace | None):
-            raise TypeError(f"isolate takes a Namespace or None, got {namespace!r}")
+        if not isinstance(ns, Namespace | None):
+            raise TypeError(f"isolate takes a Namespace or None, got {ns!r}")
         declared = {*self.skip_stashes, *self.skip_pops}
         names = declared if only is None else {*_names(only, "only")}
         if names - declared:
@@ -69,7 +67,7 @@ class Skippable(nn.Module):
                 f"{type(self).__qualname__} declares the skips {sorted(declared)}, so "
                 f"{sorted(names - declared)} cannot be isolated"
             )
-        self.__dict__["_namespaces"] = self._in_namespaces() | dict.fromkeys(names, namespace)
+        self.__dict__["_namespaces"] = self._in_namespaces() | dict.fromkeys(names, ns)
         return self
 
     def skip_key(self, name: str) -> Key:
@@ -116,6 +114,10 @@ def skippable(
             its own.
         ValueError: a number of layers is not positive.
     """
+    if isinstance(stash, type):
+        raise TypeError(
+            f"write @skippable(stash=[...], pop=[...]) above {stash.__qualname__}, not @skippable"
+        )
     stashes = {name: 1 for name in _names(stash, "stash")}
     if isinstance(stash, Mapping):
         stashes.update(stash)
@@ -124,6 +126,11 @@ def skippable(
             raise ValueError(
                 f"stash must tell a positive number of layers that pop {name!r}, got {layers!r}"
             )
+    if isinstance(pop, Mapping):
+        raise TypeError(
+            f"pop must be a list of names, got {pop!r}; how many layers pop a skip is told by the "
+            "layer that stashes it"
+        )
     pops = frozenset(_names(pop, "pop"))
     return lambda kind: _decorate(kind, stashes, pops)
 
@@ -152,24 +159,41 @@ def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> t
         stashes, pops = {**kind.skip_stashes, **stashes}, kind.skip_pops | pops
         kind = kind.__dict__.get("_decorates", kind)
     spec = (kind, tuple(stashes.items()), pops)
-    with _making.current:
-        made = _made.get(spec)
-        if made is None:
-            made = _made[spec] = _subclass(kind, stashes, pops)
+    made = _made.get(spec)
+    if made is None:
+        made = _subclass(kind, stashes, pops)  # not under the lock: metaclasses run here
+        with _making.current:
+            made = _made.setdefault(spec, made)
     return made
+
+
+class _Quiet:
+    """Spares the ``__init_subclass__`` of the user's class the classes that are made here."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "_is_ours" not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
 
 
 def _subclass(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> type[M]:
     names = {"__doc__": kind.__doc__, "__module__": kind.__module__}
     names["__qualname__"] = kind.__qualname__
-    body = {**names, "__init__": _entered_once(kind)}
+    body = {**names, "__init__": _entered_once(kind), "_is_ours": True}
     if not hasattr(kind.forward, "runs_generator"):
         body["forward"] = _running_generator(kind.forward)
     metaclass: Any = type(kind)
     bases = (kind,) if issubclass(kind, Skippable) else (kind, Skippable)
+    if not issubclass(kind, _Quiet):
+        bases = (_Quiet, *bases)
     # Two steps, so that super(Layer, self) in the body of Layer comes by the __init__ of the first.
     running = metaclass(kind.__name__, bases, body)
-    declared = {**names, "_decorates": kind, "skip_pops": pops, "skip_stashes": stashes}
+    declared = {
+        **names,
+        "_decorates": kind,
+        "_is_ours": True,
+        "skip_pops": pops,
+        "skip_stashes": stashes,
+    }
     made: type[M] = metaclass(kind.__name__, (running,), declared)
     return made
 
@@ -221,7 +245,7 @@ def _running_generator(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(self: Skippable, *args: Any, **kwargs: Any) -> Value:
-        return answer_all(self, forward(self, *args, **kwargs))
+        return answer_all(self, forward, *args, **kwargs)
 
     run.runs_generator = True  # type: ignore[attr-defined]
     return run

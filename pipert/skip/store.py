@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 from pipert._typing import Tensors, Value
@@ -75,55 +75,66 @@ class Store:
     """The skips of one task, or of one thread outside of pipes.
 
     Args:
-        pops: how many layers pop a skip from this store, where it is not what the stashing layer
-            has declared, because some of them are in other partitions.
-        sent: the skips that other partitions pop, too; they are kept for them.
+        pops: how many layers of the task's partition pop each skip that these declare; ``None``
+            outside of pipes.
+        sent: the skips that are sent to other partitions; once for each.
     """
 
     __slots__ = ("_left", "_pops", "_sent", "_values")
 
-    def __init__(self, pops: Mapping[Key, int] | None = None, sent: frozenset[Key] = frozenset()):
-        self._pops = {} if pops is None else pops
+    def __init__(self, pops: Mapping[Key, int] | None = None, sent: Sequence[Key] = ()) -> None:
+        self._pops = pops
         self._sent = sent
         self._values: dict[Key, Stashed] = {}
-        self._left: dict[Key, int] = {}  # pops to come
+        self._left: dict[Key, int] = {}  # how many are still to get it
 
     def put(self, key: Key, value: Value, pops: int) -> None:
         """Stash ``value``, for ``pops`` layers as declared."""
-        pops = self._pops.get(key, pops)
-        if pops or key in self._sent:
+        if self._pops is not None and key in self._pops:
+            pops = self._pops[key] + self._sent.count(key)
+        if pops:
             self._values[key], self._left[key] = Stashed(value, apart=True), pops
 
     def receive(self, key: Key, value: Value) -> None:
         """Let ``value``, which another partition has stashed, be popped here."""
-        if value is not ABSENT:
+        if value is not ABSENT and self._pops is not None:
             self._values[key], self._left[key] = Stashed(value), self._pops[key]
 
     def take(self, key: Key) -> Value:
-        """Pop a value; the last who does removes it.
+        """Pop a value; the last who gets it removes it.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is none, or it was modified in place.
         """
-        if not self._left.get(key):
-            raise RuntimeError(
+        if key not in self._values:
+            message = (
                 f"there is no skip {show(key)} to pop: no layer has stashed it before, or all "
                 "layers that it was for have popped it"
             )
-        self._left[key] -= 1
-        last = not self._left[key] and key not in self._sent
-        value = self._values[key].get(key, apart=not last)
-        if last:
-            del self._values[key], self._left[key]
-        return value
+            if self._pops is not None and key not in self._pops:
+                message = (
+                    f"there is no skip {show(key)} to pop: no layer of this partition declared it "
+                    "when the Pipe was made; make the Pipe when its layers are complete and in "
+                    "their namespaces"
+                )
+            raise RuntimeError(message)
+        return self._hand_out(key)
 
     def send(self, key: Key) -> Value:
-        """What other partitions are to have; ``ABSENT`` if the layer that stashes it did not run.
+        """What another partition is to have; ``ABSENT`` if the layer that stashes it did not run.
 
         Raises:
             RuntimeError: it was modified in place since.
         """
-        return self._values[key].get(key) if key in self._values else ABSENT
+        return self._hand_out(key) if key in self._values else ABSENT
+
+    def _hand_out(self, key: Key) -> Value:
+        self._left[key] -= 1
+        last = not self._left[key]
+        value = self._values[key].get(key, apart=not last)
+        if last:
+            del self._values[key], self._left[key]
+        return value
 
     def clear(self) -> None:
         """Let go of everything: a nested run may have kept the context that this store is in."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,10 +18,11 @@ class Declared(NamedTuple):
     """That a layer stashes or pops a skip."""
 
     key: Key
-    pops: int
-    """How many layers pop what this one stashes; 0 where it pops itself."""
     path: str
     """The layer's name in the outermost Sequential."""
+    is_stash: bool
+    pops: int = 0
+    """How many layers pop what this one stashes."""
 
 
 def declarations(module: nn.Sequential) -> Iterator[list[Declared]]:
@@ -54,9 +56,9 @@ def _skippables(module: nn.Module, path: str) -> Iterator[tuple[str, Skippable]]
 
 def _of(layer: Skippable, path: str) -> Iterator[Declared]:
     for name, pops in layer.skip_stashes.items():
-        yield Declared(layer.skip_key(name), pops, path)
+        yield Declared(layer.skip_key(name), path, True, pops)
     for name in sorted(layer.skip_pops):
-        yield Declared(layer.skip_key(name), 0, path)
+        yield Declared(layer.skip_key(name), path, False)
 
 
 def verify_skippables(module: nn.Sequential) -> None:
@@ -69,26 +71,33 @@ def verify_skippables(module: nn.Sequential) -> None:
     """
     stashes: dict[Key, Declared] = {}
     pops: dict[Key, list[Declared]] = {}
-    problems = []
+    ambiguous: set[Key] = set()
+    problems = [
+        f"layer {name!r} has a generator for its forward, and {type(layer).__qualname__} is not "
+        "decorated with @skippable(stash=[...], pop=[...])"
+        for name, layer in module.named_modules()
+        if inspect.isgeneratorfunction(inspect.getattr_static(type(layer), "forward", None))
+    ]
     for unit in declarations(module):
-        for new in (declared for declared in unit if declared.pops):
+        for new in (declared for declared in unit if declared.is_stash):
             first = stashes.setdefault(new.key, new)
             if first is not new:
+                ambiguous.add(new.key)
                 problems.append(
                     f"layer {new.path!r} stashes {show(new.key)}, as layer {first.path!r} does; "
-                    "isolate the layers of one of them with a Namespace"
+                    "isolate the layers of each in a Namespace of their own"
                 )
-        for new in (declared for declared in unit if not declared.pops):
+        for new in (declared for declared in unit if not declared.is_stash):
             pops.setdefault(new.key, []).append(new)
             if new.key not in stashes:
                 problems.append(
                     f"layer {new.path!r} pops {show(new.key)}, which no layer before it stashes"
                 )
-            elif any(d.pops and d.path == new.path and d.key == new.key for d in unit):
+            elif any(d.is_stash and d.path == new.path and d.key == new.key for d in unit):
                 problems.append(f"layer {new.path!r} both stashes and pops {show(new.key)}")
     for key, stash in stashes.items():
         poppers = [pop.path for pop in pops.get(key, [])]
-        if len(poppers) != stash.pops:
+        if len(poppers) != stash.pops and key not in ambiguous:
             problems.append(_miscounted(key, stash, poppers))
     if problems:
         raise TypeError(
@@ -103,6 +112,7 @@ def _miscounted(key: Key, stash: Declared, poppers: list[str]) -> str:
         return f"{start}, which no layer pops"
     by = ", ".join(map(repr, poppers))
     return (
-        f"{start} for {stash.pops} to pop, but {len(poppers)} do: {by}; declare it with "
-        f"stash={{{key[1]!r}: {len(poppers)}}}, or isolate pairs of layers with a Namespace"
+        f"{start} for {stash.pops} to pop, but {len(poppers)} do: {by}; isolate pairs of layers in "
+        "Namespaces of their own, or, if all of these are to have it, declare "
+        f"stash={{{key[1]!r}: {len(poppers)}}}"
     )

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 from torch.overrides import (
     _get_current_function_mode_stack,
     _pop_mode,
@@ -42,6 +43,7 @@ from torch.utils import _python_dispatch as dispatch
 
 from pipert.autograd.checkpoint import hooks_of_caller
 from pipert.autograd.random_state import Watch
+from pipert.errors import TransformError
 from pipert.process_lock import ProcessLock
 
 __all__: list[str] = []
@@ -55,6 +57,25 @@ _AUTOCAST_TYPES = tuple(
 )
 
 Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+
+
+def refuse_transforms() -> None:
+    """Refuse what a worker cannot take over from its caller.
+
+    Raises:
+        TransformError: the current thread is in a ``torch.func`` transform, or differentiates in
+            forward mode.
+    """
+    what = ""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        what = "a torch.func transform such as grad, jvp or vmap"
+    elif forward_ad._current_level >= 0:
+        what = "forward-mode differentiation"
+    if what:
+        raise TransformError(
+            f"a pipe was called inside of {what}, which belongs to the calling thread: its workers "
+            "would compute without. Use backward or torch.autograd.grad, or call the plain module"
+        )
 
 
 class CallerContext:

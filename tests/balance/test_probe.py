@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import weight_norm
 
 from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
 from pipert.skip import pop, skippable, stash
@@ -101,6 +103,32 @@ def test_the_sample_is_as_before(measure: Any) -> None:
 
 
 @measured
+def test_hooks_do_not_see_it(measure: Any) -> None:
+    module = model()
+    seen: list[Any] = []
+    module[0].register_forward_hook(lambda *args: seen.append(args))
+    module[0].register_full_backward_hook(lambda *args: seen.append(args))
+    measure(module, torch.randn(6, 3))
+    assert seen == []
+    module(torch.randn(6, 3, requires_grad=True)).sum().backward()
+    assert len(seen) == 2
+
+
+@measured
+def test_no_layer_stays_alive_under_autocast(measure: Any) -> None:
+    alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    class Seen(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            alive.add(self)
+            return super().forward(x)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        measure(nn.Sequential(Seen(2, 2), Seen(2, 2)), torch.ones(3, 2))
+        assert len(alive) == 0
+
+
+@measured
 def test_no_two_layers_are_copied_at_once(measure: Any) -> None:
     alive: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     counts = []
@@ -136,6 +164,23 @@ class PopAll(nn.Module):
         return y
 
 
+class Keeping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.last: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        y: Tensor = self.last
+        return y
+
+
+def called(layer: nn.Module) -> nn.Module:
+    layer(torch.ones(2, 3))
+    return layer
+
+
 Layers = tuple[list[nn.Module], Any]
 LAYERS: dict[str, Callable[[], Layers]] = {
     "in-place layers": lambda: ([nn.Linear(3, 3), nn.ReLU(True), nn.ReLU(True)], torch.ones(2, 3)),
@@ -151,12 +196,15 @@ LAYERS: dict[str, Callable[[], Layers]] = {
     "frozen layers": lambda: ([nn.Linear(3, 3).requires_grad_(False)] * 2, torch.ones(2, 3)),
     "tied layers": lambda: ([layer := nn.Linear(3, 3), layer], torch.ones(2, 3)),
     "half precision": lambda: ([nn.Linear(3, 3).bfloat16()], torch.ones(2, 3).bfloat16()),
+    "old weight norm": lambda: ([called(weight_norm(nn.Linear(3, 3)))], torch.ones(2, 3)),
+    "a layer that keeps its output": lambda: ([called(Keeping())], torch.ones(2, 3)),
     "no layers": lambda: ([], torch.ones(1)),
     "0-dimensional": lambda: ([Apply(torch.exp)], torch.ones((), requires_grad=True)),
 }
 
 
 @measured
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("case", LAYERS)
 def test_each_layer_has_one_measure(measure: Any, case: str) -> None:
     layers, sample = LAYERS[case]()
@@ -241,6 +289,22 @@ def test_the_random_state_is_as_before_after_an_error(measure: Any) -> None:
 def test_what_is_no_sequential_is_refused(measure: Any) -> None:
     with pytest.raises(TypeError, match=r"nn\.Sequential"):
         measure(nn.Linear(2, 2), torch.ones(2))
+
+
+@measured
+def test_a_layer_that_cannot_be_copied_is_answered_with_a_remedy(measure: Any) -> None:
+    layer = nn.ReLU()
+    layer.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(TypeError, match="lock") as caught:
+        measure(nn.Sequential(layer), torch.ones(2))
+    assert "balance_by_cost" in caught.value.__notes__[0]
+
+
+def test_a_module_on_meta_is_told_about_the_device() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="device='meta'"):
+        layer_sizes(module, torch.ones(2, 2), device="cpu")
 
 
 @measured

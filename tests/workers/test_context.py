@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert import Pipe, is_recomputing
+from pipert import Pipe, TransformError, is_recomputing
 
 Block = Callable[[], contextlib.AbstractContextManager[Any]]
 
@@ -693,3 +694,29 @@ def test_F_leaves_no_stream_on_its_worker() -> None:
         torch.cuda.synchronize()
         pipe(torch.ones(2, 1, device=device))
     assert probe.seen["F"][-1] == torch.cuda.current_stream(device).stream_id
+
+
+# What cannot be taken over ------------------------------------------------------------------------
+
+
+def in_transform(call: Callable[[Tensor], Tensor], how: str) -> None:
+    x = torch.ones(4, 2)
+    if how == "grad":
+        torch.func.grad(lambda x: call(x).sum())(x)
+    elif how == "jvp":
+        torch.func.jvp(call, (x,), (x,))
+    elif how == "vmap":
+        torch.func.vmap(call)(torch.ones(3, 4, 2))
+    else:
+        with forward_ad.dual_level():
+            call(forward_ad.make_dual(x, x))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("how", ["grad", "jvp", "vmap", "dual"])
+def test_a_transform_of_the_caller_is_refused_by_name(how: str) -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(TransformError, match="torch.func transform|forward-mode"):
+            in_transform(pipe, how)
+        assert pipe(torch.ones(4, 2)).shape == (4, 2)

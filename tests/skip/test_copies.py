@@ -1,0 +1,246 @@
+"""Copies of skippable layers, pickled or not, are of the same class and belong together as before.
+
+The classes are those that a user may have: decorated in place, decorated under another name, local.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
+
+Forward = Generator[Any, Any, Any]
+Copy = Callable[[Any], Any]
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+@skippable(stash=["a"])
+class Decorated(Skippable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.note = {"any": "thing"}
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x)
+        return self.linear(x)
+
+
+class Base(Skippable):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Forward:
+        for name in self.skip_stashes:
+            yield stash(name, x)
+        for name in self.skip_pops:
+            x = x + (yield pop(name))
+        return self.linear(x)
+
+
+class Plain(nn.Module):
+    """Not derived from Skippable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x)
+        return self.linear(x)
+
+
+class Derived(Decorated):
+    pass
+
+
+ByCall = skippable(stash=["a"])(Base)
+PlainByCall = skippable(stash=["a"])(Plain)
+ForTwo = skippable(stash={"a": 2})(Base)
+Twice = skippable(stash=["b"])(skippable(stash=["a"])(Base))
+OfDecorated = skippable(stash={"a": 2})(Decorated)
+Pop = skippable(pop=["a"])(Base)
+
+
+class DerivedByCall(ByCall):  # type: ignore[misc,valid-type]
+    pass
+
+
+class Outer:
+    Inner = skippable(stash=["a"])(Base)
+
+    @skippable(stash=["a"])
+    class Nested(Base):
+        pass
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def pickled(protocol: int) -> Copy:
+    def copied(value: Any) -> Any:
+        return pickle.loads(pickle.dumps(value, protocol))
+
+    return copied
+
+
+COPIES: dict[str, Copy] = {
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "save": saved_and_loaded,
+    **{f"pickle {protocol}": pickled(protocol) for protocol in range(2, 6)},
+}
+KINDS: dict[str, Any] = {
+    "decorated in place": Decorated,
+    "decorated by a call": ByCall,
+    "no Skippable, by a call": PlainByCall,
+    "for two layers": ForTwo,
+    "decorated twice by calls": Twice,
+    "decorated class decorated by a call": OfDecorated,
+    "subclass of decorated": Derived,
+    "subclass of one decorated by a call": DerivedByCall,
+    "attribute of a class": Outer.Inner,
+    "inside a class": Outer.Nested,
+}
+copies = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@kinds
+@copies
+def test_a_copy_is_of_the_same_class_with_the_same_state(kind: Any, copied: Copy) -> None:
+    layer = kind()
+    other = copied(layer)
+    assert type(other) is kind and other is not layer
+    for name, tensor in layer.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+
+
+def local(decorated_by_call: bool) -> type[nn.Module]:
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x)
+            return self.linear(x)
+
+    Renamed = skippable(stash=["a"])(Local)
+    if not decorated_by_call:
+        Local = Renamed  # type: ignore[misc]
+    return Renamed
+
+
+@pytest.mark.parametrize("decorated_by_call", [False, True])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_layer_of_a_local_class_is_of_that_class(
+    decorated_by_call: bool, copied: Copy
+) -> None:
+    kind = local(decorated_by_call)
+    assert type(copied(kind())) is kind
+
+
+def test_a_layer_of_a_local_class_cannot_be_pickled_as_any_other() -> None:
+    with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
+        pickle.dumps(local(True)())
+
+
+@copies
+def test_a_copy_has_attributes_of_its_own_as_far_as_copies_go(copied: Copy) -> None:
+    layer = Decorated()
+    other = copied(layer)
+    other.note = {}
+    assert layer.note == {"any": "thing"}
+
+
+@copies
+def test_a_copied_model_computes_the_same(copied: Copy) -> None:
+    model = nn.Sequential(ByCall(), nn.Tanh(), Pop())
+    x = torch.randn(3, 2)
+    assert torch.equal(copied(model)(x), model(x))
+
+
+# Namespaces ---------------------------------------------------------------------------------------
+
+
+def two_pairs() -> nn.Sequential:
+    first, second = Namespace(), Namespace()
+    return nn.Sequential(
+        ByCall().isolate(first),
+        ByCall().isolate(second),
+        Pop().isolate(first),
+        Pop().isolate(second),
+    )
+
+
+@copies
+def test_what_belonged_together_does_so_in_a_copy(copied: Copy) -> None:
+    model = two_pairs()
+    other = copied(model)
+    verify_skippables(other)
+    x = torch.randn(3, 2)
+    assert torch.equal(other(x), model(x))
+
+
+@copies
+def test_a_copied_layer_belongs_to_the_one_its_original_belongs_to(copied: Copy) -> None:
+    model = two_pairs()
+    mixed = nn.Sequential(copied(model[0]), model[1], model[2], copied(model[3]))
+    x = torch.randn(3, 2)
+    assert torch.equal(mixed(x), model(x))
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_may_be_isolated_without_its_original(name: str) -> None:
+    layer = ByCall().isolate(Namespace())
+    key = layer.skip_key("a")
+    COPIES[name](layer).isolate(Namespace())
+    assert layer.skip_key("a") == key
+
+
+@copies
+def test_a_copied_namespace_is_equal_to_the_original_and_to_no_other(copied: Copy) -> None:
+    namespace = Namespace()
+    other = copied(namespace)
+    assert other == namespace and hash(other) == hash(namespace) and other != Namespace()
+
+
+# Pipes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name in COPIES if name != "copy"])
+def test_a_copied_pipe_computes_the_same(name: str) -> None:
+    model = two_pairs()
+    x = torch.randn(4, 2)
+    with Pipe(model, [1, 2, 1], devices=["cpu"] * 3, chunks=2) as pipe:
+        with COPIES[name](pipe) as other:
+            same(other(x), pipe(x))
+
+
+def test_a_layer_of_a_pipe_is_the_layer_of_the_model() -> None:
+    model = two_pairs()
+    with Pipe(model, [2, 2], devices=["cpu"] * 2) as pipe:
+        assert [*pipe] == [*model]
+
+
+def test_the_state_of_a_pipe_has_the_keys_of_the_model() -> None:
+    keys = two_pairs().state_dict().keys()
+    with Pipe(two_pairs(), [2, 2], devices=["cpu"] * 2) as pipe:
+        assert pipe.state_dict().keys() == keys

@@ -1,0 +1,413 @@
+"""The life of a skip, event by event. The collector of cycles is off.
+
+1. a layer stashes it
+2. its task is over: it is in the mail
+3. a partition in between runs
+4. the task of the layer that pops it has begun
+5. it has been popped
+6. the forward is over
+7. the backward is over
+
+Counted is data, not tensor objects: the skip itself, and the copy of it that a checkpointed task
+works on. Lanes are driven by hand where workers would still have their last task at hand.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from pipert import Pipe, is_recomputing
+from pipert.lane import Lane
+from pipert.run import Run
+from pipert.schedule import Schedule
+from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip.routes import routes
+from pipert.stream import CopyStreams
+from pipert.workers.context import CallerContext
+from pipert.workers.turn import Turn
+
+Forward = Generator[Any, Any, Any]
+
+MODES = ["always", "except_last", "never"]
+modes = pytest.mark.parametrize("checkpoint", MODES)
+no_grads = pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Skips:
+    """Knows which data of skips is still there, without keeping it there."""
+
+    def __init__(self) -> None:
+        self._expired: list[Callable[[], bool]] = []
+
+    def add(self, tensor: Tensor) -> Tensor:
+        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._expired.append(data.expired)
+        return tensor
+
+    def now(self) -> int:
+        assert self._expired, "no skip was seen"
+        return sum(not expired() for expired in self._expired)
+
+    def settled(self, expected: int) -> int:
+        """The number there is once it is as expected, or after two seconds.
+
+        A worker drops its last task just after its caller was let go, hence the patience.
+        """
+        never = threading.Event()
+        for _ in range(200):
+            if self.now() == expected:
+                break
+            never.wait(0.01)
+        return self.now()
+
+
+class Stash(Skippable):
+    def __init__(self, skips: Skips, log: Callable[[str], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.skips = skips
+        self.log = log
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", self.skips.add(x + self.weight))  # addition saves nothing
+        self.log("1 stashed")
+        return x * self.weight
+
+
+class Pop(Skippable):
+    def __init__(self, popped: Skips, log: Callable[[str], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.popped = popped
+        self.log = log
+
+    def forward(self, x: Tensor) -> Forward:
+        self.log("4 begun")
+        x = x + self.popped.add((yield pop("a")))
+        self.log("5 popped")
+        return x * self.weight
+
+
+class Log(nn.Module):
+    def __init__(self, log: Callable[[str], None], event: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.log = log
+        self.event = event
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log(self.event)
+        return x * self.weight
+
+
+class Setting:
+    """Layers with a skip from the first to the last; what is there of it at each event."""
+
+    def __init__(self, pops: int = 1, fail: bool = False) -> None:
+        self.skips, self.popped = Skips(), Skips()
+        self.counts: dict[str, int] = {}
+        self.fail = fail
+        poppers = [skippable(pop=["a"])(Pop)(self.popped, self.log) for _ in range(pops)]
+        stasher = skippable(stash={"a": pops})(Stash)(self.skips, self.log)
+        self.layers = [stasher, Log(self.log, "3 in between"), *poppers]
+
+    def log(self, event: str) -> None:
+        if self.fail and event.startswith("3"):
+            raise ValueError("the layer in between")
+        if is_recomputing():
+            event = event.replace(" ", " again ", 1)
+        self.counts[event] = self.skips.now()
+
+    def pipe(self, balance: list[int], **options: Any) -> Pipe:
+        model = nn.Sequential(*self.layers)
+        return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
+
+    def left(self) -> int:
+        return self.skips.settled(0) + self.popped.settled(0)
+
+
+def drive(setting: Setting, checkpointed: int) -> Tensor:
+    """F[0,0] to F[0,n-1], a layer each, on this thread."""
+    cpu = torch.device("cpu")
+    partitions = [nn.Sequential(layer) for layer in setting.layers]
+    n = len(partitions)
+    run = Run(Schedule(1, n), checkpointed, n * [cpu], CallerContext(), CopyStreams())
+    values: list[list[Any]] = [[torch.ones(1, 3)], *[[] for _ in range(n)]]
+    for j, skips in enumerate(routes(partitions)):
+        lane = Lane(run, j, partitions[j], skips, None, values[j], values[j + 1].append)
+        lane.forward(0, Turn(threading.Lock()))
+        if j == 0:
+            setting.log("2 task over")
+    assert run.progress.take_error() is None
+    y: Tensor = values[n][0]
+    del run, values, lane
+    setting.log("6 forward over")
+    return y
+
+
+FORWARD = {"1 stashed": 1, "2 task over": 1, "3 in between": 1, "4 begun": 1, "5 popped": 1}
+
+
+# Event by event -----------------------------------------------------------------------------------
+
+
+def test_without_checkpointing_a_skip_is_gone_after_the_forward() -> None:
+    setting = Setting()
+    y = drive(setting, checkpointed=0)
+    assert setting.counts == {**FORWARD, "6 forward over": 0}
+    torch.autograd.backward(y.sum())
+    assert setting.left() == 0
+
+
+def test_with_checkpointing_a_skip_is_kept_for_the_recomputation_of_what_pops_it() -> None:
+    setting = Setting()
+    y = drive(setting, checkpointed=1)
+    assert setting.counts == {**FORWARD, "6 forward over": 1}
+    setting.counts.clear()
+    torch.autograd.backward(y.sum())
+    assert setting.counts == {
+        "4 again begun": 1,
+        "5 again popped": 1,
+        "3 again in between": 0,
+        "1 again stashed": 1,  # another skip, for nobody
+    }
+    assert setting.left() == 0
+
+
+@no_grads
+def test_without_grad_a_skip_is_gone_after_the_forward(no_grad: Callable[[], Any]) -> None:
+    setting = Setting()
+    with no_grad():
+        y = drive(setting, checkpointed=1)
+    # In inference mode it is a copy that is stashed.
+    assert setting.counts["6 forward over"] == 0 and setting.popped.now() == 0
+    del y
+
+
+def test_a_skip_that_two_pop_is_there_until_the_second_has_popped_it() -> None:
+    setting = Setting(pops=2)
+    y = drive(setting, checkpointed=0)
+    assert setting.counts == {**FORWARD, "6 forward over": 0}
+    del y
+
+
+def test_within_a_partition_a_skip_is_gone_when_the_layer_that_popped_it_is_done() -> None:
+    setting = Setting()
+    after = Log(setting.log, "the next layer")
+    with torch.no_grad(), Pipe(
+        nn.Sequential(*setting.layers, after), [4], devices=["cpu"]
+    ) as pipe:
+        pipe(torch.ones(1, 3))
+    assert (setting.counts["5 popped"], setting.counts["the next layer"]) == (1, 0)
+
+
+def test_within_a_plain_model_a_skip_is_gone_when_the_layer_that_popped_it_is_done() -> None:
+    setting = Setting()
+    with torch.no_grad():
+        nn.Sequential(*setting.layers, Log(setting.log, "the next layer"))(torch.ones(1, 3))
+    assert (setting.counts["5 popped"], setting.counts["the next layer"]) == (1, 0)
+
+
+# What is left -------------------------------------------------------------------------------------
+
+BALANCES = [[3], [1, 1, 1], [2, 1], [1, 2]]
+balances = pytest.mark.parametrize("balance", BALANCES, ids=str)
+
+
+@modes
+@balances
+def test_after_a_step_no_skip_is_left_though_the_output_is_kept(
+    checkpoint: str, balance: list[int]
+) -> None:
+    setting = Setting()
+    with setting.pipe(balance, chunks=3, checkpoint=checkpoint) as pipe:
+        y = pipe(torch.ones(6, 3))
+        y.sum().backward()
+        assert setting.left() == 0
+        del y
+
+
+@pytest.mark.parametrize(("checkpoint", "count"), [("always", 3), ("except_last", 2), ("never", 0)])
+def test_between_forward_and_backward_there_are_as_many_as_will_be_recomputed(
+    checkpoint: str, count: int
+) -> None:
+    setting = Setting()
+    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        y = pipe(torch.ones(6, 3))
+        assert setting.skips.settled(count) == count
+        del y
+
+
+def test_within_a_checkpointed_partition_no_skip_waits_for_the_backward() -> None:
+    setting = Setting()
+    with setting.pipe([3], chunks=3, checkpoint="always") as pipe:
+        y = pipe(torch.ones(6, 3))
+        assert setting.left() == 0
+        del y
+
+
+@modes
+def test_a_forward_whose_output_is_dropped_leaves_no_skip(checkpoint: str) -> None:
+    setting = Setting()
+    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(torch.ones(6, 3))
+        assert setting.left() == 0
+
+
+@modes
+def test_after_autograd_grad_no_skip_is_left(checkpoint: str) -> None:
+    setting = Setting()
+    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        torch.autograd.grad(pipe(torch.ones(6, 3)).sum(), list(pipe.parameters()))
+        assert setting.left() == 0
+
+
+@modes
+def test_after_a_backward_that_retained_its_graph_no_skip_is_left_with_the_output(
+    checkpoint: str,
+) -> None:
+    setting = Setting()
+    with setting.pipe([1, 1, 1], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(torch.ones(6, 3)).sum().backward(retain_graph=True)
+        assert setting.left() == 0
+
+
+@modes
+@balances
+def test_a_failure_between_stash_and_pop_leaves_no_skip(
+    checkpoint: str, balance: list[int]
+) -> None:
+    setting = Setting(fail=True)
+    setting.popped.add(torch.ones(1))
+    with setting.pipe(balance, chunks=3, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the layer in between"):
+                pipe(torch.ones(6, 3))
+        assert setting.left() == 0
+
+
+@modes
+@balances
+def test_a_failure_in_a_recomputation_leaves_no_skip(
+    checkpoint: str, balance: list[int]
+) -> None:
+    setting = Setting()
+    with setting.pipe(balance, chunks=3, checkpoint=checkpoint) as pipe:
+        y = pipe(torch.ones(6, 3))
+        setting.fail = True
+        if checkpoint == "never":
+            y.sum().backward()
+        else:
+            with pytest.raises(ValueError, match="the layer in between"):
+                y.sum().backward()
+        del y
+        # Autograd itself keeps what it has not come to until the next backward of the thread.
+        torch.autograd.backward(torch.ones((), requires_grad=True).exp())
+        assert setting.left() == 0
+
+
+@no_grads
+def test_an_idle_worker_keeps_no_skip(no_grad: Callable[[], Any]) -> None:
+    setting = Setting()
+    with setting.pipe([1, 1, 1], chunks=3) as pipe, no_grad():
+        pipe(torch.ones(6, 3))
+        assert setting.left() == 0
+
+
+def test_a_refused_skip_is_not_left_behind() -> None:
+    setting = Setting()
+    kept: list[Tensor] = []
+
+    class Change(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            kept.pop().add_(1)
+            return x
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return Skips.add(setting.skips, tensor)
+
+    setting.skips.add = keep  # type: ignore[method-assign]
+    setting.popped.add(torch.ones(1))
+    setting.layers[1] = Change()
+    with torch.no_grad(), setting.pipe([1, 1, 1]) as pipe:
+        with pytest.raises(RuntimeError, match="modified in place"):
+            pipe(torch.ones(1, 3))
+        assert setting.left() == 0
+
+
+@modes
+def test_skips_of_a_pipe_in_a_pipe_are_not_left_behind(checkpoint: str) -> None:
+    inner, outer = Setting(), Setting()
+    with inner.pipe([1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        outer.layers[1] = pipe
+        with outer.pipe([1, 1, 1], chunks=2, checkpoint=checkpoint) as whole:
+            whole(torch.ones(4, 3)).sum().backward()
+            assert inner.left() + outer.left() == 0
+
+
+def test_a_graph_of_a_pipe_between_stash_and_pop_keeps_no_skip() -> None:
+    """It keeps the context of its caller for its recomputations, and that knows the skips."""
+    setting = Setting()
+    with Pipe(nn.Sequential(nn.Tanh()), [1], devices=["cpu"], checkpoint="always") as inner:
+        setting.layers[1] = inner
+        with setting.pipe([2, 1], checkpoint="never") as pipe:
+            y = pipe(torch.ones(4, 3))
+            assert setting.left() == 0
+            torch.autograd.backward(y.sum())
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1]], ids=str)
+def test_a_skip_that_nobody_pops_is_gone_with_its_task(balance: list[int]) -> None:
+    """The worker lives on. A layer may leave out the layers in it."""
+
+    class LeavesOut(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    setting = Setting()
+    setting.popped.add(torch.ones(1))
+    setting.layers[2] = LeavesOut(setting.layers[2])
+    with setting.pipe(balance, chunks=3) as pipe:
+        pipe(torch.ones(6, 3)).sum().backward()
+        assert setting.left() == 0
+
+
+def test_skips_of_layers_that_no_module_shows_are_gone_with_their_task() -> None:
+    """They are not verified, and not routed, but they are the task's."""
+
+    class Hides(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.layers = layers  # a tuple is no module
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    setting = Setting()
+    setting.popped.add(torch.ones(1))
+    with Pipe(nn.Sequential(Hides(*setting.layers[:2])), [1], devices=["cpu"]) as pipe:
+        pipe(torch.ones(1, 3)).sum().backward()
+        assert setting.left() == 0

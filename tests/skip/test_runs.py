@@ -1,0 +1,407 @@
+"""Runs of a Pipe with skips: what crosses where, recomputation, errors, callers, other pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, is_checkpointing, is_recomputing, runtime
+from pipert.queues.closable import ClosableQueue
+from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from pipert.value import tensors_of
+
+Forward = Generator[Any, Any, Any]
+
+TIMEOUT = 3.0  # s
+MODES = ["always", "except_last", "never"]
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+def nothing(_: Any) -> None:
+    pass
+
+
+@skippable(stash=["a"])
+class Stash(Skippable):
+    """Stashes its input times a parameter, and notes what ``note`` says before and after."""
+
+    def __init__(self, note: Callable[[Tensor], Any] = nothing) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.note = note
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x * self.weight)
+        self.note(x)
+        return x * 2
+
+
+@skippable(pop=["a"])
+class PopAdd(Skippable):
+    def __init__(self, note: Callable[[Tensor], Any] = nothing) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.note = note
+
+    def forward(self, x: Tensor) -> Forward:
+        a = yield pop("a")
+        self.note(a)
+        return (x + a) * self.weight
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def pipe_of(*layers: nn.Module, balance: list[int] | None = None, **options: Any) -> Pipe:
+    balance = balance or [1] * len(layers)
+    return Pipe(nn.Sequential(*layers), balance, devices=["cpu"] * len(balance), **options)
+
+
+def rows(count: int) -> Tensor:
+    """A column of 1, 2, 3, ..."""
+    return torch.arange(1.0, count + 1)[:, None]
+
+
+# What crosses the queues --------------------------------------------------------------------------
+
+
+@modes
+def test_partitions_in_between_never_see_the_skip(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The skip alone has three columns."""
+    crossed: list[list[int]] = []
+
+    class Spy(ClosableQueue[Any]):
+        def put(self, item: Any) -> None:
+            crossed.append([tensor.shape[1] for tensor in tensors_of(item)[0]])
+            super().put(item)
+
+    @skippable(stash=["a"])
+    class StashWide(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x.expand(-1, 3) * 1)
+            return x
+
+    seen: list[int] = []
+    monkeypatch.setattr(runtime, "ClosableQueue", Spy)
+    between = Apply(lambda x: seen.append(x.shape[1]) or x)
+    with pipe_of(StashWide(), between, between, PopAdd(), chunks=2, checkpoint=checkpoint) as pipe:
+        assert pipe(rows(4)).shape == (4, 3)
+    assert crossed == 6 * [[1]] and seen == 4 * [1]
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1], [2, 1]], ids=str)
+def test_without_copies_the_very_tensor_that_was_stashed_is_popped(balance: list[int]) -> None:
+    stashed, popped = [], []
+
+    @skippable(stash=["a"])
+    class StashItself(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            stashed.append(x.data_ptr())
+            yield stash("a", x)
+            return x
+
+    last = PopAdd(lambda a: popped.append(a.data_ptr()))
+    with torch.no_grad():
+        with pipe_of(StashItself(), Apply(torch.exp), last, balance=balance, chunks=2) as pipe:
+            pipe(rows(4))
+    assert popped == stashed
+
+
+# Recomputation ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("checkpoint", "count"), [("always", 3), ("except_last", 2), ("never", 0)])
+def test_a_recomputation_pops_what_its_forward_popped(checkpoint: str, count: int) -> None:
+    popped: dict[bool, list[float]] = {False: [], True: []}
+    last = PopAdd(lambda a: popped[is_recomputing()].append(a.item()))
+    with pipe_of(Stash(), Apply(torch.exp), last, chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(rows(3)).sum().backward()
+    assert popped[False] == [1, 2, 3]
+    assert popped[True] == [3, 2, 1][3 - count :]
+
+
+@pytest.mark.parametrize("balance", [[1, 1], [2]], ids=str)
+def test_a_recomputation_of_the_stash_does_not_reach_another_layer(balance: list[int]) -> None:
+    """It stashes other values than its forward; the layer that pops is not told."""
+    popped: list[tuple[bool, float]] = []
+
+    @skippable(stash=["a"])
+    class Moody(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x * self.weight * (100 if is_recomputing() else 1))
+            return x * self.weight
+
+    last = PopAdd(lambda a: popped.append((is_recomputing(), a.item())))
+    with pipe_of(Moody(), last, balance=balance, checkpoint="always") as pipe:
+        pipe(rows(1)).sum().backward()
+    again = 1 if balance == [1, 1] else 100  # of one partition, both layers run again
+    assert popped == [(False, 1), (True, again)]
+
+
+def test_a_gradient_of_the_last_partition_alone_recomputes_that_alone() -> None:
+    ran: list[str] = []
+    first = Stash(lambda _: ran.append("R0") if is_recomputing() else None)
+    last = PopAdd(lambda _: ran.append("R2") if is_recomputing() else None)
+    with pipe_of(first, Apply(torch.exp), last, checkpoint="always") as pipe:
+        torch.autograd.grad(pipe(rows(1)).sum(), last.weight)
+    assert ran == ["R2"]
+
+
+def test_layers_know_whether_they_are_checkpointed() -> None:
+    asked: list[tuple[bool, bool]] = []
+    first = Stash(lambda _: asked.append((is_checkpointing(), is_recomputing())))
+    with pipe_of(first, PopAdd(), checkpoint="always") as pipe:
+        pipe(rows(1)).sum().backward()
+    assert asked == [(True, False), (False, True)]
+
+
+@modes
+def test_random_layers_around_a_skip_draw_the_same_again(checkpoint: str) -> None:
+    """The gradient of the weight is the sum of what was popped, dropped as in the forward."""
+    dropout = nn.Dropout(0.5)
+
+    @skippable(stash=["a"])
+    class StashDropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", dropout(x * self.weight))
+            return dropout(x * self.weight)
+
+    popped: list[float] = []
+    last = PopAdd(lambda a: None if is_recomputing() else popped.append(a.sum().item()))
+    first = StashDropped()
+    model = [first, dropout, Apply(lambda x: x * 0), last]
+    with pipe_of(*model, balance=[1, 1, 2], chunks=3, checkpoint=checkpoint) as pipe:
+        pipe(torch.ones(96, 1)).sum().backward()
+    assert first.weight.grad is not None
+    assert first.weight.grad.item() == sum(popped) and 0 < sum(popped) < 192
+
+
+def test_two_runs_with_one_seed_are_equal() -> None:
+    model = [Stash(), nn.Dropout(), Apply(torch.rand_like), PopAdd()]
+    outputs = []
+    with pipe_of(*model, balance=[1, 2, 1], chunks=3) as pipe:
+        for _ in range(2):
+            torch.manual_seed(1)
+            outputs.append(pipe(rows(12)))
+    assert torch.equal(*outputs)
+
+
+# Errors -------------------------------------------------------------------------------------------
+
+
+def fail_on_two(x: Tensor) -> None:
+    if 2 in x:
+        raise ValueError("the layer")
+
+
+NOTES: list[tuple[list[nn.Module], str]] = [
+    ([Stash(fail_on_two), PopAdd()], "in forward F[1,0]: partition 0 on cpu, layer '0' (Stash)"),
+    ([Stash(), PopAdd(fail_on_two)], "in forward F[1,1]: partition 1 on cpu, layer '1' (PopAdd)"),
+]
+
+
+@pytest.mark.parametrize(("layers", "note"), NOTES, ids=["stash", "pop"])
+def test_an_error_in_a_skippable_layer_says_where_it_was(
+    layers: list[nn.Module], note: str
+) -> None:
+    with pipe_of(*layers, chunks=3) as pipe, pytest.raises(ValueError, match="the layer") as caught:
+        pipe(rows(3))
+    assert caught.value.__notes__ == [f"{note}, micro-batch 1 of 3, input float32[1, 1]"]
+
+
+def test_an_error_in_a_recomputation_of_a_skippable_layer_says_where_it_was() -> None:
+    last = PopAdd(lambda a: fail_on_two(a) if is_recomputing() else None)
+    with pipe_of(Stash(), last, chunks=3, checkpoint="always") as pipe:
+        output = pipe(rows(3))
+        with pytest.raises(ValueError, match="the layer") as caught:
+            output.sum().backward()
+    (note,) = caught.value.__notes__
+    assert note.startswith("in recomputation R[1,1]: partition 1 on cpu, layer '1' (PopAdd)")
+
+
+@pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1], [1, 2], [3]], ids=str)
+def test_a_skip_that_was_modified_in_place_is_refused_with_a_note(balance: list[int]) -> None:
+    """Whoever notices it: the layer that pops, or the partition on its way."""
+
+    @skippable(stash=["a"])
+    class StashItself(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x)
+            return x
+
+    layers = [StashItself(), Apply(torch.Tensor.neg_), PopAdd()]
+    with torch.no_grad(), pipe_of(*layers, balance=balance, chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match="modified in place after it was stashed") as caught:
+            pipe(rows(2))
+    (note,) = caught.value.__notes__
+    assert "F[0," in note and "micro-batch 0 of 2" in note
+
+
+@modes
+def test_a_pipe_is_usable_after_a_failure_between_stash_and_pop(checkpoint: str) -> None:
+    failing = [True]
+
+    def fail(x: Tensor) -> Tensor:
+        if failing and 2 in x / 2:
+            raise ValueError("the layer")
+        return x
+
+    layers = [Stash(), Apply(fail), PopAdd()]
+    with pipe_of(*layers, chunks=3, checkpoint=checkpoint) as pipe:
+        with pytest.raises(ValueError, match="the layer"):
+            pipe(rows(3))
+        failing.clear()
+        same(pipe(rows(3)), rows(3) * 3)
+
+
+def test_a_layer_that_does_not_run_leaves_nothing_to_pop() -> None:
+    class Sometimes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Stash()
+
+        def forward(self, x: Tensor) -> Any:
+            return x if 2 in x else self.layer(x)
+
+    with pipe_of(Sometimes(), PopAdd(), chunks=3) as pipe:
+        with pytest.raises(RuntimeError, match="there is no skip 'a' to pop") as caught:
+            pipe(rows(3))
+        assert "F[1,1]" in caught.value.__notes__[0]
+
+
+# Several callers, several pipes -------------------------------------------------------------------
+
+
+@modes
+def test_the_skips_of_several_callers_do_not_mix(checkpoint: str) -> None:
+    """All are in the middle partition before the first of them goes on."""
+    callers = 3
+    arrived, outputs = threading.Semaphore(0), {}
+    all_there = threading.Event()
+
+    def wait(x: Tensor) -> Tensor:
+        if not is_recomputing():
+            assert all_there.wait(TIMEOUT)
+        return x
+
+    first = Stash(lambda _: None if is_recomputing() else arrived.release())
+    with pipe_of(first, Apply(wait), PopAdd(), chunks=2, checkpoint=checkpoint) as pipe:
+
+        def call(k: int) -> None:
+            x = (rows(2) * 10**k).requires_grad_()
+            output = pipe(x)
+            (grad,) = torch.autograd.grad(output.square().sum(), x)
+            outputs[k] = (output.detach(), grad)
+
+        threads = [threading.Thread(target=call, args=(k,), daemon=True) for k in range(callers)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2 * callers):
+            assert arrived.acquire(timeout=TIMEOUT)
+        all_there.set()
+        for thread in threads:
+            thread.join(TIMEOUT)
+    same(outputs, {k: (rows(2) * 3 * 10**k, rows(2) * 18 * 10**k) for k in range(callers)})
+
+
+@contextlib.contextmanager
+def nested_pipes(namespace: Namespace | None) -> Iterator[tuple[Pipe, nn.Sequential]]:
+    """A pipe with a skip in a layer of a pipe with a skip of the same name; and the plain model."""
+    plain = nn.Sequential(
+        Stash().isolate(namespace),
+        nn.Sequential(Stash(), Apply(torch.sin), PopAdd()),
+        Apply(torch.cos),
+        PopAdd().isolate(namespace),
+    )
+    inside: Any = copy.deepcopy(plain[1])
+    with Pipe(inside, [1, 1, 1], devices=["cpu"] * 3, chunks=2) as inner:
+        layers = copy.deepcopy([plain[0], plain[2], plain[3]])
+        with pipe_of(layers[0], inner, layers[1], layers[2], balance=[1, 2, 1], chunks=2) as outer:
+            yield outer, plain
+
+
+@pytest.mark.parametrize("namespace", [None, Namespace()], ids=["same names", "other names"])
+def test_a_pipe_in_a_layer_has_skips_of_its_own(namespace: Namespace | None) -> None:
+    with nested_pipes(namespace or Namespace()) as (_, plain):
+        expected = plain(rows(4))
+    with nested_pipes(namespace) as (outer, _):
+        output = outer(rows(4))
+        same(output, expected)
+        output.sum().backward()
+        assert all(parameter.grad is not None for parameter in outer.parameters())
+
+
+def test_a_call_of_a_pipe_leaves_the_plain_skips_of_the_caller_alone() -> None:
+    with pipe_of(Stash(), PopAdd(), chunks=2) as pipe:
+        same(nn.Sequential(Stash(), Apply(lambda x: pipe(x)), PopAdd())(rows(2)), rows(2) * 7)
+
+
+# Another layer in the place of one ----------------------------------------------------------------
+
+
+def test_a_replaced_layer_takes_part_in_the_skips() -> None:
+    with pipe_of(Stash(), Apply(torch.neg), PopAdd(), chunks=2) as pipe:
+        pipe(rows(2))
+
+        @skippable(stash=["a"])
+        class StashMore(nn.Module):
+            def forward(self, x: Tensor) -> Forward:
+                yield stash("a", x * 100)
+                return x
+
+        setattr(pipe, "0", StashMore())
+        same(pipe(rows(2)), rows(2) * 99)
+
+
+def test_a_replaced_layer_may_bring_skips_to_a_partition_that_had_none() -> None:
+    namespace = Namespace()
+    pair = nn.Sequential(Stash().isolate(namespace), PopAdd().isolate(namespace))
+    with pipe_of(Stash(), nn.Identity(), PopAdd(), chunks=2) as pipe:
+        setattr(pipe, "1", pair)
+        same(pipe(rows(2)), rows(2) * 7)
+
+
+def test_when_a_layer_is_replaced_the_skips_are_routed_anew() -> None:
+    """So that the layers at both ends of a skip may be put in another namespace."""
+    with pipe_of(Stash(), nn.Identity(), PopAdd(), chunks=2) as pipe:
+        namespace, first = Namespace(), pipe[0]
+        assert isinstance(first, Stash)
+        first.isolate(namespace)
+        setattr(pipe, "2", PopAdd().isolate(namespace))
+        same(pipe(rows(2)), rows(2) * 3)
+
+
+@pytest.mark.parametrize("layer", [nn.Tanh(), PopAdd(), Stash().isolate(Namespace())])
+def test_a_layer_whose_skips_do_not_match_does_not_replace_another(layer: nn.Module) -> None:
+    with pipe_of(Stash(), Apply(torch.neg), PopAdd(), chunks=2) as pipe:
+        before = [*pipe]
+        with pytest.raises(TypeError, match="the stashes and pops of the layers do not match"):
+            setattr(pipe, "0", layer)
+        assert [*pipe] == before
+        same(pipe(rows(2)), -rows(2))

@@ -1,0 +1,380 @@
+"""A skippable layer: what it yields, what it is told when it does wrong, and what its class is."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert.skip
+from pipert.skip import Skippable, pop, skippable, stash
+
+Forward = Generator[Any, Any, Any]
+
+
+@skippable(stash=["a"])
+class Stash(nn.Module):
+    """Stashes its input."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([factor]))
+        self.linear = nn.Linear(1, 1)
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", x)
+        return x * self.weight
+
+    def describe(self) -> str:
+        return f"times {self.weight.item()}"
+
+
+@skippable(pop=["a"])
+class PopAdd(nn.Module):
+    def forward(self, x: Tensor) -> Forward:
+        a = yield pop("a")
+        return x + a
+
+
+def layer_of(
+    forward: Callable[..., Any],
+    stash: Iterable[str] | Mapping[str, int] = (),
+    pop: Iterable[str] = (),
+) -> nn.Module:
+    """A skippable layer with this ``forward(self, x)``."""
+    kind: type[nn.Module] = type("Layer", (nn.Module,), {"forward": forward})
+    return skippable(stash=stash, pop=pop)(kind)()
+
+
+def one() -> Tensor:
+    return torch.ones(1)
+
+
+# What it does -------------------------------------------------------------------------------------
+
+
+def test_what_one_layer_stashes_another_pops() -> None:
+    assert nn.Sequential(Stash(factor=2.0), PopAdd())(one()).item() == 3
+
+
+def test_the_value_that_is_popped_is_the_one_that_was_stashed() -> None:
+    popped = []
+
+    def look(_: nn.Module, x: Tensor) -> Forward:
+        popped.append((yield pop("a")))
+        return x
+
+    x = one()
+    nn.Sequential(Stash(), layer_of(look, pop=["a"]))(x)
+    assert popped[0] is x
+
+
+def test_a_stash_is_answered_with_none() -> None:
+    answers = []
+
+    def look(_: nn.Module, x: Tensor) -> Forward:
+        answers.append((yield stash("a", x)))
+        return x
+
+    layer_of(look, stash=["a"])(one())
+    assert answers == [None]
+
+
+def test_one_layer_may_stash_and_pop_several() -> None:
+    def first(_: nn.Module, x: Tensor) -> Forward:
+        yield stash("a", x + 1)
+        yield stash("b", x + 2)
+        return x
+
+    def second(_: nn.Module, x: Tensor) -> Forward:
+        b = yield pop("b")
+        yield stash("c", b * 10)
+        a = yield pop("a")
+        return x + a * 100
+
+    def third(_: nn.Module, x: Tensor) -> Forward:
+        c = yield pop("c")
+        return x + c
+
+    model = nn.Sequential(
+        layer_of(first, stash=["a", "b"]),
+        layer_of(second, stash=["c"], pop=["a", "b"]),
+        layer_of(third, pop=["c"]),
+    )
+    assert model(one()).item() == 1 + 200 + 30
+
+
+def test_a_helper_may_yield_for_the_forward() -> None:
+    def helper(x: Tensor) -> Forward:
+        yield stash("a", x)
+        return x * 2
+
+    def forward(_: nn.Module, x: Tensor) -> Forward:
+        return (yield from helper(x))
+
+    assert nn.Sequential(layer_of(forward, stash=["a"]), PopAdd())(one()).item() == 3
+
+
+def test_a_forward_may_have_several_arguments_and_keywords() -> None:
+    def forward(_: nn.Module, x: Tensor, y: Tensor, *, scale: float) -> Forward:
+        yield stash("a", y)
+        return x * scale
+
+    assert layer_of(forward, stash=["a"])(one(), one(), scale=3.0).item() == 3
+
+
+def test_a_skip_may_be_declared_for_two_layers() -> None:
+    def forward(_: nn.Module, x: Tensor) -> Forward:
+        yield stash("a", x)
+        return x
+
+    model = nn.Sequential(layer_of(forward, stash={"a": 2}), PopAdd(), PopAdd())
+    assert model(one()).item() == 3
+
+
+def test_more_layers_than_declared_cannot_pop() -> None:
+    model = nn.Sequential(Stash(), PopAdd(), PopAdd())
+    with pytest.raises(RuntimeError, match="no skip 'a' to pop.* all layers that it was for"):
+        model(one())
+
+
+@pytest.mark.parametrize("value", [None, 3, "three", [1, {"a": None}]], ids=repr)
+def test_a_value_may_be_anything(value: Any) -> None:
+    popped = []
+
+    def put(_: nn.Module, x: Tensor) -> Forward:
+        yield stash("a", value)
+        return x
+
+    def take(_: nn.Module, x: Tensor) -> Forward:
+        popped.append((yield pop("a")))
+        return x
+
+    nn.Sequential(layer_of(put, stash=["a"]), layer_of(take, pop=["a"]))(one())
+    assert popped == [value]
+
+
+def test_a_layer_that_declares_nothing_may_have_an_ordinary_forward() -> None:
+    assert layer_of(lambda _, x: x * 2)(one()).item() == 2
+
+
+def test_the_forward_itself_returns_the_output_and_no_generator() -> None:
+    layer: Any = Stash(factor=2.0)
+    assert layer.forward(one()).item() == 2
+
+
+# What it is told ----------------------------------------------------------------------------------
+
+
+def undeclared_stash(_: nn.Module, x: Tensor) -> Forward:
+    yield stash("b", x)  # wrong
+    return x
+
+
+def undeclared_pop(_: nn.Module, x: Tensor) -> Forward:
+    yield pop("b")  # wrong
+    return x
+
+
+def stash_twice(_: nn.Module, x: Tensor) -> Forward:
+    yield stash("a", x)
+    yield stash("a", x)  # wrong
+    return x
+
+
+def pop_twice(_: nn.Module, x: Tensor) -> Forward:
+    yield pop("a")
+    yield pop("a")  # wrong
+    return x
+
+
+def pop_what_is_not_there(_: nn.Module, x: Tensor) -> Forward:
+    yield pop("never stashed")  # wrong
+    return x
+
+
+def yield_a_tensor(_: nn.Module, x: Tensor) -> Forward:
+    yield x  # wrong
+    return x
+
+
+def yield_the_class(_: nn.Module, x: Tensor) -> Forward:
+    yield stash  # wrong
+    return x
+
+
+def yield_nothing(_: nn.Module, x: Tensor) -> Forward:
+    yield  # wrong
+    return x
+
+
+WRONG: list[tuple[Callable[..., Any], dict[str, Any], type[Exception], str]] = [
+    (undeclared_stash, {}, RuntimeError, r"'b' has not been declared.*stash=\['b', ...\]"),
+    (undeclared_stash, {"pop": ["b"]}, RuntimeError, "'b' has not been declared.*stash="),
+    (undeclared_pop, {}, RuntimeError, r"'b' has not been declared.*pop=\['b', ...\]"),
+    (undeclared_pop, {"stash": ["b"]}, RuntimeError, "'b' has not been declared.*pop="),
+    (stash_twice, {"stash": ["a"]}, RuntimeError, "Layer can stash 'a' only once"),
+    (pop_twice, {"pop": ["a"]}, RuntimeError, "Layer can pop 'a' only once"),
+    (
+        pop_what_is_not_there,
+        {"pop": ["never stashed"]},
+        RuntimeError,
+        "no skip 'never stashed' to pop: no layer has stashed it before",
+    ),
+    (yield_a_tensor, {}, TypeError, r"Layer must yield stash.* got float32\[1\]"),
+    (yield_the_class, {}, TypeError, "Layer must yield stash.* got <class 'pipert.skip"),
+    (yield_nothing, {}, TypeError, "Layer must yield stash.* got None"),
+]
+wrong = pytest.mark.parametrize(
+    ("forward", "declared", "kind", "message"),
+    WRONG,
+    ids=[f"{forward.__name__}-{sorted(declared)}" for forward, declared, _, _ in WRONG],
+)
+
+
+def fail(forward: Callable[..., Any], declared: dict[str, Any]) -> Exception:
+    """What a layer raises that comes after one that stashes ``a`` for it."""
+    model = nn.Sequential(Stash(), layer_of(forward, **declared))
+    with pytest.raises(Exception) as caught:
+        model(one())
+    return caught.value
+
+
+@wrong
+def test_a_layer_that_yields_wrongly_is_told_what_is_wrong(
+    forward: Callable[..., Any], declared: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    error = fail(forward, declared)
+    with pytest.raises(kind, match=message):
+        raise error
+
+
+@wrong
+def test_the_traceback_shows_the_yield_that_is_wrong(
+    forward: Callable[..., Any], declared: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    frames = traceback.extract_tb(fail(forward, declared).__traceback__)
+    (line,) = [frame.line for frame in frames if frame.name == forward.__name__]
+    assert line is not None and line.endswith("# wrong")
+
+
+def forget(layer: Any, x: Tensor) -> Forward:
+    """Does nothing about ``b``."""
+    if "a" in layer.skip_stashes:
+        yield stash("a", x)
+    return x
+
+
+@pytest.mark.parametrize("forward", [forget, lambda _, x: x], ids=["generator", "function"])
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"stash": ["a", "b"]}, "stashed ('a', )?'b'"),
+        ({"pop": ["b"]}, "popped 'b'"),
+    ],
+)
+def test_a_layer_is_told_what_it_has_declared_and_not_done(
+    forward: Callable[..., Any], declared: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=f"Layer must have {message} when its forward"):
+        layer_of(forward, **declared)(one())
+
+
+def test_all_that_was_forgotten_is_named() -> None:
+    with pytest.raises(RuntimeError, match="must have popped 'a', 'b' when its forward returns"):
+        layer_of(lambda _, x: x, pop=["b", "a"])(one())
+
+
+def test_a_layer_may_catch_what_it_is_told_and_go_on() -> None:
+    def forward(_: nn.Module, x: Tensor) -> Forward:
+        try:
+            return x + (yield pop("a"))
+        except RuntimeError:
+            return x
+
+    assert layer_of(forward, pop=["a"])(one()).item() == 1
+
+
+def test_what_the_layer_itself_raises_comes_out_as_it_is() -> None:
+    error = ValueError()
+
+    def forward(_: nn.Module, x: Tensor) -> Forward:
+        yield stash("a", x)
+        raise error
+
+    with pytest.raises(ValueError) as caught:
+        layer_of(forward, stash=["a"])(one())
+    assert caught.value is error
+
+
+# What is decorated --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", [["a"], ("a",), {"a"}, iter(["a"]), {"a": 1}], ids=type)
+def test_names_may_come_in_any_collection(names: Any) -> None:
+    assert nn.Sequential(layer_of(forget, stash=names), PopAdd())(one()).item() == 2
+
+
+@pytest.mark.parametrize("key", ["stash", "pop"])
+@pytest.mark.parametrize(
+    ("names", "message"), [("abc", r"write \['abc'\]"), ([1], "must be a list of strings")]
+)
+def test_names_that_are_no_names_are_refused(key: str, names: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^{key} .*{message}"):
+        skippable(**{key: names})
+
+
+@pytest.mark.parametrize("layers", [0, -1, True, 1.5, "2", None])
+def test_a_number_of_layers_that_is_no_positive_number_is_refused(layers: Any) -> None:
+    with pytest.raises(ValueError, match="positive number of layers that pop 'a'"):
+        skippable(stash={"a": layers})
+
+
+@pytest.mark.parametrize("kind", [int, nn.Linear(1, 1), lambda x: x], ids=["class", "obj", "fn"])
+def test_what_is_no_module_class_is_refused(kind: Any) -> None:
+    with pytest.raises(TypeError, match="skippable decorates subclasses of nn.Module"):
+        skippable()(kind)
+
+
+def test_a_class_with_an_attribute_that_skippable_adds_is_refused() -> None:
+    with pytest.raises(TypeError, match="has an attribute 'isolate', which skippable adds"):
+        skippable()(type("Layer", (nn.Module,), {"isolate": lambda self: self}))
+
+
+def test_the_surface_is_that_of_torchgpipe_and_the_base_class() -> None:
+    ours = {"Namespace", "pop", "skippable", "stash", "verify_skippables"}
+    assert set(pipert.skip.__all__) == ours | {"Skippable"}
+
+
+def test_each_thread_has_skips_of_its_own() -> None:
+    """All stash before any pops; with one store for all, the last stash would win."""
+    stashed, outputs = threading.Barrier(4, timeout=3.0), {}
+
+    def meet(_: nn.Module, x: Tensor) -> Tensor:
+        stashed.wait()
+        return x
+
+    model = nn.Sequential(Stash(), layer_of(meet), PopAdd())
+
+    def run(k: int) -> None:
+        outputs[k] = model(torch.tensor([float(k)])).item()
+
+    threads = [threading.Thread(target=run, args=(k,), daemon=True) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3.0)
+    assert outputs == {k: 2.0 * k for k in range(4)}
+
+
+def test_a_skippable_layer_need_not_be_decorated_to_be_a_module_among_others() -> None:
+    class Plain(Skippable):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    assert Plain()(one()).item() == 2

@@ -1,0 +1,341 @@
+"""Skips on real GPUs: the values of the plain model, one copy each way, in the right streams.
+
+Additional proof; ``tests/test_lane.py`` counts the copies and their order without a GPU. What waits
+for nobody is found out by keeping streams busy, see ``sleep``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, stream
+from pipert.skip import Skippable, pop, skippable, stash
+
+pytestmark = pytest.mark.cuda
+
+Forward = Generator[Any, Any, Any]
+
+MODES = ["always", "except_last", "never"]
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+ONE_GPU = [
+    ["cuda:0", "cuda:0", "cuda:0"],
+    ["cpu", "cuda:0", "cpu"],
+    ["cuda:0", "cpu", "cuda:0"],
+    ["cuda:0", "cpu", "cpu"],
+    ["cuda:0", "cuda:0", "cpu"],
+    ["cpu", "cpu", "cuda:0"],
+    ["cpu", "cuda:0", "cuda:0"],
+]
+TWO_GPUS = [
+    ["cuda:0", "cuda:1", "cuda:0"],
+    ["cuda:0", "cuda:0", "cuda:1"],
+    ["cuda:0", "cuda:1", "cuda:1"],
+    ["cuda:0", "cpu", "cuda:1"],
+]
+THREE_GPUS = ["cuda:0", "cuda:1", "cuda:2"]
+
+few = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three CUDA devices")
+placements = pytest.mark.parametrize(
+    "devices",
+    [
+        *[pytest.param(devices, id=",".join(devices)) for devices in ONE_GPU],
+        *[
+            pytest.param(devices, id=",".join(devices), marks=pytest.mark.multi_gpu)
+            for devices in TWO_GPUS
+        ],
+        pytest.param(THREE_GPUS, id=",".join(THREE_GPUS), marks=[pytest.mark.multi_gpu, few]),
+    ],
+)
+ROWS, WIDTH = 64, 1024  # long enough for a copy that is read too early to be seen
+
+
+def sleep() -> None:
+    """Keep the current stream busy for some 20 ms, so that whoever does not wait is found out."""
+    sleep_for_cycles: Any = torch.cuda._sleep
+    sleep_for_cycles(40_000_000)
+
+
+def slowly(x: Tensor, factor: float = 1.0) -> Tensor:
+    """``factor * x``, but for some time zero."""
+    y = torch.zeros_like(x)
+    if x.is_cuda:
+        with torch.cuda.device(x.device):
+            sleep()
+    return y + factor * x
+
+
+class _SlowBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return slowly(grads[0])
+
+
+def slow_backward(x: Tensor) -> Tensor:
+    y: Tensor = _SlowBackward.apply(x)  # type: ignore[no-untyped-call]
+    return y
+
+
+class Stash(Skippable):
+    """Stashes what a function makes of its input times two; returns its input times three."""
+
+    def __init__(self, function: Callable[[Tensor], Any] = torch.clone) -> None:
+        super().__init__()
+        self.factors = nn.Parameter(torch.tensor([2.0, 3.0], dtype=torch.double))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("a", self.function(x * self.factors[0]))
+        return x * self.factors[1]
+
+
+class Add(Skippable):
+    """Adds what it pops, if anything; through a function, times a parameter."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(5.0, dtype=torch.double))
+        self.function = function
+
+    def forward(self, x: Tensor) -> Forward:
+        if self.skip_pops:
+            x = x + self.function((yield pop("a")))
+        return x * self.factor
+
+
+def model(
+    poppers: int = 1,
+    put: Callable[[Tensor], Any] = torch.clone,
+    take: Callable[[Tensor], Tensor] = torch.clone,
+) -> nn.Sequential:
+    """Three layers; the first stashes, the last or the last two pop."""
+    layers = [skippable(stash={"a": poppers})(Stash)(put)]
+    pops = [[], ["a"]] if poppers == 1 else [["a"], ["a"]]
+    return nn.Sequential(*layers, *[skippable(pop=names)(Add)(take) for names in pops])
+
+
+def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **options: Any) -> Pipe:
+    return Pipe(module, balance=[1, 1, 1], devices=devices, chunks=chunks, **options)
+
+
+def batch(requires_grad: bool = True) -> Tensor:
+    return torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=requires_grad)
+
+
+def assert_same_step(module: nn.Sequential, devices: list[str], **options: Any) -> None:
+    """A step on ``devices`` is that on the CPU, outputs and gradients."""
+    plain, x = copy.deepcopy(module), batch()
+    expected = plain(x)
+    expected.square().sum().backward()
+    grad_of_x, x.grad = x.grad, None
+    with pipe_of(module, devices, **options) as pipe:
+        output = pipe(x)
+        output.square().sum().backward()
+        torch.testing.assert_close(output.cpu(), expected)
+        torch.testing.assert_close(x.grad, grad_of_x)
+        for parameter, other in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None and parameter.grad.device == parameter.device
+            torch.testing.assert_close(parameter.grad.cpu(), other.grad)
+
+
+# The plain model's results ------------------------------------------------------------------------
+
+
+@placements
+@modes
+@pytest.mark.parametrize("poppers", [1, 2])
+def test_a_step_is_that_of_the_plain_model(
+    devices: list[str], checkpoint: str, poppers: int
+) -> None:
+    assert_same_step(model(poppers), devices, checkpoint=checkpoint)
+
+
+@placements
+@pytest.mark.parametrize("poppers", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_output_without_grad_is_that_of_the_plain_model(
+    devices: list[str], poppers: int, mode: Callable[[], Any]
+) -> None:
+    module, x = model(poppers), batch(requires_grad=False)
+    with mode():
+        expected = module(x)
+        with pipe_of(copy.deepcopy(module), devices) as pipe:
+            torch.testing.assert_close(pipe(x).cpu(), expected)
+
+
+@placements
+def test_what_is_popped_is_on_the_device_of_the_layer_that_pops_it(devices: list[str]) -> None:
+    found: list[torch.device] = []
+
+    def look(skip: Tensor) -> Tensor:
+        found.append(skip.device)
+        return skip
+
+    with pipe_of(model(take=look), devices, chunks=1) as pipe:
+        pipe(batch())
+    assert found == [torch.device(devices[-1])]
+
+
+def test_what_a_layer_keeps_on_cpu_on_purpose_stays_there() -> None:
+    found: list[str] = []
+
+    def put(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.arange(len(x), device="cpu")
+
+    def take(skip: Any) -> Tensor:
+        found.extend(tensor.device.type for tensor in skip)
+        x: Tensor = skip[0]
+        return x
+
+    with pipe_of(model(put=put, take=take), ["cuda:0", "cpu", "cuda:0"], chunks=1) as pipe:
+        pipe(batch())
+    assert found == ["cuda", "cpu"]
+
+
+# Copies -------------------------------------------------------------------------------------------
+
+
+@placements
+@modes
+def test_a_skip_is_copied_once_and_its_gradient_once(
+    devices: list[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The skip alone is a column wider."""
+    copied: list[tuple[str, str]] = []
+    real = stream.copy
+
+    def spy(tensors: Any, device: torch.device, *args: Any) -> Any:
+        wide = [tensor for tensor in tensors if tensor.shape[1] == WIDTH + 1]
+        copied.extend((str(tensor.device), str(device)) for tensor in wide)
+        return real(tensors, device, *args)
+
+    def widen(x: Tensor) -> Tensor:
+        return torch.cat([x, x[:, :1]], 1)
+
+    monkeypatch.setattr(stream, "copy", spy)
+    module = model(put=widen, take=lambda skip: skip[:, :-1])
+    with pipe_of(module, devices, chunks=2, checkpoint=checkpoint) as pipe:
+        output = pipe(batch())
+        there = list(copied)
+        copied.clear()
+        output.sum().backward()
+    first, _, last = devices
+    assert there == (2 * [(first, last)] if first != last else [])
+    assert copied == (2 * [(last, first)] if first != last else [])
+
+
+# Streams ------------------------------------------------------------------------------------------
+
+
+@placements
+@modes
+@pytest.mark.parametrize("poppers", [1, 2])
+def test_a_copy_waits_for_the_layer_that_stashes_and_a_layer_for_the_copy_it_pops(
+    devices: list[str], checkpoint: str, poppers: int
+) -> None:
+    assert_same_step(model(poppers, put=slowly), devices, checkpoint=checkpoint)
+
+
+@placements
+@modes
+@pytest.mark.parametrize("poppers", [1, 2])
+def test_a_gradient_is_copied_back_and_added_when_it_is_there(
+    devices: list[str], checkpoint: str, poppers: int
+) -> None:
+    """With two who pop there are two gradients, to be added after both have been copied."""
+    assert_same_step(model(poppers, take=slow_backward), devices, checkpoint=checkpoint)
+
+
+@placements
+@pytest.mark.parametrize("poppers", [1, 2])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_too_a_copy_waits_for_what_it_copies(
+    devices: list[str], poppers: int, mode: Callable[[], Any]
+) -> None:
+    """While a skip is fetched, the stashing GPU is busy with the next micro-batches."""
+    module, x = model(poppers, put=slowly), batch(requires_grad=False)
+    with mode():
+        expected = module(x)
+        with pipe_of(copy.deepcopy(module), devices) as pipe:
+            for _ in range(3):
+                torch.testing.assert_close(pipe(x).cpu(), expected)
+
+
+@placements
+@modes
+def test_steps_on_a_stream_of_the_caller_s_own_are_right(
+    devices: list[str], checkpoint: str
+) -> None:
+    own: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(own):
+        for _ in range(3):
+            assert_same_step(model(put=slowly), devices, checkpoint=checkpoint)
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def allocated() -> int:
+    torch.cuda.synchronize()
+    return sum(torch.cuda.memory_allocated(k) for k in range(torch.cuda.device_count()))
+
+
+def reserved() -> int:
+    torch.cuda.synchronize()
+    return sum(torch.cuda.memory_reserved(k) for k in range(torch.cuda.device_count()))
+
+
+@pytest.mark.slow
+@placements
+@modes
+def test_reserved_memory_stays_flat(devices: list[str], checkpoint: str) -> None:
+    x = batch()
+    with pipe_of(model(2), devices, checkpoint=checkpoint) as pipe:
+        sizes = []
+        for step in range(300):
+            pipe(x).sum().backward()
+            if step in (99, 299):
+                sizes.append(reserved())
+    assert sizes[1] <= sizes[0]
+
+
+@placements
+@modes
+def test_after_a_step_no_skip_is_left(devices: list[str], checkpoint: str) -> None:
+    x = batch(requires_grad=False)
+    with pipe_of(model(), devices, checkpoint=checkpoint) as pipe:
+        levels = []
+        for _ in range(3):
+            pipe(x).sum().backward()
+            with torch.no_grad():
+                pipe(x[:1])  # a worker drops its last task just after its caller was let go
+            levels.append(allocated())  # gradients are kept from the first step on
+    assert levels[2] <= levels[1]
+
+
+@pytest.mark.multi_gpu
+def test_a_gpu_in_between_holds_no_skip() -> None:
+    """The skip is a hundred times as wide as what goes through."""
+    peaks: list[int] = []
+
+    def widen(x: Tensor) -> Tensor:
+        return x.repeat(1, 100)
+
+    module = model(put=widen, take=lambda skip: skip[:, :WIDTH])
+    with torch.no_grad(), pipe_of(module, ["cuda:0", "cuda:1", "cuda:0"], chunks=1) as pipe:
+        pipe(batch())
+        torch.cuda.synchronize("cuda:1")
+        torch.cuda.reset_peak_memory_stats("cuda:1")
+        pipe(batch())
+        peaks.append(torch.cuda.max_memory_allocated("cuda:1"))
+    assert peaks[0] < 50 * ROWS * WIDTH * 8

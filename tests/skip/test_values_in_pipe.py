@@ -1,0 +1,334 @@
+"""What may be stashed in a Pipe: any value arrives as it was stashed, wherever it is popped."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.skip import Skippable, pop, skippable, stash
+from pipert.value import tensors_of
+
+Forward = Generator[Any, Any, Any]
+
+MODES = ["always", "except_last", "never"]
+modes = pytest.mark.parametrize("checkpoint", MODES)
+CHANGED = "the skip 'a' was modified in place after it was stashed"
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+@skippable(stash=["a"])
+class Stash(Skippable):
+    """Stashes what a function makes of the output of its layer."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = linear()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Forward:
+        y = self.layer(x)
+        yield stash("a", self.function(y))
+        return y
+
+
+StashForTwo = skippable(stash={"a": 2})(Stash)
+
+
+@skippable(pop=["a"])
+class Pop(Skippable):
+    """Returns what a function makes of its input and the skip."""
+
+    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Forward:
+        return self.function(x, (yield pop("a")))
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x)
+
+
+def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
+    return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
+
+
+def batch(rows: int = 5) -> Tensor:
+    return torch.randn(rows, 3, dtype=torch.float64)
+
+
+def identity(x: Any) -> Any:
+    return x
+
+
+# Any value ----------------------------------------------------------------------------------------
+
+VALUES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor, Any], Tensor]]] = {
+    "None": (lambda y: None, lambda x, skip: x if skip is None else x * 0),
+    "a number": (lambda y: 3, lambda x, skip: x * skip),
+    "a string": (lambda y: "tanh", lambda x, skip: getattr(x, skip)()),
+    "a float tensor": (lambda y: y * 2, lambda x, skip: x * skip),
+    "the output itself": (identity, lambda x, skip: x * skip),
+    "a view": (lambda y: y[:, :1], lambda x, skip: x * skip),
+    "an int tensor": (lambda y: y.argmax(1), lambda x, skip: x * skip[:, None]),
+    "a bool tensor": (lambda y: y > 0, lambda x, skip: x.masked_fill(skip, 0)),
+    "a detached tensor": (lambda y: y.detach(), lambda x, skip: x * skip),
+    "a 0-dimensional tensor": (lambda y: (y * 0).sum() + 2, lambda x, skip: x * skip),
+    "an unused tensor": (lambda y: y * 2, lambda x, skip: x),
+    "a dict": (
+        lambda y: {"x": y * 2, "mask": y > 0, "none": None, "list": [1, (y, y.detach())]},
+        lambda x, skip: x * skip["x"].where(skip["mask"], skip["list"][1][0]) * skip["list"][0],
+    ),
+    "one tensor twice": (lambda y: (y, y), lambda x, skip: x * skip[0] + skip[1]),
+    "nothing": (lambda y: (), lambda x, skip: x * (1 + len(skip))),
+}
+values = pytest.mark.parametrize(("put", "take"), VALUES.values(), ids=VALUES)
+
+
+def gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None], Tensor | None]:
+    own = x.clone().requires_grad_()
+    output = module(own)
+    output.square().sum().backward()
+    return output, [parameter.grad for parameter in module.parameters()], own.grad
+
+
+@values
+@modes
+@pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [2, 2]], ids=str)
+def test_a_step_is_that_of_the_plain_model_with(
+    put: Callable[[Tensor], Any],
+    take: Callable[[Tensor, Any], Tensor],
+    checkpoint: str,
+    balance: list[int],
+) -> None:
+    model, x = nn.Sequential(Stash(put), linear(), Pop(take), linear()), batch()
+    expected = gradients(copy.deepcopy(model), x)
+    with pipe_of(model, balance, chunks=2, checkpoint=checkpoint) as pipe:
+        same(gradients(pipe, x), expected)
+
+
+@values
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_output_without_grad_is_that_of_the_plain_model_with(
+    put: Callable[[Tensor], Any],
+    take: Callable[[Tensor, Any], Tensor],
+    mode: Callable[[], contextlib.AbstractContextManager[None]],
+) -> None:
+    model, x = nn.Sequential(Stash(put), linear(), Pop(take)), batch()
+    with mode(), pipe_of(model, [1, 1, 1], chunks=2) as pipe:
+        same(pipe(x), model(x))
+
+
+@values
+@modes
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_what_is_popped_requires_grad_as_in_the_plain_model(
+    put: Callable[[Tensor], Any],
+    take: Callable[[Tensor, Any], Tensor],
+    checkpoint: str,
+    requires_grad: bool,
+) -> None:
+    seen: list[list[bool]] = []
+
+    def look(x: Tensor, skip: Any) -> Tensor:
+        seen.append([tensor.requires_grad for tensor in tensors_of(skip)[0]])
+        return take(x, skip)
+
+    model = nn.Sequential(Stash(put), linear(), Pop(look)).requires_grad_(requires_grad)
+    model(batch(1))
+    (expected,) = seen
+    with pipe_of(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        output = pipe(batch(2))
+        assert output.requires_grad == requires_grad
+        if requires_grad:
+            output.sum().backward()  # also in recomputations
+    assert seen == len(seen) * [expected]
+
+
+def test_what_is_popped_in_a_recomputation_is_no_part_of_the_graph_of_the_forward() -> None:
+    popped: list[Tensor] = []
+
+    def look(x: Tensor, skip: Tensor) -> Tensor:
+        popped.append(skip)
+        return x * skip
+
+    model = nn.Sequential(Stash(torch.exp), Pop(look))
+    with pipe_of(model, [1, 1], checkpoint="always") as pipe:
+        pipe(batch()).sum().backward()
+    forward, again = popped
+    same(again, forward)
+    assert again is not forward and again.requires_grad
+
+
+@modes
+def test_a_parameter_may_be_stashed(checkpoint: str) -> None:
+    @skippable(stash=["a"])
+    class StashWeight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", self.layer.weight)
+            return self.layer(x)
+
+    model, x = nn.Sequential(StashWeight(), Pop(lambda x, skip: x @ skip)), batch()
+    expected = gradients(copy.deepcopy(model), x)
+    with pipe_of(model, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        same(gradients(pipe, x), expected)
+
+
+# Modified in place afterwards ---------------------------------------------------------------------
+
+BALANCES: list[list[int]] = [[3], [1, 1, 1], [1, 2], [2, 1]]
+balances = pytest.mark.parametrize("balance", BALANCES, ids=str)
+
+
+def modifying() -> nn.Sequential:
+    """The layer between changes the output of the first, which is stashed, too."""
+    return nn.Sequential(Stash(identity), nn.ReLU(inplace=True), Pop(lambda x, skip: x * 10 + skip))
+
+
+def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
+    """What the model would compute if its second layer worked on a copy."""
+    first: Any = model[0]
+    y: Tensor = first.layer(x)
+    return y.relu() * 10 + y
+
+
+@balances
+@modes
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_what_is_modified_in_place_is_refused_or_popped_as_it_was_stashed(
+    balance: list[int], checkpoint: str, chunks: int
+) -> None:
+    """The latter only where the next partition works on a copy, as a checkpointed one does."""
+    model, x = modifying(), batch()
+    with pipe_of(model, balance, chunks=chunks, checkpoint=checkpoint) as pipe:
+        if balance[0] == 1 and checkpoint == "always":
+            same(pipe(x), unmodified(model, x))
+        else:
+            with pytest.raises(RuntimeError, match=CHANGED):
+                pipe(x)
+
+
+@balances
+def test_what_is_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
+    with torch.no_grad(), pipe_of(modifying(), balance, chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match=CHANGED):
+            pipe(batch())
+
+
+@balances
+def test_in_inference_mode_a_skip_is_popped_as_it_was_stashed(balance: list[int]) -> None:
+    model, x = modifying(), batch()
+    with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
+        same(pipe(x), unmodified(model, x))
+        same(model(x), unmodified(model, x))
+
+
+def change(x: Tensor, skip: Tensor) -> Tensor:
+    return x + skip.mul_(1000)
+
+
+def two_poppers() -> nn.Sequential:
+    """The first who pops changes what it has popped."""
+    return nn.Sequential(StashForTwo(torch.exp), Pop(change), Pop(torch.add))
+
+
+@balances
+@modes
+def test_what_the_first_who_pops_modifies_the_second_does_not_get(
+    balance: list[int], checkpoint: str
+) -> None:
+    model, x = two_poppers(), batch()
+    first: Any = model[0]
+    y = first.layer(x)
+    with pipe_of(model, balance, chunks=2, checkpoint=checkpoint) as pipe:
+        try:
+            output = pipe(x)
+        except RuntimeError as error:
+            assert CHANGED in str(error)
+        else:
+            same(output, y + 1000 * y.exp() + y.exp())
+
+
+@balances
+def test_in_inference_mode_too_the_second_does_not_get_what_the_first_modified(
+    balance: list[int],
+) -> None:
+    model, x = two_poppers(), batch()
+    first: Any = model[0]
+    with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
+        y = first.layer(x)
+        same(pipe(x), y + 1000 * y.exp() + y.exp())
+
+
+@modes
+def test_a_skip_that_is_modified_between_a_forward_and_its_recomputation_is_refused(
+    checkpoint: str,
+) -> None:
+    skips: list[Tensor] = []
+
+    def keep(y: Tensor) -> Tensor:
+        skips.append(y.exp())
+        return skips[-1]
+
+    model = nn.Sequential(Stash(keep), Pop(lambda x, skip: x * skip))
+    with pipe_of(model, [1, 1], checkpoint=checkpoint) as pipe:
+        output = pipe(batch())
+        skips[0].detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified (in place|by an inplace)"):
+            output.sum().backward()
+
+
+# A container that is changed afterwards -----------------------------------------------------------
+
+
+def set_to_zero(d: dict[str, Tensor]) -> Tensor:
+    x, d["x"] = d["x"], torch.zeros(())
+    return x
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@balances
+def test_a_container_that_is_changed_later_is_popped_as_it_was_stashed(
+    balance: list[int], mode: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
+    """So that the result does not depend on the balance and on whether there is a graph."""
+
+    @skippable(stash=["a"])
+    class StashDict(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Tensor) -> Forward:
+            d = {"x": self.layer(x)}
+            yield stash("a", d)
+            return d
+
+    model = nn.Sequential(StashDict(), Apply(set_to_zero), Pop(lambda x, skip: x + skip["x"]))
+    x = batch()
+    layer: Any = model[0]
+    with mode(), pipe_of(model, balance, chunks=2) as pipe:
+        same(pipe(x), 2 * layer.layer(x))

@@ -1,0 +1,283 @@
+"""Skippable layers under what torch offers around layers: hooks, autocast, compile, functional."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.skip import pop, skippable, stash
+
+Forward = Generator[Any, Any, Any]
+
+MODES = ["always", "except_last", "never"]
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+@skippable(stash=["a"])
+class Stash(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Forward:
+        y = self.layer(x) * scale
+        yield stash("a", y)
+        return y.tanh()
+
+
+@skippable(pop=["a"])
+class PopAdd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Forward:
+        a = yield pop("a")
+        return self.layer(x) * a
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(Stash(), nn.Linear(2, 2), PopAdd())
+
+
+def pipe_of(module: nn.Sequential, **options: Any) -> Pipe:
+    n = len(module)
+    return Pipe(module, [1] * n, devices=["cpu"] * n, **options)
+
+
+@contextlib.contextmanager
+def plain_or_pipe(module: nn.Sequential, kind: str) -> Iterator[nn.Module]:
+    if kind == "plain":
+        yield module
+    else:
+        with pipe_of(module, chunks=2, checkpoint=kind) as pipe:
+            yield pipe
+
+
+kinds = pytest.mark.parametrize("kind", ["plain", *MODES])
+
+
+# Hooks --------------------------------------------------------------------------------------------
+
+
+@kinds
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_forward_hook_sees_an_output_and_may_replace_it(kind: str, layer: int) -> None:
+    module, seen = model(), set()
+
+    def hook(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+        seen.add(type(output))
+        return output + 1
+
+    module[layer].register_forward_hook(hook)
+    x = torch.randn(4, 2)
+    y = module[0].layer(x)  # type: ignore[operator]
+    between = module[1](y.tanh() + (layer == 0))
+    expected = module[2].layer(between) * y + (layer == 2)  # type: ignore[operator]
+    with plain_or_pipe(module, kind) as runner:
+        same(runner(x), expected)
+    assert seen == {torch.Tensor}
+
+
+@kinds
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_forward_pre_hook_sees_the_input_and_may_replace_it(kind: str, layer: int) -> None:
+    module = model()
+    x = torch.randn(4, 2)
+    expected = module(x)
+    module[layer].register_forward_pre_hook(lambda _, args: (args[0] - 1,))
+    with plain_or_pipe(module, kind) as runner:
+        assert not torch.equal(runner(x), expected)
+        module[layer].register_forward_pre_hook(lambda _, args: (args[0] + 1,))
+        same(runner(x), expected)
+
+
+@kinds
+@pytest.mark.parametrize("layer", [0, 2])
+def test_a_full_backward_hook_sees_the_gradients_of_the_plain_model(kind: str, layer: int) -> None:
+    module, x = model(), torch.randn(4, 2, requires_grad=True)
+    seen: list[Tensor] = []
+
+    def hook(_: nn.Module, into: Any, out: Any) -> None:
+        seen.append(out[0])
+
+    module[layer].register_full_backward_hook(hook)
+    with plain_or_pipe(module, kind) as runner:
+        runner(x).sum().backward()
+    plain = model()
+    plain.load_state_dict(module.state_dict())
+    output = plain[0](x)
+    if layer == 0:
+        y = plain[0].layer(x)  # type: ignore[operator]
+        loss = (plain[2].layer(plain[1](output)) * y).sum()  # type: ignore[operator]
+        (expected,) = torch.autograd.grad(loss, output)
+    else:
+        expected = torch.ones(4, 2)
+    same(torch.cat(seen[::-1]), expected)  # micro-batches go back in reverse order
+
+
+@kinds
+def test_a_full_backward_hook_may_replace_the_gradient_of_the_input(kind: str) -> None:
+    module, x = model(), torch.randn(4, 2, requires_grad=True)
+
+    def hook(_: nn.Module, into: Any, out: Any) -> tuple[Tensor]:
+        return (into[0] * 0 + 7,)
+
+    module[0].register_full_backward_hook(hook)
+    with plain_or_pipe(module, kind) as runner:
+        runner(x).sum().backward()
+    assert x.grad is not None
+    same(x.grad, torch.full((4, 2), 7.0))
+
+
+@modes
+def test_a_hook_on_the_skip_itself_sees_its_gradient(checkpoint: str) -> None:
+    seen: list[Tensor] = []
+
+    @skippable(stash=["a"])
+    class StashHooked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self, x: Tensor) -> Forward:
+            skip = x * self.weight
+            skip.register_hook(seen.append)  # type: ignore[no-untyped-call]
+            yield stash("a", skip)
+            return x
+
+    last = PopAdd()
+    with pipe_of(nn.Sequential(StashHooked(), nn.Identity(), last), checkpoint=checkpoint) as pipe:
+        x = torch.randn(1, 2)
+        pipe(x).sum().backward()
+        same(seen, [last.layer(x)])
+
+
+# Autocast -----------------------------------------------------------------------------------------
+
+
+@kinds
+def test_autocast_gives_skips_the_dtypes_of_the_plain_model(kind: str) -> None:
+    dtypes: list[torch.dtype] = []
+
+    @skippable(pop=["a"])
+    class Look(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            a = yield pop("a")
+            dtypes.append(a.dtype)
+            return x * a
+
+    module = nn.Sequential(Stash(), nn.Linear(2, 2), Look())
+    with plain_or_pipe(module, kind) as runner:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = runner(torch.randn(4, 2))
+        output.float().sum().backward()
+    assert set(dtypes) == {torch.bfloat16}
+
+
+@modes
+def test_a_step_under_autocast_is_that_of_the_plain_model(checkpoint: str) -> None:
+    module, x = model(), torch.randn(4, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+    grads = torch.autograd.grad(expected.float().sum(), list(module.parameters()))
+    with pipe_of(module, chunks=2, checkpoint=checkpoint) as pipe:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = pipe(x)
+        same(output, expected)
+        piped = torch.autograd.grad(output.float().sum(), list(module.parameters()))
+        same(piped, grads, atol=0.05, rtol=0.05)  # sums of micro-batches are rounded
+
+
+def test_a_layer_may_run_in_half_precision_on_its_own() -> None:
+    module = model().to(torch.bfloat16)
+    with pipe_of(module, chunks=2) as pipe:
+        x = torch.randn(4, 2, dtype=torch.bfloat16)
+        same(pipe(x), module(x))
+
+
+# torch.func ---------------------------------------------------------------------------------------
+
+
+def test_a_plain_model_may_be_called_with_other_parameters() -> None:
+    module, other, x = model(), model(), torch.randn(4, 2)
+    parameters: dict[str, Tensor] = dict(other.named_parameters())
+    same(torch.func.functional_call(module, parameters, (x,)), other(x))
+
+
+def test_a_plain_model_may_be_mapped_over_a_batch() -> None:
+    module, x = model(), torch.randn(3, 4, 2)
+    same(torch.func.vmap(module)(x), module(x))
+
+
+# torch.compile ------------------------------------------------------------------------------------
+
+
+def each_layer(module: nn.Sequential) -> nn.Sequential:
+    compiled: list[Any] = [torch.compile(layer, backend="eager") for layer in module]
+    return nn.Sequential(*compiled)
+
+
+def in_place(module: nn.Sequential) -> nn.Sequential:
+    for layer in module:
+        layer.compile(backend="eager")
+    return module
+
+
+def as_one_layer(module: nn.Sequential) -> nn.Sequential:
+    compiled: Any = torch.compile(module, backend="eager")
+    return nn.Sequential(compiled, nn.Identity())
+
+
+@pytest.fixture
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_forget_compiled")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("compiled", [each_layer, in_place, as_one_layer])
+def test_a_compiled_model_trains_as_the_plain_model(
+    compiled: Callable[[nn.Sequential], nn.Sequential],
+) -> None:
+    plain = model()
+    x = torch.randn(5, 2)
+    expected = plain(x)
+    grads = torch.autograd.grad(expected.sum(), list(plain.parameters()))
+    with pipe_of(compiled(plain), chunks=2, checkpoint="except_last") as pipe:
+        for _ in range(2):
+            output = pipe(x)
+            same(output, expected)
+            same(torch.autograd.grad(output.sum(), list(plain.parameters())), grads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_forget_compiled")
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_layer_is_refused_what_was_modified_in_place_too() -> None:
+    class Change(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.neg_()
+
+    @skippable(stash=["a"])
+    class StashItself(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x)
+            return x
+
+    plain = nn.Sequential(nn.Linear(2, 2), StashItself(), Change(), PopAdd())
+    compiled: Any = torch.compile(plain, backend="eager")
+    with pytest.raises(RuntimeError, match="modified in place after it was stashed"):
+        compiled(torch.randn(4, 2))
