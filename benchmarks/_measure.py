@@ -49,10 +49,11 @@ class Row:
 
 
 def start(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read ``--check`` and ``--short``, and fix what every benchmark fixes."""
+    """Read ``--check``, ``--short`` and ``--slack``, and fix what every benchmark fixes."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
+    parser.add_argument("--slack", type=float, default=1.0, help="multiplies the bars of times")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
     print(header(), end="\n\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -91,6 +92,7 @@ class Computation:
 
     __slots__ = (
         "_context", "_j", "_partition", "_place", "_schedule", "_seed", "_skips", "_snapshot",
+        "layers_took",
     )  # fmt: skip
 
     def __init__(
@@ -111,6 +113,7 @@ class Computation:
         self._seed = seed
         self._skips = skips
         self._snapshot: Snapshot | None = None
+        self.layers_took = 0.0  # s, the last time
 
     def forward(self, i: int, value: Value) -> Value:
         """``F[i,j]``, under the caller's context already."""
@@ -167,6 +170,7 @@ class Computation:
 
     def _run_layers(self, i: int, value: Value) -> Value:
         done = 0
+        started = perf_counter()
         try:
             for layer in self._partition:
                 call = layer if self._seed is None else partial(call_layer, layer)
@@ -180,6 +184,7 @@ class Computation:
             where = f", layer {name!r} ({type(layer).__qualname__})"
             error.add_note(f"{self.note(i, where)}, input {describe(value)}")
             raise
+        self.layers_took = perf_counter() - started
         return value
 
     def note(self, i: int, where: str = "") -> str:

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -146,7 +145,6 @@ class Lane:
             x = self._wait_for(copied, x)
         computation, checkpoint = self._computation, None
         compute: Callable[[], Value]
-        started = perf_counter()
         if i >= self._run.checkpointed or not self._run.context.grad_enabled:
             compute = partial(computation.forward, i, x)
         else:
@@ -154,7 +152,7 @@ class Lane:
             checkpoint = Checkpoint(replay, x, self._run.context.saved_tensor_hooks)
             compute = partial(checkpoint.record, partial(computation.checkpointed_forward, i), x)
         y = compute() if self._stats is None else self._stats.collect(compute)
-        turn.layers_took(perf_counter() - started)
+        turn.layers_took(computation.layers_took)
         return self._leave(i, y, checkpoint)
 
     def _join(self, x: Value) -> Value:

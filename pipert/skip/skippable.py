@@ -67,7 +67,7 @@ class Skippable(nn.Module):
                 f"{type(self).__qualname__} declares the skips {sorted(declared)}, so "
                 f"{sorted(names - declared)} cannot be isolated"
             )
-        self.__dict__["_namespaces"] = self._in_namespaces() | dict.fromkeys(names, ns)
+        self.__dict__["_skip_namespaces"] = self._in_namespaces() | dict.fromkeys(names, ns)
         return self
 
     def skip_key(self, name: str) -> Key:
@@ -75,7 +75,7 @@ class Skippable(nn.Module):
         return self._in_namespaces().get(name), name
 
     def _in_namespaces(self) -> dict[str, Namespace | None]:
-        namespaces: dict[str, Namespace | None] = self.__dict__.get("_namespaces", {})
+        namespaces: dict[str, Namespace | None] = self.__dict__.get("_skip_namespaces", {})
         return namespaces
 
     def __reduce_ex__(self, protocol: Any) -> Any:
