@@ -554,3 +554,11 @@ def test_a_scripted_batchnorm_cannot_be_deferred() -> None:
     module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)))
     with pytest.raises(TypeError, match="scripted"):
         wrap(module, deferred_batch_norm=True)
+
+
+def test_a_norm_that_would_be_shared_by_partitions_cannot_replace_a_layer() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.ReLU()).double()
+    with deferred(module) as pipe:
+        with pytest.raises(ValueError, match="used in partitions 0 and 1"):
+            setattr(pipe, "2", module[0])
+        assert isinstance(pipe[2], nn.ReLU)
