@@ -21,7 +21,7 @@ from pipert.autograd.running_stats import Buffers, KeepBuffers, may_change_buffe
 from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
-from pipert.skip.store import Store, use_in_task
+from pipert.skip.store import Store, of_task
 from pipert.value import describe
 from pipert.workers.context import CallerContext
 
@@ -143,20 +143,18 @@ class Computation:
         with KeepBuffers(self._snapshot.buffers):
             return self._compute(i, get_value())
 
-    def _compute(self, i: int, carried: Carried | Value) -> Value:
+    def _compute(self, i: int, value: Value) -> Value:
+        compute = self._run_layers_with_skips if self._skips else self._run_layers
         if self._seed is None:
-            return self._run(i, carried)
+            return compute(i, value)
         position = self._schedule.position(i, self._j)
-        return run_seeded(self._seed, position, self._place, self._run, i, carried)
+        return run_seeded(self._seed, position, self._place, compute, i, value)
 
-    def _run(self, i: int, carried: Carried | Value) -> Carried | Value:
-        value, arriving = carried if isinstance(carried, Carried) else (carried, ())
-        store = self._skips.store(arriving)
-        use_in_task(store)
+    def _run_layers_with_skips(self, i: int, carried: Carried) -> Carried:
+        store = self._skips.store(carried.skips)
+        of_task.set(store)
         try:
-            value = self._run_layers(i, value)
-            if not isinstance(carried, Carried):
-                return value
+            value = self._run_layers(i, carried.value)
             return Carried(value, self._sent(i, store))
         finally:
             store.clear()

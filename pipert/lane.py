@@ -122,11 +122,10 @@ class Lane:
         return x
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
-        skips = self._skips
-        if not skips.arriving and not skips.leaving:
+        if not self._skips:
             return self._run_one(i, x, turn)
         y, leaving = self._run_one(i, Carried(x, self._fetch(i)), turn)
-        for (key, k), value in zip(skips.leaving, leaving, strict=True):
+        for (key, k), value in zip(self._skips.leaving, leaving, strict=True):
             self._run.mail.post(key, i, k, value)
         return y
 

@@ -33,6 +33,7 @@ from pipert.progress import Progress
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
 from pipert.schedule import Schedule
+from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
 from pipert.stream import CopyStreams
 from pipert.value import select
@@ -131,6 +132,7 @@ class Runtime:
         on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
+        context.set_variable(store.of_task, store.NEW)
         schedule = Schedule(len(inputs), len(self._partitions))
         return Run(schedule, checkpointed, self._devices, context, self._streams)
 

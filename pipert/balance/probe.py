@@ -25,7 +25,7 @@ from pipert.microbatch import Arguments, scatter
 from pipert.partition import check_module
 from pipert.skip.namespace import Key
 from pipert.skip.routes import Carried, PartitionSkips, routes
-from pipert.skip.store import use_in_task
+from pipert.skip.store import of_task
 from pipert.skip.verify import verify_skippables
 from pipert.value import select, tensors_of
 
@@ -40,7 +40,7 @@ class Probe:
     Args:
         layer: a copy, on ``device``.
         value: what it gets.
-        skips: which it stashes and pops, if any.
+        skips: which it stashes and pops.
         arriving: what it pops.
     """
 
@@ -49,7 +49,7 @@ class Probe:
         layer: nn.Module,
         device: torch.device,
         value: Value,
-        skips: PartitionSkips | None,
+        skips: PartitionSkips,
         arriving: Sequence[Value],
     ) -> None:
         self.layer = layer
@@ -69,10 +69,8 @@ class Probe:
         return contextvars.copy_context().run(self._forward, inputs)
 
     def _forward(self, inputs: Carried) -> Carried:
-        if self._skips is None:
-            return Carried(self._call(inputs.value), ())
         store = self._skips.store(inputs.skips)
-        use_in_task(store)
+        of_task.set(store)
         value = self._call(inputs.value)
         return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
 
@@ -144,7 +142,7 @@ def _probe_each(
     value = _settled(value, device)
     results = []
     for (name, layer), skips in zip(named, alone, strict=True):
-        arriving = [stashed[key] for key, _ in skips.arriving] if skips else []
+        arriving = [stashed[key] for key, _ in skips.arriving]
         try:
             result, output = measure(Probe(_copy(layer, device), device, value, skips, arriving))
         except Exception as error:
@@ -152,9 +150,8 @@ def _probe_each(
             raise
         results.append(result)
         value = _settled(output.value, device)
-        if skips:
-            for (key, _), left in zip(skips.leaving, output.skips, strict=True):
-                stashed[key] = _settled(left, device)
+        for (key, _), left in zip(skips.leaving, output.skips, strict=True):
+            stashed[key] = _settled(left, device)
         del output
         torch.clear_autocast_cache()  # in which the layer would stay alive
     return results

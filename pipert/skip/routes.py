@@ -36,6 +36,9 @@ class PartitionSkips:
     pops: Mapping[Key, int]
     """How many layers of this partition pop each, 0 for what is only stashed here."""
 
+    def __bool__(self) -> bool:
+        return bool(self.pops)
+
     def store(self, arriving: Sequence[Value]) -> Store:
         """The store for one task of the partition, with what ``arriving`` names in it."""
         store = Store(self.pops, [key for key, _ in self.leaving])

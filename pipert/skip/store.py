@@ -150,15 +150,25 @@ class _PerThread(threading.local):
         self.store = Store()
 
 
-_of_task: ContextVar[Store | None] = ContextVar("pipert_skips", default=None)
+class _New(enum.Enum):
+    NEW = "new"
+
+
+NEW = _New.NEW
+"""Stands for the store of a task whose partition declares no skips: made when it is asked for."""
+
+of_task: ContextVar[Store | _New | None] = ContextVar("pipert_skips", default=None)
+"""The store of the current task; ``None`` outside of tasks. Set in the task's own context."""
+
 _of_thread = _PerThread()
 
 
 def current_store() -> Store:
     """The store that layers stash to and pop from here."""
-    return _of_task.get() or _of_thread.store
-
-
-def use_in_task(store: Store) -> None:
-    """Let the layers of this task use ``store``. In the task's own copy of the context."""
-    _of_task.set(store)
+    store = of_task.get()
+    if store is None:
+        return _of_thread.store
+    if store is NEW:
+        store = Store({})
+        of_task.set(store)
+    return store
