@@ -23,7 +23,7 @@ from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
 from pipert.schedule import Schedule
 from pipert.skip import pop, skippable, stash
-from pipert.skip.routes import NO_SKIPS, PartitionSkips, routes
+from pipert.skip.routes import PartitionSkips, routes
 from pipert.stream import CopyStreams
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
@@ -31,6 +31,7 @@ from pipert.workers.turn import Turn
 TIMEOUT = 3.0  # s
 
 CPU, META = torch.device("cpu"), torch.device("meta")
+NO_SKIPS = PartitionSkips((), (), {})
 
 
 class Apply(nn.Module):

@@ -47,9 +47,6 @@ class PartitionSkips:
         return store
 
 
-NO_SKIPS = PartitionSkips((), (), {})
-
-
 def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
     """The skips of each partition.
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, skippable
 from pipert.skip.namespace import Key
-from pipert.skip.routes import NO_SKIPS, Mail, PartitionSkips, routes
+from pipert.skip.routes import Mail, PartitionSkips, routes
 from pipert.skip.store import ABSENT
+
+NO_SKIPS = PartitionSkips((), (), {})
 
 
 class Layer(Skippable):
