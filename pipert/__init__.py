@@ -10,27 +10,39 @@ from pipert.computation import is_checkpointing, is_recomputing
 from pipert.errors import (
     NestedCheckpointError,
     PipeClosedError,
+    PipelineTimeout,
     PipertError,
     RecomputationError,
     ReentrantCallError,
     TransformError,
+    WorkerBusyError,
     WorkerDiedError,
 )
 from pipert.microbatch import Replicate
+from pipert.observe import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
+from pipert.status import Statistics, TaskStatus, WorkerStatistics
 
 __version__ = "0.1.0"
 
 __all__ = [
     "NestedCheckpointError",
+    "Observer",
     "Pipe",
     "PipeClosedError",
+    "PipelineTimeout",
     "PipertError",
     "RecomputationError",
     "Replicate",
     "ReentrantCallError",
+    "RunInfo",
+    "Statistics",
+    "TaskInfo",
+    "TaskStatus",
     "TransformError",
+    "WorkerBusyError",
     "WorkerDiedError",
+    "WorkerStatistics",
     "__version__",
     "is_checkpointing",
     "is_recomputing",

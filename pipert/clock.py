@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pipert.lane import Lane
-from pipert.workers.turn import Turn
+from pipert.workers.activity import Seat
 from pipert.workers.worker import Task
 
 __all__: list[str] = []
@@ -26,8 +26,8 @@ class ForwardTask:
         self._i = i
         self._due = [lane.progress]  # emptied by whoever settles the task; pop() is atomic
 
-    def run(self, turn: Turn) -> None:
-        self._lane.forward(self._i, turn)
+    def run(self, seat: Seat) -> None:
+        self._lane.forward(self._i, seat)
         self._due.pop().settle()
 
     def abandon(self, error: BaseException) -> None:
@@ -61,7 +61,7 @@ class Posting:
         self._put = put
         self._claim = [True]  # emptied by whoever posts or abandons the run; pop() is atomic
 
-    def run(self, turn: Turn) -> None:
+    def run(self, seat: Seat) -> None:
         if self._is_first():
             put, lanes, workers = self._put, self._lanes, self._workers
             for i, j in lanes[0].progress.schedule:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
 from pipert.autograd.running_stats import Buffers, KeepBuffers, may_change_buffers
+from pipert.ledger import Account
 from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
@@ -88,11 +89,12 @@ class Computation:
         context: the caller's.
         seed: of the run's random numbers; ``None`` when no layer draws any.
         skips: which the partition stashes and pops. If any, it gets and returns ``Carried``.
+        account: where recomputations are told.
     """
 
     __slots__ = (
-        "_context", "_j", "_partition", "_place", "_schedule", "_seed", "_skips", "_snapshot",
-        "layers_took",
+        "_account", "_context", "_j", "_partition", "_place", "_schedule", "_seed", "_skips",
+        "_snapshot", "layers_took",
     )  # fmt: skip
 
     def __init__(
@@ -104,7 +106,9 @@ class Computation:
         context: CallerContext,
         seed: RunSeed | None,
         skips: PartitionSkips,
+        account: Account,
     ) -> None:
+        self._account = account
         self._partition = partition
         self._j = j
         self._schedule = schedule
@@ -128,7 +132,10 @@ class Computation:
 
     def recompute(self, i: int, get_value: Callable[[], Value]) -> Value:
         """``R[i,j]``, on the thread of a backward; the value is made under the context, too."""
-        return self._context.run_recomputation(self._recompute, i, get_value)
+        run = self._context.run_recomputation
+        return self._account.recomputation(
+            i, self._j, self._place, run, self._recompute, i, get_value
+        )
 
     def _recompute(self, i: int, get_value: Callable[[], Value]) -> Value:
         assert self._snapshot is not None

@@ -7,13 +7,17 @@ instance would gather the tracebacks of everyone who caught it.
 
 from __future__ import annotations
 
+from pipert.status import WorkerStatistics
+
 __all__ = [
     "NestedCheckpointError",
     "PipeClosedError",
+    "PipelineTimeout",
     "PipertError",
     "RecomputationError",
     "ReentrantCallError",
     "TransformError",
+    "WorkerBusyError",
     "WorkerDiedError",
 ]
 
@@ -31,6 +35,25 @@ class WorkerDiedError(PipertError):
 
     Only something outside pipert does that, such as an asynchronous exception thrown into the
     thread. The next call starts a new worker. Unlike :class:`PipeClosedError` nobody asked for it.
+    """
+
+
+class PipelineTimeout(PipertError, TimeoutError):
+    """A call, or :meth:`Pipe.close`, took longer than its ``timeout``.
+
+    The message says what each worker was doing, and where in Python. A layer that is executing
+    cannot be interrupted: its worker stays with it, see :class:`WorkerBusyError`.
+    """
+
+    workers: tuple[WorkerStatistics, ...] = ()
+    """What each worker was doing when the time was over."""
+
+
+class WorkerBusyError(PipertError):
+    """A worker is still busy with a task of a call that was given up.
+
+    After a :class:`PipelineTimeout` calls raise this until the task is over; then they work again.
+    Unlike the timeout it comes at once, and nothing was begun.
     """
 
 

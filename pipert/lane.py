@@ -37,15 +37,21 @@ from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.batchnorm import PartitionStats
 from pipert.computation import Computation
+from pipert.errors import QueueClosed
 from pipert.partition import draws
 from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.value import differentiable, select
+from pipert.workers.activity import Seat
 from pipert.workers.turn import Turn
 
 __all__: list[str] = []
+
+# What a worker is doing, as ``status.TaskStatus`` has it.
+WAITING = "waiting for input"
+FORWARD = "forward"
 
 
 class Lane:
@@ -92,32 +98,59 @@ class Lane:
         self._is_copied = any(run.devices[k] != self._device for k in readers)
         seed = run.seed if draws(partition) else None
         self._computation = Computation(
-            partition, j, run.schedule, self._device, run.context, seed, skips
+            partition, j, run.schedule, self._device, run.context, seed, skips, run.account
         )
 
-    def forward(self, i: int, turn: Turn) -> None:
+    def forward(self, i: int, seat: Seat) -> None:
         """``F[i,j]``: run it, or not if the run has failed before it. Never raises."""
-        progress = self.progress
-        position = self._run.schedule.position(i, self.j)
+        progress, run = self.progress, self._run
+        position = run.schedule.position(i, self.j)
+        number = run.account.run.number
         y: Any = NOT_RUN
+        seat.activity.waits((number, WAITING, self.j, i))
         try:
             if position < progress.failed_at:
-                x = self._receive_input(i, turn)
+                x = self._receive_input(i, seat.turn)
                 if x is not NOT_RUN and position < progress.failed_at:
-                    turn.take()
-                    y = self._run.context.run_forward(self._forward, i, x, turn)
+                    seat.turn.take()
+                    seat.activity.works((number, FORWARD, self.j, i))
+                    y = run.account.forward(
+                        i, self.j, self._device,
+                        run.context.run_forward, self._forward, i, x, seat.turn,
+                    )  # fmt: skip
         except BaseException as error:  # noqa: B036  raised in the caller
             progress.fail(position, error)
-        self._send(y)
+        seat.activity.rests()
+        self._deliver(y)
 
     def abandon(self, i: int, error: BaseException) -> None:
         """``F[i,j]`` never runs. Whoever waits for its output gets none."""
         self.progress.fail(self._run.schedule.position(i, self.j), error)
-        self._send(NOT_RUN)
+        self._deliver(NOT_RUN)
+
+    def give_up(self) -> None:
+        """Nobody waits for the run any more, though a task may be executing. Called by the caller.
+
+        Wakes the worker if it waits for an input, and forgets all that no task has in its hands.
+        """
+        if isinstance(self._receive, list):
+            self._receive[:] = [NOT_RUN] * len(self._receive)
+        else:
+            self._receive.close()
+        self._token = None  # through it the graph of the micro-batches before
+
+    def _deliver(self, y: Value) -> None:
+        try:
+            self._send(y)
+        except QueueClosed:
+            pass  # the run was given up
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
         if not isinstance(self._receive, list):
-            return self._receive.get(turn.give_up)
+            try:
+                return self._receive.get(turn.give_up)
+            except QueueClosed:  # the run was given up
+                return NOT_RUN
         x, self._receive[i] = self._receive[i], None
         return x
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self, overload
@@ -13,7 +14,10 @@ from pipert._typing import Device, Value
 from pipert.batchnorm import DeferredStats, check_batch_norm
 from pipert.computation import is_recomputing
 from pipert.device import default_devices, parse_devices
+from pipert.errors import PipelineTimeout
 from pipert.microbatch import gather, scatter
+from pipert.observe import Observer
+from pipert.overdue import check_timeout
 from pipert.partition import (
     balance_advice,
     check_balance,
@@ -26,9 +30,12 @@ from pipert.partition import (
 from pipert.runtime import Runtime
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
+from pipert.status import Statistics
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]
+
+_log = logging.getLogger("pipert")
 
 _MODES = ("always", "except_last", "never")
 
@@ -44,7 +51,7 @@ _SHARED_WITH_MODULE = (
 _OWN = frozenset(
     {
         "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
-        "_runtime", "_stop", "checkpoint", "chunks", "training",
+        "_runtime", "_stop", "_timeout", "checkpoint", "chunks", "timeout", "training",
     }  # fmt: skip
 )
 
@@ -75,6 +82,8 @@ class Pipe(nn.Module):
         deferred_batch_norm: whether BatchNorm layers in training mode update their running
             statistics once for each call, from all its rows, rather than once for each micro-batch.
             Default: they do not, and there is a warning if the module has any.
+        timeout: how many seconds a call may take before it raises :class:`PipelineTimeout`.
+            Default: as long as it takes.
 
     Raises:
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
@@ -96,6 +105,7 @@ class Pipe(nn.Module):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         if balance is None:
@@ -107,6 +117,7 @@ class Pipe(nn.Module):
             raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
         self.chunks = chunks
         self.checkpoint = checkpoint
+        self.timeout = timeout
         check_module(module)
         verify_skippables(module)
         self._balance = [_whole(count, "each entry of balance") for count in balance]
@@ -167,7 +178,7 @@ class Pipe(nn.Module):
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
 
-    def forward(self, *args: Any, **kwargs: Any) -> Value:
+    def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:
         """Run a mini-batch.
 
         Args:
@@ -175,6 +186,7 @@ class Pipe(nn.Module):
                 Any pytree. Tensors with at least one dimension are split along dimension 0, into
                 ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
                 else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
+            timeout: seconds, in place of the pipe's for this call. The first layer does not get it.
 
         Returns:
             The last layer's value on the last device: tensors concatenated along dimension 0,
@@ -184,10 +196,13 @@ class Pipe(nn.Module):
             ValueError: arguments disagree on the number of rows, or outputs cannot be joined.
             TypeError: an argument hides rows that cannot be split.
             PipeClosedError: after :meth:`close`.
+            PipelineTimeout: the outputs were not there in time.
+            WorkerBusyError: a layer of a call that timed out has not returned yet.
             TransformError: inside of a ``torch.func`` transform or forward-mode differentiation.
             Exception: whatever a layer raises, with a note that says where.
         """
         refuse_transforms()
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
@@ -196,9 +211,9 @@ class Pipe(nn.Module):
         m = len(inputs)
         checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
         if not self._deferred_batch_norm or is_recomputing():
-            return gather(self._runtime.forward(inputs, checkpointed))
+            return gather(self._runtime.forward(inputs, checkpointed, timeout=seconds))
         stats = DeferredStats(self._partitions)
-        outputs = gather(self._runtime.forward(inputs, checkpointed, stats))
+        outputs = gather(self._runtime.forward(inputs, checkpointed, stats, seconds))
         stats.commit()
         return outputs
 
@@ -252,24 +267,58 @@ class Pipe(nn.Module):
         self._checkpoint = str(checkpoint)
 
     @property
+    def timeout(self) -> float | None:
+        """Seconds that a call may take, or ``None``. May be assigned between calls."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | None) -> None:
+        self._timeout = check_timeout(timeout)
+
+    @property
     def deferred_batch_norm(self) -> bool:
         """Whether running statistics are updated once for each call."""
         return self._deferred_batch_norm
 
-    def close(self) -> None:
+    def statistics(self) -> Statistics:
+        """What has happened in this pipe so far, and what is happening. From any thread."""
+        return self._runtime.statistics()
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` about the calls from now on. A copy of the pipe has none."""
+        if not isinstance(observer, Observer):
+            raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
+        self._runtime.ledger.observers.add(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` nothing more."""
+        self._runtime.ledger.observers.remove(observer)
+
+    def close(self, timeout: float | None = None) -> None:
         """End the threads and wait for them. Again: no-op. Calls after it are refused.
 
         May be called from any thread; a call that is running is cancelled and raises
         :class:`PipeClosedError`. From inside a layer the threads are ended, but not waited for. The
         layers and their parameters remain usable.
+
+        Args:
+            timeout: seconds to wait at most; default the pipe's.
+
+        Raises:
+            PipelineTimeout: a layer has not returned in that time. Its thread ends when it does.
         """
-        self._runtime.close()
+        self._runtime.close(self._timeout if timeout is None else check_timeout(timeout))
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except PipelineTimeout as timed_out:
+            if error is None:
+                raise
+            _log.warning("%s", timed_out)  # what is being raised matters more
 
     def __len__(self) -> int:
         return sum(self._balance)

@@ -31,6 +31,7 @@ NOT_RUN = _NotRun.NOT_RUN
 """Sent instead of an output when there is none."""
 
 _NEVER = 1 << 62
+_CANCELLED = -1
 
 
 class Progress:
@@ -49,17 +50,23 @@ class Progress:
     def fail(self, position: int, error: BaseException) -> None:
         """The task at ``position`` failed."""
         with self._lock:
-            self._errors.setdefault(position, error)
-            self.failed_at = min(self.failed_at, position)
+            if self.failed_at != _CANCELLED:
+                self._errors.setdefault(position, error)
+                self.failed_at = min(self.failed_at, position)
 
     def cancel(self) -> None:
-        """Let no further task start. Nothing is raised for it."""
+        """Let no further task start, and forget what has failed and will fail."""
         with self._lock:
-            self.failed_at = -1
+            self.failed_at = _CANCELLED
+            self._errors = {}
 
-    def wait(self) -> None:
-        """Wait until all tasks are settled."""
-        self._latch.wait()
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until all tasks are settled; for ``timeout`` seconds at most. Whether they are."""
+        return self._latch.wait(timeout)
+
+    def is_settled(self) -> bool:
+        """Whether nothing of the run is queued or executing."""
+        return self._latch.is_open()
 
     def take_error(self) -> BaseException | None:
         """The failure to raise, if any; forget all, so that no cycle keeps their frames alive."""

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed
+from pipert.ledger import Account
 from pipert.progress import Progress
 from pipert.schedule import Schedule
 from pipert.skip.routes import Mail
@@ -25,10 +27,12 @@ class Run:
         devices: of each partition.
         context: the caller's.
         streams: the pipe's copy streams.
+        account: where what happens is told.
     """
 
     __slots__ = (
-        "checkpointed", "context", "devices", "mail", "progress", "schedule", "seed", "streams",
+        "account", "checkpointed", "context", "devices", "mail", "outputs", "progress", "schedule",
+        "seed", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -38,15 +42,18 @@ class Run:
         devices: Sequence[torch.device],
         context: CallerContext,
         streams: CopyStreams,
+        account: Account,
     ) -> None:
         self.schedule = schedule
         self.checkpointed = checkpointed
         self.devices = devices
         self.context = context
         self.streams = streams
+        self.account = account
         self.progress = Progress(schedule)
         self.seed = RunSeed()
         self.mail = Mail()
+        self.outputs: list[Value] = []
 
     def __repr__(self) -> str:
         return f"<Run of {self.progress!r}>"

@@ -11,7 +11,8 @@ Guarantees:
   holds no run at all. Lanes reference the run's progress, not the other way round, so no cycle
   delays that.
 * **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what
-  its successor waits for.
+  its successor waits for. A layer that never returns is noticed by those who set a time limit; what
+  R2 means then is in ``overdue``.
 """
 
 from __future__ import annotations
@@ -27,18 +28,20 @@ from pipert._typing import Value
 from pipert.batchnorm import DeferredStats
 from pipert.clock import Posting
 from pipert.device import assign_workers
-from pipert.errors import ReentrantCallError
-from pipert.lane import Lane
-from pipert.progress import Progress
+from pipert.errors import PipeClosedError, PipelineTimeout, ReentrantCallError
+from pipert.lane import FORWARD, Lane
+from pipert.ledger import Account, Ledger
+from pipert.overdue import Overdue, still_busy, timed_out
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
 from pipert.schedule import Schedule
 from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
+from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.stream import CopyStreams
 from pipert.value import select
 from pipert.workers.context import CallerContext
-from pipert.workers.pool import Pool
+from pipert.workers.pool import Pool, WorkerView
 
 __all__: list[str] = []
 
@@ -70,6 +73,8 @@ class Runtime:
         self._workers = assign_workers(list(devices))
         self._streams = CopyStreams()
         self._identity = object()
+        self._overdue = Overdue()
+        self.ledger = Ledger()
         served = [devices[self._workers.index(w)] for w in range(len(set(self._workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
         self._cpu_workers = sum(device.type == "cpu" for device in served)
@@ -77,7 +82,11 @@ class Runtime:
         self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
 
     def forward(
-        self, inputs: list[Value], checkpointed: int, stats: DeferredStats | None = None
+        self,
+        inputs: list[Value],
+        checkpointed: int,
+        stats: DeferredStats | None = None,
+        timeout: float | None = None,
     ) -> list[Value]:
         """Compute all micro-batches; the first ``checkpointed`` of them with checkpointing.
 
@@ -85,6 +94,7 @@ class Runtime:
             inputs: what ``microbatch.scatter`` returns. Emptied as the run goes on.
             checkpointed: from 0 to ``len(inputs)``.
             stats: where running statistics are noted, if they are deferred.
+            timeout: seconds after which the call gives up.
 
         Returns:
             The last partition's output for each micro-batch.
@@ -95,49 +105,95 @@ class Runtime:
                 "call the layers it needs directly"
             )
         self.pool.start()
-        run = self._run(inputs, checkpointed)
-        progress = run.progress
-        outputs: list[Value] = []
-        lanes = self._lanes(run, inputs, outputs, stats)
+        if not self._overdue.is_empty():
+            raise still_busy(self.statistics().workers)
+        with self.ledger.open(len(inputs), len(self._partitions)) as account:
+            run = self._run(inputs, checkpointed, account)
+            self._execute(run, self._lanes(run, inputs, stats), timeout)
+            error = run.progress.take_error()
+            if error is None:
+                account.outcome = "succeeded"
+                return run.outputs
+            if not (isinstance(error, PipeClosedError) and self.pool.closed):
+                account.outcome = "failed"
+                i, j = run.schedule.task_at(run.progress.failed_at)
+                account.failed(i, j, self._devices[j], error)
+            try:
+                raise error
+            finally:
+                del error  # it references this frame
+
+    def _execute(self, run: Run, lanes: list[Lane], timeout: float | None) -> None:
+        """Post the run and wait for it."""
         posting = Posting(lanes, self._workers, self.pool.put)
         try:
             self.pool.put(self._clock, posting)
-            progress.wait()
+            if run.progress.wait(timeout):
+                return
+            error = self._timed_out("a call of the pipe was not over", timeout)
+            self._give_up(run, lanes)
         except BaseException:
-            self._call_off(progress, posting)
+            self._call_off(run, lanes, posting, timeout)
             raise
-        error = progress.take_error()
-        if error is None:
-            return outputs
-        try:
-            raise error
-        finally:
-            del error  # it references this frame
+        raise error
 
-    def _call_off(self, progress: Progress, posting: Posting) -> None:
+    def _call_off(
+        self, run: Run, lanes: list[Lane], posting: Posting, timeout: float | None
+    ) -> None:
         """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
         while True:
             try:
-                progress.cancel()
+                run.progress.cancel()
                 # Again, since nobody knows how far the interrupted call came. It posts once.
                 self.pool.put(self._clock, posting)
-                progress.wait()
-                progress.take_error()
+                if not run.progress.wait(timeout):
+                    _log.warning("an interrupted call leaves a layer behind that does not return")
+                    self._give_up(run, lanes)
                 return
             except BaseException:  # noqa: B036  the first interrupt is being raised
                 _log.warning("interrupted again; still waiting for the layers that are executing")
 
-    def _run(self, inputs: list[Value], checkpointed: int) -> Run:
+    def _give_up(self, run: Run, lanes: list[Lane]) -> None:
+        """R2 as far as it goes when a layer does not return; see ``overdue``. Again: no-op."""
+        run.progress.cancel()
+        self._overdue.add(run.progress)
+        for lane in lanes:
+            lane.give_up()
+        run.mail.clear()
+        run.outputs.clear()
+
+    def _timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
+        workers = self.statistics().workers
+        stacks = {
+            worker.name: self.pool.stack(k)
+            for k, worker in enumerate(workers)
+            if worker.doing is not None and worker.doing.phase == FORWARD
+        }
+        return timed_out(what, timeout or 0.0, workers, stacks)
+
+    def statistics(self) -> Statistics:
+        """What has happened so far, and what is happening. From any thread."""
+        runs, recomputations, ended = self.ledger.read()
+        return Statistics(
+            runs=runs,
+            in_flight=runs - sum(ended.values()),
+            failures=ended["failed"],
+            cancellations=ended["cancelled"],
+            recomputations=recomputations,
+            workers=tuple(_statistics(view) for view in self.pool.look()[: self._clock]),
+        )
+
+    def _run(self, inputs: list[Value], checkpointed: int, account: Account) -> Run:
         on_cuda = {device for device in self._devices if device.type == "cuda"}
         on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         schedule = Schedule(len(inputs), len(self._partitions))
-        return Run(schedule, checkpointed, self._devices, context, self._streams)
+        return Run(schedule, checkpointed, self._devices, context, self._streams, account)
 
     def _lanes(
-        self, run: Run, inputs: list[Value], outputs: list[Value], stats: DeferredStats | None
+        self, run: Run, inputs: list[Value], stats: DeferredStats | None
     ) -> list[Lane]:
         n = len(self._partitions)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
@@ -149,17 +205,33 @@ class Runtime:
                 self.skips[j],
                 stats.partitions[j] if stats else None,
                 queues[j - 1] if j > 0 else inputs,
-                queues[j].put if j < n - 1 else outputs.append,
+                queues[j].put if j < n - 1 else run.outputs.append,
             )
             for j in range(n)
         ]
 
-    def close(self) -> None:
-        """End the threads; join them, unless a task of this runtime is what calls."""
-        self.pool.close(join=self._identity not in _inside.get())
+    def close(self, timeout: float | None = None) -> None:
+        """End the threads; join them, unless a task of this runtime is what calls.
+
+        Raises:
+            PipelineTimeout: they have been told to end, and did not within ``timeout`` seconds.
+        """
+        if self.pool.close(join=self._identity not in _inside.get(), timeout=timeout):
+            raise self._timed_out("the threads of the pipe had not ended", timeout)
 
     def __repr__(self) -> str:
         return f"<Runtime of {len(self._partitions)} partitions, {self.pool!r}>"
+
+
+def _statistics(view: WorkerView) -> WorkerStatistics:
+    tasks, busy, what, since, works = view.state
+    doing = None
+    if what is not None:
+        seconds = max(0.0, view.now - since)
+        busy += seconds if works else 0.0
+        run, phase, partition, micro_batch = what
+        doing = TaskStatus(run, phase, partition, micro_batch, seconds)
+    return WorkerStatistics(view.name, view.device, tasks, busy, view.depth, doing)
 
 
 def _is_cuda(tensor: Tensor) -> bool:

@@ -57,6 +57,11 @@ class Schedule:
         """A number that grows along the total order; gaps are possible, ties are not."""
         return (i + j) * self.n + j
 
+    def task_at(self, position: int) -> Forward:
+        """The task whose position that is."""
+        k, j = divmod(position, self.n)
+        return Forward(k - j, j)
+
     def __str__(self) -> str:
         clocks = range(self.m + self.n - 1)
         rows = [["k", *map(str, clocks)]]

@@ -11,6 +11,7 @@ from pipert.clock import ForwardTask, Posting
 from pipert.lane import Lane
 from pipert.progress import Progress
 from pipert.schedule import Schedule
+from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 from pipert.workers.worker import Task
 
@@ -24,7 +25,7 @@ class FakeLane:
         self.ran: list[int] = []
         self.abandoned: list[tuple[int, BaseException]] = []
 
-    def forward(self, i: int, turn: Turn) -> None:
+    def forward(self, i: int, seat: Seat) -> None:
         self.ran.append(i)
 
     def abandon(self, i: int, error: BaseException) -> None:
@@ -39,7 +40,7 @@ class Fixture:
         self.progress = Progress(Schedule(m=3, n=2))
         self.lanes = [FakeLane(0, self.progress), FakeLane(1, self.progress)]
         self.posted: list[tuple[int, Task]] = []
-        self.turn = Turn(threading.Lock())
+        self.seat = Seat(Turn(threading.Lock()), Activity())
         self.posting = Posting(cast(list[Lane], self.lanes), workers, self.put)
 
     def put(self, worker: int, task: Task) -> None:
@@ -64,7 +65,7 @@ def run() -> Fixture:
 
 
 def test_tasks_are_posted_diagonal_by_diagonal(run: Fixture) -> None:
-    run.posting.run(run.turn)
+    run.posting.run(run.seat)
     assert [repr(task) for _, task in run.posted] == [
         "<ForwardTask F[0,0]>",
         "<ForwardTask F[1,0]>",
@@ -76,30 +77,30 @@ def test_tasks_are_posted_diagonal_by_diagonal(run: Fixture) -> None:
 
 
 def test_each_partition_is_posted_to_its_worker(run: Fixture) -> None:
-    run.posting.run(run.turn)
+    run.posting.run(run.seat)
     assert [worker for worker, _ in run.posted] == [0, 0, 1, 0, 1, 1]
 
 
 def test_one_worker_may_get_all_partitions() -> None:
     run = Fixture(workers=[0, 0])
-    run.posting.run(run.turn)
+    run.posting.run(run.seat)
     assert {worker for worker, _ in run.posted} == {0}
 
 
 def test_nothing_is_waited_for_between_diagonals(run: Fixture) -> None:
-    run.posting.run(run.turn)  # nobody runs the tasks
+    run.posting.run(run.seat)  # nobody runs the tasks
     assert len(run.posted) == 6 and run.unsettled() == 6
 
 
 def test_a_run_is_posted_once_however_often_the_clock_gets_it(run: Fixture) -> None:
-    run.posting.run(run.turn)
-    run.posting.run(run.turn)
+    run.posting.run(run.seat)
+    run.posting.run(run.seat)
     assert len(run.posted) == 6
 
 
 def test_an_abandoned_run_is_not_posted(run: Fixture) -> None:
     run.posting.abandon(ValueError())
-    run.posting.run(run.turn)
+    run.posting.run(run.seat)
     assert not run.posted
 
 
@@ -111,7 +112,7 @@ def test_to_abandon_a_run_skips_and_settles_each_task(run: Fixture) -> None:
 
 
 def test_to_abandon_a_posted_run_leaves_its_tasks_to_the_workers(run: Fixture) -> None:
-    run.posting.run(run.turn)
+    run.posting.run(run.seat)
     run.posting.abandon(ValueError())
     assert run.progress.take_error() is None and run.unsettled() == 6
 
@@ -123,7 +124,7 @@ def test_a_run_is_abandoned_once(run: Fixture) -> None:
 
 
 def test_a_task_settles_once_it_has_run(run: Fixture) -> None:
-    run.task(1, 0).run(run.turn)
+    run.task(1, 0).run(run.seat)
     assert run.lanes[0].ran == [1] and run.unsettled() == 5
 
 
@@ -140,7 +141,7 @@ def test_an_abandoned_task_does_not_run(run: Fixture) -> None:
 
 def test_to_abandon_a_task_that_has_run_does_nothing(run: Fixture) -> None:
     task = run.task(1, 0)
-    task.run(run.turn)
+    task.run(run.seat)
     task.abandon(ValueError())
     assert run.lanes[0].abandoned == [] and run.unsettled() == 5
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert import is_recomputing, stream
 from pipert.lane import Lane
+from pipert.ledger import Ledger
 from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
@@ -25,6 +26,7 @@ from pipert.schedule import Schedule
 from pipert.skip import pop, skippable, stash
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.stream import CopyStreams
+from pipert.workers.activity import Activity, Seat
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
 
@@ -50,10 +52,12 @@ class Driven:
         self, m: int = 1, devices: Sequence[torch.device] = (CPU,), checkpointed: int = 0
     ) -> None:
         self.schedule = Schedule(m, len(devices))
-        self.run = Run(self.schedule, checkpointed, devices, CallerContext(), CopyStreams())
+        account = Ledger().open(m, len(devices))
+        context = CallerContext()
+        self.run = Run(self.schedule, checkpointed, devices, context, CopyStreams(), account)
         self.progress = self.run.progress
         self.sent: list[Any] = []
-        self.turn = Turn(threading.Lock())
+        self.seat = Seat(Turn(threading.Lock()), Activity())
 
     def lane(
         self,
@@ -77,7 +81,7 @@ class Driven:
         """What the only lane sends."""
         lane = self.lane(layers, inputs)
         for i in range(self.progress.schedule.m):
-            lane.forward(i, self.turn)
+            lane.forward(i, self.seat)
         assert self.progress.take_error() is None
         return self.sent
 
@@ -135,7 +139,7 @@ def test_an_input_may_come_from_a_queue() -> None:
     run = Driven()
     queue: ClosableQueue[Any] = ClosableQueue()
     queue.put(7)
-    run.lane([nn.Identity()], queue).forward(0, run.turn)
+    run.lane([nn.Identity()], queue).forward(0, run.seat)
     assert run.sent == [7]
 
 
@@ -150,7 +154,8 @@ def test_the_turn_is_given_up_while_the_input_is_not_there() -> None:
     run = Driven()
     queue: ClosableQueue[Any] = ClosableQueue()
     lane = run.lane([nn.Identity()], queue)
-    thread = threading.Thread(target=lane.forward, args=(0, Spy(threading.Lock())), daemon=True)
+    seat = Seat(Spy(threading.Lock()), Activity())
+    thread = threading.Thread(target=lane.forward, args=(0, seat), daemon=True)
     thread.start()
     assert waiting.wait(TIMEOUT) and not run.sent
     queue.put(7)
@@ -167,7 +172,7 @@ def never(x: Any) -> Any:
 
 def test_a_task_without_an_input_does_not_run() -> None:
     run = Driven()
-    run.lane([Apply(never)], [NOT_RUN]).forward(0, run.turn)
+    run.lane([Apply(never)], [NOT_RUN]).forward(0, run.seat)
     assert run.sent == [NOT_RUN] and run.progress.take_error() is None
 
 
@@ -175,7 +180,7 @@ def test_a_task_after_the_failed_one_does_not_run() -> None:
     run = Driven(m=2)
     lane = run.lane([Apply(never)], [1, 1])
     run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
-    lane.forward(1, run.turn)
+    lane.forward(1, run.seat)
     assert run.sent == [NOT_RUN]
 
 
@@ -183,7 +188,7 @@ def test_a_task_after_the_failed_one_does_not_wait_for_its_input() -> None:
     run = Driven(m=2)
     lane = run.lane([Apply(never)], ClosableQueue())
     run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
-    lane.forward(1, run.turn)
+    lane.forward(1, run.seat)
     assert run.sent == [NOT_RUN]
 
 
@@ -197,7 +202,7 @@ def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_ru
             run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
             return super().__getitem__(i)
 
-    run.lane([Apply(never)], Fails([1, 1])).forward(1, run.turn)
+    run.lane([Apply(never)], Fails([1, 1])).forward(1, run.seat)
     assert run.sent == [NOT_RUN]
 
 
@@ -205,7 +210,7 @@ def test_a_task_before_the_failed_one_runs() -> None:
     run = Driven(m=2)
     lane = run.lane([nn.Identity()], [1, 1])
     run.progress.fail(run.progress.schedule.position(1, 0), ValueError())
-    lane.forward(0, run.turn)
+    lane.forward(0, run.seat)
     assert run.sent == [1]
 
 
@@ -217,13 +222,13 @@ def test_a_task_that_fails_raises_nothing_and_says_so(kind: type[BaseException])
         raise error
 
     run = Driven()
-    run.lane([Apply(fail)], [1]).forward(0, run.turn)
+    run.lane([Apply(fail)], [1]).forward(0, run.seat)
     assert run.progress.take_error() is error
 
 
 def test_a_task_that_fails_sends_that_there_is_no_output() -> None:
     run = Driven()
-    run.lane([Apply(never)], [1]).forward(0, run.turn)
+    run.lane([Apply(never)], [1]).forward(0, run.seat)
     assert run.sent == [NOT_RUN]
 
 
@@ -288,8 +293,8 @@ def test_as_many_micro_batches_as_asked_for_are_checkpointed() -> None:
 def test_there_are_no_copies_and_no_waits_between_cpu_partitions() -> None:
     run = Driven(devices=[CPU, CPU], checkpointed=1)
     between: list[Any] = []
-    run.lane([scale()], inputs_of(1), 0, between.append).forward(0, run.turn)
-    run.lane([scale()], between, 1).forward(0, run.turn)
+    run.lane([scale()], inputs_of(1), 0, between.append).forward(0, run.seat)
+    run.lane([scale()], between, 1).forward(0, run.seat)
     assert all_nodes(run.sent[0]) & {"_Copy", "_Wait"} == set()
 
 
@@ -405,8 +410,8 @@ def run_between_devices(fake: FakeStreams, checkpointed: int = 0) -> Tensor:
     between: list[Any] = []
     first = run.lane([fake.layer(0, CPU)], [torch.ones(2)], 0, between.append)
     second = run.lane([fake.layer(1, META)], between, 1)
-    first.forward(0, run.turn)
-    second.forward(0, run.turn)
+    first.forward(0, run.seat)
+    second.forward(0, run.seat)
     error = run.progress.take_error()
     if error is not None:
         raise error
@@ -468,7 +473,7 @@ def test_a_recomputation_runs_while_the_gradient_is_still_being_copied(fake: Fak
 def test_the_arguments_of_a_call_are_copied_after_what_computes_them(fake: FakeStreams) -> None:
     run = Driven(devices=[META])
     run.run.streams = cast(CopyStreams, fake)
-    run.lane([fake.layer(0, META)], [torch.ones(2)]).forward(0, run.turn)
+    run.lane([fake.layer(0, META)], [torch.ones(2)]).forward(0, run.seat)
     assert fake.log == [
         "<copy cpu 0> waits for <compute cpu>",
         "copy from <copy cpu 0> to <copy meta 0>",
@@ -482,8 +487,8 @@ def test_nothing_is_copied_that_is_there_already(fake: FakeStreams) -> None:
     run.run.streams = cast(CopyStreams, fake)
     between: list[Any] = []
     x = torch.ones(2, device=META)
-    run.lane([nn.Identity()], [x], 0, between.append).forward(0, run.turn)
-    run.lane([nn.Identity()], between, 1).forward(0, run.turn)
+    run.lane([nn.Identity()], [x], 0, between.append).forward(0, run.seat)
+    run.lane([nn.Identity()], between, 1).forward(0, run.seat)
     assert fake.log == [] and run.sent[0] is x
 
 
@@ -492,7 +497,7 @@ def test_what_a_layer_keeps_elsewhere_on_purpose_stays_there(fake: FakeStreams) 
     run.run.streams = cast(CopyStreams, fake)
     lengths = torch.ones(2, dtype=torch.long)
     value = (torch.ones(2, device=META), lengths)
-    run.lane([nn.Identity()], [value], 1).forward(0, run.turn)
+    run.lane([nn.Identity()], [value], 1).forward(0, run.seat)
     assert run.sent[0][0].device == CPU and run.sent[0][1] is lengths
 
 
@@ -500,7 +505,7 @@ def test_all_tensors_of_a_value_are_copied_at_once(fake: FakeStreams) -> None:
     run = Driven(devices=[CPU, META])
     run.run.streams = cast(CopyStreams, fake)
     value = {"a": torch.ones(2), "b": (torch.ones(3), "text")}
-    run.lane([nn.Identity()], [value], 1).forward(0, run.turn)
+    run.lane([nn.Identity()], [value], 1).forward(0, run.seat)
     y = run.sent[0]
     assert (y["a"].device, y["b"][0].device, y["b"][1]) == (META, META, "text")
     assert fake.log.count("copy from <copy cpu 0> to <copy meta 0>") == 1
@@ -510,8 +515,8 @@ def test_each_micro_batch_is_copied_on_streams_of_its_own(fake: FakeStreams) -> 
     run = Driven(m=2, devices=[CPU, META])
     run.run.streams = cast(CopyStreams, fake)
     lane = run.lane([nn.Identity()], [torch.ones(2), torch.ones(2)], 1)
-    lane.forward(0, run.turn)
-    lane.forward(1, run.turn)
+    lane.forward(0, run.seat)
+    lane.forward(1, run.seat)
     assert [line for line in fake.log if line.startswith("copy from")] == [
         "copy from <copy cpu 0> to <copy meta 0>",
         "copy from <copy cpu 1> to <copy meta 1>",
@@ -612,7 +617,7 @@ class Lanes:
 
     def forward(self) -> Tensor:
         for lane in self.lanes:
-            lane.forward(0, self.driven.turn)
+            lane.forward(0, self.driven.seat)
         error = self.driven.progress.take_error()
         if error is not None:
             raise error
@@ -798,7 +803,7 @@ def test_each_micro_batch_s_skip_is_copied_on_streams_of_its_own(naming: NamingS
     ]
     for lane in lanes:
         for i in range(2):
-            lane.forward(i, run.turn)
+            lane.forward(i, run.seat)
     assert run.progress.take_error() is None
     assert [line for line in naming.copies() if line.endswith("skip")] == [
         f"from <copy cpu {i}> to <copy meta {i}>: skip" for i in range(2)
@@ -843,7 +848,7 @@ def test_when_a_run_is_over_and_gone_back_no_skip_is_in_the_mail(
 def test_the_skip_of_a_task_that_fails_is_not_posted() -> None:
     run = Driven(devices=[CPU, CPU])
     partitions = [nn.Sequential(Stash(nn.Identity()), Apply(never)), nn.Sequential(Pop(Apply(int)))]
-    run.lane(partitions[0], inputs_of(1), 0, None, routes(partitions)[0]).forward(0, run.turn)
+    run.lane(partitions[0], inputs_of(1), 0, None, routes(partitions)[0]).forward(0, run.seat)
     assert repr(run.run.mail) == "<Mail of 0 skips>" and run.sent == [NOT_RUN]
 
 
@@ -854,8 +859,8 @@ def test_a_skip_is_one_more_value_of_the_recomputation_and_the_fork() -> None:
     first, last = routes(partitions)
     between: list[Any] = []
     lane = run.lane(partitions[0], inputs_of(2), 0, between.append, first)
-    lane.forward(0, run.turn)
-    lane.forward(1, run.turn)
+    lane.forward(0, run.seat)
+    lane.forward(1, run.seat)
     assert last is not None
     ((key, _),) = last.arriving
     skips = [run.run.mail.fetch(key, i, 1) for i in range(2)]
@@ -885,7 +890,7 @@ def popped_in(run: Driven, through: nn.Module) -> list[Tensor]:
     ]
     for lane in lanes:
         for i in range(m):
-            lane.forward(i, run.turn)
+            lane.forward(i, run.seat)
     assert run.progress.take_error() is None
     return popped
 

@@ -105,6 +105,10 @@ class ClosableQueue(Generic[T]):
         """Whether :meth:`close` was called; with other threads about, only "yes" lasts."""
         return self._closed
 
+    def depth(self) -> int:
+        """How many items wait; with other threads about, it was so a moment ago."""
+        return len(self._cells)
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<ClosableQueue {state}, about {len(self._cells)} waiting>"

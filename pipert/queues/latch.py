@@ -32,10 +32,15 @@ class Latch:
         if arrival == self._parties:
             self._gate.release()
 
-    def wait(self) -> None:
-        """Block until the gate is open."""
-        with self._gate:
-            pass
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block until the gate is open, or for ``timeout`` seconds; return whether it is open."""
+        if timeout is None:
+            with self._gate:
+                return True
+        if self._gate.acquire(timeout=timeout):
+            self._gate.release()
+            return True
+        return False
 
     def is_open(self) -> bool:
         """Whether everyone has arrived."""

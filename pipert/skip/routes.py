@@ -95,5 +95,9 @@ class Mail:
         """
         return self._posted.pop((key, i, j)).get(key)
 
+    def clear(self) -> None:
+        """Drop what nobody will fetch."""
+        self._posted.clear()
+
     def __repr__(self) -> str:
         return f"<Mail of {len(self._posted)} skips>"

@@ -19,19 +19,37 @@ the very thread that is starting it; ``stop`` does without, because a finalizer 
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
+from pipert.workers.activity import Activity, State
 from pipert.workers.worker import Task, WorkerThread
 
 __all__: list[str] = []
 
 _AT_EXIT = 10.0  # s
+
+
+class WorkerView(NamedTuple):
+    """One worker as others see it."""
+
+    name: str
+    device: torch.device
+    state: State
+    depth: int
+    """Of its in-queue."""
+    now: float
+    """When it was looked at, or just before: what is over by now counts no longer than it took."""
 
 
 class Pool:
@@ -52,6 +70,7 @@ class Pool:
         self._lock = threading.RLock()
         self._turns = threading.Lock()
         self._threads: list[WorkerThread] = []
+        self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()
 
     def put(self, worker: int, task: Task) -> None:
@@ -90,7 +109,9 @@ class Pool:
                     continue
                 for old in self._threads[k : k + 1]:
                     old.stop()  # its start may have been interrupted, so that it is alive yet
-                thread = WorkerThread(self._names[k], self._devices[k], self._turns)
+                thread = WorkerThread(
+                    self._names[k], self._devices[k], self._turns, self._activities[k]
+                )
                 self._threads[k : k + 1] = [thread]  # first: nobody else would stop it
                 thread.start()
             if self.closed:  # meanwhile, by a signal handler or another thread
@@ -104,18 +125,48 @@ class Pool:
             for thread in self._threads:
                 thread.stop()
 
-    def close(self, join: bool = True) -> None:
-        """Stop, and join unless a task of the pool is what calls (P2)."""
+    def close(self, join: bool = True, timeout: float | None = None) -> list[int]:
+        """Stop, and join unless a task of the pool is what calls (P2).
+
+        Waits for ``timeout`` seconds at most. Returns the workers it waited for in vain.
+        """
         self.stop()
         if self._pid != os.getpid():
-            return  # a forked child has none of the threads, and the lock may be held for ever
+            return []  # a forked child has none of the threads, and the lock may be held for ever
         with self._lock:  # whoever is starting threads has finished
             threads = list(self._threads)
         self.stop()
-        if join:
-            for thread in threads:
-                if thread.is_alive():  # one that was never started cannot be joined
-                    thread.join()
+        if not join:
+            return []
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for thread in threads:
+            if thread.is_alive():  # one that was never started cannot be joined
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return [k for k, thread in enumerate(threads) if thread.is_alive()]
+
+    def look(self) -> list[WorkerView]:
+        """What each worker is doing, as seen from any thread."""
+        if self._pid != os.getpid():
+            self._reset()
+        threads = self._threads
+        depths = [thread.in_queue.depth() for thread in threads]
+        depths += [0] * (len(self._names) - len(depths))
+        now = time.perf_counter()
+        views = zip(self._names, self._devices, self._activities, depths, strict=True)
+        return [WorkerView(name, device, by.state, depth, now) for name, device, by, depth in views]
+
+    def stack(self, worker: int) -> str:
+        """Where in Python the worker is, as a traceback is printed, the innermost call last.
+
+        It begins with the layer that was called: how that came about is the same for all.
+        """
+        for thread in self._threads[worker : worker + 1]:
+            frame = sys._current_frames().get(thread.ident or 0)
+            if frame is not None:
+                stack = traceback.extract_stack(frame)
+                of_task = list(itertools.dropwhile(_leads_to_a_layer, stack))
+                return "".join(traceback.format_list(of_task or stack))
+        return ""
 
     @property
     def closed(self) -> bool:
@@ -125,6 +176,13 @@ class Pool:
     def __repr__(self) -> str:
         alive = sum(thread.is_alive() for thread in self._threads)
         return f"<Pool of {len(self._names)}, {alive} running{', closed' if self.closed else ''}>"
+
+
+_OURS = (str(Path(__file__).parents[1]), threading.__file__)
+
+
+def _leads_to_a_layer(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(_OURS)
 
 
 _exiting: list[bool] = []  # not empty when the threads of the process have been ended

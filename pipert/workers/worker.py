@@ -20,6 +20,7 @@ from torch.multiprocessing import _set_thread_name
 
 from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
 from pipert.queues.closable import ClosableQueue
+from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 
 __all__: list[str] = []
@@ -30,7 +31,7 @@ _log = logging.getLogger("pipert")
 class Task(Protocol):
     """What a worker takes from its in-queue. It is run once, or abandoned."""
 
-    def run(self, turn: Turn) -> None:
+    def run(self, seat: Seat) -> None:
         """Do it, on the worker, and settle it whatever happens. Gives the turn up if it blocks."""
 
     def abandon(self, error: BaseException) -> None:
@@ -42,9 +43,12 @@ class WorkerThread(threading.Thread):
     """A daemon thread with an in-queue. Daemon, so that a layer that never returns cannot keep the
     interpreter alive; ``pool`` ends the others properly."""
 
-    def __init__(self, name: str, device: torch.device, turns: threading.Lock) -> None:
+    def __init__(
+        self, name: str, device: torch.device, turns: threading.Lock, activity: Activity
+    ) -> None:
         in_queue: ClosableQueue[Task] = ClosableQueue()
-        super().__init__(target=work, args=(in_queue, device, Turn(turns)), name=name, daemon=True)
+        seat = Seat(Turn(turns), activity)
+        super().__init__(target=work, args=(in_queue, device, seat), name=name, daemon=True)
         self.in_queue = in_queue
 
     def stop(self) -> None:
@@ -54,7 +58,7 @@ class WorkerThread(threading.Thread):
             _abandon(self.in_queue.close(), None, self.name)
 
 
-def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> None:
+def work(in_queue: ClosableQueue[Task], device: torch.device, seat: Seat) -> None:
     """Run tasks until the queue is closed."""
     name = threading.current_thread().name
     _set_thread_name(name[:15])  # what Linux takes
@@ -65,15 +69,16 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, turn: Turn) -> Non
             torch.cuda.set_device(device)
         while True:
             try:
-                task = in_queue.get(before_waiting=turn.give_up)
+                task = in_queue.get(before_waiting=seat.turn.give_up)
             except QueueClosed:
                 return
-            task.run(turn)
+            task.run(seat)
             task = None  # W2
     except BaseException as error:  # noqa: B036  whoever waits for a task gets it
         reason = error
     finally:
-        turn.give_up()
+        seat.turn.give_up()
+        seat.activity.rests()
         left = in_queue.close()
         if task is not None:
             left.insert(0, task)

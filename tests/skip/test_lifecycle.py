@@ -26,11 +26,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
 from pipert.lane import Lane
+from pipert.ledger import Ledger
 from pipert.run import Run
 from pipert.schedule import Schedule
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.skip.routes import routes
 from pipert.stream import CopyStreams
+from pipert.workers.activity import Activity, Seat
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
 
@@ -147,11 +149,13 @@ def drive(setting: Setting, checkpointed: int) -> Tensor:
     cpu = torch.device("cpu")
     partitions = [nn.Sequential(layer) for layer in setting.layers]
     n = len(partitions)
-    run = Run(Schedule(1, n), checkpointed, n * [cpu], CallerContext(), CopyStreams())
+    account = Ledger().open(1, n)
+    context = CallerContext()
+    run = Run(Schedule(1, n), checkpointed, n * [cpu], context, CopyStreams(), account)
     values: list[list[Any]] = [[torch.ones(1, 3)], *[[] for _ in range(n)]]
     for j, skips in enumerate(routes(partitions)):
         lane = Lane(run, j, partitions[j], skips, None, values[j], values[j + 1].append)
-        lane.forward(0, Turn(threading.Lock()))
+        lane.forward(0, Seat(Turn(threading.Lock()), Activity()))
         if j == 0:
             setting.log("2 task over")
     assert run.progress.take_error() is None

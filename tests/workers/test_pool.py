@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.workers import pool as pool_module
+from pipert.workers.activity import Seat
 from pipert.workers.pool import Pool
-from pipert.workers.turn import Turn
 from pipert.workers.worker import WorkerThread
 
 WAIT = 5.0  # s; what should happen at once is given up after it
@@ -38,7 +38,7 @@ class Job:
         self.outcomes: list[object] = []
         self.settled = threading.Event()
 
-    def run(self, turn: Turn) -> None:
+    def run(self, seat: Seat) -> None:
         self.body()
         self.outcomes.append("run")
         self.settled.set()

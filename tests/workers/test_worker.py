@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.errors import QueueClosed
+from pipert.workers.activity import Activity, Seat
 from pipert.workers.pool import Pool
-from pipert.workers.turn import Turn
 from pipert.workers.worker import WorkerThread
 
 WAIT = 5.0  # s; what should happen at once is given up after it
@@ -42,7 +42,7 @@ class Job:
         self.outcomes: list[object] = []
         self.settled = threading.Event()
 
-    def run(self, turn: Turn) -> None:
+    def run(self, seat: Seat) -> None:
         self.body()
         self.outcomes.append("run")
         self.settled.set()
@@ -54,7 +54,7 @@ class Job:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerThread]:
-    thread = WorkerThread("pipert-test", CPU, threading.Lock())
+    thread = WorkerThread("pipert-test", CPU, threading.Lock(), Activity())
     thread.start()
     yield thread
     thread.stop()

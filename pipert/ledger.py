@@ -1,0 +1,138 @@
+"""What happens in a pipe, for those outside: counters, and the observers that are told.
+
+The :class:`Ledger` belongs to the pipe, an :class:`Account` in it to one run. Counters change under
+a lock that a signal handler may take again and a forked child finds free. A child counts from zero:
+it has none of its parent's threads and runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+from pipert.observe import Audience, Observer, Observers, RunInfo, TaskInfo
+from pipert.process_lock import ProcessLock
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+
+_counting = ProcessLock(reentrant=True)
+
+
+class Ledger:
+    """The counters and observers of one pipe. Any thread."""
+
+    __slots__ = ("_pid", "ended", "observers", "recomputations", "runs")
+
+    def __init__(self) -> None:
+        self.observers = Observers()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self.runs = 0
+        self.recomputations = 0
+        self.ended = {"succeeded": 0, "failed": 0, "cancelled": 0}
+
+    def _own(self) -> None:
+        if self._pid != os.getpid():
+            self._reset()
+
+    def read(self) -> tuple[int, int, dict[str, int]]:
+        """Runs that were begun, recomputations, and runs that ended, by outcome."""
+        with _counting.current:
+            self._own()
+            return self.runs, self.recomputations, dict(self.ended)
+
+    def open(self, m: int, n: int) -> Account:
+        """A run of ``m`` micro-batches over ``n`` partitions is about to begin."""
+        with _counting.current:
+            self._own()
+            number = self.runs
+            self.runs += 1
+        return Account(self, RunInfo(number, m, n))
+
+    def count_end(self, outcome: str) -> None:
+        with _counting.current:
+            self.ended[outcome] += 1
+
+    def count_recomputation(self) -> None:
+        with _counting.current:
+            self.recomputations += 1
+
+    def __repr__(self) -> str:
+        return f"<Ledger of {self.runs} runs>"
+
+
+class Account:
+    """One run's; a context around it.
+
+    It references neither the run nor the pipe, since recomputations use it, too.
+    """
+
+    __slots__ = ("_ledger", "_started", "audience", "outcome", "run")
+
+    def __init__(self, ledger: Ledger, run: RunInfo) -> None:
+        self._ledger = ledger
+        self._started = 0.0
+        self.run = run
+        self.audience = Audience(ledger.observers)
+        self.outcome = "cancelled"  # as long as nobody knows better
+
+    def __enter__(self) -> Account:
+        self._started = perf_counter()
+        try:
+            self.audience.tell(lambda observer: observer.run_started(self.run))
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        seconds = perf_counter() - self._started
+        self._ledger.count_end(self.outcome)
+        self.audience.tell(lambda observer: observer.run_finished(self.run, seconds, self.outcome))
+
+    def forward(
+        self, i: int, j: int, device: torch.device, function: Callable[..., T], *args: Any
+    ) -> T:
+        """``function(*args)``, which is ``F[i,j]``."""
+        if not self.audience:
+            return function(*args)
+        task = TaskInfo(self.run.number, "forward", j, i, device)
+        return self.audience.watch(task, function, *args)
+
+    def recomputation(
+        self, i: int, j: int, device: torch.device, function: Callable[..., T], *args: Any
+    ) -> T:
+        """``function(*args)``, which is ``R[i,j]``."""
+        self._ledger.count_recomputation()
+        if not self.audience:
+            return function(*args)
+        task = TaskInfo(self.run.number, "recomputation", j, i, device)
+        try:
+            return self.audience.watch(task, function, *args)
+        except BaseException as error:
+            self.audience.tell(partial(_tell_failure, task, error))
+            raise
+
+    def failed(self, i: int, j: int, device: torch.device, error: BaseException) -> None:
+        """``error`` of ``F[i,j]`` is about to be raised in the call."""
+        task = TaskInfo(self.run.number, "forward", j, i, device)
+        self.audience.tell(partial(_tell_failure, task, error))
+
+    def __repr__(self) -> str:
+        return f"<Account of {self.run}>"
+
+
+def _tell_failure(task: TaskInfo, error: BaseException, observer: Observer) -> None:
+    observer.failed(task, error)

@@ -1,0 +1,162 @@
+"""Observers: who wants to be told what a pipe does, as it does it.
+
+The standard way is a hook for each kind of event, or a subclass of the runtime. Here it is one
+object with one method for each event; :class:`Observer` has them all and does nothing, so that a
+subclass says what it wants to hear.
+
+An observer cannot break a run: one that raises is dropped, with a line in the log. While there is
+none, nothing is measured or made for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, TypeVar
+
+import torch
+
+from pipert.process_lock import ProcessLock
+
+__all__ = ["Observer", "RunInfo", "TaskInfo"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("pipert")
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """One call of a pipe."""
+
+    number: int
+    """Counted from 0 for each pipe."""
+    micro_batches: int
+    partitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskInfo:
+    """``F[i,j]`` or ``R[i,j]`` of one call."""
+
+    run: int
+    """The number of the call."""
+    phase: str
+    """``'forward'`` or ``'recomputation'``."""
+    partition: int
+    micro_batch: int
+    device: torch.device
+
+
+class Observer:
+    """Override what you want to be told. Everything is called on the thread where it happens.
+
+    That is the caller's for the events of a run, a worker for those of a forward task, and a thread
+    of autograd for those of a recomputation: several at once. The work waits until the method
+    returns, so be short; do not call the pipe.
+
+    An observer sees the calls that begin after it was added.
+    """
+
+    def run_started(self, run: RunInfo) -> None:
+        """A call begins: its arguments are split."""
+
+    def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
+        """It is over after ``seconds``: ``'succeeded'``, ``'failed'`` or ``'cancelled'``.
+
+        Cancelled is what was interrupted, timed out, or met the end of the pipe.
+        """
+
+    def task_started(self, task: TaskInfo) -> None:
+        """A task has its input and begins."""
+
+    def task_finished(self, task: TaskInfo, seconds: float) -> None:
+        """It is over, whether it failed or not. On CUDA its kernels are queued."""
+
+    def failed(self, task: TaskInfo, error: BaseException) -> None:
+        """``error`` is about to be raised, in the call or in the backward, because of this task.
+
+        Of several tasks that failed it is the first one in the schedule. Whoever keeps the error
+        keeps what its frames reference: activations.
+        """
+
+
+class Observers:
+    """Those of one pipe. Any thread."""
+
+    __slots__ = ("all",)
+
+    def __init__(self) -> None:
+        self.all: tuple[Observer, ...] = ()
+
+    def add(self, observer: Observer) -> None:
+        """Tell it about the calls from now on; once, however often it is added."""
+        with _changing.current:
+            if not self.has(observer):
+                self.all = (*self.all, observer)
+
+    def remove(self, observer: Observer) -> None:
+        """Tell it nothing from now on."""
+        with _changing.current:
+            self.all = tuple(other for other in self.all if other is not observer)
+
+    def has(self, observer: Observer) -> bool:
+        """Whether it is told."""
+        return any(other is observer for other in self.all)
+
+    def __repr__(self) -> str:
+        return f"<Observers: {list(self.all)}>"
+
+
+_changing = ProcessLock(reentrant=True)  # a signal handler may add an observer
+
+
+class Audience:
+    """Who is told about one run: the observers there were when it began.
+
+    References neither the run nor the pipe, since recomputations outlive the one and may outlive
+    the other.
+    """
+
+    __slots__ = ("_members", "_observers")
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+        self._members = observers.all
+
+    def __bool__(self) -> bool:
+        return bool(self._members)
+
+    def tell(self, about: Callable[[Observer], None]) -> None:
+        """Call ``about`` with each observer; drop the one that it raises for."""
+        for observer in self._members:
+            if not self._observers.has(observer):
+                continue  # removed meanwhile, or dropped
+            try:
+                about(observer)
+            except BaseException as error:  # noqa: B036
+                # What a signal handler raises on the main thread is not the observer's.
+                if not isinstance(error, Exception) and _is_main_thread():
+                    raise
+                self._observers.remove(observer)
+                _log.exception("%r raised and is told nothing more", observer)
+
+    def watch(self, task: TaskInfo, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)``, which is ``task``."""
+        self.tell(lambda observer: observer.task_started(task))
+        started = perf_counter()
+        try:
+            return function(*args)
+        finally:
+            seconds = perf_counter() - started
+            self.tell(lambda observer: observer.task_finished(task, seconds))
+
+    def __repr__(self) -> str:
+        return f"<Audience of {len(self._members)}>"
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -1,0 +1,115 @@
+"""Time limits: what is said when one is over, and what is left behind then.
+
+A layer that is executing cannot be interrupted, so a call that gives up leaves tasks behind. They
+get no input and start no layer any more; the one that is executing goes on. Until it returns, its
+worker serves nobody, and calls say so at once instead of waiting behind it (**R6**).
+
+What is remembered of a run that was given up is whether it is settled. It holds no tensors (**R5**)
+but what the executing layer itself holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pipert.errors import PipelineTimeout, WorkerBusyError
+from pipert.progress import Progress
+from pipert.status import WorkerStatistics
+
+__all__: list[str] = []
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """A time limit in seconds, or ``None`` for none.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive, or no lock can wait for that long.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    seconds = float(timeout)
+    if math.isnan(seconds) or not 0.0 < seconds <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    return seconds
+
+
+class Overdue:
+    """The runs of one pipe that were given up and are not settled. Any thread."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self) -> None:
+        self._runs: dict[Progress, int] = {}  # its operations are atomic; in which process
+
+    def add(self, progress: Progress) -> None:
+        """The run was given up."""
+        self._runs[progress] = os.getpid()
+
+    def is_empty(self) -> bool:
+        """Whether all of them are settled by now."""
+        for progress, pid in list(self._runs.items()):
+            if progress.is_settled() or pid != os.getpid():
+                self._runs.pop(progress, None)
+        return not self._runs
+
+    def __repr__(self) -> str:
+        return f"<Overdue: {len(self._runs)} runs>"
+
+
+def timed_out(
+    what: str, seconds: float, workers: Iterable[WorkerStatistics], stacks: Mapping[str, str]
+) -> PipelineTimeout:
+    """The error for what took too long.
+
+    Args:
+        what: took longer.
+        seconds: than these.
+        workers: all of the pipe, as they were.
+        stacks: by the name of the worker, for those that are executing.
+    """
+    workers = tuple(workers)
+    lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *_table(workers)]
+    for name, stack in stacks.items():
+        lines += ["", f"{name} was at (most recent call last):", stack.rstrip()]
+    error = PipelineTimeout("\n".join(lines))
+    error.workers = workers
+    return error
+
+
+def still_busy(workers: Iterable[WorkerStatistics]) -> WorkerBusyError:
+    """The error for a call that would wait behind what was given up."""
+    busy = [worker for worker in workers if worker.doing is not None]
+    names = ", ".join(worker.name for worker in busy) or "a worker"
+    return WorkerBusyError(
+        "\n".join(
+            [
+                f"{names} still busy with a call that was given up; a layer cannot be interrupted. "
+                "Calls work again when it has returned. What the workers are doing:",
+                "",
+                *_table(busy),
+            ]
+        )
+    )
+
+
+def _table(workers: Iterable[WorkerStatistics]) -> list[str]:
+    rows = [("worker", "partition", "micro-batch", "phase", "for", "call", "tasks waiting")]
+    for worker in workers:
+        doing, queued = worker.doing, str(worker.queue_depth)
+        if doing is None:
+            rows.append((worker.name, "-", "-", "idle", "-", "-", queued))
+            continue
+        place = (str(doing.partition), str(doing.micro_batch), doing.phase)
+        rows.append((worker.name, *place, f"{doing.seconds:.3g} s", str(doing.run), queued))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,65 @@
+"""What a worker is doing and has done, as other threads may see it.
+
+The worker's thread alone writes it. All of it is one tuple that is replaced in one step, so whoever
+reads it, on any thread and without a lock, sees figures that were true together.
+
+It holds words and numbers: an idle worker references nothing of its last task (**W2**).
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from pipert.workers.turn import Turn
+
+__all__: list[str] = []
+
+
+class State(NamedTuple):
+    """One moment of a worker."""
+
+    tasks: int
+    """That it has completed, failed ones included."""
+    busy: float
+    """Seconds it has spent on them."""
+    what: Any = None
+    """What it is doing now; ``None`` when it is idle."""
+    since: float = 0.0
+    """When it began that, in ``perf_counter`` seconds."""
+    works: bool = False
+    """Whether it works on that, rather than waiting for it."""
+
+
+class Activity:
+    """One worker's; stays when its thread is replaced."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = State(0, 0.0)
+
+    def waits(self, what: Any) -> None:
+        """A task was taken and lacks its input. ``what`` holds no tensors and is immutable."""
+        self.state = State(self.state.tasks, self.state.busy, what, perf_counter())
+
+    def works(self, what: Any) -> None:
+        """The task begins."""
+        self.state = State(self.state.tasks, self.state.busy, what, perf_counter(), True)
+
+    def rests(self) -> float:
+        """The task is over. Returns the seconds it took, 0 if it never began."""
+        tasks, busy, _, since, works = self.state
+        took = perf_counter() - since if works else 0.0
+        self.state = State(tasks + works, busy + took)
+        return took
+
+    def __repr__(self) -> str:
+        return f"<Activity: {self.state.what or 'idle'}, {self.state.tasks} tasks>"
+
+
+class Seat(NamedTuple):
+    """What a worker lends to its tasks."""
+
+    turn: Turn
+    activity: Activity

@@ -1,0 +1,319 @@
+"""What observers are told, on which thread, and that they cannot break a run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Observer, Pipe, PipeClosedError, RunInfo, TaskInfo, WorkerDiedError
+
+CPU = torch.device("cpu")
+X = torch.arange(8.0).reshape(8, 1)
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Log(Observer):
+    """Notes everything, with the thread."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+        self.threads: list[tuple[str, threading.Thread]] = []
+
+    def note(self, event: str, *what: Any) -> None:
+        self.events.append((event, *what))
+        self.threads.append((event, threading.current_thread()))
+
+    def run_started(self, run: RunInfo) -> None:
+        self.note("run_started", run)
+
+    def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
+        assert seconds >= 0
+        self.note("run_finished", run, outcome)
+
+    def task_started(self, task: TaskInfo) -> None:
+        self.note("task_started", task)
+
+    def task_finished(self, task: TaskInfo, seconds: float) -> None:
+        assert seconds >= 0
+        self.note("task_finished", task)
+
+    def failed(self, task: TaskInfo, error: BaseException) -> None:
+        self.note("failed", task, type(error))
+
+    def of(self, event: str) -> list[Any]:
+        return [what if len(what) > 1 else what[0] for name, *what in self.events if name == event]
+
+
+def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:
+    n = len(layers)
+    return Pipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, **options)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(1, 1)
+
+
+def fail(error: BaseException) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        raise error
+
+    return function
+
+
+def test_a_run_is_told_with_its_number_and_size() -> None:
+    log = Log()
+    with pipe_of(linear(), linear(), chunks=4) as pipe:
+        pipe(X)
+        pipe.add_observer(log)
+        pipe(X)
+        pipe(X[:3])
+    runs = [RunInfo(1, 4, 2), RunInfo(2, 3, 2)]
+    assert log.of("run_started") == runs
+    assert log.of("run_finished") == [[run, "succeeded"] for run in runs]
+
+
+def test_each_forward_task_is_told_when_it_begins_and_ends() -> None:
+    log = Log()
+    with pipe_of(linear(), linear(), chunks=2) as pipe:
+        pipe.add_observer(log)
+        pipe(X)
+    tasks = {TaskInfo(0, "forward", j, i, CPU) for i in range(2) for j in range(2)}
+    for event in ("task_started", "task_finished"):
+        assert set(log.of(event)) == tasks and len(log.of(event)) == 4
+    assert log.events[0][0] == "run_started" and log.events[-1][0] == "run_finished"
+
+
+@pytest.mark.parametrize(("checkpoint", "count"), [("always", 4), ("except_last", 2), ("never", 0)])
+def test_each_recomputation_is_told(checkpoint: str, count: int) -> None:
+    log = Log()
+    with pipe_of(linear(), linear(), chunks=2, checkpoint=checkpoint) as pipe:
+        pipe.add_observer(log)
+        pipe(X).sum().backward()
+    again = [task for task in log.of("task_finished") if task.phase == "recomputation"]
+    assert len(set(again)) == len(again) == count
+    assert {task.run for task in again} <= {0}
+
+
+def test_events_of_a_run_come_on_the_callers_thread_and_those_of_a_task_on_its_worker() -> None:
+    log = Log()
+    with pipe_of(linear(), linear()) as pipe:
+        pipe.add_observer(log)
+        pipe(X)
+    for event, thread in log.threads:
+        of_run = event.startswith("run")
+        assert (thread is threading.current_thread()) == of_run
+        assert of_run or thread.name in ("pipert-cpu-0", "pipert-cpu-1")
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
+def test_a_failure_is_told_with_the_task_that_raised_it(kind: type[BaseException]) -> None:
+    log = Log()
+    with pipe_of(linear(), Apply(fail(kind("no"))), chunks=2) as pipe:
+        pipe.add_observer(log)
+        with pytest.raises(kind):
+            pipe(X)
+    assert log.of("failed") == [[TaskInfo(0, "forward", 1, 0, CPU), kind]]
+    assert log.of("run_finished") == [[RunInfo(0, 2, 2), "failed"]]
+    assert TaskInfo(0, "forward", 1, 0, CPU) in log.of("task_finished")
+
+
+def test_a_failure_in_a_recomputation_is_told() -> None:
+    calls: list[int] = []
+
+    def second_time(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("no")
+        return x.exp()
+
+    log = Log()
+    with pipe_of(linear(), Apply(second_time), checkpoint="always") as pipe:
+        pipe.add_observer(log)
+        loss = pipe(X).sum()
+        with pytest.raises(ValueError, match="no"):
+            loss.backward()
+    assert log.of("failed") == [[TaskInfo(0, "recomputation", 1, 0, CPU), ValueError]]
+    assert log.of("run_finished") == [[RunInfo(0, 1, 2), "succeeded"]]
+
+
+def test_a_run_that_meets_the_end_of_the_pipe_is_cancelled() -> None:
+    pipes: list[Pipe] = []
+
+    def close(x: Tensor) -> Tensor:
+        pipes[0].close()
+        return x
+
+    log = Log()
+    pipe = pipe_of(Apply(close), linear(), chunks=4)
+    pipes.append(pipe)
+    pipe.add_observer(log)
+    with pytest.raises(PipeClosedError):
+        pipe(X)
+    pipes.clear()
+    assert log.of("run_finished") == [[RunInfo(0, 4, 2), "cancelled"]]
+    assert log.of("failed") == []
+    assert pipe.statistics().cancellations == 1
+
+
+def test_what_a_pipe_in_a_pipe_raises_when_it_is_closed_is_a_failure_of_the_outer_one() -> None:
+    log = Log()
+    inner = pipe_of(linear())
+    inner.close()
+    with pipe_of(linear(), inner) as pipe:
+        pipe.add_observer(log)
+        with pytest.raises(PipeClosedError):
+            pipe(X)
+    assert [outcome for _, outcome in log.of("run_finished")] == ["failed"]
+
+
+def test_arguments_that_are_refused_are_no_run() -> None:
+    log = Log()
+    with pipe_of(linear()) as pipe:
+        pipe.add_observer(log)
+        with pytest.raises(ValueError):
+            pipe(X, X[:3])
+        assert log.events == [] and pipe.statistics().runs == 0
+
+
+EVENTS = ["run_started", "run_finished", "task_started", "task_finished"]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("kind", [ValueError, RuntimeError])
+def test_an_observer_that_raises_is_dropped_and_the_run_goes_on(
+    event: str, kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> None:
+        raise kind("broken observer")
+
+    bad, good = Observer(), Log()
+    setattr(bad, event, broken)
+    with pipe_of(linear(), linear(), chunks=4) as pipe, caplog.at_level(logging.ERROR, "pipert"):
+        plain = nn.Sequential(*pipe)
+        pipe.add_observer(bad)
+        pipe.add_observer(good)
+        assert pipe(X).equal(plain(X))
+        pipe(X)
+        assert len(good.of("run_finished")) == 2
+        assert len(good.of("task_finished")) == 16
+    lines = [record for record in caplog.records if "is told nothing more" in record.message]
+    # Two workers may be in it at the same moment, before it is dropped.
+    assert 1 <= len(lines) <= 2
+
+
+def test_SystemExit_of_an_observer_on_a_worker_does_not_end_the_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Exits(Observer):
+        def task_started(self, task: TaskInfo) -> None:
+            raise SystemExit
+
+    with pipe_of(linear()) as pipe, caplog.at_level(logging.CRITICAL, "pipert"):
+        pipe.add_observer(Exits())
+        pipe(X)
+        pipe(X)
+        assert pipe.statistics().runs == 2
+
+
+@pytest.mark.parametrize("event", ["run_started", "run_finished"])
+def test_an_interrupt_in_an_observer_on_the_main_thread_reaches_the_caller(event: str) -> None:
+    def interrupted(*_: Any) -> None:
+        setattr(observer, event, lambda *_: None)
+        raise KeyboardInterrupt
+
+    observer = Observer()
+    setattr(observer, event, interrupted)
+    with pipe_of(linear()) as pipe:
+        pipe.add_observer(observer)
+        with pytest.raises(KeyboardInterrupt):
+            pipe(X)
+        assert pipe.statistics().in_flight == 0
+        pipe(X)
+
+
+def test_a_removed_observer_is_told_nothing() -> None:
+    log = Log()
+    with pipe_of(linear()) as pipe:
+        pipe.add_observer(log)
+        pipe.remove_observer(log)
+        pipe(X)
+    assert log.events == []
+
+
+def test_an_observer_that_is_added_twice_is_told_once() -> None:
+    log = Log()
+    with pipe_of(linear()) as pipe:
+        pipe.add_observer(log)
+        pipe.add_observer(log)
+        pipe(X)
+    assert len(log.of("run_started")) == 1
+
+
+def test_an_observer_that_is_added_during_a_run_hears_of_the_next_one() -> None:
+    log = Log()
+    pipes: list[Pipe] = []
+
+    def add(x: Tensor) -> Tensor:
+        pipes[0].add_observer(log)
+        return x
+
+    with pipe_of(Apply(add), linear(), chunks=2) as pipe:
+        pipes.append(pipe)
+        pipe(X)
+        assert log.events == []
+        pipe(X)
+        pipes.clear()
+    assert log.of("run_started") == [RunInfo(1, 2, 2)]
+
+
+def test_what_is_no_observer_is_refused() -> None:
+    with pipe_of(linear()) as pipe:
+        with pytest.raises(TypeError, match="must be a pipert.Observer"):
+            pipe.add_observer(print)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_pipe_has_no_observers_and_counts_for_itself(
+    copied: Callable[[Pipe], Pipe],
+) -> None:
+    log = Log()
+    with pipe_of(linear()) as pipe:
+        pipe.add_observer(log)
+        pipe(X)
+        with copied(pipe) as other:
+            other(X)
+            assert other.statistics().runs == 1
+        assert len(log.of("run_started")) == 1
+
+
+def test_the_death_of_a_worker_is_told_as_a_failure() -> None:
+    log = Log()
+    with pipe_of(linear(), linear()) as pipe:
+        pipe(X)
+        pipe.add_observer(log)
+
+        def dies(*_: Any) -> None:
+            raise WorkerDiedError("as if")
+
+        pipe[1].register_forward_pre_hook(dies)
+        with pytest.raises(WorkerDiedError):
+            pipe(X)
+    assert [outcome for _, outcome in log.of("run_finished")] == ["failed"]

@@ -1,0 +1,209 @@
+"""``Pipe.statistics()``: what it counts, and that any thread may ask at any moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, Statistics, TaskStatus
+
+X = torch.arange(8.0).reshape(8, 1)
+WAIT = 10.0  # s
+
+
+class Apply(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:
+    n = len(layers)
+    return Pipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, **options)
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(1, 1)
+
+
+class Gate:
+    """A layer's function that blocks until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.open = threading.Event()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.entered.set()
+        assert self.open.wait(WAIT)
+        return x
+
+
+def test_a_pipe_that_has_not_run_has_workers_and_zeros() -> None:
+    with pipe_of(linear(), linear()) as pipe:
+        seen = pipe.statistics()
+    assert (seen.runs, seen.in_flight, seen.failures, seen.cancellations, seen.tasks) == (0,) * 5
+    assert [worker.name for worker in seen.workers] == ["pipert-cpu-0", "pipert-cpu-1"]
+    assert all(worker.doing is None and worker.busy_seconds == 0 for worker in seen.workers)
+
+
+def test_runs_and_tasks_are_counted() -> None:
+    with pipe_of(linear(), linear(), chunks=4) as pipe:
+        pipe(X)
+        pipe(X[:3])
+        seen = pipe.statistics()
+    assert (seen.runs, seen.succeeded, seen.in_flight) == (2, 2, 0)
+    assert [worker.tasks for worker in seen.workers] == [7, 7] and seen.tasks == 14
+    assert all(worker.busy_seconds > 0 for worker in seen.workers)
+
+
+def test_recomputations_are_counted() -> None:
+    with pipe_of(linear(), linear(), chunks=4) as pipe:
+        pipe(X).sum().backward()
+        assert pipe.statistics().recomputations == 6
+
+
+def test_failures_are_counted() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError
+
+    with pipe_of(linear(), Apply(fail)) as pipe:
+        for _ in range(3):
+            with pytest.raises(ValueError):
+                pipe(X)
+        seen = pipe.statistics()
+    assert (seen.runs, seen.failures, seen.succeeded, seen.cancellations) == (3, 3, 0, 0)
+
+
+def test_what_a_worker_does_is_seen_while_it_does_it() -> None:
+    gate = Gate()
+    with pipe_of(Apply(gate), linear(), chunks=2) as pipe:
+        thread = threading.Thread(target=pipe, args=(X,))
+        thread.start()
+        assert gate.entered.wait(WAIT)
+        seen = pipe.statistics()
+        later = pipe.statistics()
+        gate.open.set()
+        thread.join(WAIT)
+    assert seen.in_flight == 1
+    first = seen.workers[0].doing
+    assert first is not None and first == TaskStatus(0, "forward", 0, 0, first.seconds)
+    second = seen.workers[1].doing
+    assert second is None or second.phase == "waiting for input" and second.partition == 1
+    assert later.workers[0].busy_seconds > seen.workers[0].busy_seconds > 0
+    assert later.workers[1].busy_seconds == 0
+
+
+def test_tasks_that_wait_are_counted() -> None:
+    gate = Gate()
+    with pipe_of(Apply(gate), chunks=4) as pipe:
+        threads = [threading.Thread(target=pipe, args=(X,)) for _ in range(2)]
+        threads[0].start()
+        assert gate.entered.wait(WAIT)
+        threads[1].start()
+        # The second caller's tasks are posted by the clock: its queue is seen to grow.
+        reached = threading.Event()
+        poll = threading.Thread(target=lambda: _until(pipe, 7, reached))
+        poll.start()
+        assert reached.wait(WAIT)
+        gate.open.set()
+        for thread in (*threads, poll):
+            thread.join(WAIT)
+        assert pipe.statistics().workers[0].queue_depth == 0
+
+
+def _until(pipe: Pipe, depth: int, reached: threading.Event) -> None:
+    for _ in range(10**6):
+        if pipe.statistics().workers[0].queue_depth == depth:
+            reached.set()
+            return
+
+
+def test_waiting_for_input_is_not_busy() -> None:
+    gate = Gate()
+    with pipe_of(Apply(gate), linear()) as pipe:
+        thread = threading.Thread(target=pipe, args=(X,))
+        thread.start()
+        assert gate.entered.wait(WAIT)
+        for _ in range(100):
+            assert pipe.statistics().workers[1].busy_seconds == 0
+        gate.open.set()
+        thread.join(WAIT)
+        seen = pipe.statistics()
+    assert seen.workers[0].busy_seconds > seen.workers[1].busy_seconds > 0
+
+
+def test_it_is_a_frozen_value_that_can_be_sent_anywhere() -> None:
+    with pipe_of(linear()) as pipe:
+        pipe(X)
+        seen = pipe.statistics()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        seen.runs = 0  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(seen)) == seen and isinstance(seen, Statistics)
+
+
+def test_a_closed_pipe_still_has_statistics() -> None:
+    with pipe_of(linear()) as pipe:
+        pipe(X)
+    assert pipe.statistics().runs == 1
+
+
+def test_a_thread_may_ask_while_others_call_and_every_number_only_grows() -> None:
+    done = threading.Event()
+    seen: list[Statistics] = []
+
+    def ask() -> None:
+        while not done.is_set():
+            seen.append(pipe.statistics())
+
+    with pipe_of(linear(), linear(), chunks=4) as pipe:
+        asking = threading.Thread(target=ask)
+        asking.start()
+        callers = [
+            threading.Thread(target=lambda: [pipe(X) for _ in range(10)]) for _ in range(3)
+        ]
+        for thread in callers:
+            thread.start()
+        for thread in callers:
+            thread.join(WAIT)
+        done.set()
+        asking.join(WAIT)
+        last = pipe.statistics()
+    assert (last.runs, last.succeeded, last.tasks) == (30, 30, 240)
+    for before, after in zip(seen, seen[1:], strict=False):
+        assert before.runs <= after.runs and before.tasks <= after.tasks
+        assert 0 <= after.in_flight <= 3 and after.succeeded >= before.succeeded
+        for one, other in zip(before.workers, after.workers, strict=True):
+            assert one.busy_seconds <= other.busy_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_counts_from_zero() -> None:
+    with pipe_of(linear()) as pipe:
+        pipe(X)
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                before = pipe.statistics().runs
+                pipe(X)
+                pipe(X)
+                os.write(writer, f"{before} {pipe.statistics().runs}".encode())
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert os.read(reader, 100) == b"0 2"
+        assert pipe.statistics().runs == 1
