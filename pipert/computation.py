@@ -6,7 +6,7 @@ references the partition and what must be the same the second time, but neither 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -23,7 +23,8 @@ from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.skip.store import Store, of_task
-from pipert.value import describe
+from pipert.tied import Substitute, Weights
+from pipert.value import describe, version
 from pipert.workers.context import CallerContext
 
 __all__ = ["is_checkpointing", "is_recomputing"]
@@ -59,7 +60,7 @@ class Snapshot:
         # the rest of it for small ones. A scripted module cannot be looked up in, and a parameter
         # that is still uninitialised is about to change.
         self._parameters = [
-            (home if isinstance(home, dict) else {name: p}, name, p, _version(p))
+            (home if isinstance(home, dict) else {name: p}, name, p, version(p))
             for home in (module._parameters for module in partition.modules())
             for name, p in home.items()
             if p is None or not is_lazy(p)
@@ -69,13 +70,9 @@ class Snapshot:
     def is_current(self) -> bool:
         """Whether the parameters are still the same, and unchanged."""
         return all(
-            home.get(name) is p and _version(p) == version
-            for home, name, p, version in self._parameters
+            home.get(name) is p and version(p) == before
+            for home, name, p, before in self._parameters
         )
-
-
-def _version(tensor: Tensor | None) -> int:
-    return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Computation:
@@ -93,8 +90,8 @@ class Computation:
     """
 
     __slots__ = (
-        "_account", "_context", "_j", "_partition", "_place", "_schedule", "_seed", "_skips",
-        "_snapshot", "layers_took",
+        "_account", "_borrowed", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
+        "_skips", "_snapshot", "layers_took",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +106,7 @@ class Computation:
         account: Account,
     ) -> None:
         self._account = account
+        self._borrowed: tuple[Weights, Sequence[Tensor]] | None = None
         self._partition = partition
         self._j = j
         self._schedule = schedule
@@ -118,6 +116,10 @@ class Computation:
         self._skips = skips
         self._snapshot: Snapshot | None = None
         self.layers_took = 0.0  # s, the last time
+
+    def lend(self, weights: Weights, copies: Sequence[Tensor]) -> None:
+        """Let the layers compute with ``copies`` of parameters that live on other devices."""
+        self._borrowed = weights, copies
 
     def forward(self, i: int, value: Value) -> Value:
         """``F[i,j]``, under the caller's context already."""
@@ -152,6 +154,13 @@ class Computation:
 
     def _compute(self, i: int, value: Value) -> Value:
         compute = self._run_layers_with_skips if self._skips else self._run_layers
+        if self._borrowed is None:
+            return self._draw(compute, i, value)
+        with Substitute(*self._borrowed):
+            return self._draw(compute, i, value)
+
+    def _draw(self, compute: Callable[[int, Value], Value], i: int, value: Value) -> Value:
+        """``compute(i, value)`` with the random numbers of this task, if it draws any."""
         if self._seed is None:
             return compute(i, value)
         position = self._schedule.position(i, self._j)

@@ -43,6 +43,7 @@ from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
 from pipert.skip.routes import Carried, PartitionSkips
+from pipert.tied import Weights
 from pipert.value import differentiable, select
 from pipert.workers.activity import Seat
 from pipert.workers.turn import Turn
@@ -62,14 +63,15 @@ class Lane:
         j: the partition's index.
         partition: its layers, on its device.
         skips: which it stashes and pops.
+        borrowed: the parameters that it uses and that live on another device.
         stats: where it notes what its running statistics are to be updated by, if that is deferred.
         receive: where the inputs come from: a list of them, or the queue of the partition before.
         send: takes the output, in the order of micro-batches.
     """
 
     __slots__ = (
-        "_computation", "_copies", "_device", "_is_copied", "_receive", "_run", "_send", "_skips",
-        "_stats", "_token", "j", "progress",
+        "_borrowed", "_computation", "_copies", "_device", "_is_copied", "_receive", "_run",
+        "_send", "_skips", "_stats", "_token", "j", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +80,7 @@ class Lane:
         j: int,
         partition: nn.Sequential,
         skips: PartitionSkips,
+        borrowed: Weights,
         stats: PartitionStats | None,
         receive: list[Value] | ClosableQueue[Value],
         send: Callable[[Value], None],
@@ -87,6 +90,7 @@ class Lane:
         self._run = run
         self._device = run.devices[j]
         self._skips = skips
+        self._borrowed = borrowed
         self._stats = stats
         self._receive = receive
         self._send = send
@@ -171,6 +175,8 @@ class Lane:
             raise
 
     def _run_one(self, i: int, x: Value, turn: Turn) -> Value:
+        if self._borrowed:
+            self._borrow(i)
         x, copied = self._copy_in(i, x) if self._copies else (x, None)
         x = self._join(x)
         if copied is not None:
@@ -186,6 +192,14 @@ class Lane:
         y = compute() if self._stats is None else self._stats.collect(compute)
         turn.layers_took(computation.layers_took)
         return self._leave(i, y, checkpoint)
+
+    def _borrow(self, i: int) -> None:
+        """Copy the parameters that live elsewhere, like a call's arguments: once for the run."""
+        weights, self._borrowed = self._borrowed, ()
+        copies, copied = self._copy_value(i, weights, None)
+        if copied is not None:
+            copies = self._wait_for(copied, copies)
+        self._computation.lend(weights, copies)
 
     def _join(self, x: Value) -> Value:
         """Tie the token to the first value that can take it.

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipert.autograd.drawing import may_draw
+from pipert.tied import Weights, borrowed, check_borrowers
 
 __all__: list[str] = []
 
@@ -92,25 +93,40 @@ def sequential(layers: Mapping[str, nn.Module | None], training: bool = True) ->
 
 
 def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Move each partition to its device.
+    """Move each partition to its device. A parameter that several use goes to the first one's.
 
     Raises:
         ValueError: as :func:`check_shared`; nothing has moved then.
     """
     check_shared(partitions, devices)
-    for partition, device in zip(partitions, devices, strict=True):
-        partition.to(device)
+    weights = borrowed(partitions, devices)
+    for partition, device, others in zip(partitions, devices, weights, strict=True):
+        if others:
+            _move_all_but(others, partition, device)
+        else:
+            partition.to(device)
+
+
+def _move_all_but(weights: Weights, module: nn.Module, device: torch.device) -> None:
+    staying = {id(weight) for weight in weights} | {id(weight.grad) for weight in weights}
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in staying else tensor.to(device)
+
+    module._apply(move)  # type: ignore[no-untyped-call]
 
 
 def check_shared(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
     """Refuse what several partitions cannot share.
 
     Raises:
-        ValueError: a parameter or buffer is used on two devices, or running statistics in two
-            partitions.
+        ValueError: a buffer is used on two devices, or running statistics in two partitions; or a
+            compiled or scripted layer uses a parameter that lives on another device.
     """
-    _check_shared_tensors(partitions, devices)
+    _check_shared_buffers(partitions, devices)
     _check_shared_norms(partitions)
+    for partition, weights in zip(partitions, borrowed(partitions, devices), strict=True):
+        check_borrowers(partition, weights)
 
 
 def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
@@ -126,20 +142,19 @@ def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
                 )
 
 
-def _check_shared_tensors(
+def _check_shared_buffers(
     partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
 ) -> None:
     homes: dict[torch.Tensor, tuple[str, torch.device]] = {}
     clashes = []
     for partition, device in zip(partitions, devices, strict=True):
-        tensors = [*partition.named_parameters(), *partition.named_buffers()]
-        for name, tensor in tensors:
+        for name, tensor in partition.named_buffers():
             other, home = homes.setdefault(tensor, (name, device))
             if home != device:
                 clashes.append(f"{other!r} on {home} is {name!r} on {device}")
     if clashes:
         raise ValueError(
-            "a parameter or buffer shared by several layers must stay on one device, but "
+            "a buffer shared by several layers must stay on one device, but "
             + "; ".join(clashes)
             + ". Choose a balance that puts those layers on one device"
         )

@@ -22,7 +22,6 @@ from pipert.partition import (
     balance_advice,
     check_balance,
     check_module,
-    check_shared,
     place,
     sequential,
     split,
@@ -31,6 +30,7 @@ from pipert.runtime import Runtime
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
 from pipert.status import Statistics
+from pipert.tied import borrowed
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]
@@ -87,8 +87,8 @@ class Pipe(nn.Module):
 
     Raises:
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
-            is below one; ``checkpoint`` is unknown; a device is not there; a parameter would be
-            needed on two devices.
+            is below one; ``checkpoint`` is unknown; a device is not there; a buffer would be needed
+            on two devices.
         TypeError: ``module`` is no plain ``nn.Sequential``, its stashes and pops do not match, or
             ``devices`` names no devices.
         IndexError: there are more partitions than devices.
@@ -153,7 +153,7 @@ class Pipe(nn.Module):
 
         Raises:
             ValueError: no layer has that name, or ``module`` is no module; a pipe has the layers it
-                was made of. Or a parameter would be needed on two devices.
+                was made of. Or a buffer would be needed on two devices.
             TypeError: its stashes and pops do not match those of the other layers, or it is a
                 SyncBatchNorm.
         """
@@ -161,11 +161,13 @@ class Pipe(nn.Module):
             whole = sequential({**self._modules, name: module}, self.training)
             verify_skippables(whole)
             check_batch_norm(module, self._deferred_batch_norm)
-            check_shared(split(whole, self._balance), self._devices)
-            for partition, device in zip(self._partitions, self._devices, strict=True):
+            partitions = split(whole, self._balance)
+            place(partitions, self._devices)  # all: it may change where a shared parameter lives
+            for partition in self._partitions:
                 if name in partition._modules:
-                    partition._modules[name] = self._modules[name] = module.to(device)
+                    partition._modules[name] = self._modules[name] = module
             self._runtime.skips = routes(self._partitions)
+            self._runtime.borrowed = borrowed(self._partitions, self._devices)
             return
         raise ValueError(
             f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
@@ -173,7 +175,8 @@ class Pipe(nn.Module):
         )
 
     def _start(self) -> None:
-        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions))
+        weights = borrowed(self._partitions, self._devices)
+        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions), weights)
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False

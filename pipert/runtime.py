@@ -39,6 +39,7 @@ from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.stream import CopyStreams
+from pipert.tied import Weights
 from pipert.value import select
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool, WorkerView
@@ -59,6 +60,7 @@ class Runtime:
         partitions: each on its device already.
         devices: one for each partition.
         skips: of each partition.
+        borrowed: the parameters that each partition uses and that live on another device.
     """
 
     def __init__(
@@ -66,9 +68,11 @@ class Runtime:
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
         skips: Sequence[PartitionSkips],
+        borrowed: Sequence[Weights],
     ) -> None:
         self._partitions = tuple(partitions)
         self.skips = tuple(skips)
+        self.borrowed = tuple(borrowed)
         self._devices = tuple(devices)
         self._workers = assign_workers(list(devices))
         self._streams = CopyStreams()
@@ -203,6 +207,7 @@ class Runtime:
                 j,
                 self._partitions[j],
                 self.skips[j],
+                self.borrowed[j],
                 stats.partitions[j] if stats else None,
                 queues[j - 1] if j > 0 else inputs,
                 queues[j].put if j < n - 1 else run.outputs.append,

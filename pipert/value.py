@@ -57,6 +57,11 @@ def describe(value: Value) -> str:
     return type(value).__qualname__
 
 
+def version(tensor: Tensor | None) -> int:
+    """How often a tensor was modified in place; -1 for what does not count that."""
+    return -1 if tensor is None or tensor.is_inference() else tensor._version
+
+
 def _only(tensors: Tensors) -> Any:
     return tensors[0]
 

@@ -24,7 +24,7 @@ LAYERS = [
     {"stream"},
     {"autograd"},
     {"workers"},
-    {"partition", "progress", "skip", "batchnorm", "observe", "ledger", "overdue"},
+    {"tied", "partition", "progress", "skip", "batchnorm", "observe", "ledger", "overdue"},
     {"computation", "run", "lane"},
     {"clock", "runtime"},
     {"balance"},

@@ -72,6 +72,7 @@ class Driven:
             j,
             nn.Sequential(*layers),
             skips,
+            (),
             None,
             receive,
             self.sent.append if send is None else send,

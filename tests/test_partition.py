@@ -142,9 +142,26 @@ def test_pitfall_20_parameter_shared_on_one_device_is_accepted() -> None:
     assert next(first.parameters()) is next(second.parameters())
 
 
-def test_parameter_shared_between_devices_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'0\.weight' on cpu is '1\.weight' on meta"):
-        split_to(tied(), [1, 1], [CPU, META])
+def test_a_parameter_shared_between_devices_lives_on_the_first_ones() -> None:
+    first, second = split_to(tied(), [1, 1], [CPU, META])
+    weight, bias = second[0].weight, second[0].bias
+    assert weight is first[0].weight
+    assert isinstance(weight, nn.Parameter) and weight.device == CPU
+    assert isinstance(bias, nn.Parameter) and bias.device == META
+
+
+def test_the_gradient_of_a_shared_parameter_stays_with_it() -> None:
+    module = tied()
+    module(torch.ones(1, 2)).sum().backward()
+    _, second = split_to(module, [1, 1], [CPU, META])
+    devices = [p.grad.device for p in second.parameters() if p.grad is not None]
+    assert devices == [CPU, META]
+
+
+def test_a_layer_shared_between_devices_lives_on_the_first_ones() -> None:
+    layer = nn.Linear(2, 2)
+    split_to(nn.Sequential(layer, nn.Linear(2, 2), layer), [1, 1, 1], [CPU, META, META])
+    assert {parameter.device for parameter in layer.parameters()} == {CPU}
 
 
 def test_buffer_shared_between_devices_is_refused_by_name() -> None:
@@ -154,19 +171,19 @@ def test_buffer_shared_between_devices_is_refused_by_name() -> None:
         split_to(module, [1, 1], [CPU, META])
 
 
-def test_layer_shared_between_devices_is_refused_with_all_its_parameters() -> None:
-    layer = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match=r"'0\.weight' on cpu .*'0\.bias' on cpu"):
-        split_to(nn.Sequential(layer, layer), [1, 1], [CPU, META])
+def shared_buffer() -> nn.Sequential:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    module[2].running_mean = module[1].running_mean
+    return module
 
 
-def test_refusal_of_a_shared_parameter_says_what_to_change() -> None:
+def test_refusal_of_a_shared_buffer_says_what_to_change() -> None:
     with pytest.raises(ValueError, match="Choose a balance that puts those layers on one device"):
-        split_to(tied(), [1, 1], [CPU, META])
+        split_to(shared_buffer(), [2, 1], [CPU, META])
 
 
-def test_refusal_of_a_shared_parameter_has_moved_nothing() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), *tied())
+def test_refusal_of_a_shared_buffer_has_moved_nothing() -> None:
+    module = shared_buffer()
     with pytest.raises(ValueError):
         split_to(module, [2, 1], [META, CPU])
     assert {parameter.device for parameter in module.parameters()} == {CPU}

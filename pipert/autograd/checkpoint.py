@@ -39,7 +39,7 @@ from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.errors import NestedCheckpointError, RecomputationError
-from pipert.value import describe, tensors_of
+from pipert.value import describe, tensors_of, version
 
 __all__: list[str] = []
 
@@ -224,11 +224,11 @@ class _Input:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._requires_grad = tensor.requires_grad
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = version(tensor)
 
     def fresh(self) -> Tensor:
         """A copy for the partition to use up, no leaf, so that it may be changed in place."""
-        if self._version not in (-1, self._tensor._version):
+        if self._version != version(self._tensor):
             raise RuntimeError(
                 "an input of a checkpointed partition was modified in place between its forward "
                 f"and its recomputation: {describe(self._tensor)}; clone it before modifying it"

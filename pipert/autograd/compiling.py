@@ -80,7 +80,7 @@ def refuse_compilation() -> None:
             "a pipe was called inside of torch.compile, which does not see the threads of the pipe "
             "and would leave its layers as they are. Compile each layer, then wrap: "
             "Pipe(nn.Sequential(*[torch.compile(layer) for layer in module]), ...). In a compiled "
-            "function of yours, call torch.compiler.disable(pipe.__call__)"
+            "function of yours, call torch.compiler.disable(pipe)"
         )
 
 

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 
 from pipert._typing import Tensors, Value
 from pipert.skip.namespace import Key, show
-from pipert.value import tensors_of
+from pipert.value import tensors_of, version
 
 __all__: list[str] = []
 
@@ -68,7 +68,7 @@ def _apart(tensors: Tensors) -> Tensors:
 
 
 def _versions(tensors: Tensors) -> list[int]:
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors]
 
 
 class Store:

@@ -154,7 +154,7 @@ def drive(setting: Setting, checkpointed: int) -> Tensor:
     run = Run(Schedule(1, n), checkpointed, n * [cpu], context, CopyStreams(), account)
     values: list[list[Any]] = [[torch.ones(1, 3)], *[[] for _ in range(n)]]
     for j, skips in enumerate(routes(partitions)):
-        lane = Lane(run, j, partitions[j], skips, None, values[j], values[j + 1].append)
+        lane = Lane(run, j, partitions[j], skips, (), None, values[j], values[j + 1].append)
         lane.forward(0, Seat(Turn(threading.Lock()), Activity()))
         if j == 0:
             setting.log("2 task over")

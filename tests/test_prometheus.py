@@ -1,0 +1,342 @@
+"""The metrics for Prometheus say what the pipes did, hold no pipe, and may be read at any moment."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, PipelineTimeout
+
+pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
+
+from prometheus_client import CollectorRegistry, generate_latest  # noqa: E402
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+
+from pipert import prometheus  # noqa: E402
+from pipert.prometheus import PipeMetrics  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+ROWS = torch.ones(8, 4)
+
+
+class Gate(nn.Module):
+    """Waits, while it is closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.open = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reached.set()
+        assert self.open.wait(30)
+        return x
+
+
+class Raises(nn.Module):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise self.error
+
+
+def two(first: nn.Module | None = None, timeout: float | None = None) -> Pipe:
+    layers = nn.Sequential(first or nn.Linear(4, 4), nn.Linear(4, 1))
+    return Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=4, timeout=timeout)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> PipeMetrics:
+    return PipeMetrics(registry)
+
+
+@pytest.fixture
+def pipe(metrics: PipeMetrics) -> Iterator[Pipe]:
+    with two() as pipe:
+        metrics.add(pipe, "a")
+        yield pipe
+
+
+def samples(registry: CollectorRegistry) -> dict[str, float]:
+    """What the exposition text says: ``name{label=value,...}`` to the value."""
+    found = {}
+    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+        for sample in family.samples:
+            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()))
+            found[f"{sample.name}{{{labels}}}"] = sample.value
+    return found
+
+
+# What is counted
+
+
+def test_runs_are_counted_by_outcome(metrics: PipeMetrics, registry: CollectorRegistry) -> None:
+    gate = Gate()
+    gate.open.set()
+    with two(gate, timeout=0.05) as pipe:
+        metrics.add(pipe, "a")
+        for _ in range(3):
+            pipe(ROWS, timeout=30)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            pipe(torch.ones(8, 5), timeout=30)
+        gate.open.clear()
+        with pytest.raises(PipelineTimeout):
+            pipe(ROWS)
+        gate.open.set()
+        pipe.timeout = None
+    found = samples(registry)
+    assert found["pipert_runs_total{outcome=succeeded,pipe=a}"] == 3
+    assert found["pipert_runs_total{outcome=failed,pipe=a}"] == 1
+    assert found["pipert_runs_total{outcome=cancelled,pipe=a}"] == 1
+    assert found["pipert_run_duration_seconds_count{outcome=succeeded,pipe=a}"] == 3
+    assert found["pipert_run_duration_seconds_count{outcome=failed,pipe=a}"] == 1
+    assert found["pipert_run_duration_seconds_sum{outcome=cancelled,pipe=a}"] >= 0.05
+
+
+def test_tasks_are_counted_for_each_worker_and_recomputations_for_the_pipe(
+    pipe: Pipe, registry: CollectorRegistry
+) -> None:
+    for _ in range(2):
+        pipe(ROWS).sum().backward()
+    found = samples(registry)
+    for worker in ("pipert-cpu-0", "pipert-cpu-1"):
+        labels = f"{{pipe=a,worker={worker}}}"
+        assert found[f"pipert_worker_tasks_total{labels}"] == 8
+        assert found[f"pipert_worker_busy_seconds_total{labels}"] > 0
+        assert found[f"pipert_worker_queue_depth{labels}"] == 0
+        assert found[f"pipert_worker_task_age_seconds{labels}"] == 0
+    assert found["pipert_recomputations_total{pipe=a}"] == 12  # all micro-batches but the last
+
+
+def test_the_time_of_tasks_is_told_by_partition_and_phase(
+    pipe: Pipe, registry: CollectorRegistry
+) -> None:
+    pipe(ROWS).sum().backward()
+    found = samples(registry)
+    for partition in (0, 1):
+        for phase, count in (("forward", 4), ("recomputation", 3)):
+            labels = f"partition={partition},phase={phase},pipe=a"
+            assert found[f"pipert_task_duration_seconds_count{{{labels}}}"] == count
+            assert found[f"pipert_task_duration_seconds_bucket{{le=+Inf,{labels}}}"] == count
+            assert found[f"pipert_task_duration_seconds_sum{{{labels}}}"] > 0
+
+
+def test_what_a_worker_is_at_shows_while_it_is_at_it(
+    metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    gate = Gate()
+    with two(gate) as pipe:
+        metrics.add(pipe, "a")
+        call = threading.Thread(target=pipe, args=(ROWS,))
+        call.start()
+        assert gate.reached.wait(30)
+        before, after = samples(registry), samples(registry)
+        gate.open.set()
+        call.join()
+    age = "pipert_worker_task_age_seconds{pipe=a,worker=pipert-cpu-0}"
+    assert 0 < before[age] < after[age]
+    assert before["pipert_runs_in_flight{pipe=a}"] == 1
+    waits = "pipert_worker_task_age_seconds{pipe=a,worker=pipert-cpu-1}"
+    assert after[waits] == 0  # for input, which is not its task
+    ended = samples(registry)
+    assert (ended[age], ended["pipert_runs_in_flight{pipe=a}"]) == (0, 0)
+
+
+def test_failures_are_counted_by_the_type_of_the_exception(
+    metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    with two(Raises(ValueError("no"))) as pipe:
+        metrics.add(pipe, "a")
+        for error in (ValueError("no"), ValueError("no"), torch.OutOfMemoryError("full")):
+            pipe[0].error = error
+            with pytest.raises(type(error)):
+                pipe(ROWS)
+    found = samples(registry)
+    assert found["pipert_failures_total{exception=ValueError,pipe=a}"] == 2
+    assert found["pipert_failures_total{exception=OutOfMemoryError,pipe=a}"] == 1
+
+
+def test_the_bounds_of_the_histograms_can_be_chosen(registry: CollectorRegistry) -> None:
+    metrics = PipeMetrics(registry, buckets=[0.5, 40.0])
+    with two() as pipe:
+        metrics.add(pipe, "a")
+        pipe(ROWS)
+    bounds = [key for key in samples(registry) if key.startswith("pipert_run_duration") and "le=" in key]
+    assert [re.findall(r"le=([^,]+)", key)[0] for key in bounds] == ["0.5", "40.0", "+Inf"]
+
+
+def test_the_names_are_those_of_the_documentation(pipe: Pipe, registry: CollectorRegistry) -> None:
+    with pytest.raises(RuntimeError):
+        pipe(torch.ones(8, 5))
+    pipe(ROWS)
+    table = re.findall(r"^``(\w+)`` +(\w+)", prometheus.__doc__ or "", re.MULTILINE)
+    lines = re.findall(r"^# TYPE (\w+) (\w+)$", generate_latest(registry).decode(), re.MULTILINE)
+    assert sorted(table) == sorted(line for line in lines if not line[0].endswith("_created"))
+
+
+# Several pipes
+
+
+def test_two_pipes_fit_into_one_registry(
+    pipe: Pipe, metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    with two() as other:
+        metrics.add(other, "b")
+        pipe(ROWS)
+        for _ in range(2):
+            other(ROWS)
+        found = samples(registry)
+        text = generate_latest(registry).decode()
+    for name in ("pipert_runs_total", "pipert_run_duration_seconds_count"):
+        assert found[f"{name}{{outcome=succeeded,pipe=a}}"] == 1
+        assert found[f"{name}{{outcome=succeeded,pipe=b}}"] == 2
+    types = re.findall(r"^# TYPE (\w+)", text, re.MULTILINE)
+    assert len(types) == len(set(types))  # the format wants all samples of a name together
+
+
+def test_a_name_that_is_taken_is_refused(pipe: Pipe, metrics: PipeMetrics) -> None:
+    with two() as other:
+        with pytest.raises(ValueError, match="there is a pipe called 'a' already"):
+            metrics.add(other, "a")
+
+
+def test_a_registry_takes_one_of_these(metrics: PipeMetrics, registry: CollectorRegistry) -> None:
+    with pytest.raises(ValueError, match="pipert_runs"):
+        PipeMetrics(registry)
+
+
+def test_a_removed_pipe_is_shown_and_told_no_more(
+    pipe: Pipe, metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    pipe(ROWS)
+    metrics.remove("a")
+    pipe(ROWS)
+    assert samples(registry) == {}
+    assert not pipe._runtime.ledger.observers.all
+    with pytest.raises(KeyError):
+        metrics.remove("a")
+    metrics.add(pipe, "a")
+    pipe(ROWS)
+    found = samples(registry)
+    assert found["pipert_run_duration_seconds_count{outcome=succeeded,pipe=a}"] == 1
+    assert found["pipert_runs_total{outcome=succeeded,pipe=a}"] == 3
+
+
+# The life of a pipe
+
+
+def test_a_dropped_pipe_ends_its_threads_and_disappears(
+    metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    gc.disable()
+    try:
+        pipe = two()
+        metrics.add(pipe, "a")
+        pipe(ROWS)
+        samples(registry)
+        threads = [t for t in threading.enumerate() if t.name.startswith("pipert-")]
+        reference = weakref.ref(pipe)
+        del pipe
+        assert reference() is None
+        for thread in threads:
+            thread.join(10)
+        assert threads and not any(thread.is_alive() for thread in threads)
+        assert samples(registry) == {}
+    finally:
+        gc.enable()
+    with two() as other:
+        metrics.add(other, "a")  # the name is free
+
+
+def test_a_backward_after_the_pipe_was_dropped_works(
+    metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    pipe = two()
+    parameters = list(pipe.parameters())
+    metrics.add(pipe, "a")
+    loss = pipe(ROWS).sum()
+    del pipe
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in parameters)
+    assert samples(registry) == {}
+
+
+def test_a_closed_pipe_is_still_shown(
+    pipe: Pipe, metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    pipe(ROWS)
+    pipe.close()
+    assert samples(registry)["pipert_runs_total{outcome=succeeded,pipe=a}"] == 1
+
+
+@pytest.mark.slow
+def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
+    pipe: Pipe, registry: CollectorRegistry
+) -> None:
+    count = 40
+    begun, ended = threading.Barrier(4), threading.Event()
+    read: list[list[dict[str, float]]] = [[] for _ in range(3)]
+
+    def scrape(into: list[dict[str, float]]) -> None:
+        begun.wait()
+        while not ended.is_set():
+            into.append(samples(registry))
+
+    scrapers = [threading.Thread(target=scrape, args=(into,)) for into in read]
+    for scraper in scrapers:
+        scraper.start()
+    begun.wait()
+    for _ in range(count):
+        pipe(ROWS).sum().backward()
+    ended.set()
+    for scraper in scrapers:
+        scraper.join()
+    last = samples(registry)
+    assert last["pipert_runs_total{outcome=succeeded,pipe=a}"] == count
+    labels = "partition=1,phase=recomputation,pipe=a"
+    assert last[f"pipert_task_duration_seconds_count{{{labels}}}"] == 3 * count
+    for found in read:
+        assert found, "the scraper has not come to read anything"
+        for key in last:
+            if re.match(r"\w+_(total|count|bucket|sum)\{", key):
+                values = [one[key] for one in [*found, last] if key in one]
+                assert values == sorted(values), f"{key} has fallen"
+
+
+# The package
+
+
+def run(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+
+
+@pytest.mark.slow
+def test_importing_pipert_does_not_import_the_client() -> None:
+    script = "import pipert, sys; print([m for m in sys.modules if 'prometheus' in m])"
+    assert run(script).stdout == "[]\n"
+
+
+@pytest.mark.slow
+def test_without_the_package_the_error_names_the_extra() -> None:
+    script = "import sys; sys.modules['prometheus_client'] = None; import pipert.prometheus"
+    last = run(script).stderr.splitlines()[-1]
+    assert last.startswith("ImportError: pipert.prometheus needs the package prometheus_client")
+    assert last.endswith("pip install 'pipert[prometheus]'")

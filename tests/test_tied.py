@@ -1,0 +1,484 @@
+"""Tied weights: one parameter that layers of several partitions use.
+
+There is one real device here that can compute, so for most of these tests each partition counts as
+a device of its own, and what copies between devices is replaced by a function that copies on the
+CPU and counts. That the right tensors are copied between real devices is shown with ``meta``, and
+on GPUs in ``tests/cuda``.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from pipert import Pipe
+from pipert import partition as partition_module
+from pipert import pipe as pipe_module
+from pipert.lane import Lane
+from pipert.tied import Substitute, Weights, borrowed, check_borrowers
+
+MODES = ["always", "except_last", "never"]
+TOKENS = torch.arange(24).reshape(8, 3) % 7
+
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+
+class Head(nn.Module):
+    """A linear layer without a weight of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        assert isinstance(weight, nn.Parameter)
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def language_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    embedding = nn.Embedding(7, 4)
+    return nn.Sequential(embedding, nn.Linear(4, 4), nn.GELU(), Head(embedding.weight))
+
+
+class Copies:
+    """What copies between devices here; counts both ways."""
+
+    def __init__(self) -> None:
+        self.forward = 0
+        self.back = 0
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        self.forward += 1
+        if weight.requires_grad and torch.is_grad_enabled():
+            made: Tensor = _Copy.apply(weight, self)  # type: ignore[no-untyped-call]
+        else:
+            made = weight.detach().clone()
+        self.made.append(weakref.ref(made))
+        return made
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return weight.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.copies.back += 1
+        return grad.clone(), None
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Lets every partition count as a device of its own."""
+    counting = Copies()
+    copy_value = Lane._copy_value
+
+    def apart(partitions: Any, devices: Any) -> tuple[Weights, ...]:
+        return borrowed(partitions, [torch.device("cuda", j) for j in range(len(devices))])
+
+    def copy_weights(lane: Lane, i: int, x: Any, before: Any) -> Any:
+        if type(x) is tuple and x and isinstance(x[0], nn.Parameter):
+            return tuple(counting(weight) for weight in x), None
+        return copy_value(lane, i, x, before)
+
+    monkeypatch.setattr(pipe_module, "borrowed", apart)
+    monkeypatch.setattr(partition_module, "borrowed", apart)
+    monkeypatch.setattr(Lane, "_copy_value", copy_weights)
+    return counting
+
+
+def pipe_of(module: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
+    return Pipe(module, balance, devices=["cpu"] * len(balance), **options)
+
+
+def weight_of(module: nn.Sequential | Pipe) -> nn.Parameter:
+    weight = module[0].weight
+    assert isinstance(weight, nn.Parameter)
+    return weight
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def step(model: Callable[[Tensor], Tensor], tokens: Tensor = TOKENS) -> Tensor:
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+# On one device.
+
+
+@modes
+def test_layers_of_one_device_share_a_parameter_without_copies(checkpoint: str) -> None:
+    plain = language_model()
+    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=3, checkpoint=checkpoint) as pipe:
+        torch.testing.assert_close(step(pipe), step(plain))
+        torch.testing.assert_close(gradients(pipe), gradients(plain))
+
+
+# On several.
+
+
+@modes
+@pytest.mark.parametrize("chunks", [1, 3, 8])
+@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [1, 3], [3, 1]])
+def test_gradients_add_up_in_the_one_parameter(
+    copies: Copies, checkpoint: str, chunks: int, balance: list[int]
+) -> None:
+    plain = language_model()
+    with pipe_of(copy.deepcopy(plain), balance, chunks=chunks, checkpoint=checkpoint) as pipe:
+        for _ in range(2):  # the second time they are accumulated
+            torch.testing.assert_close(step(pipe), step(plain))
+            torch.testing.assert_close(gradients(pipe), gradients(plain))
+    assert copies.forward == 2
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 8])
+def test_it_is_copied_once_in_a_run_and_its_gradient_once_back(copies: Copies, chunks: int) -> None:
+    with pipe_of(language_model(), [2, 2], chunks=chunks) as pipe:
+        step(pipe)
+    assert (copies.forward, copies.back) == (1, 1)
+
+
+def test_each_borrowing_partition_has_a_copy(copies: Copies) -> None:
+    weight = nn.Parameter(torch.eye(3) + 0.1)
+    plain = nn.Sequential(*[Head(weight) for _ in range(4)])
+    x = torch.randn(4, 3)
+    with pipe_of(copy.deepcopy(plain), [1, 2, 1], chunks=2) as pipe:
+        pipe(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        torch.testing.assert_close(gradients(pipe), gradients(plain))
+    assert (copies.forward, copies.back) == (2, 2)
+
+
+def test_it_is_one_parameter_with_both_names_in_the_state_dict(copies: Copies) -> None:
+    module = language_model()
+    keys = list(module.state_dict())
+    weight = module[0].weight
+    with pipe_of(module, [2, 2]) as pipe:
+        assert [p is weight for p in pipe.parameters()] == [True, False, False]
+        assert list(pipe.state_dict()) == keys and {"0.weight", "3.weight"} <= set(keys)
+
+
+@modes
+def test_training_gives_the_plain_modules_weights(copies: Copies, checkpoint: str) -> None:
+    plain = language_model()
+    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=4, checkpoint=checkpoint) as pipe:
+        for model in (plain, pipe):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(5):
+                optimizer.zero_grad()
+                step(model)
+                optimizer.step()
+        torch.testing.assert_close(dict(pipe.named_parameters()), dict(plain.named_parameters()))
+
+
+def test_a_state_dict_loads_into_the_one_parameter(copies: Copies) -> None:
+    trained = language_model()
+    with torch.no_grad():
+        weight_of(trained).add_(1.0)
+    with pipe_of(language_model(), [2, 2]) as pipe:
+        pipe.load_state_dict(trained.state_dict())
+        torch.testing.assert_close(pipe(TOKENS), trained(TOKENS))
+
+
+@modes
+def test_autograd_grad_gives_the_sum_and_touches_no_grad(copies: Copies, checkpoint: str) -> None:
+    plain = language_model()
+    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
+        (ours,) = torch.autograd.grad(pipe(TOKENS).square().sum(), weight_of(pipe))
+        (theirs,) = torch.autograd.grad(plain(TOKENS).square().sum(), weight_of(plain))
+        torch.testing.assert_close(ours, theirs)
+        assert all(grad is None for grad in gradients(pipe).values())
+
+
+def test_a_frozen_one_gets_no_gradient(copies: Copies) -> None:
+    plain = language_model()
+    weight_of(plain).requires_grad_(False)
+    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2) as pipe:
+        step(pipe)
+        step(plain)
+        torch.testing.assert_close(gradients(pipe), gradients(plain))
+        assert weight_of(pipe).grad is None and copies.back == 0
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_it_is_copied_too(copies: Copies, mode: Callable[[], Any]) -> None:
+    plain = language_model()
+    with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2) as pipe, mode():
+        torch.testing.assert_close(pipe(TOKENS), plain(TOKENS))
+    assert copies.forward == 1
+
+
+def test_each_run_sees_the_parameter_as_it_is_then(copies: Copies) -> None:
+    with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
+        before = pipe(TOKENS)
+        with torch.no_grad():
+            weight_of(pipe).mul_(2.0)
+        assert not pipe(TOKENS).equal(before)
+        torch.testing.assert_close(pipe(TOKENS), nn.Sequential(*pipe)(TOKENS))
+
+
+def test_a_recomputation_after_the_parameter_was_changed_is_refused(copies: Copies) -> None:
+    with pipe_of(language_model(), [2, 2], checkpoint="always") as pipe:
+        loss = pipe(TOKENS).sum()
+        with torch.no_grad():
+            weight_of(pipe).mul_(2.0)
+        with pytest.raises(RuntimeError, match="was modified"):
+            loss.backward()
+
+
+@modes
+def test_a_layer_may_be_used_twice(copies: Copies, checkpoint: str) -> None:
+    layer = nn.Linear(3, 3)
+    plain = nn.Sequential(layer, nn.Tanh(), layer)
+    x = torch.randn(4, 3)
+    with pipe_of(copy.deepcopy(plain), [2, 1], chunks=2, checkpoint=checkpoint) as pipe:
+        pipe(x).sum().backward()
+        plain(x).sum().backward()
+        torch.testing.assert_close(gradients(pipe), gradients(plain))
+    assert copies.forward == 2  # weight and bias
+
+
+class Last(nn.Module):
+    def __init__(self, rnn: nn.Module) -> None:
+        super().__init__()
+        self.rnn = rnn
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.rnn(x)[0]
+        return y
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Last(nn.LSTM(4, 4, batch_first=True)),
+        lambda: Last(nn.GRU(4, 4, num_layers=2, batch_first=True)),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True),
+        lambda: parametrizations.weight_norm(nn.Linear(4, 4)),
+        lambda: nn.Conv1d(3, 3, 1),
+        lambda: nn.LayerNorm(4),
+        lambda: nn.Bilinear(4, 4, 4),
+    ],
+    ids=["LSTM", "GRU", "transformer", "weight_norm", "conv", "layer_norm", "bilinear"],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_layers_of_torch_find_their_copies(
+    copies: Copies, make: Callable[[], nn.Module], training: bool
+) -> None:
+    torch.manual_seed(0)
+    layer = make()
+    call = layer if not isinstance(layer, nn.Bilinear) else _Twice(layer)
+    plain = nn.Sequential(call, nn.Tanh(), call).train(training)
+    x = torch.randn(4, 3, 4)
+    with pipe_of(copy.deepcopy(plain), [2, 1], chunks=2) as pipe:
+        ours, theirs = pipe(x), plain(x)
+        torch.testing.assert_close(ours, theirs)
+        ours.square().sum().backward()
+        theirs.square().sum().backward()
+        torch.testing.assert_close(gradients(pipe), gradients(plain))
+    assert copies.back == copies.forward == len(list(layer.parameters()))
+
+
+class _Twice(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x, x)
+        return y
+
+
+def test_callers_at_once_get_their_own_gradients(copies: Copies) -> None:
+    with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
+        plain = nn.Sequential(*pipe)
+        expected = torch.autograd.grad(plain(TOKENS).square().sum(), weight_of(pipe))[0]
+        found: list[Tensor] = []
+
+        def call() -> None:
+            for _ in range(5):
+                loss = pipe(TOKENS).square().sum()
+                found.append(torch.autograd.grad(loss, weight_of(pipe))[0])
+
+        threads = [threading.Thread(target=call) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 15
+    for grad in found:
+        torch.testing.assert_close(grad, expected)
+
+
+def test_replacing_its_owner_makes_the_next_partition_the_owner(copies: Copies) -> None:
+    with pipe_of(language_model(), [2, 2]) as pipe:
+        weight = pipe[3].weight
+        pipe.add_module("0", nn.Embedding(7, 4))
+        step(pipe)
+        assert copies.forward == 0 and isinstance(weight, Tensor) and weight.grad is not None
+
+
+def test_replacing_a_layer_can_tie_it(copies: Copies) -> None:
+    module = language_model()
+    untied = Head(nn.Parameter(torch.randn(7, 4)))
+    tied = module[3]
+    module[3] = untied
+    with pipe_of(module, [2, 2]) as pipe:
+        step(pipe)
+        assert copies.forward == 0
+        pipe.add_module("3", tied)
+        step(pipe)
+        assert copies.forward == 1
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_of_the_pipe_is_tied_in_itself(copies: Copies, how: Callable[[Pipe], Pipe]) -> None:
+    with pipe_of(language_model(), [2, 2]) as pipe, how(pipe) as other:
+        assert other[0].weight is other[3].weight is not pipe[0].weight
+        step(other)
+        assert copies.forward == 1 and weight_of(pipe).grad is None
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@modes
+def test_the_copy_is_gone_with_the_graph(copies: Copies, checkpoint: str, no_gc: None) -> None:
+    with pipe_of(language_model(), [2, 2], chunks=2, checkpoint=checkpoint) as pipe:
+        step(pipe)
+        assert [made() for made in copies.made] == [None]
+
+
+def test_after_a_failure_the_copy_is_gone(copies: Copies, no_gc: None) -> None:
+    with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
+        with pytest.raises(IndexError):
+            pipe(TOKENS + 100)
+        handle = pipe[3].register_forward_pre_hook(_fail)
+        with pytest.raises(ValueError, match="on purpose"):
+            pipe(TOKENS)
+        handle.remove()
+        assert [made() for made in copies.made] == [None]
+        step(pipe)
+
+
+def _fail(*_: Any) -> None:
+    raise ValueError("on purpose")
+
+
+class Clamp(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(0.0, 1.0)
+        return x @ self.weight
+
+
+def test_a_layer_that_modifies_its_copy_in_place_is_refused(copies: Copies) -> None:
+    weight = nn.Parameter(torch.eye(3))
+    with pipe_of(nn.Sequential(Head(weight), Clamp(weight)), [1, 1]) as pipe:
+        with pytest.raises(RuntimeError, match="modified a parameter in place"):
+            pipe(torch.ones(2, 3))
+
+
+# Compiled and scripted layers.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["compiled", "compiled in place", "scripted"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_layers_that_cannot_be_handed_a_copy_are_refused_by_name(kind: str) -> None:
+    first, last = nn.Linear(2, 2), nn.Linear(2, 2)
+    last.weight = first.weight
+    layer: Any = last
+    if kind == "compiled":
+        layer = torch.compile(last, backend="eager")
+    elif kind == "scripted":
+        layer = torch.jit.script(last)
+    else:
+        last.compile(backend="eager")
+    partition = nn.Sequential(nn.ReLU(), layer)
+    with pytest.raises(ValueError, match=rf"layer '1' is {kind.split()[0]} and uses a parameter"):
+        check_borrowers(partition, (layer.weight,))
+    check_borrowers(partition, ())
+
+
+# Who borrows what; the substitute.
+
+
+def test_the_first_partition_that_uses_a_parameter_owns_it() -> None:
+    module = language_model()
+    partitions = [module[:1], module[1:3], module[3:]]
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert borrowed(partitions, [cpu, meta, meta]) == ((), (), (module[0].weight,))
+    assert borrowed(partitions, [cpu, meta, cpu]) == ((), (), ())
+    assert borrowed(partitions, [meta, cpu, cpu]) == ((), (), (module[0].weight,))
+
+
+def test_a_substitute_is_found_inside_of_lists_tuples_dicts_and_keywords() -> None:
+    weight = nn.Parameter(torch.zeros(2))
+    other = torch.full((2,), 5.0)
+    with Substitute((weight,), (torch.ones(2),)):
+        assert torch.stack([weight, other]).sum() == 12
+        assert torch.cat((weight, other)).sum() == 12
+        assert torch.add(input=weight, other=other).sum() == 12
+        assert torch.equal(weight + other, other + 1)
+        assert weight.sum().item() == 2
+    assert weight.sum().item() == 0
+
+
+def test_between_real_devices_the_parameter_is_copied_to_the_borrowers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """From cpu to meta, by the lane's own way of copying."""
+    seen: list[torch.device] = []
+
+    class Look(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(self.weight.device)
+            return F.linear(x, self.weight)
+
+    weight = nn.Parameter(torch.ones(3, 3))
+    partitions = [nn.Sequential(Head(weight)), nn.Sequential(Look(weight))]
+    runtime = _runtime(partitions, [torch.device("cpu"), torch.device("meta")])
+    (y,) = runtime.forward([torch.ones(2, 3)], 0)
+    runtime.close()
+    assert seen == [torch.device("meta")] and weight.device == torch.device("cpu")
+    assert y.device == torch.device("meta") and y.requires_grad
+
+
+def _runtime(partitions: list[nn.Sequential], devices: list[torch.device]) -> Any:
+    from pipert.runtime import Runtime
+    from pipert.skip.routes import routes
+
+    return Runtime(partitions, devices, routes(partitions), borrowed(partitions, devices))
