@@ -18,12 +18,13 @@ from torch.nn.parameter import is_lazy
 from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
 from pipert.autograd.running_stats import Buffers, KeepBuffers, may_change_buffers
+from pipert.errors import add_note
 from pipert.ledger import Account
 from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
-from pipert.skip.store import Store, of_task
-from pipert.tied import Substitute, Weights
+from pipert.skip.store import of_task
+from pipert.tied import Substitute, Weights, places
 from pipert.value import describe, version
 from pipert.workers.context import CallerContext
 
@@ -56,13 +57,11 @@ class Snapshot:
     __slots__ = ("_parameters", "buffers")
 
     def __init__(self, partition: nn.Sequential) -> None:
-        # By where they are looked up: walking the modules again for each R would cost more than
-        # the rest of it for small ones. A scripted module cannot be looked up in, and a parameter
-        # that is still uninitialised is about to change.
+        # Walking the modules again for each R would cost more than the rest of it for small ones.
+        # A parameter that is still uninitialised is about to change.
         self._parameters = [
-            (home if isinstance(home, dict) else {name: p}, name, p, version(p))
-            for home in (module._parameters for module in partition.modules())
-            for name, p in home.items()
+            (home, name, p, version(p))
+            for home, name, p in places(partition)
             if p is None or not is_lazy(p)
         ]
         self.buffers = Buffers(partition) if may_change_buffers(partition) else None
@@ -132,14 +131,27 @@ class Computation:
         _checkpointing.set(True)
         return self._compute(i, value)
 
-    def recompute(self, i: int, get_value: Callable[[], Value]) -> Value:
-        """``R[i,j]``, on the thread of a backward; the value is made under the context, too."""
-        run = self._context.run_recomputation
-        return self._account.recomputation(
-            i, self._j, self._place, run, self._recompute, i, get_value
-        )
+    def recompute(
+        self, i: int, get_value: Callable[[], Value], check: Callable[[], None]
+    ) -> None:
+        """``R[i,j]``, on the thread of a backward; the value is made under the context, too.
 
-    def _recompute(self, i: int, get_value: Callable[[], Value]) -> Value:
+        ``check`` is called at the end, and may raise.
+        """
+        recompute = self._recompute_in_context
+        self._account.recomputation(i, self._j, self._place, recompute, i, get_value, check)
+
+    def _recompute_in_context(
+        self, i: int, get_value: Callable[[], Value], check: Callable[[], None]
+    ) -> None:
+        try:
+            self._context.run_recomputation(self._recompute, i, get_value)
+            check()
+        except BaseException as error:
+            self.note_task(error, i, recomputation=True)
+            raise
+
+    def _recompute(self, i: int, get_value: Callable[[], Value]) -> None:
         assert self._snapshot is not None
         if not self._snapshot.is_current():
             raise RuntimeError(
@@ -148,9 +160,10 @@ class Computation:
             )
         _recomputing.set(True)
         if self._snapshot.buffers is None:
-            return self._compute(i, get_value())
+            self._compute(i, get_value())
+            return
         with KeepBuffers(self._snapshot.buffers):
-            return self._compute(i, get_value())
+            self._compute(i, get_value())
 
     def _compute(self, i: int, value: Value) -> Value:
         compute = self._run_layers_with_skips if self._skips else self._run_layers
@@ -171,16 +184,9 @@ class Computation:
         of_task.set(store)
         try:
             value = self._run_layers(i, carried.value)
-            return Carried(value, self._sent(i, store))
+            return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
         finally:
             store.clear()
-
-    def _sent(self, i: int, store: Store) -> tuple[Value, ...]:
-        try:
-            return tuple([store.send(key) for key, _ in self._skips.leaving])
-        except RuntimeError as error:
-            error.add_note(self.note(i))
-            raise
 
     def _run_layers(self, i: int, value: Value) -> Value:
         done = 0
@@ -194,16 +200,27 @@ class Computation:
                     value = call(value)
                 done += 1
         except BaseException as error:
-            name, layer = list(self._partition._modules.items())[done]
-            where = f", layer {name!r} ({type(layer).__qualname__})"
-            error.add_note(f"{self.note(i, where)}, input {describe(value)}")
+            add_note(error, partial(self._note_of_layer, i, done, value))
             raise
         self.layers_took = perf_counter() - started
         return value
 
-    def note(self, i: int, where: str = "") -> str:
-        """Which task an error was raised in, and where in the partition."""
-        task, phase = ("R", "recomputation") if is_recomputing() else ("F", "forward")
+    def _note_of_layer(self, i: int, done: int, value: Value) -> str:
+        # An interrupt may come when all are done.
+        for name, layer in list(self._partition._modules.items())[done : done + 1]:
+            where = f", layer {name!r} ({type(layer).__qualname__})"
+            return f"{self._note(i, is_recomputing(), where)}, input {describe(value)}"
+        return self._note(i, is_recomputing())
+
+    def note_task(self, error: BaseException, i: int, recomputation: bool = False) -> None:
+        """Say which task ``error`` was raised in, unless a layer was named already."""
+        note = self._note(i, recomputation)
+        start = note[: note.index(",", note.index("]"))]
+        if not any(str(other).startswith(start) for other in getattr(error, "__notes__", ())):
+            add_note(error, lambda: note)
+
+    def _note(self, i: int, recomputation: bool, where: str = "") -> str:
+        task, phase = ("R", "recomputation") if recomputation else ("F", "forward")
         return (
             f"in {phase} {task}[{i},{self._j}]: partition {self._j} on {self._place}{where}, "
             f"micro-batch {i} of {self._schedule.m}"

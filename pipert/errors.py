@@ -7,6 +7,9 @@ instance would gather the tracebacks of everyone who caught it.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from pipert.status import WorkerStatistics
 
 __all__ = [
@@ -20,6 +23,17 @@ __all__ = [
     "WorkerBusyError",
     "WorkerDiedError",
 ]
+
+
+_log = logging.getLogger("pipert")
+
+
+def add_note(error: BaseException, text: Callable[[], str]) -> None:
+    """Say where ``error`` was raised. That this may fail, too, must not hide the error itself."""
+    try:
+        error.add_note(text())
+    except Exception:
+        _log.warning("cannot say where %s was raised", type(error), exc_info=True)
 
 
 class PipertError(RuntimeError):

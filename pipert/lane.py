@@ -123,6 +123,7 @@ class Lane:
                         run.context.run_forward, self._forward, i, x, seat.turn,
                     )  # fmt: skip
         except BaseException as error:  # noqa: B036  raised in the caller
+            self._computation.note_task(error, i)
             progress.fail(position, error)
         seat.activity.rests()
         self._deliver(y)
@@ -167,12 +168,8 @@ class Lane:
         return y
 
     def _fetch(self, i: int) -> tuple[Value, ...]:
-        try:
-            fetch = self._run.mail.fetch
-            return tuple([fetch(key, i, self.j) for key, _ in self._skips.arriving])
-        except RuntimeError as error:
-            error.add_note(self._computation.note(i))
-            raise
+        fetch = self._run.mail.fetch
+        return tuple([fetch(key, i, self.j) for key, _ in self._skips.arriving])
 
     def _run_one(self, i: int, x: Value, turn: Turn) -> Value:
         if self._borrowed:

@@ -30,7 +30,7 @@ from pipert.runtime import Runtime
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
 from pipert.status import Statistics
-from pipert.tied import borrowed
+from pipert.tied import Ties
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]
@@ -167,7 +167,7 @@ class Pipe(nn.Module):
                 if name in partition._modules:
                     partition._modules[name] = self._modules[name] = module
             self._runtime.skips = routes(self._partitions)
-            self._runtime.borrowed = borrowed(self._partitions, self._devices)
+            self._runtime.ties = Ties(self._partitions, self._devices)
             return
         raise ValueError(
             f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
@@ -175,8 +175,8 @@ class Pipe(nn.Module):
         )
 
     def _start(self) -> None:
-        weights = borrowed(self._partitions, self._devices)
-        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions), weights)
+        ties = Ties(self._partitions, self._devices)
+        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions), ties)
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False

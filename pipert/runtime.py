@@ -18,8 +18,10 @@ Guarantees:
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from contextvars import ContextVar
+from time import monotonic
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ from pipert._typing import Value
 from pipert.batchnorm import DeferredStats
 from pipert.clock import Posting
 from pipert.device import assign_workers
-from pipert.errors import PipeClosedError, PipelineTimeout, ReentrantCallError
+from pipert.errors import PipeClosedError, PipelineTimeout, ReentrantCallError, WorkerDiedError
 from pipert.lane import FORWARD, Lane
 from pipert.ledger import Account, Ledger
 from pipert.overdue import Overdue, still_busy, timed_out
@@ -39,14 +41,18 @@ from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.stream import CopyStreams
-from pipert.tied import Weights
+from pipert.tied import Ties
 from pipert.value import select
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool, WorkerView
+from pipert.workers.worker import WorkerThread
 
 __all__: list[str] = []
 
 _log = logging.getLogger("pipert")
+
+_LOOK = 0.5  # s; how often a caller looks whether all workers are alive
+_LOOK_AGAIN = 0.02  # s; and, when one is not, whether the others are done with the run
 
 # The runtimes whose tasks the current code runs inside of, carried into workers like all variables.
 # Each by an object that stands for it: a graph keeps its context, and would keep the runtime.
@@ -60,7 +66,7 @@ class Runtime:
         partitions: each on its device already.
         devices: one for each partition.
         skips: of each partition.
-        borrowed: the parameters that each partition uses and that live on another device.
+        ties: the parameters that each partition uses and that live on another device.
     """
 
     def __init__(
@@ -68,11 +74,11 @@ class Runtime:
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
         skips: Sequence[PartitionSkips],
-        borrowed: Sequence[Weights],
+        ties: Ties,
     ) -> None:
         self._partitions = tuple(partitions)
         self.skips = tuple(skips)
-        self.borrowed = tuple(borrowed)
+        self.ties = ties
         self._devices = tuple(devices)
         self._workers = assign_workers(list(devices))
         self._streams = CopyStreams()
@@ -108,12 +114,14 @@ class Runtime:
                 "a layer called the pipe that is running it, whose worker would wait for itself; "
                 "call the layers it needs directly"
             )
-        self.pool.start()
+        crew = self.pool.start()
         if not self._overdue.is_empty():
             raise still_busy(self.statistics().workers)
+        if not self.ties.are_current():
+            self.ties = Ties(self._partitions, self._devices)
         with self.ledger.open(len(inputs), len(self._partitions)) as account:
             run = self._run(inputs, checkpointed, account)
-            self._execute(run, self._lanes(run, inputs, stats), timeout)
+            self._execute(run, self._lanes(run, inputs, stats), crew, timeout)
             error = run.progress.take_error()
             if error is None:
                 account.outcome = "succeeded"
@@ -127,35 +135,74 @@ class Runtime:
             finally:
                 del error  # it references this frame
 
-    def _execute(self, run: Run, lanes: list[Lane], timeout: float | None) -> None:
+    def _execute(
+        self, run: Run, lanes: list[Lane], crew: list[WorkerThread], timeout: float | None
+    ) -> None:
         """Post the run and wait for it."""
         posting = Posting(lanes, self._workers, self.pool.put)
         try:
             self.pool.put(self._clock, posting)
-            if run.progress.wait(timeout):
+            if self._wait(run, lanes, crew, timeout):
                 return
             error = self._timed_out("a call of the pipe was not over", timeout)
             self._give_up(run, lanes)
         except BaseException:
-            self._call_off(run, lanes, posting, timeout)
+            self._call_off(run, lanes, crew, posting, timeout)
             raise
         raise error
 
+    def _wait(
+        self, run: Run, lanes: list[Lane], crew: list[WorkerThread], timeout: float | None
+    ) -> bool:
+        """Wait until nothing of the run is queued or executing, or the time is over (R6).
+
+        A worker that dies settles its tasks, but for those that something outside ended it right in
+        the middle of taking or settling. So every now and then it is looked whether all are alive.
+        """
+        deadline = math.inf if timeout is None else monotonic() + timeout
+        look = _LOOK
+        while not run.progress.wait(max(0.0, min(look, deadline - monotonic()))):
+            if monotonic() >= deadline:
+                return False
+            dead = [thread.name for thread in crew if not thread.is_alive()]
+            if dead and look == _LOOK:
+                look = _LOOK_AGAIN
+                error = WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
+                run.progress.fail(0, error)
+                for lane in lanes:
+                    lane.give_up()  # so that nobody waits for what does not come
+            elif dead and not self._is_executing(run):
+                return True
+        return True
+
+    def _is_executing(self, run: Run) -> bool:
+        number = run.account.run.number
+        states = [view.state for view in self.pool.look()]
+        return any(state.what is not None and state.what[0] == number for state in states)
+
     def _call_off(
-        self, run: Run, lanes: list[Lane], posting: Posting, timeout: float | None
+        self,
+        run: Run,
+        lanes: list[Lane],
+        crew: list[WorkerThread],
+        posting: Posting,
+        timeout: float | None,
     ) -> None:
         """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
+        interrupts = 0
         while True:
             try:
                 run.progress.cancel()
+                if interrupts == 1:  # once: it may be the log's own handler that raises
+                    _log.warning("interrupted again; waiting for the layers that are executing")
                 # Again, since nobody knows how far the interrupted call came. It posts once.
                 self.pool.put(self._clock, posting)
-                if not run.progress.wait(timeout):
-                    _log.warning("an interrupted call leaves a layer behind that does not return")
+                if not self._wait(run, lanes, crew, timeout):
                     self._give_up(run, lanes)
+                    _log.warning("an interrupted call leaves a layer behind that does not return")
                 return
             except BaseException:  # noqa: B036  the first interrupt is being raised
-                _log.warning("interrupted again; still waiting for the layers that are executing")
+                interrupts += 1
 
     def _give_up(self, run: Run, lanes: list[Lane]) -> None:
         """R2 as far as it goes when a layer does not return; see ``overdue``. Again: no-op."""
@@ -207,7 +254,7 @@ class Runtime:
                 j,
                 self._partitions[j],
                 self.skips[j],
-                self.borrowed[j],
+                self.ties.weights[j],
                 stats.partitions[j] if stats else None,
                 queues[j - 1] if j > 0 else inputs,
                 queues[j].put if j < n - 1 else run.outputs.append,

@@ -30,6 +30,7 @@ from pipert.value import version
 __all__: list[str] = []
 
 Weights = tuple[nn.Parameter, ...]
+Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
 
 
 def borrowed(
@@ -42,6 +43,38 @@ def borrowed(
         parameters = tuple(partition.parameters())
         found.append(tuple(p for p in parameters if owners.setdefault(p, device) != device))
     return tuple(found)
+
+
+class Ties:
+    """The parameters that each partition borrows, as long as the parameters stay the same objects.
+
+    Loading with ``assign=True`` makes others, as does assigning one to a layer.
+    """
+
+    __slots__ = ("_places", "weights")
+
+    def __init__(
+        self, partitions: Sequence[nn.Module], devices: Sequence[torch.device]
+    ) -> None:
+        self.weights = borrowed(partitions, devices)
+        several = len(set(devices)) > 1
+        self._places = [place for p in partitions for place in places(p)] if several else []
+
+    def are_current(self) -> bool:
+        """Whether the parameters are still the same."""
+        return all(home.get(name) is parameter for home, name, parameter in self._places)
+
+
+def places(module: nn.Module) -> list[Place]:
+    """The parameters of a module by where they are looked up, which is quick to do again.
+
+    A scripted module cannot be looked up in.
+    """
+    return [
+        (home if isinstance(home, dict) else {name: parameter}, name, parameter)
+        for home in (child._parameters for child in module.modules())
+        for name, parameter in home.items()
+    ]
 
 
 def check_borrowers(partition: nn.Module, weights: Weights) -> None:

@@ -24,9 +24,9 @@ from torch.nn.utils import parametrizations
 
 from pipert import Pipe
 from pipert import partition as partition_module
-from pipert import pipe as pipe_module
+from pipert import tied
 from pipert.lane import Lane
-from pipert.tied import Substitute, Weights, borrowed, check_borrowers
+from pipert.tied import Substitute, Ties, Weights, borrowed, check_borrowers
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7
@@ -96,7 +96,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
             return tuple(counting(weight) for weight in x), None
         return copy_value(lane, i, x, before)
 
-    monkeypatch.setattr(pipe_module, "borrowed", apart)
+    monkeypatch.setattr(tied, "borrowed", apart)
     monkeypatch.setattr(partition_module, "borrowed", apart)
     monkeypatch.setattr(Lane, "_copy_value", copy_weights)
     return counting
@@ -350,6 +350,28 @@ def test_replacing_a_layer_can_tie_it(copies: Copies) -> None:
         assert copies.forward == 1
 
 
+def test_assigning_another_parameter_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = language_model()
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    ties = Ties([module[:2], module[2:]], [cpu, meta])
+    assert ties.are_current() and ties.weights == ((), (weight_of(module),))
+    module.load_state_dict(module.state_dict(), assign=True)
+    assert not ties.are_current()
+    assert not Ties([module[:2], module[2:]], [cpu, cpu])._places
+
+
+def test_tying_again_after_assigning_ties_what_there_is_now(copies: Copies) -> None:
+    with pipe_of(language_model(), [2, 2]) as pipe:
+        old = weakref.ref(weight_of(pipe))
+        pipe.load_state_dict(pipe.state_dict(), assign=True)
+        pipe[3].weight = pipe[0].weight
+        pipe._runtime.ties._places.append(({}, "as on several devices", weight_of(pipe)))
+        step(pipe)
+        assert weight_of(pipe).grad is not None and copies.forward == 1
+        gc.collect()
+        assert old() is None
+
+
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_a_copy_of_the_pipe_is_tied_in_itself(copies: Copies, how: Callable[[Pipe], Pipe]) -> None:
     with pipe_of(language_model(), [2, 2]) as pipe, how(pipe) as other:
@@ -481,4 +503,4 @@ def _runtime(partitions: list[nn.Sequential], devices: list[torch.device]) -> An
     from pipert.runtime import Runtime
     from pipert.skip.routes import routes
 
-    return Runtime(partitions, devices, routes(partitions), borrowed(partitions, devices))
+    return Runtime(partitions, devices, routes(partitions), Ties(partitions, devices))

@@ -93,9 +93,9 @@ class Checkpoint:
     """The shared memory of one checkpointed task: its inputs and its slots.
 
     Args:
-        replay: puts on the context of the first time, grad enabled included, asks the function it
-            is given for the input value, and computes the task again with the same random numbers.
-            It must reference no run and no thread.
+        replay: puts on the context of the first time, grad enabled included, asks the first
+            function it is given for the input value, computes the task again with the same random
+            numbers, and calls the second. It must reference no run and no thread.
         value: the input, any pytree.
         hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they get what is recomputed,
             as they would get what is saved without checkpointing.
@@ -105,7 +105,7 @@ class Checkpoint:
 
     def __init__(
         self,
-        replay: Callable[[Callable[[], Value]], Value],
+        replay: Callable[[Callable[[], Value], Callable[[], None]], None],
         value: Value,
         hooks: tuple[Hook, Hook] | None,
     ) -> None:
@@ -131,12 +131,7 @@ class Checkpoint:
         """Run the task again and fill the slots that are still there."""
         fill = _Fill(self)
         with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
-            self._replay(self._fresh_value)
-        if fill.filled < len(self.slots):
-            raise RecomputationError(
-                f"a recomputation saved {fill.filled} tensors and its forward {len(self.slots)}"
-                + _REMEDY
-            )
+            self._replay(self._fresh_value, fill.check)
 
     def _fresh_value(self) -> Value:
         return self._rebuild(tuple([x.fresh() for x in self._inputs]))
@@ -184,6 +179,14 @@ class _Fill:
                 f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + _REMEDY
             )
         slot.fill(tensor.detach())
+
+    def check(self) -> None:
+        """Refuse a recomputation that has ended too early."""
+        slots = self.checkpoint.slots
+        if self.filled < len(slots):
+            raise RecomputationError(
+                f"a recomputation saved {self.filled} tensors and its forward {len(slots)}{_REMEDY}"
+            )
 
 
 def hooks_of_caller() -> tuple[Hook, Hook] | None:

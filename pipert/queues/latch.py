@@ -16,12 +16,13 @@ __all__: list[str] = []
 class Latch:
     """Opens at the ``parties``-th :meth:`arrive`; open from the start when ``parties`` is 0."""
 
-    __slots__ = ("_arrivals", "_gate", "_parties")
+    __slots__ = ("_arrivals", "_gate", "_open", "_parties")
 
     def __init__(self, parties: int) -> None:
         self._parties = parties
         self._arrivals = itertools.count(1)  # next() of it is one atomic step
-        self._gate = threading.Lock()
+        self._open = parties == 0
+        self._gate = threading.Lock()  # wakes those who wait; _open is what counts
         if parties > 0:
             self._gate.acquire()
 
@@ -30,21 +31,22 @@ class Latch:
         arrival = next(self._arrivals)
         assert arrival <= self._parties, "more arrivals than parties"
         if arrival == self._parties:
+            self._open = True
             self._gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the gate is open, or for ``timeout`` seconds; return whether it is open."""
-        if timeout is None:
-            with self._gate:
-                return True
-        if self._gate.acquire(timeout=timeout):
+        """Block until the gate is open, or for ``timeout`` seconds; return whether it is open.
+
+        One thread may wait at a time. Interrupted when it holds the lock already it leaves that
+        locked, which does not matter: the gate is open then.
+        """
+        if not self._open and self._gate.acquire(timeout=-1 if timeout is None else timeout):
             self._gate.release()
-            return True
-        return False
+        return self._open
 
     def is_open(self) -> bool:
         """Whether everyone has arrived."""
-        return not self._gate.locked()
+        return self._open
 
     def __repr__(self) -> str:
         return f"<Latch of {self._parties}, {'open' if self.is_open() else 'shut'}>"

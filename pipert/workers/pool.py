@@ -85,8 +85,8 @@ class Pool:
                 error = WorkerDiedError(f"{threads[worker].name} was ended from outside")
             task.abandon(error)
 
-    def start(self) -> None:
-        """Make sure that each worker has a live thread.
+    def start(self) -> list[WorkerThread]:
+        """Make sure that each worker has a live thread, and return them.
 
         Raises:
             PipeClosedError: the pool was closed.
@@ -100,7 +100,7 @@ class Pool:
             and len(self._threads) == len(self._names)
             and all(thread.is_alive() for thread in self._threads)
         ):
-            return
+            return list(self._threads)
         with self._lock:
             if self._closed:
                 raise PipeClosedError("the pipe was closed; make a new Pipe of the same module")
@@ -117,6 +117,7 @@ class Pool:
             if self.closed:  # meanwhile, by a signal handler or another thread
                 self.stop()
                 raise PipeClosedError("the pipe was closed while its threads were starting")
+            return list(self._threads)
 
     def stop(self) -> None:
         """Let every thread end after its current task, without waiting for it (P3)."""
