@@ -1,0 +1,601 @@
+"""One process of two that train pipes under DistributedDataParallel; test_ddp.py starts them.
+
+    python _ddp_worker.py RANK STORE RESULTS
+
+STORE is a file by which the processes find each other. RESULTS is written at the end: JSON, for
+each case an empty string or what went wrong in this process. Starting a process takes seconds and a
+case a tenth of one, so all cases share two processes. Each has a process group of its own, so that
+one that fails in the middle of a reduction does not confuse the next.
+
+The reference is computed in each process, from the batches of both, by the plain module.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from pipert import Pipe
+from pipert.skip import pop, skippable, stash
+from pipert.workers.worker import WorkerThread
+
+WORLD = 2
+TIMEOUT = timedelta(seconds=10)  # of a reduction to which the other process does not come
+ENOUGH = 90.0  # seconds after which no further case is begun: too many have failed by timeout
+MODES = ("always", "except_last", "never")
+ROWS = ((5, 4), (2, 7), (3, 1))  # of each process, in three steps; chunks=3 makes all ragged
+
+Case = Callable[[int], None]
+CASES: dict[str, Case] = {}
+
+same = torch.testing.assert_close
+
+
+def case(function: Case) -> Case:
+    """Add a case under the fact that it shows."""
+    CASES[function.__name__] = function
+    return function
+
+
+def for_each_mode(function: Callable[..., None]) -> Callable[..., None]:
+    """Add a case for each checkpoint mode."""
+    for mode in MODES:
+        CASES[f"{function.__name__}-{mode}"] = partial(function, checkpoint=mode)
+    return function
+
+
+# --- models ---------------------------------------------------------------------------------------
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+def five_layers() -> nn.Sequential:
+    return nn.Sequential(
+        linear(3, 4), nn.Tanh(), linear(4, 4), nn.ReLU(inplace=True), linear(4, 2)
+    )  # fmt: skip
+
+
+class OneOf(nn.Module):
+    """Uses the layer called after the number that ``choose`` gives, and never the one called 9."""
+
+    def __init__(self, choose: Callable[[], int]) -> None:
+        super().__init__()
+        self.choose = choose
+        self.layers = nn.ModuleDict({str(number): linear(4, 4) for number in (0, 1, 9)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layers[str(self.choose())](x)
+        return output
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    """Puts something aside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear(4, 4)
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        yield stash("skip", self.linear(x))
+        return x  # type: ignore[return-value]
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Adds, or drops, what was put aside."""
+
+    def __init__(self, add: bool = True) -> None:
+        super().__init__()
+        self.add = add
+
+    def forward(self, x: Tensor) -> Iterator[Any]:
+        skip: Any = yield pop("skip")
+        return x + skip if self.add else x  # type: ignore[return-value]
+
+
+# --- what the cases share -------------------------------------------------------------------------
+
+
+def group() -> Any:
+    return dist.new_group(timeout=TIMEOUT)
+
+
+def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """DDP as users write it; buckets so small that each parameter or two have their own."""
+    small: Any = 1e-5
+    return DistributedDataParallel(module, bucket_cap_mb=small, process_group=group(), **options)
+
+
+def piped(module: nn.Sequential, checkpoint: str = "except_last", chunks: int = 3) -> Pipe:
+    layers = len(module)
+    balance = [2, layers - 2]
+    return Pipe(
+        module, balance, devices=["cpu", "cpu"], chunks=chunks, checkpoint=checkpoint,
+        deferred_batch_norm=False,
+    )  # fmt: skip
+
+
+def batches(*rows: int) -> list[Tensor]:
+    """One for each process; each process makes all."""
+    return [torch.randn(number, 3, dtype=torch.float64) for number in rows]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def whole_batch_gradients(plain: nn.Module, xs: list[Tensor]) -> None:
+    """What DDP makes of the sums of each process: their mean."""
+    (loss_of(plain(torch.cat(xs))) / WORLD).backward()  # type: ignore[no-untyped-call]
+
+
+def grads_of(module: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def same_in_both(tensors: list[Tensor]) -> None:
+    """Bit by bit, in both processes."""
+    for tensor in tensors:
+        others = [torch.empty_like(tensor) for _ in range(WORLD)]
+        dist.all_gather(others, tensor.detach().contiguous())
+        assert torch.equal(others[0], others[1])
+
+
+def trains_like_the_whole_batch(
+    rank: int, make: Callable[[], nn.Sequential], checkpoint: str, chunks: int, **options: Any
+) -> None:
+    """Three steps with an optimizer against the plain module with the batches of both."""
+    module = make()
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint, chunks) as pipe:
+        ddp = wrap(pipe, **options)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (ddp, plain)]
+        for rows in ROWS:
+            xs = batches(*rows)
+            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+            whole_batch_gradients(plain, xs)
+            same(grads_of(module), grads_of(plain))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        same(list(module.parameters()), list(plain.parameters()))
+        same_in_both(list(module.parameters()))
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+OPTIONS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "find unused": {"find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+    "bucket views": {"gradient_as_bucket_view": True},
+}
+
+
+def trains_with(rank: int, checkpoint: str, options: str) -> None:
+    for chunks in (1, 3):
+        trains_like_the_whole_batch(rank, five_layers, checkpoint, chunks, **OPTIONS[options])
+
+
+@for_each_mode
+def ddp_trains_as_one_process_does_on_the_whole_batch(rank: int, checkpoint: str) -> None:
+    trains_with(rank, checkpoint, "default")
+
+
+@for_each_mode
+def looking_for_unused_parameters_changes_nothing(rank: int, checkpoint: str) -> None:
+    trains_with(rank, checkpoint, "find unused")
+
+
+@for_each_mode
+def a_static_graph_changes_nothing(rank: int, checkpoint: str) -> None:
+    trains_with(rank, checkpoint, "static graph")
+
+
+@for_each_mode
+def gradients_that_are_views_of_buckets_change_nothing(rank: int, checkpoint: str) -> None:
+    trains_with(rank, checkpoint, "bucket views")
+
+
+@case
+def there_are_several_buckets(rank: int) -> None:
+    with piped(five_layers()) as pipe:
+        ddp = wrap(pipe)
+        for _ in range(3):  # they are laid out after the first, and noted after that
+            loss_of(ddp(batches(4)[0])).backward()  # type: ignore[no-untyped-call]
+        data = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    assert data["has_rebuilt_buckets"]
+    assert len(data["rebuilt_bucket_sizes"].split(",")) > 2
+
+
+@for_each_mode
+def gradients_accumulate_without_reduction_in_no_sync(rank: int, checkpoint: str) -> None:
+    for options in OPTIONS.values():
+        module = five_layers()
+        plain, local = copy.deepcopy(module), copy.deepcopy(module)
+        with piped(module, checkpoint) as pipe:
+            ddp = wrap(pipe, **options)
+            loss_of(ddp(batches(2)[0])).backward()  # type: ignore[no-untyped-call]
+            module.zero_grad()  # a static graph is learnt in a step of its own; torch's own rule
+            for _ in range(2):
+                with ddp.no_sync():
+                    for rows in ROWS[:2]:
+                        xs = batches(*rows)
+                        loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+                        loss_of(local(xs[rank])).backward()  # type: ignore[no-untyped-call]
+                        whole_batch_gradients(plain, xs)
+                same(grads_of(module), grads_of(local))
+                xs = batches(*ROWS[2])
+                loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+                whole_batch_gradients(plain, xs)
+                same(grads_of(module), grads_of(plain))
+                for trained in (module, plain, local):
+                    trained.zero_grad()
+
+
+@for_each_mode
+def a_process_may_have_no_rows(rank: int, checkpoint: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint) as pipe:
+        ddp = wrap(pipe)
+        xs = batches(0, 5)
+        loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+    whole_batch_gradients(plain, xs)
+    same(grads_of(module), grads_of(plain))
+
+
+@for_each_mode
+def frozen_layers_stay_without_gradient(rank: int, checkpoint: str) -> None:
+    for frozen, options in zip((0, 2, 4, 0), OPTIONS.values(), strict=True):
+
+        def make(frozen: int = frozen) -> nn.Sequential:
+            module = five_layers()
+            module[frozen].requires_grad_(False)
+            return module
+
+        trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
+
+
+@for_each_mode
+def processes_may_split_the_model_differently(rank: int, checkpoint: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    balance, chunks = [([5], 2), ([1, 3, 1], 4)][rank]
+    devices = ["cpu"] * len(balance)
+    with Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=checkpoint) as pipe:
+        ddp = wrap(pipe)
+        for rows in ROWS:
+            xs = batches(*rows)
+            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+            whole_batch_gradients(plain, xs)
+            same(grads_of(module), grads_of(plain))
+
+
+@for_each_mode
+def skips_go_through(rank: int, checkpoint: str) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(linear(3, 4), Stash(), linear(4, 4), nn.Tanh(), Pop(), linear(4, 2))
+
+    for options in OPTIONS.values():
+        trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
+
+
+@for_each_mode
+def a_parameter_of_two_partitions_is_reduced_once(rank: int, checkpoint: str) -> None:
+    def make() -> nn.Sequential:
+        module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), nn.ReLU(), linear(3, 2))
+        module[2].weight = module[0].weight
+        return module
+
+    for options in OPTIONS.values():
+        trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
+
+
+@for_each_mode
+def two_calls_may_come_before_one_backward(rank: int, checkpoint: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint) as pipe:
+        ddp = wrap(pipe)
+        for _ in range(2):
+            first, second = batches(5, 4), batches(2, 3)
+            loss = loss_of(ddp(first[rank])) + loss_of(ddp(second[rank]))
+            loss.backward()  # type: ignore[no-untyped-call]
+            whole_batch_gradients(plain, first)
+            whole_batch_gradients(plain, second)
+            same(grads_of(module), grads_of(plain))
+            module.zero_grad()
+            plain.zero_grad()
+
+
+# --- unused parameters ----------------------------------------------------------------------------
+
+
+def like_ddp_of_the_plain_module(
+    rank: int, make: Callable[[], nn.Sequential], checkpoint: str, **options: Any
+) -> list[Tensor | None]:
+    """Two steps; the last gradients, which are those of DDP around the plain module."""
+    module = make()
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint) as pipe:
+        ddp, reference = wrap(pipe, **options), wrap(plain, **options)
+        for rows in ROWS[:2]:
+            x = batches(*rows)[rank]
+            for trained in (ddp, reference):
+                trained.zero_grad()
+                loss_of(trained(x)).backward()  # type: ignore[no-untyped-call]
+            same(grads_of(module), grads_of(plain))
+    return grads_of(module)
+
+
+@for_each_mode
+def a_layer_that_one_process_does_not_use_is_found(rank: int, checkpoint: str) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(linear(3, 4), nn.Tanh(), OneOf(lambda: rank), linear(4, 2))
+
+    grads = like_ddp_of_the_plain_module(rank, make, checkpoint, find_unused_parameters=True)
+    assert [grad is not None for grad in grads] == [True] * 6 + [False] * 2 + [True] * 2
+    other = grads[2 + 2 * (1 - rank)]
+    assert other is not None and other.any()  # of the layer that only the other one used
+
+
+@for_each_mode
+def a_layer_that_nobody_uses_is_left_alone_in_a_static_graph(rank: int, checkpoint: str) -> None:
+    def make() -> nn.Sequential:
+        return nn.Sequential(linear(3, 4), nn.Tanh(), OneOf(lambda: 0), linear(4, 2))
+
+    like_ddp_of_the_plain_module(rank, make, checkpoint, static_graph=True)
+
+
+@case
+def an_unused_layer_that_is_not_looked_for_gets_the_error_of_ddp(rank: int) -> None:
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), OneOf(lambda: 0), linear(4, 2))
+    with piped(module) as pipe:
+        ddp = wrap(pipe)
+        loss_of(ddp(batches(4)[0])).backward()  # type: ignore[no-untyped-call]
+        try:
+            ddp(batches(4)[0])
+        except RuntimeError as error:
+            assert "find_unused_parameters=True" in str(error)
+        else:
+            raise AssertionError("no error")
+
+
+@for_each_mode
+def what_only_an_unused_skip_needs_has_no_gradient(rank: int, checkpoint: str) -> None:
+    # Autograd reaches the layer of the stash, by the node that is shared by all that leaves a
+    # partition, but with an undefined gradient, and that is no use to DDP.
+    def make() -> nn.Sequential:
+        return nn.Sequential(linear(3, 4), Stash(), nn.Tanh(), Pop(add=False), linear(4, 2))
+
+    grads = like_ddp_of_the_plain_module(rank, make, checkpoint, find_unused_parameters=True)
+    assert [grad is not None for grad in grads] == [True] * 2 + [False] * 2 + [True] * 2
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+def normalised() -> nn.Sequential:
+    norm = nn.BatchNorm1d(4, dtype=torch.float64)
+    return nn.Sequential(linear(3, 4), norm, linear(4, 4), nn.ReLU(inplace=True), linear(4, 2))
+
+
+def after(start: nn.Sequential, x: Tensor, parts: int) -> nn.Sequential:
+    """A copy of ``start`` whose running statistics have seen the parts of ``x``."""
+    module = copy.deepcopy(start)
+    for part in x.chunk(parts):
+        module(part)
+    return module
+
+
+def trains_with_batch_norm(rank: int, checkpoint: str, deferred: bool) -> None:
+    """Batch norm is of each micro-batch; a call begins with the statistics of process 0."""
+    module = normalised()
+    plain, of_process_0 = copy.deepcopy(module), copy.deepcopy(module)
+    with Pipe(
+        module, [2, 3], devices=["cpu", "cpu"], chunks=2, checkpoint=checkpoint,
+        deferred_batch_norm=deferred,
+    ) as pipe:  # fmt: skip
+        ddp = wrap(pipe)
+        for _ in range(3):
+            xs = batches(6, 4)
+            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+            for part in [part for x in xs for part in x.chunk(2)]:
+                whole_batch_gradients(plain, [part])
+            same(grads_of(module), grads_of(plain))
+            expected = [after(of_process_0, x, 1 if deferred else 2) for x in xs]
+            same(list(module.buffers()), list(expected[rank].buffers()))
+            of_process_0 = expected[0]
+
+
+@for_each_mode
+def statistics_of_micro_batches_are_those_of_process_0(rank: int, checkpoint: str) -> None:
+    trains_with_batch_norm(rank, checkpoint, deferred=False)
+
+
+@for_each_mode
+def statistics_that_are_deferred_are_those_of_process_0(rank: int, checkpoint: str) -> None:
+    trains_with_batch_norm(rank, checkpoint, deferred=True)
+
+
+# --- with what else belongs to DDP ----------------------------------------------------------------
+
+
+@case
+def every_process_begins_with_what_process_0_has(rank: int) -> None:
+    torch.manual_seed(rank)
+    module = normalised()
+    module[1].running_mean.fill_(rank)  # type: ignore[operator]
+    with piped(module) as pipe:
+        wrap(pipe)
+    torch.manual_seed(0)
+    expected = normalised().state_dict()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, expected[name])
+
+
+@case
+def the_state_dict_has_the_keys_of_ddp_around_the_plain_module(rank: int) -> None:
+    module = five_layers()
+    keys = list(wrap(module).state_dict())
+    with piped(module) as pipe:
+        assert list(wrap(pipe).state_dict()) == keys
+    assert keys[0] == "module.0.weight"
+
+
+@for_each_mode
+def the_redundancy_of_an_optimizer_can_be_taken_out(rank: int, checkpoint: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint) as pipe:
+        ddp = wrap(pipe)
+        sharded = ZeroRedundancyOptimizer(
+            ddp.parameters(), torch.optim.AdamW, process_group=group(), lr=0.1
+        )
+        whole = torch.optim.AdamW(plain.parameters(), lr=0.1)
+        for rows in ROWS:
+            xs = batches(*rows)
+            for optimizer in (sharded, whole):
+                optimizer.zero_grad()
+            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+            whole_batch_gradients(plain, xs)
+            sharded.step()
+            whole.step()
+        same(list(module.parameters()), list(plain.parameters()))
+
+
+@case
+def gradients_can_be_compressed_by_a_hook(rank: int) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module) as pipe:
+        ddp, reference = wrap(pipe), wrap(plain)
+        for trained in (ddp, reference):
+            trained.register_comm_hook(dist.group.WORLD, fp16_compress_hook)
+        for rows in ROWS:
+            x = batches(*rows)[rank]
+            for trained in (ddp, reference):
+                trained.zero_grad()
+                loss_of(trained(x)).backward()  # type: ignore[no-untyped-call]
+            same(grads_of(module), grads_of(plain), rtol=2e-3, atol=1e-5)
+            for grad in grads_of(module):
+                assert grad is not None and torch.equal(grad, grad.half().double())
+
+
+@for_each_mode
+def a_process_may_run_out_of_inputs_in_join(rank: int, checkpoint: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    inputs = batches(5, 4, 3, 6, 2)[: 5 - 2 * rank]  # three in process 1
+    with piped(module, checkpoint) as pipe:
+        for trained in (wrap(pipe), wrap(plain)):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+            with Join([trained]):
+                for x in inputs:
+                    optimizer.zero_grad()
+                    loss_of(trained(x)).backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+    same(list(module.parameters()), list(plain.parameters()))
+    same_in_both(list(module.parameters()))
+
+
+class Fail(nn.Module):
+    """Raises when told to."""
+
+    now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.now:
+            raise ValueError("told to")
+        return x
+
+
+@for_each_mode
+def the_step_after_an_error_of_a_layer_is_right(rank: int, checkpoint: str) -> None:
+    fail = Fail()
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), fail, linear(4, 2))
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint) as pipe:
+        ddp = wrap(pipe)
+        for fail.now in (False, True, False, True, False):
+            xs = batches(5, 4)
+            try:
+                loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+            except ValueError:
+                assert fail.now
+            else:
+                assert not fail.now
+                whole_batch_gradients(plain, xs)
+                same(grads_of(module), grads_of(plain))
+
+
+@for_each_mode
+def evaluation_between_steps_changes_nothing(rank: int, checkpoint: str) -> None:
+    module = five_layers()
+    plain = copy.deepcopy(module)
+    with piped(module, checkpoint) as pipe:
+        ddp = wrap(pipe, static_graph=True)
+        for rows in ROWS:
+            xs = batches(*rows)
+            loss_of(ddp(xs[rank])).backward()  # type: ignore[no-untyped-call]
+            ddp.eval()
+            if rank == 0:  # alone: without buffers, evaluation needs nobody else
+                with torch.no_grad():
+                    same(ddp(xs[0]), plain(xs[0]))
+            ddp.train()  # type: ignore[no-untyped-call]
+            whole_batch_gradients(plain, xs)
+            same(grads_of(module), grads_of(plain))
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+def main(rank: int, store: str, results: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")  # from here on: torch's own imports do not stand it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=3 * TIMEOUT
+    )
+    found = {}
+    began = time.monotonic()
+    for name, function in CASES.items():
+        if time.monotonic() - began > ENOUGH:
+            found[name] = "not run: the cases before it took too long"
+            continue
+        torch.manual_seed(0)
+        try:
+            function(rank)
+            left = [t.name for t in threading.enumerate() if isinstance(t, WorkerThread)]
+            assert not left, f"threads are left: {left}"
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+    results.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,388 @@
+"""A run that is saved and taken up again goes on as if nothing had happened.
+
+Saved by a pipe or by the plain module, taken up by a pipe of another balance, other chunks and
+another checkpoint mode, or by the plain module: in each way in which torch saves. What counts is
+not that the weights are equal after loading, but the losses of the steps after that: they need the
+optimizer's moments, its groups and the schedule, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parallel import DistributedDataParallel
+
+from pipert import Pipe
+
+# What it says is what is wanted, and what no_dist=True asks for: to save in a single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+BEFORE, AFTER = 3, 3  # steps
+ROWS = 7
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+class Place(NamedTuple):
+    """How a pipe runs the model."""
+
+    balance: list[int]
+    chunks: int
+    checkpoint: str
+
+
+PLACES: dict[str, Place | None] = {
+    "plain": None,
+    "one device": Place([6], 2, "never"),
+    "two devices": Place([2, 4], 3, "except_last"),
+    "two others": Place([5, 1], 3, "always"),
+    "three devices": Place([1, 3, 2], 5, "always"),
+}
+
+
+class Training(NamedTuple):
+    """What there is to save."""
+
+    model: nn.Module
+    """The plain module, a pipe of it, or DDP around that."""
+    optimizer: torch.optim.Optimizer
+    schedule: torch.optim.lr_scheduler.LRScheduler
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+def six_layers(seed: int) -> nn.Sequential:
+    torch.manual_seed(seed)
+    norm = nn.LayerNorm(4, dtype=torch.float64)
+    return nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), norm, nn.GELU(), linear(4, 2))
+
+
+@contextlib.contextmanager
+def placed(module: nn.Sequential, place: Place | None, **options: Any) -> Iterator[nn.Module]:
+    """The module itself, or in a pipe that is closed at the end."""
+    if place is None:
+        yield module
+        return
+    devices = ["cpu"] * len(place.balance)
+    with Pipe(
+        module, place.balance, devices=devices, chunks=place.chunks, checkpoint=place.checkpoint,
+        **options,
+    ) as pipe:  # fmt: skip
+        yield pipe
+
+
+def training(model: nn.Module) -> Training:
+    """AdamW with two groups, as is usual, and a schedule that changes each step."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.8, 0.9))
+    return Training(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7))
+
+
+def batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(ROWS, 3, dtype=torch.float64, generator=generator)
+        for _ in range(BEFORE + AFTER)
+    ]
+
+
+def train(run: Training, xs: list[Tensor]) -> list[float]:
+    losses = []
+    for x in xs:
+        run.optimizer.zero_grad()
+        loss = run.model(x).square().sum()
+        loss.backward()
+        run.optimizer.step()
+        run.schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def uninterrupted(place: Place | None) -> list[float]:
+    with placed(six_layers(0), place) as model:
+        return train(training(model), batches())[BEFORE:]
+
+
+# The ways to save and to load.
+
+
+class Way(NamedTuple):
+    save: Callable[[Path, Training], None]
+    load: Callable[[Path, Training], None]
+
+
+def save_file(path: Path, run: Training) -> None:
+    parts = (run.model, run.optimizer, run.schedule)
+    torch.save([part.state_dict() for part in parts], path)
+
+
+def load_file(path: Path, run: Training, **options: Any) -> None:
+    model, optimizer, schedule = torch.load(path, weights_only=True, **options)
+    run.model.load_state_dict(model, strict=True)
+    run.optimizer.load_state_dict(optimizer)
+    run.schedule.load_state_dict(schedule)
+
+
+def load_mapped_file(path: Path, run: Training) -> None:
+    load_file(path, run, mmap=True)
+
+
+def distributed_state(run: Training) -> dict[str, Any]:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    return {"model": model, "optimizer": optimizer, "schedule": run.schedule.state_dict()}
+
+
+def save_distributed(path: Path, run: Training) -> None:
+    save(distributed_state(run), checkpoint_id=path, no_dist=True)
+
+
+def save_distributed_meanwhile(path: Path, run: Training) -> None:
+    saving: Any = async_save(distributed_state(run), checkpoint_id=path, no_dist=True)
+    train(run, batches())  # what is saved is what there was before
+    saving.result()
+
+
+def load_distributed(path: Path, run: Training) -> None:
+    state = distributed_state(run)
+    load(state, checkpoint_id=path, no_dist=True)
+    set_state_dict(
+        run.model,
+        run.optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    run.schedule.load_state_dict(state["schedule"])
+
+
+WAYS = {
+    "torch.save": Way(save_file, load_file),
+    "mmap": Way(save_file, load_mapped_file),
+    "dcp": Way(save_distributed, load_distributed),
+    "async_save": Way(save_distributed_meanwhile, load_distributed),
+}
+
+
+EACH_WAY = [
+    pytest.param(way, marks=pytest.mark.slow if way == "async_save" else ()) for way in WAYS
+]
+
+
+def resumed(path: Path, way: str, before: Place | None, after: Place | None) -> list[float]:
+    """The losses after a run was saved in one place and taken up in another."""
+    with placed(six_layers(0), before) as model:
+        run = training(model)
+        train(run, batches()[:BEFORE])
+        WAYS[way].save(path, run)
+    with placed(six_layers(9), after) as model:  # would compute something else
+        run = training(model)
+        WAYS[way].load(path, run)
+        return train(run, batches()[BEFORE:])
+
+
+@pytest.mark.parametrize("way", ["torch.save", "dcp"])
+@pytest.mark.parametrize("after", PLACES)
+@pytest.mark.parametrize("before", PLACES)
+def test_a_run_goes_on_wherever_it_is_taken_up(
+    tmp_path: Path, before: str, after: str, way: str
+) -> None:
+    losses = resumed(tmp_path / "run", way, PLACES[before], PLACES[after])
+    same(losses, uninterrupted(None))
+
+
+@pytest.mark.parametrize("way", EACH_WAY)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("plain", "plain"), ("two devices", "two devices"), ("two devices", "two others"),
+     ("two others", "two devices"), ("three devices", "three devices")],
+)  # fmt: skip
+def test_with_the_same_chunks_a_run_goes_on_bit_for_bit(
+    tmp_path: Path, before: str, after: str, way: str
+) -> None:
+    losses = resumed(tmp_path / "run", way, PLACES[before], PLACES[after])
+    assert losses == uninterrupted(PLACES[before])
+
+
+def test_what_a_pipe_saves_is_byte_for_byte_what_the_plain_module_saves() -> None:
+    module, plain, piped = six_layers(0), io.BytesIO(), io.BytesIO()
+    torch.save(module.state_dict(), plain)
+    with placed(module, PLACES["three devices"]) as pipe:
+        torch.save(pipe.state_dict(), piped)
+    assert piped.getvalue() == plain.getvalue()
+
+
+# assign=True: the tensors of the file become the parameters.
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+@pytest.mark.parametrize("after", PLACES)
+def test_a_run_goes_on_with_parameters_that_are_assigned(
+    tmp_path: Path, after: str, mmap: bool
+) -> None:
+    path = tmp_path / "run"
+    with placed(six_layers(0), PLACES["two devices"]) as model:
+        run = training(model)
+        train(run, batches()[:BEFORE])
+        save_file(path, run)
+    with placed(six_layers(9), PLACES[after]) as model:
+        state, optimizer, schedule = torch.load(path, weights_only=True, mmap=mmap)
+        model.load_state_dict(state, strict=True, assign=True)
+        for name, parameter in model.named_parameters():
+            assert parameter.data_ptr() == state[name].data_ptr()
+        run = training(model)  # after assigning, as with any module: it holds the parameters
+        run.optimizer.load_state_dict(optimizer)
+        run.schedule.load_state_dict(schedule)
+        same(train(run, batches()[BEFORE:]), uninterrupted(None))
+
+
+def test_assigned_parameters_are_those_of_module_and_partitions() -> None:
+    module, state = six_layers(0), six_layers(1).state_dict()
+    with placed(module, PLACES["two devices"]) as pipe:
+        assert isinstance(pipe, Pipe)
+        pipe.load_state_dict(state, assign=True)
+        assert pipe[0] is module[0] is pipe.partitions[0][0]
+        assert [p.data_ptr() for p in module.parameters()] == [t.data_ptr() for t in state.values()]
+
+
+def test_a_model_without_memory_is_assigned_and_then_put_in_a_pipe() -> None:
+    with torch.device("meta"):
+        module = six_layers(0)
+    expected, x = six_layers(1), batches()[0]
+    module.load_state_dict(expected.state_dict(), assign=True)
+    with placed(module, PLACES["two devices"]) as pipe:
+        same(pipe(x), expected(x))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_assigned_running_statistics_are_those_that_are_updated(deferred: bool) -> None:
+    def normalised(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(linear(3, 4), nn.BatchNorm1d(4, dtype=torch.float64), linear(4, 2))
+
+    place, first, second = Place([1, 2], 2, "always"), normalised(0), normalised(1)
+    with placed(first, place, deferred_batch_norm=deferred) as pipe:
+        train(training(pipe), batches()[:BEFORE])
+        state = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+        pipe(batches()[BEFORE])
+    with placed(second, place, deferred_batch_norm=deferred) as pipe:
+        pipe(batches()[0])  # statistics of its own, which go
+        pipe.load_state_dict(state, strict=True, assign=True)
+        pipe(batches()[BEFORE])
+    assert second[1].running_mean is state["1.running_mean"]
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[name])
+
+
+# A state that does not fit.
+
+
+@pytest.mark.parametrize("place", [name for name in PLACES if name != "plain"])
+def test_a_state_that_does_not_fit_is_refused_as_the_plain_module_refuses_it(place: str) -> None:
+    module = six_layers(0)
+    state = module.state_dict()
+    state["partitions.0.0.weight"] = state.pop("0.weight")
+    state["5.bias"] = state["5.bias"][:1]
+    with pytest.raises(RuntimeError) as expected:
+        module.load_state_dict(state)
+    with placed(module, PLACES[place]) as pipe, pytest.raises(RuntimeError) as refused:
+        pipe.load_state_dict(state)
+    assert str(refused.value) == str(expected.value).replace("Sequential", "Pipe")
+
+
+# The whole pipe in a file.
+
+
+def test_a_run_goes_on_with_a_pipe_that_was_saved_whole(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with placed(six_layers(0), PLACES["two devices"]) as pipe:
+        run = training(pipe)
+        train(run, batches()[:BEFORE])
+        torch.save([pipe, run.optimizer.state_dict(), run.schedule.state_dict()], path)
+    pipe, optimizer, schedule = torch.load(path, weights_only=False)
+    with pipe:
+        run = training(pipe)
+        run.optimizer.load_state_dict(optimizer)
+        run.schedule.load_state_dict(schedule)
+        assert train(run, batches()[BEFORE:]) == uninterrupted(PLACES["two devices"])
+
+
+# From inside DDP.
+
+
+@pytest.fixture
+def process_group(tmp_path: Path) -> Iterator[None]:
+    """Of one process."""
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def in_ddp(place: str, path: Path, way: str) -> Iterator[None]:
+    """A run that was saved inside of DDP."""
+    with placed(six_layers(0), PLACES[place]) as model:
+        run = training(DistributedDataParallel(model))
+        train(run, batches()[:BEFORE])
+        WAYS[way].save(path, run)
+    yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", ["plain", "three devices"])
+def test_a_file_of_ddp_is_loaded_without_its_prefix(
+    process_group: None, tmp_path: Path, after: str
+) -> None:
+    path = tmp_path / "run"
+    with in_ddp("two devices", path, "torch.save"), placed(six_layers(9), PLACES[after]) as model:
+        state, optimizer, schedule = torch.load(path, weights_only=True)
+        assert all(name.startswith("module.") for name in state)
+        consume_prefix_in_state_dict_if_present(state, "module.")
+        run = training(model)
+        model.load_state_dict(state, strict=True)
+        run.optimizer.load_state_dict(optimizer)
+        run.schedule.load_state_dict(schedule)
+        same(train(run, batches()[BEFORE:]), uninterrupted(None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["dcp", "async_save"])
+@pytest.mark.parametrize("after", ["plain", "three devices"])
+def test_a_distributed_checkpoint_of_ddp_has_no_prefix_to_lose(
+    process_group: None, tmp_path: Path, after: str, way: str
+) -> None:
+    path = tmp_path / "run"
+    with in_ddp("two devices", path, way), placed(six_layers(9), PLACES[after]) as model:
+        run = training(model)
+        WAYS[way].load(path, run)
+        same(train(run, batches()[BEFORE:]), uninterrupted(None))
+
+
+@pytest.mark.slow
+def test_a_run_without_ddp_is_taken_up_inside_of_it(process_group: None, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with placed(six_layers(0), None) as model:
+        run = training(model)
+        train(run, batches()[:BEFORE])
+        save_distributed(path, run)
+    with placed(six_layers(9), PLACES["two devices"]) as pipe:
+        run = training(DistributedDataParallel(pipe))
+        load_distributed(path, run)
+        same(train(run, batches()[BEFORE:]), uninterrupted(None))

@@ -1,0 +1,169 @@
+"""The DDP example keeps its word: a run is the same with one process and with two, and resumes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import pipert
+
+TEXT = b"the pipeline is full when every worker has a task. " * 100
+MODEL = "--context 16 --width 16 --layers 2 --heads 2 --batch 16 --accumulate 2 --chunks 2"
+STEPS, FIRST = 20, 8  # of the whole run, and of its first part
+
+# The first test waits for three processes to start, which on a busy machine takes its time.
+pytestmark = pytest.mark.timeout(180)
+
+pytest.importorskip("tqdm", reason="the example imports another, which shows its progress")
+
+
+def options(folder: Path, *more: object) -> list[str]:
+    """Those of a run that takes a moment."""
+    data = folder / "text.txt"
+    data.write_bytes(TEXT)
+    return [*MODEL.split(), "--lr", "0.01", "--data", str(data), *map(str, more)]
+
+
+class Runs(NamedTuple):
+    """What the same run prints and saves, with one process and, resumed, with two."""
+
+    alone: Any
+    """The result of the whole run with one process."""
+    model_alone: dict[str, torch.Tensor]
+    output: str
+    """Of the rest of the run with two processes."""
+    model: dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def runs(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("ddp")
+    whole, first, rest = (folder / name for name in ("whole.pt", "first.pt", "rest.pt"))
+    alone = example.main(options(folder, "--steps", STEPS, "--save", whole))
+    example.main(options(folder, "--steps", FIRST, "--save", first))
+    output = torchrun(example, options(folder, "--steps", STEPS, "--resume", first, "--save", rest))
+    states = [torch.load(file, weights_only=True)["training"] for file in (whole, rest)]
+    assert [state["step"] for state in states] == [STEPS, STEPS]
+    return Runs(alone, states[0]["model"], output, states[1]["model"])
+
+
+def torchrun(example: ModuleType, argv: list[str]) -> str:
+    """What two processes print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    path = f"{Path(pipert.__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    result = subprocess.run(
+        [*command, str(example.__file__), *argv],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_training_lowers_the_held_out_loss(runs: Runs) -> None:
+    assert runs.alone.after < runs.alone.before - 1
+
+
+@pytest.mark.slow
+def test_two_processes_end_a_run_as_one_does_that_began_it(runs: Runs) -> None:
+    torch.testing.assert_close(runs.model, runs.model_alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_process_0_alone_prints(runs: Runs) -> None:
+    first, *steps, last = runs.output.splitlines()
+    assert re.match(r"2 processes; in process 0, of 4 layers: 2 on \w+", first)
+    assert [re.sub(r"\d\.\d\d\d", "#", line) for line in steps] == [
+        "step 10: loss # in process 0",
+        "step 20: loss # in process 0",
+    ]
+    assert re.fullmatch(r"held-out loss: \d\.\d\d before, \d\.\d\d after 20 steps", last)
+    assert f"{runs.alone.after:.2f} after" in last
+
+
+@pytest.mark.slow
+def test_the_saved_model_loads_into_the_plain_sequential(example: ModuleType, runs: Runs) -> None:
+    config = example.ModelConfig(context=16, width=16, layers=2, heads=2)
+    example.build_model(config).load_state_dict(runs.model, strict=True)
+
+
+@pytest.mark.slow
+def test_accumulation_changes_nothing_but_rounding(example: ModuleType, tmp_path: Path) -> None:
+    run = options(tmp_path, "--steps", "5")
+    parts = example.main([*run, "--accumulate", "4"])
+    whole = example.main([*run, "--accumulate", "1"])
+    assert parts.after == pytest.approx(whole.after, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_resuming_with_another_model_shape_is_refused(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gpt.pt"
+    run = options(tmp_path, "--steps", "1")
+    example.main([*run, "--save", str(file)])
+    with pytest.raises(SystemExit):
+        example.main([*run, "--resume", str(file), "--width", "32"])
+    assert "--resume fixes the model to {'context': 16, 'width': 16," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--batch 6 --accumulate 4", "--batch 6 must divide evenly among 1 processes and"),
+        ("--heads 3", "heads must divide width"),
+        ("--chunks 0", "argument --chunks: must be 1 or more, not 0"),
+        ("--context 600", "the text is too short: a tenth of it is held out, so --context 600"),
+        ("--save no/such/folder/gpt.pt", "--save needs a folder that exists"),
+        ("--data no/such/text.txt", "No such file"),
+        ("--resume train_gpt.py", "is not a file that --save wrote"),
+    ],
+)
+def test_a_bad_option_ends_the_program_with_a_clear_message(
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    more: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(Path(str(example.__file__)).parent)
+    with pytest.raises(SystemExit) as end:
+        example.main(options(tmp_path, *more.split()))
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("gpus", "process", "processes", "own"),
+    [
+        (8, 1, 2, ["cuda:4", "cuda:5", "cuda:6", "cuda:7"]),
+        (5, 1, 2, ["cuda:2", "cuda:3"]),
+        (2, 1, 2, ["cuda:1"]),
+        (1, 0, 2, ["cpu", "cpu"]),
+        (0, 0, 1, ["cpu", "cpu"]),
+    ],
+)
+def test_the_gpus_of_a_machine_are_shared_out(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    process: int,
+    processes: int,
+    own: list[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_RANK", str(process))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert [str(device) for device in example.own_devices()] == own
