@@ -199,7 +199,7 @@ class _Collect(TorchFunctionMode):
         if not arguments.get("training", False) or layer not in self._stats.buffers:
             output = func(**arguments)
             return output
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             refuse_nested_checkpoint(
                 "a layer used torch.utils.checkpoint around a BatchNorm whose running statistics "
                 "are deferred; its recomputation would update them, too"

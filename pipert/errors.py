@@ -95,10 +95,11 @@ class NestedCheckpointError(PipertError):
 
 
 class TransformError(PipertError):
-    """A pipe was called inside of a ``torch.func`` transform, or of forward-mode differentiation.
+    """A pipe was called inside of a ``torch.func`` transform, forward-mode differentiation, or code
+    that torch.compile compiles.
 
-    Both belong to the thread that began them, so the workers would compute without: gradients would
-    come out as zeros. Use ``backward`` or ``torch.autograd.grad``.
+    They belong to the thread that began them, so the workers would compute without. Use
+    ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.
     """
 
 

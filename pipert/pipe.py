@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device, Value
+from pipert.autograd.compiling import refuse_compilation
 from pipert.batchnorm import DeferredStats, check_batch_norm
 from pipert.computation import is_recomputing
 from pipert.device import default_devices, parse_devices
@@ -204,6 +205,7 @@ class Pipe(nn.Module):
             TransformError: inside of a ``torch.func`` transform or forward-mode differentiation.
             Exception: whatever a layer raises, with a note that says where.
         """
+        refuse_compilation()
         refuse_transforms()
         seconds = self._timeout if timeout is None else check_timeout(timeout)
         if not self._partitions:

@@ -11,12 +11,14 @@ __all__: list[str] = []
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer could draw random numbers: anything but a leaf known not to."""
+    """Whether a layer could draw random numbers: anything but what is known not to."""
     kind = type(layer)
     if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return True
     if kind in _DROPOUTS:
         return layer.training
+    if kind is nn.Sequential:
+        return any(map(may_draw, layer.children()))
     return kind not in _DETERMINISTIC
 
 

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
+from pipert.autograd.compiling import CompileLock
 from pipert.autograd.drawing import (
     FUNCTIONS_THAT_DRAW,
     is_compiled,
@@ -54,6 +55,8 @@ _MASK = (1 << 64) - 1
 
 # Held while the default generator has a task's state in it.
 _lending = ProcessLock()
+# Held around it: a compilation puts the default generators back to what they were.
+_compiling = CompileLock()
 _lent: ContextVar[bool] = ContextVar("pipert_generator_lent", default=False)
 
 
@@ -141,7 +144,7 @@ class _Stream:
     @contextlib.contextmanager
     def in_default_generators(self) -> Iterator[None]:
         """Let the default generators draw this stream's numbers."""
-        with _lending.current:
+        with _compiling.current, _lending.current:
             mine = self.states()
             shared = [default.get_state() for default in self._defaults]
             _set_states(self._defaults, mine)
@@ -161,7 +164,7 @@ class _Stream:
     @contextlib.contextmanager
     def own_generator(self) -> Iterator[torch.Generator]:
         """A CPU generator that draws this stream's numbers; used by one thread."""
-        with _lending.current:
+        with _compiling.current, _lending.current:
             states = self.states()
             self._seed.use()
         generator = torch.Generator()

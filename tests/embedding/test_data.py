@@ -1,0 +1,248 @@
+"""Data loading beside a pipe: worker processes are forked or spawned while its threads are at work.
+
+A forked child inherits locks but no threads. What a child does with the pipe itself is tested in
+test_fork.py; here it does what a data loader's worker does, and the parent goes on training.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from pipert import Pipe
+
+pytestmark = [
+    pytest.mark.slow,
+    # Python warns of forks in a process with threads; that they are harmless is what is tested.
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
+
+WAIT = 30.0  # s; what should happen at once is given up after it
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+class Rows(Dataset[tuple[Tensor, Tensor]]):
+    """Rows that are computed in the worker, with torch and with random numbers of its own."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(k)
+        x = torch.randn(6, generator=generator, dtype=torch.double)
+        return x, (x[:3] * 2).softmax(0)
+
+
+class Stream(IterableDataset[Tensor]):
+    """Each worker has its part of the rows."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info: Any = torch.utils.data.get_worker_info()
+        for k in range(info.id, 8, info.num_workers):
+            yield torch.full((6,), float(k), dtype=torch.double)
+
+
+def perceptron() -> nn.Sequential:
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def pipe_of(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
+    return Pipe(module, [2, 3], devices=devices, chunks=2, **options)
+
+
+def loader(context: str | None, **options: Any) -> DataLoader[Any]:
+    if context is not None:
+        # A spawned one imports torch first, which takes long.
+        workers = 2 if context == "fork" else 1
+        options |= {"num_workers": workers, "multiprocessing_context": context, "timeout": WAIT}
+    return DataLoader(Rows(), batch_size=4, **options)
+
+
+def train(model: nn.Module, batches: DataLoader[Any], epochs: int = 2) -> list[Tensor]:
+    """The parameters afterwards."""
+    optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+    for _ in range(epochs):
+        for x, target in batches:
+            optimizer.zero_grad()
+            y = model(x)
+            mse_loss(y, target.to(y.device)).backward()
+            optimizer.step()
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "context, persistent",
+    [("fork", False), ("fork", True), ("spawn", True)],
+    ids=["new forked workers", "persistent forked workers", "persistent spawned workers"],
+)
+def test_training_with_worker_processes_is_that_of_the_module_without(
+    devices: list[str], context: str, persistent: bool
+) -> None:
+    plain = perceptron()
+    module = copy.deepcopy(plain)
+    expected = train(plain, loader(None))
+    with pipe_of(module, devices) as pipe:
+        pipe(next(iter(loader(None)))[0])  # its threads are there before the first fork
+        actual = train(pipe, loader(context, persistent_workers=persistent))
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("pin_memory", [pytest.param(True, marks=pytest.mark.cuda), False])
+def test_prefetched_batches_are_right(devices: list[str], pin_memory: bool) -> None:
+    batches = loader("fork", prefetch_factor=4, pin_memory=pin_memory, persistent_workers=True)
+    plain = perceptron()
+    with pipe_of(copy.deepcopy(plain), devices) as pipe, torch.no_grad():
+        for _ in range(2):
+            for x, _ in batches:
+                assert x.is_pinned() == pin_memory
+                torch.testing.assert_close(pipe(x).cpu(), plain(x))
+
+
+def test_a_stream_of_two_workers_goes_through_a_pipe(devices: list[str]) -> None:
+    plain = perceptron()
+    batches = DataLoader(Stream(), batch_size=2, num_workers=2, multiprocessing_context="fork")
+    seen = []
+    with pipe_of(copy.deepcopy(plain), devices) as pipe, torch.no_grad():
+        for x in batches:
+            torch.testing.assert_close(pipe(x).cpu(), plain(x))
+            seen += x[:, 0].tolist()
+    assert sorted(seen) == list(range(8))
+
+
+@modes
+def test_workers_may_be_forked_between_forward_and_backward(
+    devices: list[str], checkpoint: str
+) -> None:
+    """An evaluation in the middle of a step, with a data loader of its own."""
+    plain = perceptron()
+    x = torch.randn(5, 6, dtype=torch.double)
+    expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
+    with pipe_of(copy.deepcopy(plain), devices, checkpoint=checkpoint) as pipe:
+        y = pipe(x)
+        with torch.inference_mode():
+            assert sum(len(pipe(other)) for other, _ in loader("fork")) == 12
+        grads = torch.autograd.grad(y.square().sum(), list(pipe.parameters()))
+    torch.testing.assert_close([grad.cpu() for grad in grads], list(expected))
+
+
+class Hold(nn.Module):
+    """Holds its worker in the middle of a task, until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.reached.set()
+        assert self.go_on.wait(WAIT)
+        return torch.dropout(x, 0.0, True)
+
+
+def test_workers_may_be_forked_while_another_thread_is_inside_of_the_pipe() -> None:
+    hold = Hold()
+    results: list[Tensor] = []
+    x = torch.ones(2, 6)
+    with Pipe(nn.Sequential(hold, nn.Dropout(0.0)), [1, 1], devices=["cpu"] * 2) as pipe:
+        caller = threading.Thread(target=lambda: results.append(pipe(x)))
+        caller.start()
+        assert hold.reached.wait(WAIT)
+        rows = sum(len(batch) for batch, _ in loader("fork"))
+        hold.go_on.set()
+        caller.join(WAIT)
+    assert rows == 12 and torch.equal(results[0], x)
+
+
+def test_workers_of_a_loader_end_though_a_pipe_is_alive(devices: list[str]) -> None:
+    with pipe_of(perceptron(), devices) as pipe:
+        batches = iter(loader("fork", persistent_workers=True))
+        pipe(next(batches)[0])
+        children = multiprocessing.active_children()
+        assert len(children) == 2
+        del batches
+        for child in children:
+            child.join(WAIT)
+        assert [child.exitcode is None for child in children] == [False, False]
+
+
+def test_an_error_in_a_worker_process_leaves_the_pipe_usable(devices: list[str]) -> None:
+    plain = perceptron()
+    broken = DataLoader(Broken(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+    with pipe_of(copy.deepcopy(plain), devices) as pipe:
+        with pytest.raises(ValueError, match="row 3 is broken"):
+            train(pipe, broken, 1)
+        x = torch.randn(5, 6, dtype=torch.double)
+        torch.testing.assert_close(pipe(x).cpu(), plain(x))
+
+
+class Broken(Rows):
+    def __getitem__(self, k: int) -> tuple[Tensor, Tensor]:
+        if k == 3:
+            raise ValueError(f"row {k} is broken")
+        return super().__getitem__(k)
+
+
+def test_a_pipe_may_score_rows_in_a_worker_process() -> None:
+    """A data set with a model in it; each worker starts threads of its own."""
+    plain = perceptron()
+    x = torch.randn(8, 6, dtype=torch.double)
+    with pipe_of(copy.deepcopy(plain), ["cpu"] * 2) as pipe, torch.no_grad():
+        pipe(x)
+        batches = DataLoader(
+            TensorDataset(x),
+            batch_size=4,
+            num_workers=2,
+            multiprocessing_context="fork",
+            collate_fn=lambda rows: (os.getpid(), pipe(torch.stack([row for (row,) in rows]))),
+        )
+        scored = list(batches)
+    assert os.getpid() not in {process for process, _ in scored}
+    torch.testing.assert_close(torch.cat([scores for _, scores in scored]), plain(x).detach())
+
+
+# Where the input comes from -----------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("non_blocking", [False, True])
+@pytest.mark.parametrize("kind", ["pageable", "pinned", "on the GPU", "on the GPU, from pinned"])
+def test_an_input_may_come_from_anywhere(
+    devices: list[str], kind: str, non_blocking: bool
+) -> None:
+    plain = perceptron()
+    with pipe_of(copy.deepcopy(plain), devices) as pipe:
+        for _ in range(3):
+            x = torch.randn(64, 6, dtype=torch.double)
+            expected = plain(x)
+            given = x.pin_memory() if "pinned" in kind else x
+            if "GPU" in kind:
+                given = given.to("cuda:0", non_blocking=non_blocking)
+            torch.testing.assert_close(pipe(given).cpu(), expected)
+
+
+@pytest.mark.cuda
+def test_a_pinned_batch_may_be_overwritten_after_the_call(devices: list[str]) -> None:
+    plain = perceptron()
+    pinned = torch.empty(64, 6, dtype=torch.double).pin_memory()
+    with pipe_of(copy.deepcopy(plain), devices) as pipe, torch.no_grad():
+        for _ in range(20):
+            x = torch.randn(64, 6, dtype=torch.double)
+            pinned.copy_(x)
+            y = pipe(pinned)
+            torch.cuda.synchronize()
+            pinned.zero_()
+            torch.testing.assert_close(y.cpu(), plain(x))

@@ -1,0 +1,256 @@
+"""What a loop may ask of autograd: anomalies, saved tensors, several uses of an output."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from pipert import Pipe
+
+mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
+
+Agree = Callable[..., None]
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.randn(7, 6, dtype=torch.double), torch.randn(7, 3, dtype=torch.double)
+
+
+def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Any:
+    y = model(x)
+    return mse_loss(y, target.to(y.device))
+
+
+def train(model: nn.Module, steps: int = 3) -> list[float]:
+    optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+    losses = []
+    for x, target in batches(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# Anomaly detection --------------------------------------------------------------------------------
+
+
+class RootOfZero(nn.Module):
+    """Has a gradient of infinity times zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sqrt(x * 0)  # the line that anomaly detection has to find
+
+
+@pytest.fixture
+def anomalies() -> Iterator[list[str]]:
+    """What is warned of under anomaly detection."""
+    found: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *_, **__: found.append(str(message))
+        with torch.autograd.detect_anomaly():
+            yield found
+
+
+@modes
+def test_an_anomaly_is_traced_to_the_line_of_the_layer(
+    anomalies: list[str], devices: list[str], checkpoint: str
+) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), RootOfZero(), nn.Linear(6, 3)).double()
+    with Pipe(module, [2, 1], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
+        with pytest.raises(RuntimeError, match="'MulBackward0' returned nan values"):
+            loss_of(pipe, *next(batches(1))).backward()
+    assert "Traceback of forward call" in anomalies[-1]
+    assert "return torch.sqrt(x * 0)  # the line that anomaly detection has" in anomalies[-1]
+
+
+@modes
+def test_a_pipe_is_usable_after_an_anomaly(
+    anomalies: list[str], devices: list[str], checkpoint: str
+) -> None:
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    with Pipe(module, [2, 1], devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
+        x, target = next(batches(1))
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            loss_of(pipe, x * float("nan"), target).backward()
+        pipe.zero_grad()
+        loss_of(pipe, x, target).backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in pipe.parameters())
+
+
+@modes
+def test_training_under_anomaly_detection_is_the_modules(
+    anomalies: list[str], agree: Agree, checkpoint: str
+) -> None:
+    agree(train, checkpoint=checkpoint)
+
+
+# Saved tensors ------------------------------------------------------------------------------------
+
+
+@modes
+def test_training_with_activations_saved_on_cpu_is_the_modules(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        with torch.autograd.graph.save_on_cpu():
+            return train(model)
+
+    agree(loop, checkpoint=checkpoint)
+
+
+# Outputs that are used in several ways -----------------------------------------------------------
+
+
+@modes
+def test_an_output_may_be_used_twice_in_one_loss(agree: Agree, checkpoint: str) -> None:
+    def loop(model: nn.Module) -> Any:
+        x, target = next(batches(1))
+        y = model(x)
+        loss = mse_loss(y, target.to(y.device)) + y.abs().mean() + (y * y.detach()).sum()
+        loss.backward()
+        return loss.detach()
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_two_losses_of_one_output_may_be_differentiated_in_turn(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> Any:
+        y = model(next(batches(1))[0])
+        y.square().mean().backward(retain_graph=True)
+        y.abs().mean().backward()
+        return y.detach()
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_an_output_may_go_through_the_pipe_again(agree: Agree, checkpoint: str) -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 6)).double()
+
+    def loop(model: nn.Module) -> Any:
+        x = next(batches(1))[0]
+        y = model(model(x)) + model(x * 2)
+        y.square().mean().backward()
+        return y.detach()
+
+    agree(loop, module, checkpoint=checkpoint)
+
+
+@modes
+def test_gradients_by_autograd_grad_can_be_applied_by_hand(agree: Agree, checkpoint: str) -> None:
+    def loop(model: nn.Module) -> list[tuple[Tensor, ...]]:
+        steps = []
+        for x, target in batches(3):
+            grads = torch.autograd.grad(loss_of(model, x, target), list(model.parameters()))
+            steps.append(grads)
+            with torch.no_grad():
+                for parameter, grad in zip(model.parameters(), grads, strict=True):
+                    parameter.sub_(0.2 * grad)
+        assert all(p.grad is None for p in model.parameters())
+        return steps
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_a_penalty_on_the_gradient_of_the_input_trains_as_without_a_pipe(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        losses = []
+        for x, target in batches(2):
+            optimizer.zero_grad()
+            loss = loss_of(model, x.requires_grad_(), target)
+            (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + grad.square().sum().to(loss.device)).backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    agree(loop, checkpoint=checkpoint)
+
+
+# Evaluation between steps -------------------------------------------------------------------------
+
+WITHOUT_GRAD: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+}
+
+
+class DoubleInTraining(nn.Module):
+    """Like dropout, gives other numbers in train and eval; unlike it, the plain model's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.training else x
+
+
+@modes
+@pytest.mark.parametrize("mode", WITHOUT_GRAD)
+def test_evaluation_between_steps_disturbs_neither(
+    agree: Agree, mode: str, checkpoint: str
+) -> None:
+    module = nn.Sequential(nn.Linear(6, 8), DoubleInTraining(), nn.Linear(8, 3)).double()
+
+    def loop(model: nn.Module) -> list[Any]:
+        outcomes: list[Any] = []
+        for _ in range(2):
+            outcomes.append(train(model, 1))
+            model.eval()
+            with WITHOUT_GRAD[mode]():
+                y = model(next(batches(1))[0])
+                assert not y.requires_grad and y.is_inference() == (mode == "inference_mode")
+                outcomes.append(y.clone())
+            model.train()
+        return outcomes
+
+    agree(loop, module, checkpoint=checkpoint)
+
+
+@modes
+def test_evaluation_between_forward_and_backward_disturbs_neither(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        x, target = next(batches(1))
+        loss = loss_of(model, x, target)
+        with torch.inference_mode():
+            other = model(x * 3).clone()
+        loss.backward()
+        return [loss.detach(), other]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_a_gradient_of_an_evaluated_model_is_that_of_the_module(
+    agree: Agree, checkpoint: str
+) -> None:
+    """As for adversarial examples: in eval mode, to the input, with frozen parameters."""
+    layers = [nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3)]
+
+    def loop(model: nn.Module) -> Any:
+        model.eval().requires_grad_(False)
+        x, target = next(batches(1))
+        (grad,) = torch.autograd.grad(loss_of(model, x.requires_grad_(), target), x)
+        return grad
+
+    module = nn.Sequential(*layers).double()
+    agree(loop, module, checkpoint=checkpoint, deferred_batch_norm=False)

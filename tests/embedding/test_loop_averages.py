@@ -1,0 +1,180 @@
+"""Averages of weights: EMA and SWA of the pipe and of its module, and copies made in training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, swa_utils
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+
+from pipert import Pipe
+
+# What torch does not type.
+mse_loss: Any = F.mse_loss
+get_ema_multi_avg_fn: Any = swa_utils.get_ema_multi_avg_fn
+
+Agree = Callable[..., None]
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "ema": {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+    "ema with buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+    "own function": {"avg_fn": lambda average, p, count: 0.5 * average + 0.5 * p},
+}
+
+averages = pytest.mark.parametrize("how", AVERAGES)
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.randn(7, 6, dtype=torch.double), torch.randn(7, 3, dtype=torch.double)
+
+
+def step(model: nn.Module, optimizer: SGD, x: Tensor, target: Tensor) -> None:
+    optimizer.zero_grad()
+    y = model(x)
+    mse_loss(y, target.to(y.device)).backward()
+    optimizer.step()
+
+
+def done_with(average: AveragedModel) -> None:
+    """The average of a pipe is a copy of it, with threads of its own."""
+    if isinstance(average.module, Pipe):
+        average.module.close()
+
+
+@averages
+@modes
+def test_an_average_of_a_pipe_is_that_of_the_module(
+    agree: Agree, how: str, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[Any]:
+        average = AveragedModel(model, **AVERAGES[how])
+        optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+        outputs = []
+        for x, target in batches(3):
+            step(model, optimizer, x, target)
+            average.update_parameters(model)
+            with torch.no_grad():
+                outputs.append(average(x))
+        done_with(average)
+        return [outputs, average.state_dict()]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@averages
+def test_an_average_of_the_module_follows_its_pipe(how: str) -> None:
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    module = copy.deepcopy(plain)
+    expected, average = (AveragedModel(model, **AVERAGES[how]) for model in (plain, module))
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        optimizers = [SGD(model.parameters(), lr=0.2) for model in (plain, pipe)]
+        for x, target in batches(3):
+            step(plain, optimizers[0], x, target)
+            step(pipe, optimizers[1], x, target)
+            expected.update_parameters(plain)
+            average.update_parameters(pipe)
+    torch.testing.assert_close(average.state_dict(), expected.state_dict())
+
+
+def test_the_state_of_an_average_of_a_pipe_loads_into_one_of_the_module() -> None:
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plain = AveragedModel(copy.deepcopy(module))
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        average = AveragedModel(pipe)
+        step(pipe, SGD(pipe.parameters(), lr=0.2), *next(batches(1)))
+        average.update_parameters(pipe)
+        plain.load_state_dict(average.state_dict())
+        x, _ = next(batches(1))
+        with torch.no_grad():
+            torch.testing.assert_close(plain(x), average(x))
+        done_with(average)
+
+
+def test_the_average_and_the_pipe_may_be_called_at_once_in_one_graph(agree: Agree) -> None:
+    """As a teacher and its student."""
+
+    def loop(model: nn.Module) -> list[float]:
+        teacher = AveragedModel(model, **AVERAGES["ema"])
+        optimizer = SGD(model.parameters(), lr=0.2)
+        losses = []
+        for x, _ in batches(3):
+            optimizer.zero_grad()
+            loss = mse_loss(model(x), teacher(x * 0.9).detach() + 1)
+            loss.backward()
+            optimizer.step()
+            teacher.update_parameters(model)
+            losses.append(loss.item())
+        done_with(teacher)
+        return losses
+
+    agree(loop)
+
+
+def test_stochastic_weight_averaging_with_its_schedule_is_the_modules(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[Any]:
+        average = AveragedModel(model)
+        optimizer = SGD(model.parameters(), lr=0.4)
+        schedule = SWALR(optimizer, swa_lr=0.1, anneal_epochs=2)
+        for x, target in batches(4):
+            step(model, optimizer, x, target)
+            schedule.step()
+            average.update_parameters(model)
+        done_with(average)
+        return [average.state_dict(), optimizer.param_groups[0]["lr"]]
+
+    agree(loop)
+
+
+def test_update_bn_gives_a_pipe_with_deferred_statistics_those_of_the_module() -> None:
+    plain = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    module, data = copy.deepcopy(plain), [x for x, _ in batches(3)]
+    update_bn(data, plain)
+    with Pipe(
+        module, [1, 1], devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True
+    ) as pipe:
+        update_bn(data, pipe)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+
+
+@modes
+def test_a_copy_taken_between_forward_and_backward_is_a_pipe_without_that_graph(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        x, target = next(batches(1))
+        y = model(x)
+        copied = copy.deepcopy(model)
+        mse_loss(y, target.to(y.device)).backward()
+        assert all(p.grad is None for p in copied.parameters())
+        output: Tensor = copied(x)
+        if isinstance(copied, Pipe):
+            copied.close()
+        return [y, output]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_a_copy_trains_beside_its_original(agree: Agree, checkpoint: str) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        other = copy.deepcopy(model)
+        optimizers = [SGD(m.parameters(), lr=0.3) for m in (model, other)]
+        for x, target in batches(2):
+            step(model, optimizers[0], x, target)
+            step(other, optimizers[1], -x, target)
+        trained = [p.detach().clone() for p in other.parameters()]
+        if isinstance(other, Pipe):
+            other.close()
+        return trained
+
+    agree(loop, checkpoint=checkpoint)

@@ -1,0 +1,291 @@
+"""Hooks of layers, of parameters and of tensors, and optimizers that step in the backward.
+
+What a hook of the whole pipe or module sees is tested with ``Pipe`` itself. A hook of a layer is
+called for each micro-batch, on the thread that runs the layer, and again in a recomputation.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from pipert import Pipe, is_recomputing
+
+mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
+
+Agree = Callable[..., None]
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+def batches(count: int, requires_grad: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        x = torch.randn(7, 6, dtype=torch.double, requires_grad=requires_grad)
+        yield x, torch.randn(7, 3, dtype=torch.double)
+
+
+def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Any:
+    y = model(x)
+    # A sum, so that micro-batches can be told apart from the mini-batch by nothing but their rows.
+    return mse_loss(y, target.to(y.device), reduction="sum")
+
+
+def train(model: nn.Module) -> list[float]:
+    optimizer = SGD(model.parameters(), lr=0.02)
+    losses = []
+    for x, target in batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, x, target)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# Hooks of layers ----------------------------------------------------------------------------------
+
+Register = Callable[[nn.Module], Any]
+
+
+def halved(grads: Any) -> Any:
+    return tuple(None if grad is None else grad * 0.5 for grad in grads)
+
+
+CHANGING: dict[str, Register] = {
+    "forward": lambda layer: layer.register_forward_hook(lambda m, x, y: y * 0.5),
+    "forward_pre": lambda layer: layer.register_forward_pre_hook(lambda m, x: (x[0] * 0.5,)),
+    "full_backward": lambda layer: layer.register_full_backward_hook(
+        lambda m, grads, _: halved(grads)
+    ),
+    "full_backward_pre": lambda layer: layer.register_full_backward_pre_hook(
+        lambda m, grads: halved(grads)
+    ),
+}
+
+
+@modes
+@pytest.mark.parametrize("layer", ["2", "3"])
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_layers_hook_that_changes_something_does_so_as_without_a_pipe(
+    agree: Agree, kind: str, layer: str, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        before = train(model)
+        handle = CHANGING[kind](model.get_submodule(layer))
+        changed = train(model)
+        handle.remove()
+        return [before, changed, train(model)]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize("checkpoint, again", [("always", 3), ("except_last", 2), ("never", 0)])
+def test_a_layers_hook_is_called_for_each_micro_batch_and_recomputation(
+    kind: str, checkpoint: str, again: int
+) -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
+    calls: Counter[bool] = Counter()
+    rows: list[int] = []
+
+    def hook(layer: nn.Module, args: tuple[Tensor, ...], *_: Tensor) -> None:
+        calls[is_recomputing()] += 1
+        if not is_recomputing():
+            rows.append(len(args[0]))
+
+    getattr(module[1], f"register_{kind}_hook")(hook)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        loss_of(pipe, *next(batches(1))).backward()
+    assert (calls[False], calls[True], rows) == (3, again, [3, 2, 2])
+
+
+def test_a_layers_forward_hook_runs_on_the_worker() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
+    threads: set[str] = set()
+    module[0].register_forward_hook(lambda *_: threads.add(threading.current_thread().name))
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
+        pipe(next(batches(1))[0])
+    assert len(threads) == 1 and threading.current_thread().name not in threads
+
+
+@modes
+def test_activations_taken_by_a_hook_are_those_of_the_module_in_order(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        taken: list[Tensor] = []
+
+        def take(layer: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+            if not is_recomputing():
+                taken.append(y.detach().clone())
+
+        handle = model.get_submodule("1").register_forward_hook(take)
+        loss_of(model, *next(batches(1))).backward()
+        handle.remove()
+        return [torch.cat(taken)]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_gradients_seen_by_a_layers_hook_add_up_to_the_modules(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> Tensor:
+        seen: list[Tensor] = []
+
+        def see(layer: nn.Module, grads: Any, _: Any) -> None:
+            seen.append(grads[0])
+
+        handle = model.get_submodule("3").register_full_backward_hook(see)
+        loss_of(model, *next(batches(1))).backward()
+        handle.remove()
+        return torch.cat(list(reversed(seen)))  # the last micro-batch comes first
+
+    agree(loop, checkpoint=checkpoint)
+
+
+def test_state_dict_hooks_of_a_layer_are_called_as_without_a_pipe(agree: Agree) -> None:
+    def loop(model: nn.Module) -> None:
+        layer: Any = model.get_submodule("2")
+        calls: list[str] = []
+        handles = [
+            layer.register_state_dict_pre_hook(lambda *args: calls.append("saving " + args[1])),
+            layer.register_state_dict_post_hook(lambda *args: calls.append("saved " + args[2])),
+            layer.register_load_state_dict_pre_hook(lambda *args: calls.append("load " + args[2])),
+            layer.register_load_state_dict_post_hook(lambda *args: calls.append("loaded")),
+        ]
+        model.load_state_dict(model.state_dict())
+        for handle in handles:
+            handle.remove()
+        assert calls == ["saving 2.", "saved 2.", "load 2.", "loaded"]
+
+    agree(loop)
+
+
+def test_hooks_for_all_modules_see_the_layers_and_the_pipe() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
+    seen: Counter[str] = Counter()
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda m, x, y: seen.update([type(m).__name__])
+    )
+    try:
+        with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
+            pipe(next(batches(1))[0])
+    finally:
+        handle.remove()
+    assert seen == {"Linear": 3, "Tanh": 3, "Pipe": 1}
+
+
+# Hooks of parameters and tensors ------------------------------------------------------------------
+
+
+@modes
+def test_a_parameters_hook_is_called_once_with_the_gradient_of_the_mini_batch(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[list[Tensor]]:
+        seen: list[list[Tensor]] = [[] for _ in model.parameters()]
+
+        def hook_for(k: int) -> Callable[[Tensor], Tensor]:
+            def hook(grad: Tensor) -> Tensor:
+                seen[k].append(grad)
+                return grad * 0.5
+
+            return hook
+
+        parameters: list[Any] = list(model.parameters())
+        for k, parameter in enumerate(parameters):
+            parameter.register_hook(hook_for(k))
+        loss_of(model, *next(batches(1))).backward()
+        assert [len(calls) for calls in seen] == [1] * len(seen)
+        return seen
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_a_hook_after_accumulation_is_called_once_for_each_parameter(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[list[Tensor]]:
+        seen: list[list[Tensor]] = [[] for _ in model.parameters()]
+        parameters: list[Any] = list(model.parameters())
+        for parameter, calls in zip(parameters, seen, strict=True):
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, calls=calls: calls.append(p.grad.clone())
+            )
+        for x, target in batches(2):
+            loss_of(model, x, target).backward()
+        assert [len(calls) for calls in seen] == [2] * len(seen)
+        return seen
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_hooks_of_the_input_and_the_output_see_the_mini_batch(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        seen: list[Tensor] = []
+        x: Any
+        x, target = next(batches(1, requires_grad=True))
+        x.register_hook(seen.append)
+        y = model(x)
+        y.register_hook(seen.append)
+        y.retain_grad()
+        mse_loss(y, target.to(y.device)).backward()
+        assert x.grad is not None and y.grad is not None
+        return [*seen, x.grad, y.grad]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_an_optimizer_may_step_in_the_backward(agree: Agree, checkpoint: str) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        optimizers = {p: SGD([p], lr=0.02, momentum=0.9) for p in model.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            optimizer = optimizers[parameter]  # type: ignore[index]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameters: list[Any] = list(optimizers)
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(step)
+        losses = []
+        for x, target in batches(3):
+            loss = loss_of(model, x, target)
+            loss.backward()
+            losses.append(loss.item())
+        assert all(p.grad is None for p in model.parameters())
+        return losses
+
+    agree(loop, checkpoint=checkpoint)
+
+
+def test_a_queued_callback_runs_at_the_end_of_the_backward() -> None:
+    module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
+    order: list[str] = []
+    engine: Any = torch.autograd.Variable._execution_engine
+    first = module[0].weight
+
+    def at_the_end() -> None:
+        order.append(f"end, with a gradient: {first.grad is not None}")
+
+    module[1].register_full_backward_hook(
+        lambda *_: order.append("layer") or engine.queue_callback(at_the_end)
+    )
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        loss_of(pipe, *next(batches(1))).backward()
+    assert order == ["layer"] * 2 + ["end, with a gradient: True"] * 2

@@ -1,0 +1,282 @@
+"""Optimizers, schedules, accumulation and clipping do with a pipe what they do with the module.
+
+Each test is a training loop as a user has it. The fixture ``agree`` runs it with the plain model
+and in two pipes, and compares what it returns and leaves behind.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LRScheduler,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
+
+from pipert import Pipe
+
+Agree = Callable[..., None]
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+def batches(count: int, rows: int = 7) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.randn(rows, 6, dtype=torch.double), torch.randn(rows, 3, dtype=torch.double)
+
+
+def loss_of(model: nn.Module, x: Tensor, target: Tensor) -> Any:
+    y = model(x)
+    return F.mse_loss(y, target.to(y.device))
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> list[float]:
+    """The loop of README."""
+    losses = []
+    for x, target in batches(steps):
+        loss = loss_of(model, x, target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# Optimizers ---------------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda parameters, **how: SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, **how),
+    "AdamW": lambda parameters, **how: AdamW(parameters, lr=0.05, weight_decay=0.1, **how),
+}
+
+
+@modes
+@pytest.mark.parametrize("how", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_trains_a_pipe_as_the_module(
+    agree: Agree, name: str, how: dict[str, bool], checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        return train(model, OPTIMIZERS[name](model.parameters(), **how))
+
+    agree(loop, checkpoint=checkpoint)
+
+
+def test_parameter_groups_follow_their_own_settings(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+        return train(model, SGD(groups, lr=0.1, momentum=0.9))
+
+    agree(loop)
+
+
+def test_a_group_added_later_is_trained_from_then_on(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        first, *others = model.parameters()
+        optimizer = SGD([first], lr=0.1, momentum=0.9)
+        losses = train(model, optimizer)
+        optimizer.add_param_group({"params": others, "lr": 0.2})
+        return [losses, train(model, optimizer)]
+
+    agree(loop)
+
+
+@modes
+def test_an_optimizer_with_a_past_goes_on_after_wrapping(checkpoint: str) -> None:
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    module = copy.deepcopy(plain)
+    optimizers = [AdamW(model.parameters(), lr=0.05) for model in (plain, module)]
+    for model, optimizer in zip((plain, module), optimizers, strict=True):
+        torch.manual_seed(1)
+        train(model, optimizer)
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        pair: tuple[nn.Module, nn.Module] = plain, pipe
+        for trained, optimizer in zip(pair, optimizers, strict=True):
+            torch.manual_seed(2)
+            train(trained, optimizer)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+
+
+def test_an_optimizers_state_of_the_module_is_loaded_for_a_pipe_and_back(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[Any]:
+        before = Adam(model.parameters(), lr=0.05)
+        losses = train(model, before)
+        after = Adam(model.parameters(), lr=0.5)
+        after.load_state_dict(copy.deepcopy(before.state_dict()))
+        return [losses, train(model, after), [state["step"] for state in after.state.values()]]
+
+    agree(loop)
+
+
+def closure_of(
+    model: nn.Module, optimizer: Optimizer, x: Tensor, target: Tensor, calls: list[float]
+) -> Callable[[], float]:
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = loss_of(model, x, target)
+        loss.backward()
+        calls.append(loss.item())
+        return calls[-1]
+
+    return closure
+
+
+@modes
+@pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
+def test_lbfgs_calls_its_closure_as_often_and_gets_as_far(
+    devices: list[str], agree: Agree, line_search_fn: str | None, checkpoint: str
+) -> None:
+    if len(set(devices)) > 1:
+        pytest.skip("LBFGS wants all parameters on one device")
+
+    def loop(model: nn.Module) -> list[float]:
+        optimizer: Any = torch.optim.LBFGS(
+            model.parameters(), lr=0.5, max_iter=3, line_search_fn=line_search_fn
+        )
+        calls: list[float] = []
+        for x, target in batches(2):
+            optimizer.step(closure_of(model, optimizer, x, target, calls))
+        return calls
+
+    agree(loop, checkpoint=checkpoint)
+
+
+# Learning rates -----------------------------------------------------------------------------------
+
+SCHEDULERS: dict[str, Callable[[Optimizer], LRScheduler]] = {
+    "step": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=4),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.5, total_steps=5),
+    "plateau": lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_sets_the_same_learning_rates(agree: Agree, name: str) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+        scheduler: Any = SCHEDULERS[name](optimizer)
+        rates = []
+        for _ in range(4):
+            losses = train(model, optimizer, 1)
+            scheduler.step(*losses if name == "plateau" else [])
+            rates.append([*losses, optimizer.param_groups[0]["lr"]])
+        assert len({rate for _, rate in rates}) > 1
+        return rates
+
+    agree(loop)
+
+
+# Accumulation -------------------------------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_gradients_accumulate_over_mini_batches(agree: Agree, every: int, checkpoint: str) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+        losses = []
+        for k, (x, target) in enumerate(batches(6)):
+            loss = loss_of(model, x, target) / every
+            loss.backward()
+            losses.append(loss.item())
+            if (k + 1) % every == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        return losses
+
+    agree(loop, checkpoint=checkpoint)
+
+
+@modes
+def test_gradients_set_to_zero_and_not_to_none_accumulate_in_place(
+    agree: Agree, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[bool]:
+        same = []
+        loss_of(model, *next(batches(1))).backward()
+        before = [p.grad for p in model.parameters()]
+        for x, target in batches(2):
+            model.zero_grad(set_to_none=False)
+            loss_of(model, x, target).backward()
+            same.append(all(p.grad is g for p, g in zip(model.parameters(), before, strict=True)))
+        assert all(same)
+        return same
+
+    agree(loop, checkpoint=checkpoint)
+
+
+# Clipping -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_of_all_devices(
+    agree: Agree, norm_type: float, foreach: bool
+) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+        norms = []
+        for x, target in batches(3):
+            loss_of(model, x, target).backward()
+            norms.append(clip_grad_norm_(model.parameters(), 0.1, norm_type, foreach=foreach))
+            optimizer.step()
+        assert min(norms) > 0.1
+        return norms
+
+    agree(loop)
+
+
+def test_gradients_are_clipped_by_value(agree: Agree) -> None:
+    def loop(model: nn.Module) -> None:
+        loss_of(model, *next(batches(1))).backward()
+        clip_grad_value_(model.parameters(), 0.01)
+
+    agree(loop)
+
+
+def test_the_total_norm_of_gradients_and_of_parameters_is_the_modules(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[Tensor]:
+        loss_of(model, *next(batches(1))).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [get_total_norm(grads), get_total_norm(list(model.parameters()))]
+
+    agree(loop)
+
+
+@modes
+def test_a_norm_that_is_not_finite_is_an_error_if_one_asks(agree: Agree, checkpoint: str) -> None:
+    def loop(model: nn.Module) -> None:
+        x, target = next(batches(1))
+        x[4, 2] = float("nan")
+        loss_of(model, x, target).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+    agree(loop, checkpoint=checkpoint)
+
+
+def test_training_goes_on_after_a_norm_that_was_not_finite(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        optimizer = SGD(model.parameters(), lr=0.1)
+        x, target = next(batches(1))
+        loss_of(model, x * float("inf"), target).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+        optimizer.zero_grad()
+        return train(model, optimizer)
+
+    agree(loop)

@@ -1,0 +1,241 @@
+"""Parametrizations and pruning of layers, put on before or after wrapping."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.nn.utils.prune
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.optim import SGD
+
+from pipert import Pipe, RecomputationError
+
+Agree = Callable[..., None]
+
+# What torch does not type.
+mse_loss: Any = F.mse_loss
+prune: Any = torch.nn.utils.prune
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+class Symmetric(nn.Module):
+    """Saves nothing for the backward."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+class Bounded(nn.Module):
+    """Saves its result for the backward."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return torch.tanh(weight)
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 3)
+    ).double()
+
+
+Parametrize = Callable[[nn.Module], nn.Module]
+
+PARAMETRIZATIONS: dict[str, Parametrize] = {
+    "weight norm": lambda layer: weight_norm(layer),
+    "orthogonal": lambda layer: orthogonal(layer),
+    "symmetric": lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric()),
+    "bounded": lambda layer: parametrize.register_parametrization(layer, "weight", Bounded()),
+}
+
+kinds = pytest.mark.parametrize("kind", PARAMETRIZATIONS)
+
+
+def parametrized(kind: str) -> nn.Sequential:
+    module = perceptron()
+    for k in (0, 2):
+        PARAMETRIZATIONS[kind](module[k])
+    return module
+
+
+def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(count):
+        yield torch.randn(7, 6, dtype=torch.double), torch.randn(7, 3, dtype=torch.double)
+
+
+def train(model: nn.Module) -> list[float]:
+    optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
+    losses = []
+    for x, target in batches(3):
+        optimizer.zero_grad()
+        y = model(x)
+        loss = mse_loss(y, target.to(y.device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@modes
+@kinds
+def test_a_parametrized_model_trains_as_without_a_pipe(
+    agree: Agree, kind: str, checkpoint: str
+) -> None:
+    agree(train, parametrized(kind), checkpoint=checkpoint)
+
+
+@modes
+@pytest.mark.parametrize("kind", ["weight norm", "symmetric", "bounded"])
+def test_a_layer_parametrized_after_wrapping_trains_as_without_a_pipe(
+    agree: Agree, kind: str, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        losses = train(model)
+        PARAMETRIZATIONS[kind](model.get_submodule("2"))
+        return [losses, train(model)]
+
+    agree(loop, checkpoint=checkpoint)
+
+
+def test_a_parametrization_may_be_removed_between_steps(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        layer = PARAMETRIZATIONS["bounded"](model.get_submodule("0"))
+        losses = train(model)
+        parametrize.remove_parametrizations(layer, "weight")
+        return [losses, train(model)]
+
+    agree(loop)
+
+
+def test_the_keys_of_a_parametrized_model_are_the_modules() -> None:
+    module = parametrized("weight norm")
+    expected = list(copy.deepcopy(module).state_dict())
+    with Pipe(module, [2, 3], devices=["cpu"] * 2) as pipe:
+        assert list(pipe.state_dict()) == expected
+
+
+# parametrize.cached() -----------------------------------------------------------------------------
+
+
+class Counted(Bounded):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        Counted.calls += 1
+        return super().forward(weight)
+
+
+def counted() -> nn.Sequential:
+    module = perceptron()
+    parametrize.register_parametrization(module[0], "weight", Counted())
+    return module
+
+
+def train_cached(model: nn.Module) -> list[float]:
+    optimizer = SGD(model.parameters(), lr=0.2)
+    losses = []
+    for x, target in batches(3):
+        optimizer.zero_grad()
+        with parametrize.cached():
+            y = model(x)
+            loss = mse_loss(y, target.to(y.device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@kinds
+def test_a_cached_parametrization_trains_the_same_without_checkpointing(
+    agree: Agree, kind: str
+) -> None:
+    agree(train_cached, parametrized(kind), checkpoint="never")
+
+
+def test_a_cached_parametrization_is_computed_once_for_all_micro_batches() -> None:
+    with Pipe(counted(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
+        Counted.calls = 0
+        with parametrize.cached():
+            pipe(next(batches(1))[0])
+    assert Counted.calls == 1
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
+def test_a_cached_parametrization_is_refused_where_it_is_recomputed(
+    checkpoint: str, inside: bool
+) -> None:
+    with Pipe(counted(), [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
+        with pytest.raises(RecomputationError, match="checkpoint='never'"):
+            with parametrize.cached():
+                loss = pipe(next(batches(1))[0]).sum()
+                if inside:
+                    loss.backward()
+            loss.backward()
+
+
+def test_a_cached_parametrization_is_fine_where_nothing_is_recomputed() -> None:
+    module = counted()
+    x, _ = next(batches(1))
+    expected = module(x)
+    with Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=3, checkpoint="always") as pipe:
+        with parametrize.cached(), torch.no_grad():
+            torch.testing.assert_close(pipe(x), expected)
+
+
+# Pruning ------------------------------------------------------------------------------------------
+
+Pruning = Callable[[nn.Module], object]
+
+PRUNINGS: dict[str, Pruning] = {
+    "random": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    "by size": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "rows": lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+}
+
+
+@modes
+@pytest.mark.parametrize("kind", PRUNINGS)
+def test_a_model_pruned_between_steps_trains_as_without_a_pipe(
+    agree: Agree, kind: str, checkpoint: str
+) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        losses = train(model)
+        torch.manual_seed(3)
+        for name in ("0", "4"):
+            PRUNINGS[kind](model.get_submodule(name))
+        losses += train(model)
+        return [losses, [float(model.get_submodule("0").weight.count_nonzero())]]  # type: ignore
+
+    agree(loop, checkpoint=checkpoint)
+
+
+def test_a_model_pruned_as_a_whole_trains_as_without_a_pipe(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        layers = [model.get_submodule(name) for name in ("0", "2", "4")]
+        prune.global_unstructured(
+            [(layer, "weight") for layer in layers],
+            pruning_method=prune.L1Unstructured,
+            amount=0.3,
+        )
+        return train(model)
+
+    agree(loop)
+
+
+def test_a_pruning_may_be_made_permanent(agree: Agree) -> None:
+    def loop(model: nn.Module) -> list[float]:
+        layer = model.get_submodule("2")
+        prune.l1_unstructured(layer, "weight", 0.5)
+        train(model)
+        prune.remove(layer, "weight")
+        return train(model)
+
+    agree(loop)

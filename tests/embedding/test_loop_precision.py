@@ -1,0 +1,227 @@
+"""Mixed precision in a pipe: autocast, ``GradScaler``, and steps that are skipped.
+
+A pipe with one micro-batch computes what the module computes, so half precision is compared
+exactly there. With more it sums gradients in another order, and is compared as such.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+
+from pipert import Pipe
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
+
+
+def perceptron() -> nn.Sequential:
+    layers = [nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 3)]
+    return nn.Sequential(*layers)
+
+
+def batch(rows: int = 7) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 6), torch.randn(rows, 3)
+
+
+def in_pipe(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
+    return Pipe(module, [3, 2], devices=devices, **options)
+
+
+def loss_under_autocast(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, x: Tensor, target: Tensor
+) -> Any:
+    """Of a model on ``device`` alone."""
+    with torch.autocast(device.type, dtype):
+        y = model(x.to(device))
+        return mse_loss(y, target.to(device))
+
+
+def train(model: nn.Module, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(4):
+        loss = loss_under_autocast(model, device, dtype, *batch())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def on_one_device(devices: list[str]) -> torch.device:
+    if len(set(devices)) > 1:
+        pytest.skip("compared with the plain model on the same device")
+    return torch.device(devices[0])
+
+
+# Autocast -----------------------------------------------------------------------------------------
+
+
+@half
+@modes
+def test_training_under_autocast_is_the_modules_bit_for_bit_with_one_micro_batch(
+    devices: list[str], checkpoint: str, dtype: torch.dtype
+) -> None:
+    device = on_one_device(devices)
+    plain = perceptron().to(device)
+    module = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    expected = train(plain, device, dtype)
+    with in_pipe(module, devices, checkpoint=checkpoint) as pipe:
+        torch.manual_seed(1)
+        assert list(map(torch.equal, train(pipe, device, dtype), expected)) == [True] * 4
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+@half
+@modes
+def test_training_under_autocast_is_close_to_the_modules_with_several_micro_batches(
+    devices: list[str], checkpoint: str, dtype: torch.dtype
+) -> None:
+    device = on_one_device(devices)
+    plain = perceptron().to(device)
+    module = copy.deepcopy(plain)
+    torch.manual_seed(1)
+    train(plain, device, dtype)
+    with in_pipe(module, devices, chunks=3, checkpoint=checkpoint) as pipe:
+        torch.manual_seed(1)
+        train(pipe, device, dtype)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict(), rtol=0.05, atol=0.01)
+
+
+@half
+@modes
+def test_two_trainings_under_autocast_are_equal_bit_for_bit(
+    devices: list[str], checkpoint: str, dtype: torch.dtype
+) -> None:
+    device, module = on_one_device(devices), perceptron()
+    trained = []
+    for _ in range(2):
+        own = copy.deepcopy(module)
+        with in_pipe(own, devices, chunks=3, checkpoint=checkpoint) as pipe:
+            torch.manual_seed(1)
+            train(pipe, device, dtype)
+        trained.append(list(own.parameters()))
+    assert all(map(torch.equal, *trained))
+
+
+@half
+def test_the_dtypes_of_outputs_and_gradients_are_the_modules(
+    devices: list[str], dtype: torch.dtype
+) -> None:
+    device, module = on_one_device(devices), perceptron()
+    x = batch()[0].to(device).requires_grad_()
+    with in_pipe(module, devices, chunks=3) as pipe:
+        with torch.autocast(device.type, dtype):
+            y = pipe(x)
+        y.float().sum().backward()
+    assert y.dtype is dtype
+    assert x.grad is not None and x.grad.dtype is torch.float32
+    assert {p.grad.dtype for p in pipe.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_autocast_may_be_switched_off_for_one_call(devices: list[str]) -> None:
+    device = on_one_device(devices)
+    with in_pipe(perceptron(), devices, chunks=3) as pipe, torch.autocast(device.type):
+        with torch.autocast(device.type, enabled=False):
+            assert pipe(batch()[0]).dtype is torch.float32
+
+
+# GradScaler ---------------------------------------------------------------------------------------
+
+
+def scaler_for(device: torch.device, **how: Any) -> torch.amp.GradScaler:
+    """Grows soon, so that these tests see it do so."""
+    return torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2, **how)
+
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def train_scaled(
+    model: nn.Module, device: torch.device, batches: Batches, max_norm: float | None = None
+) -> list[Any]:
+    """The loop of torch's notes on mixed precision; what each step leaves."""
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scaler, steps = scaler_for(device), []
+    for x, target in batches:
+        optimizer.zero_grad()
+        loss = loss_under_autocast(model, device, torch.float16, x, target)
+        scaler.scale(loss).backward()
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(model.parameters(), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        steps.append([loss.item(), scaler.get_scale()])
+    return steps
+
+
+def with_an_overflow() -> Batches:
+    """The third of five mini-batches has gradients that are not finite."""
+    batches = [batch() for _ in range(5)]
+    batches[2][1][6, 0] = float("inf")
+    return batches
+
+
+@modes
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+def test_a_scaled_training_with_a_skipped_step_is_the_modules(
+    devices: list[str], checkpoint: str, max_norm: float | None
+) -> None:
+    device = on_one_device(devices)
+    plain = perceptron().to(device)
+    module = copy.deepcopy(plain)
+    batches = with_an_overflow()
+    expected = train_scaled(plain, device, batches, max_norm)
+    with in_pipe(module, devices, checkpoint=checkpoint) as pipe:
+        assert train_scaled(pipe, device, batches, max_norm) == expected
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+@modes
+def test_a_step_with_infinite_gradients_is_skipped(devices: list[str], checkpoint: str) -> None:
+    device, module = on_one_device(devices), perceptron()
+    with in_pipe(module, devices, chunks=3, checkpoint=checkpoint) as pipe:
+        before = copy.deepcopy(module.state_dict())
+        (_, scale), = train_scaled(pipe, device, with_an_overflow()[2:3])
+        assert all(torch.equal(value, before[name]) for name, value in pipe.state_dict().items())
+    assert scale == 2.0**9
+
+
+def test_scales_are_those_of_the_module_with_several_micro_batches(devices: list[str]) -> None:
+    device = on_one_device(devices)
+    plain = perceptron().to(device)
+    module, batches = copy.deepcopy(plain), with_an_overflow()
+    expected = [scale for _, scale in train_scaled(plain, device, batches)]
+    with in_pipe(module, devices, chunks=3) as pipe:
+        assert [scale for _, scale in train_scaled(pipe, device, batches)] == expected
+
+
+def test_scaled_gradients_of_several_devices_are_unscaled(devices: list[str]) -> None:
+    module = perceptron()
+    plain = copy.deepcopy(module)
+    x, target = batch()
+    mse_loss(plain(x), target).backward()
+    with in_pipe(module, devices, chunks=3) as pipe:
+        optimizer = SGD(pipe.parameters(), lr=0.1)
+        scaler = scaler_for(pipe.devices[-1])
+        y = pipe(x)
+        scaler.scale(mse_loss(y, target.to(y.device))).backward()
+        scaler.unscale_(optimizer)
+    for p, q in zip(module.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad.cpu(), q.grad)
