@@ -1,0 +1,193 @@
+"""A folder of text files that grows while it is read, and a place in it that can be saved.
+
+The text that is known is, of each file, its first so many bytes. Only :meth:`Corpus.look` looks for
+more: new files, and what was appended to files. What the batches are depends on nothing but the
+seed and on what each look found, and both are in :meth:`Corpus.state_dict`. So whoever looks only
+when the state is about to be saved, and saves it before going on, gets the same batches again
+after a resume, whatever has come in the meantime: the next look sees it.
+
+The order of the text:
+
+* A file is cut into windows of ``context`` bytes, and the byte after them is their last target.
+  What is left at its end waits until it has grown to a whole window.
+* A *part* is what one look found. Its windows come in random order, which follows from the seed,
+  the pass and the number of the part.
+* A *pass* begins with all text known as a single part, goes on with what is found during the pass,
+  part by part, and so visits each window once.
+
+Files may be added and appended to, in pieces of any size. A file that was changed before the end of
+what is known of it, or is gone, makes the saved state meaningless and is an error: at once where
+bytes are missing, and otherwise by a checksum in :meth:`Corpus.load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from bisect import bisect_right
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Corpus", "CorpusChangedError"]
+
+SUFFIXES = (".md", ".py", ".rst", ".txt")
+_PIECE = 1 << 20  # bytes read at once
+
+
+class CorpusChangedError(RuntimeError):
+    """A file is not what it was when a part of it was read."""
+
+
+class Corpus:
+    """The windows of the text files below ``folder``, in an order of their own.
+
+    Args:
+        folder: searched with all folders below it for files that end in ``SUFFIXES``. Names that
+            begin with a dot are left out, so that a file can be written aside and renamed.
+        context: the number of bytes in a window.
+        seed: of the order.
+    """
+
+    def __init__(self, folder: Path, context: int, seed: int) -> None:
+        self._folder, self._context, self._seed = folder, context, seed
+        self._known: dict[str, list[int]] = {}  # of each file: how many bytes, and their checksum
+        self._parts: list[list[list[Any]]] = []  # of ranges: file, first byte, number of windows
+        self._pass = self._part = self._index = 0
+        self._order = torch.empty(0, dtype=torch.int64)
+        self._ends: list[int] = []  # of the ranges of the present part, counted in windows
+
+    @property
+    def windows(self) -> int:
+        """How many there are in a pass."""
+        return sum(count for part in self._parts for _, _, count in part)
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Where the next window is."""
+        return {"pass": self._pass, "part": self._part, "window": self._index}
+
+    def look(self) -> int:
+        """Find text that has come; the number of bytes, in whole windows."""
+        found: list[list[Any]] = []
+        for file in sorted(self._folder.rglob("*")):
+            name = file.relative_to(self._folder).as_posix()
+            hidden = any(word.startswith(".") for word in name.split("/"))
+            if hidden or file.suffix not in SUFFIXES or not file.is_file():
+                continue
+            length, checksum = self._known.get(name, (1, None))
+            windows = (file.stat().st_size - length) // self._context
+            if windows > 0:
+                first = length - 1  # the last byte known is a target; now it is an input, too
+                grown = length + windows * self._context
+                if checksum is None:
+                    length, checksum = 0, 0
+                self._known[name] = [grown, self._checksum(name, length, grown, checksum)]
+                found.append([name, first, windows])
+        if found:
+            self._parts.append(found)
+            if len(self._parts) == 1:
+                self._begin_part()
+        return sum(int(count) for _, _, count in found) * self._context
+
+    def next_batch(self, rows: int) -> Tensor:
+        """The next windows: ``[rows, context + 1]`` int64.
+
+        Raises:
+            CorpusChangedError: a file has become shorter, or is gone.
+            ValueError: no text is known.
+        """
+        if not self._parts:
+            raise ValueError(f"no text is known of {self._folder}; look first")
+        text = b"".join(self._next_window() for _ in range(rows))
+        batch = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return batch.view(rows, self._context + 1).long()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values: what is known, and the place in it."""
+        return {
+            "context": self._context,
+            "seed": self._seed,
+            "known": {name: list(known) for name, known in self._known.items()},
+            "parts": [[list(found) for found in part] for part in self._parts],
+            "position": self.position,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called; reads all text that was known.
+
+        Raises:
+            CorpusChangedError: a file has other bytes than it had.
+            ValueError: the state is of another ``context`` or ``seed``.
+        """
+        if (state["context"], state["seed"]) != (self._context, self._seed):
+            raise ValueError(
+                f"the place in the text was saved for context {state['context']} and seed "
+                f"{state['seed']}, not {self._context} and {self._seed}"
+            )
+        for name, (length, checksum) in state["known"].items():
+            if self._checksum(name, 0, length, 0) != checksum:
+                raise self._changed(name, f"its first {length} bytes are others")
+        self._known = {name: list(known) for name, known in state["known"].items()}
+        self._parts = [[list(found) for found in part] for part in state["parts"]]
+        position = state["position"]
+        self._pass, self._part = position["pass"], position["part"]
+        if self._parts:
+            self._begin_part()
+        self._index = position["window"]
+
+    def _next_window(self) -> bytes:
+        if self._index == len(self._order):
+            self._part += 1
+            if self._part == len(self._parts):
+                self._pass, self._part = self._pass + 1, 0
+                self._parts = [self._all_known()]
+            self._begin_part()
+        window = int(self._order[self._index])
+        self._index += 1
+        k = bisect_right(self._ends, window)
+        name, first, _ = self._parts[self._part][k]
+        before = self._ends[k - 1] if k else 0
+        return self._read(name, first + (window - before) * self._context, self._context + 1)
+
+    def _begin_part(self) -> None:
+        self._ends = list(accumulate(count for _, _, count in self._parts[self._part]))
+        # A text as a seed goes through SHA-512: neighbouring numbers have nothing in common.
+        seed = random.Random(f"{self._seed} {self._pass} {self._part}").getrandbits(63)
+        generator = torch.Generator().manual_seed(seed)
+        self._order = torch.randperm(self._ends[-1], generator=generator)
+        self._index = 0
+
+    def _all_known(self) -> list[list[Any]]:
+        return [
+            [name, 0, (length - 1) // self._context]
+            for name, (length, _) in sorted(self._known.items())
+        ]
+
+    def _checksum(self, name: str, begin: int, end: int, checksum: int) -> int:
+        for place in range(begin, end, _PIECE):
+            checksum = zlib.crc32(self._read(name, place, min(_PIECE, end - place)), checksum)
+        return checksum
+
+    def _read(self, name: str, place: int, count: int) -> bytes:
+        try:
+            with (self._folder / name).open("rb") as file:
+                file.seek(place)
+                text = file.read(count)
+        except FileNotFoundError as error:
+            raise self._changed(name, "it is gone") from error
+        if len(text) != count:
+            raise self._changed(name, f"it ends before byte {place + count}")
+        return text
+
+    def _changed(self, name: str, how: str) -> CorpusChangedError:
+        return CorpusChangedError(
+            f"{self._folder / name} is not what it was: {how}. Files may be added and appended to; "
+            "put it back, or begin again with another folder for the state"
+        )
+
+    def __repr__(self) -> str:
+        return f"<Corpus of {len(self._known)} files below {self._folder}, {self.windows} windows>"

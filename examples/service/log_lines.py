@@ -1,0 +1,83 @@
+"""Log lines that a program can read: each is one JSON object.
+
+Every record of every logger becomes such a line, pipert's, warnings and uncaught exceptions
+included, so that whatever reads the lines has to know one format only. ``time``, ``level``,
+``logger`` and ``event`` are in each; what else is in it depends on the event.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import threading
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, TextIO
+
+__all__ = ["JsonLines", "log_event", "log_to"]
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line. An event's fields, else the message; and the traceback, if any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+        }
+        fields: dict[str, Any] | None = record.__dict__.get("fields")
+        if fields is None:
+            line |= {"event": "message", "message": record.getMessage()}
+        else:
+            line |= {"event": record.getMessage()}
+            line |= {name: _plain(value) for name, value in fields.items()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def log_event(
+    logger: logging.Logger,
+    level: int,
+    event: str,
+    *,
+    error: BaseException | None = None,
+    **fields: Any,
+) -> None:
+    """Log ``event`` with its fields and, if there is one, the error's traceback."""
+    # Not a message with arguments: an event's name is no format.
+    logger.log(level, "%s", event, extra={"fields": fields}, exc_info=error)
+
+
+def log_to(stream: TextIO) -> None:
+    """Write all that is logged from now on to ``stream``, and log what would be written there."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = _log_uncaught_in_thread
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    log_event(logging.getLogger("service"), logging.CRITICAL, "crashed", error=error)
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    log_event(
+        logging.getLogger("service"),
+        logging.ERROR,
+        "thread crashed",
+        error=args.exc_value,
+        thread=args.thread.name if args.thread else "",
+    )
+
+
+def _plain(value: Any) -> Any:
+    # JSON has no numbers for these.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,203 @@
+"""The service: train, save, look for new text, stop when told to."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import random
+import sys
+from time import perf_counter
+from types import FrameType
+
+import torch
+from service.checkpoints import CheckpointError, Checkpoints
+from service.corpus import Corpus
+from service.endpoints import Endpoints
+from service.health import Health
+from service.log_lines import log_event
+from service.metrics import Metrics
+from service.options import kept, model_config
+from service.trainer import Trainer
+from torch import nn
+from train_gpt import build_model
+
+from pipert import Pipe, PipelineTimeout
+
+__all__ = ["Service", "Stop"]
+
+_log = logging.getLogger("service")
+
+
+class Stop:
+    """Whether the service was told to stop. A handler of signals: it only takes a note."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self, signal: int, frame: FrameType | None = None) -> None:
+        self.signal = signal
+
+
+class Service:
+    """Trains as ``options`` say until ``stop`` says so, or ``options.steps`` are done.
+
+    Text is looked for only just before the state is saved, at every ``save_every``-th step, and
+    used only after. So each step that was ever done follows from a saved state, and is done again
+    in the same way by a process that goes on from there.
+    """
+
+    def __init__(self, options: argparse.Namespace, stop: Stop) -> None:
+        self.options, self.stop = options, stop
+        self._saved_at = -1
+
+    def build_model(self) -> nn.Sequential:
+        """The model, with its first parameters."""
+        return build_model(model_config(self.options))
+
+    def run(self) -> None:
+        """Go on where the last saved state is, or begin.
+
+        Raises:
+            PipelineTimeout: a forward took too long. The worker that is stuck is not waited for.
+        """
+        try:
+            self._watch()
+            self._run()
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _run(self) -> None:
+        options = self.options
+        with Checkpoints(options.state, options.keep) as self.checkpoints:
+            torch.manual_seed(options.seed)
+            random.seed(options.seed)
+            torch.use_deterministic_algorithms(True)
+            self.pipe = Pipe(
+                self.build_model(),
+                options.balance,
+                devices=options.devices,
+                chunks=options.chunks,
+                checkpoint=options.checkpoint,
+                timeout=options.timeout,
+            )
+            try:
+                self._serve()
+            except PipelineTimeout:
+                raise  # nothing to wait for
+            except BaseException:
+                self.pipe.close()
+                raise
+            self.pipe.close()
+
+    def _serve(self) -> None:
+        options, pipe = self.options, self.pipe
+        self.corpus = Corpus(options.data, options.context, options.seed)
+        self.trainer = Trainer(pipe, self.corpus, options.batch, options.lr, options.warmup)
+        self.metrics, self.health = Metrics(pipe), Health(pipe, options.stale_after)
+        registry, problems = self.metrics.registry, self.health.problems
+        with Endpoints(options.host, options.port, registry, problems) as endpoints:
+            log_event(_log, logging.INFO, "serving", host=endpoints.host, port=endpoints.port)
+            self._resume_or_begin()
+            self._show()
+            self._train()
+            self._save()
+        log_event(_log, logging.INFO, "stopped", step=self.trainer.steps, signal=self.stop.signal)
+
+    def _resume_or_begin(self) -> None:
+        state = self.checkpoints.load()
+        if state is None:
+            self._look()
+            if not self.corpus.windows:
+                raise ValueError(f"there is no text of {self.options.context + 1} bytes or more")
+            self._save()
+            log_event(_log, logging.INFO, "begun", step=0)
+            return
+        now = kept(self.options)
+        if state["options"] != now:
+            other = {name: was for name, was in state["options"].items() if now[name] != was}
+            raise CheckpointError(f"the saved state belongs to a run with {other}; now it is {now}")
+        self.trainer.load_state_dict(state["trainer"])
+        self._saved_at = self.trainer.steps
+        log_event(_log, logging.INFO, "resumed", step=self.trainer.steps)
+
+    def _train(self) -> None:
+        options, trainer = self.options, self.trainer
+        logged, logged_at = trainer.steps, perf_counter()
+        while self.stop.signal is None and trainer.steps != options.steps:
+            self._watch()
+            began = perf_counter()
+            loss = trainer.step()
+            self._count(loss, perf_counter() - began)
+            if trainer.steps % options.log_every == 0:
+                now = perf_counter()
+                tokens = (trainer.steps - logged) * options.batch * options.context
+                log_event(
+                    _log,
+                    logging.INFO,
+                    "step",
+                    step=trainer.steps,
+                    loss=loss,
+                    seconds=round(now - began, 6),
+                    tokens_per_second=round(tokens / (now - logged_at)),
+                    chunks=self.pipe.chunks,
+                    position=self.corpus.position,
+                )
+                logged, logged_at = trainer.steps, now
+            if trainer.steps % options.save_every == 0:
+                self._look()
+                self._save()
+
+    def _count(self, loss: float, seconds: float) -> None:
+        metrics, trainer = self.metrics, self.trainer
+        metrics.steps.inc()
+        metrics.tokens.inc(trainer.batch * self.options.context)
+        metrics.loss.set(loss)
+        metrics.step_seconds.observe(seconds)
+        self._show()
+        self.health.step_finished()
+
+    def _show(self) -> None:
+        metrics, trainer = self.metrics, self.trainer
+        metrics.step.set(trainer.steps)
+        metrics.chunks.set(self.pipe.chunks)
+        metrics.windows.set(self.corpus.windows)
+        metrics.retries.inc(trainer.retries)
+        trainer.retries = 0
+
+    def _look(self) -> None:
+        found = self.corpus.look()
+        if found:
+            log_event(
+                _log, logging.INFO, "text found", bytes=found, windows=self.corpus.windows
+            )
+
+    def _save(self) -> None:
+        """Save the state after this step, unless that was done. An error ends the process."""
+        if self._saved_at == self.trainer.steps:
+            return
+        self._watch()
+        began = perf_counter()
+        state = {"options": kept(self.options), "trainer": self.trainer.state_dict()}
+        path = self.checkpoints.save(self.trainer.steps, state)
+        self._saved_at = self.trainer.steps
+        seconds = perf_counter() - began
+        self.metrics.save_seconds.observe(seconds)
+        self.metrics.saved.set_to_current_time()
+        log_event(
+            _log,
+            logging.INFO,
+            "saved",
+            step=self.trainer.steps,
+            path=str(path),
+            seconds=round(seconds, 6),
+        )
+
+    def _watch(self) -> None:
+        """End the process, with all stacks and code 1, if what comes now takes far too long.
+
+        ``Pipe(timeout=...)`` watches the forward and says more. This is for the rest: a backward, a
+        disk. It works even while nobody can run Python.
+        """
+        assert sys.__stderr__ is not None
+        faulthandler.dump_traceback_later(4 * self.options.timeout, exit=True, file=sys.__stderr__)

@@ -1,0 +1,82 @@
+"""The command line of the service."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from train_gpt import ModelConfig, devices, even_balance, integers, positive
+
+__all__ = ["kept", "model_config", "read_options"]
+
+# What a saved state belongs to, besides the shape of the model. Where and in how many pieces it is
+# computed may change from one start to the next.
+_KEPT = ("batch", "lr", "warmup", "seed")
+
+
+def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options; a mistake in them ends the program with a message and code 2."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    try:
+        config = model_config(options)
+        if options.balance is None:
+            options.balance = even_balance(config.layers + 2, len(options.devices))
+        for name in ("lr", "timeout", "stale_after"):
+            if not getattr(options, name) > 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0")
+        if not 0 <= options.port < 65536:
+            raise ValueError(f"--port must be from 0 to 65535, not {options.port}")
+        if not options.data.is_dir():
+            raise ValueError(f"--data must be a folder, and {options.data} is none")
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def model_config(options: argparse.Namespace) -> ModelConfig:
+    """The shape of the model."""
+    return ModelConfig(**{name: getattr(options, name) for name in asdict(ModelConfig())})
+
+
+def kept(options: argparse.Namespace) -> dict[str, Any]:
+    """What must be the same when a saved state is used."""
+    return asdict(model_config(options)) | {name: getattr(options, name) for name in _KEPT}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT without end, from a folder of text that may grow.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    gpus = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
+    modes = ("always", "except_last", "never")
+    add, model = parser.add_argument, ModelConfig(dropout=0.1)
+    add("--data", type=Path, required=True, help="a folder of text files; it may grow")
+    add("--state", type=Path, required=True, help="a folder for saved states, of this run alone")
+    add("--steps", type=positive, help="end after this step; else never")
+    add("--save-every", type=positive, default=100, help="steps; new text is looked for then, too")
+    add("--keep", type=positive, default=3, help="saved states")
+    add("--log-every", type=positive, default=10, help="steps")
+    add("--batch", type=positive, default=16, help="windows of text in a mini-batch")
+    add("--context", type=positive, default=model.context, help="bytes the model sees")
+    add("--width", type=positive, default=model.width, help="features of a token")
+    add("--layers", type=positive, default=model.layers, help="transformer blocks")
+    add("--heads", type=positive, default=model.heads, help="attention heads of a block")
+    add("--dropout", type=float, default=model.dropout, help="probability")
+    add("--lr", type=float, default=2e-3, help="highest learning rate")
+    add("--warmup", type=positive, default=100, help="steps until the learning rate is there")
+    add("--seed", type=int, default=0, help="of the parameters, the order of the text and dropout")
+    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
+    add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
+    add("--chunks", type=positive, default=4, help="micro-batches; more if memory does not suffice")
+    add("--checkpoint", choices=modes, default="except_last", help="micro-batches to recompute")
+    add("--host", default="127.0.0.1", help="address to serve /metrics and /healthz at")
+    add("--port", type=int, default=9464, help="0 for any that is free; it is logged")
+    add("--stale-after", type=float, default=120, help="unhealthy after seconds without a step")
+    add("--timeout", type=float, default=600, help="seconds for a forward; then the process ends")
+    return parser

@@ -1,0 +1,128 @@
+"""One step after another: all that the next step depends on, and what it does to it.
+
+A step is done once or not at all. Until its gradients are there nothing has changed but the
+gradients and the random state, so that a step that ran out of memory can be done again in more
+micro-batches: the gradients are dropped and the random state is put back. The optimizer comes after
+that and is not tried again; what goes wrong there ends the process, and the next one goes on from
+the last saved state. (A model with buffers that its forward changes needs them put back, too.)
+
+The number of micro-batches decides which random numbers a layer draws, and in which order gradients
+are added up. So it is part of the state, and what a step has raised it to stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import torch
+from service.corpus import Corpus
+from service.log_lines import log_event
+from service.random_state import get_random_state, set_random_state
+from torch import Tensor, nn
+from train_gpt import loss_of
+
+from pipert import Pipe
+
+__all__ = ["Trainer"]
+
+_log = logging.getLogger("service.trainer")
+
+
+class Trainer:
+    """A pipe, its optimizer and scheduler, and the place in the text.
+
+    Args:
+        pipe: its ``chunks`` may rise, up to one for each row of a batch.
+        corpus: where the batches come from.
+        batch: rows in each.
+        lr: the highest learning rate. It is reached after ``warmup`` steps and then falls with the
+            square root of the step, since a service does not know its last step.
+        warmup: steps.
+    """
+
+    def __init__(self, pipe: Pipe, corpus: Corpus, batch: int, lr: float, warmup: int) -> None:
+        self.pipe, self.corpus, self.batch = pipe, corpus, batch
+        self.steps = 0  # that are done
+        self.retries = 0
+        self._asked = pipe.chunks
+        self._optimizer = torch.optim.AdamW(pipe.parameters(), lr=lr, betas=(0.9, 0.95))
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
+        )
+
+    def step(self) -> float:
+        """Train on the next batch; its loss.
+
+        Raises:
+            RuntimeError: the gradients are not finite. Nothing was changed by them.
+            torch.OutOfMemoryError, MemoryError: although each row was a micro-batch of its own.
+        """
+        windows = self.corpus.next_batch(self.batch)
+        loss = self._with_gradients(windows)
+        while loss is None:
+            loss = self._with_gradients(windows)
+        nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0, error_if_nonfinite=True)
+        self._optimizer.step()
+        self._scheduler.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        return loss
+
+    def _with_gradients(self, windows: Tensor) -> float | None:
+        """Compute the gradients; ``None`` if memory did not suffice, and there are more chunks."""
+        before = get_random_state()
+        try:
+            loss = loss_of(self.pipe, windows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.item()
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            if self.pipe.chunks >= self.batch:
+                raise
+            self.pipe.chunks = min(2 * self.pipe.chunks, self.batch)
+            log_event(
+                _log,
+                logging.WARNING,
+                "out of memory",
+                step=self.steps + 1,
+                chunks=self.pipe.chunks,
+                reason=str(error),
+            )
+        # Not before the error is gone: its frames hold the activations.
+        self.retries += 1
+        self._optimizer.zero_grad()
+        gc.collect()
+        torch.cuda.empty_cache()
+        set_random_state(before)
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain values only, which ``torch.load(..., weights_only=True)`` takes."""
+        return {
+            "steps": self.steps,
+            "chunks": {"asked": self._asked, "now": self.pipe.chunks},
+            "model": self.pipe.state_dict(),  # under the plain module's names
+            "optimizer": self._optimizer.state_dict(),
+            "scheduler": self._scheduler.state_dict(),
+            "corpus": self.corpus.state_dict(),
+            "random": get_random_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was called.
+
+        The number of micro-batches is what it was then, unless another one is asked for now than
+        was then.
+        """
+        self.steps = state["steps"]
+        if state["chunks"]["asked"] == self._asked:
+            self.pipe.chunks = state["chunks"]["now"]
+        self.pipe.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._scheduler.load_state_dict(state["scheduler"])
+        self.corpus.load_state_dict(state["corpus"])
+        set_random_state(state["random"])
+
+    def __repr__(self) -> str:
+        return f"<Trainer after {self.steps} steps, at {self.corpus.position}>"

@@ -1,0 +1,60 @@
+"""Train a small GPT for weeks, from a folder of text that grows: a process that can be killed.
+
+    python examples/training_service.py --data texts --state state
+    curl 127.0.0.1:9464/metrics
+    curl 127.0.0.1:9464/healthz
+
+Start it again after anything, with the same command: it goes on where the last saved state is, and
+ends up bit for bit where it would be if it had never been stopped. It stops by itself
+
+* with code 0 after ``--steps``, and after SIGTERM or SIGINT: it finishes the step and saves;
+* with code 3 if a forward takes longer than ``--timeout``: it logs what each worker was doing;
+* with code 2 if an option is wrong, and with code 1 for whatever else cannot be mended here.
+
+What it says is on stderr, one JSON object a line. ``docs/running_for_weeks.md`` explains what such
+a service has to do; each of its parts is a file in ``examples/service``. It needs the extras
+``examples`` and ``prometheus``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from service.log_lines import log_event, log_to
+from service.loop import Service, Stop
+from service.options import read_options
+
+from pipert import PipelineTimeout
+
+STUCK = 3  # the exit code for a worker that does not come back
+
+_log = logging.getLogger("service")
+
+
+def main(argv: Sequence[str] | None = None, service: type[Service] = Service) -> int:
+    """Run the service that ``argv`` describes; return the exit code."""
+    # For CUDA to be deterministic; read when CUDA is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    options = read_options(argv)
+    log_to(sys.stderr)
+    stop = Stop()
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        service(options, stop).run()
+    except PipelineTimeout as error:
+        log_event(_log, logging.CRITICAL, "stuck", error=error)
+        logging.shutdown()
+        os._exit(STUCK)  # Not by the way of the interpreter: it could wait for what is stuck.
+    except Exception as error:
+        log_event(_log, logging.CRITICAL, "failed", error=error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""Metrics for Prometheus, through the package ``prometheus_client``: ``pip install
+"pipert[prometheus]"``. Nothing else in pipert imports this module.
+
+>>> from prometheus_client import start_http_server
+>>> from pipert.prometheus import PipeMetrics
+>>> metrics = PipeMetrics()  # in the registry of the process, once
+>>> metrics.add(pipe, "generator")
+>>> start_http_server(9464)
+
+=====================================  =========  ===============================================
+``pipert_runs_total``                  counter    ``pipe``, ``outcome``: ``succeeded``, ``failed``
+                                                  or ``cancelled``
+``pipert_runs_in_flight``              gauge      ``pipe``
+``pipert_recomputations_total``        counter    ``pipe``
+``pipert_worker_tasks_total``          counter    ``pipe``, ``worker``; forward tasks
+``pipert_worker_busy_seconds_total``   counter    ``pipe``, ``worker``
+``pipert_worker_queue_depth``          gauge      ``pipe``, ``worker``
+``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; of the task it executes now,
+                                                  0 if none: what only grows is stuck
+``pipert_run_duration_seconds``        histogram  ``pipe``, ``outcome``
+``pipert_task_duration_seconds``       histogram  ``pipe``, ``partition``, ``phase``: ``forward`` or
+                                                  ``recomputation``
+``pipert_failures_total``              counter    ``pipe``, ``exception``: the name of its type
+=====================================  =========  ===============================================
+
+The first seven are read from ``pipe.statistics()`` when they are asked for and cost nothing until
+then. The others come from an observer: two clock readings and one histogram for each task.
+
+A pipe is held weakly: one that is dropped ends its threads and disappears from the metrics. All
+methods may be called from any thread, also while the pipes are running.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(
+        "pipert.prometheus needs the package prometheus_client: pip install 'pipert[prometheus]'"
+    ) from error
+
+from pipert.observe import Observer, RunInfo, TaskInfo
+from pipert.pipe import Pipe
+from pipert.status import Statistics
+
+__all__ = ["PipeMetrics"]
+
+_BUCKETS = (
+    0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0,
+)  # fmt: skip
+
+
+class PipeMetrics(Collector):
+    """The metrics of any number of pipes, told apart by the label ``pipe``.
+
+    Args:
+        registry: where to register. One of these is enough for a registry.
+        buckets: upper bounds of the histograms, in seconds.
+
+    Raises:
+        ValueError: the registry has metrics of these names already.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry = REGISTRY, buckets: Sequence[float] = _BUCKETS
+    ) -> None:
+        self._buckets = tuple(buckets)
+        self._lock = threading.Lock()
+        self._pipes: dict[str, tuple[weakref.ref[Pipe], _Durations]] = {}
+        registry.register(self)
+
+    def add(self, pipe: Pipe, name: str) -> None:
+        """Show ``pipe`` as ``name``; durations and failures are those of the calls from now on.
+
+        Raises:
+            ValueError: another pipe that is alive has that name.
+        """
+        durations = _Durations(name, self._buckets)
+        with self._lock:
+            if name in self._alive():
+                raise ValueError(f"there is a pipe called {name!r} already; remove it, or rename")
+            self._pipes[name] = (weakref.ref(pipe), durations)
+        pipe.add_observer(durations)
+
+    def remove(self, name: str) -> None:
+        """Show the pipe no more.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        with self._lock:
+            reference, durations = self._pipes.pop(name)
+        pipe = reference()
+        if pipe is not None:
+            pipe.remove_observer(durations)
+
+    def describe(self) -> Iterable[Metric]:
+        """The metrics without samples, which tells the registry their names."""
+        return [*_families([]), *_merged([_Durations("", self._buckets)])]
+
+    def collect(self) -> Iterable[Metric]:
+        """The metrics as they are now."""
+        with self._lock:
+            alive = self._alive()
+            self._pipes = {name: self._pipes[name] for name in alive}
+            durations = [durations for _, durations in self._pipes.values()]
+        # Not under the lock: statistics are the pipe's business.
+        figures = [(name, pipe.statistics()) for name, pipe in alive.items()]
+        return [*_families(figures), *_merged(durations)]
+
+    def _alive(self) -> dict[str, Pipe]:
+        pipes = {name: reference() for name, (reference, _) in self._pipes.items()}
+        return {name: pipe for name, pipe in pipes.items() if pipe is not None}
+
+    def __repr__(self) -> str:
+        return f"<PipeMetrics of {sorted(self._pipes)}>"
+
+
+class _Durations(Observer):
+    """What the observer of one pipe counts. It does not reference the pipe, which references it."""
+
+    def __init__(self, pipe: str, buckets: Sequence[float]) -> None:
+        self._pipe = pipe
+        self._runs = Histogram(
+            "pipert_run_duration_seconds", "Time of a call of the pipe.",
+            ["pipe", "outcome"], registry=None, buckets=buckets,
+        )  # fmt: skip
+        self._tasks = Histogram(
+            "pipert_task_duration_seconds", "Time of a task: a partition on a micro-batch.",
+            ["pipe", "partition", "phase"], registry=None, buckets=buckets,
+        )  # fmt: skip
+        self._failures = Counter(
+            "pipert_failures", "Calls and backwards that failed, by type of exception.",
+            ["pipe", "exception"], registry=None,
+        )  # fmt: skip
+        self._children: dict[tuple[int, str], Histogram] = {}  # looking one up takes long
+
+    def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
+        self._runs.labels(self._pipe, outcome).observe(seconds)
+
+    def task_finished(self, task: TaskInfo, seconds: float) -> None:
+        key = (task.partition, task.phase)
+        child = self._children.get(key)
+        if child is None:  # two threads may both look it up, and find the same
+            child = self._children[key] = self._tasks.labels(self._pipe, *map(str, key))
+        child.observe(seconds)
+
+    def failed(self, task: TaskInfo, error: BaseException) -> None:
+        self._failures.labels(self._pipe, type(error).__name__).inc()
+
+    def collect(self) -> list[Metric]:
+        return [*self._runs.collect(), *self._tasks.collect(), *self._failures.collect()]
+
+    def __repr__(self) -> str:
+        return f"<durations of {self._pipe!r}, for Prometheus>"
+
+
+def _merged(of_pipes: Iterable[_Durations]) -> list[Metric]:
+    """The metrics of all pipes: one of each name, since a registry shows each name once."""
+    merged: dict[str, Metric] = {}
+    for durations in of_pipes:
+        for metric in durations.collect():
+            empty = Metric(metric.name, metric.documentation, metric.type, metric.unit)
+            merged.setdefault(metric.name, empty).samples.extend(metric.samples)
+    return list(merged.values())
+
+
+def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
+    """What ``pipe.statistics()`` says, for each pipe by its name."""
+    runs = CounterMetricFamily(
+        "pipert_runs", "Calls of the pipe that are over.", labels=["pipe", "outcome"]
+    )
+    in_flight = GaugeMetricFamily(
+        "pipert_runs_in_flight", "Calls that are not over.", labels=["pipe"]
+    )
+    recomputations = CounterMetricFamily(
+        "pipert_recomputations", "Tasks recomputed in a backward.", labels=["pipe"]
+    )
+    of_worker = ["pipe", "worker"]
+    tasks = CounterMetricFamily(
+        "pipert_worker_tasks", "Forward tasks that are over.", labels=of_worker
+    )
+    busy = CounterMetricFamily(
+        "pipert_worker_busy_seconds", "Time spent on forward tasks.", labels=of_worker
+    )
+    depth = GaugeMetricFamily(
+        "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=of_worker
+    )
+    age = GaugeMetricFamily(
+        "pipert_worker_task_age_seconds", "Time the present task has taken.", labels=of_worker
+    )
+    for name, figures in pipes:
+        runs.add_metric([name, "succeeded"], figures.succeeded)
+        runs.add_metric([name, "failed"], figures.failures)
+        runs.add_metric([name, "cancelled"], figures.cancellations)
+        in_flight.add_metric([name], figures.in_flight)
+        recomputations.add_metric([name], figures.recomputations)
+        for worker in figures.workers:
+            labels, doing = [name, worker.name], worker.doing
+            executing = doing is not None and doing.phase == "forward"
+            tasks.add_metric(labels, worker.tasks)
+            busy.add_metric(labels, worker.busy_seconds)
+            depth.add_metric(labels, worker.queue_depth)
+            age.add_metric(labels, doing.seconds if doing is not None and executing else 0.0)
+    return [runs, in_flight, recomputations, tasks, busy, depth, age]
