@@ -1,0 +1,155 @@
+"""What this process uses, as a table over time, and whether it grows.
+
+The first quarter of the samples is warm-up. What must be *constant* is so from then on. What only
+has a *trend*, because allocators and caches come and go, is judged by medians: that of the last
+quarter is above that of the second one by no more than an allowance. A leak at a steady rate shows
+half of all that it leaks; what is allocated once, or comes and goes, shows nothing.
+
+Columns that the platform does not have are left out. Without ``/proc`` the resident memory is the
+peak so far, which a trend is found in as well.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+
+import torch
+from _malloc import bytes_in_use, check_counter
+from torch import Tensor
+
+__all__ = ["COLUMNS", "Column", "collect", "freeze", "growth", "head", "line", "resident", "sample"]
+
+_MIB = 1 << 20
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Column:
+    """Something to watch."""
+
+    name: str
+    read: Callable[[], float]
+    allowance: float | None
+    """How far the medians may be apart; ``None`` for what must be constant."""
+    digits: int = 0
+    why: str = ""
+
+
+def _status(field: str) -> float:
+    """A number of ``/proc/self/status``."""
+    for line in _STATUS.read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == field:
+            return float(value.split()[0])
+    raise LookupError(field)
+
+
+def resident() -> float:
+    """Resident memory in MiB; the peak so far where that is all one can know."""
+    if _STATUS.exists():
+        return _status("VmRSS") / 1024
+    try:
+        resource = import_module("resource")
+    except ImportError:
+        return 0.0  # a platform with neither
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (_MIB if sys.platform == "darwin" else 1024)
+
+
+def _tensors() -> float:
+    # By type: what pretends to be a tensor may do anything when it is asked.
+    return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
+
+
+def _reserved() -> float:
+    return sum(torch.cuda.memory_reserved(k) for k in range(torch.cuda.device_count())) / _MIB
+
+
+def _columns() -> tuple[Column, ...]:
+    columns = [
+        Column("threads", threading.active_count, None),
+        Column("tensors", _tensors, None),
+        Column("objects", lambda: len(gc.get_objects()), 20, why="caches of torch and Python"),
+        Column("resident MiB", resident, 6, 1, why="malloc's arenas and their fragments"),
+    ]
+    if _STATUS.exists():
+        why = "threads that torch starts when it first needs them"
+        columns.insert(1, Column("in the OS", lambda: _status("Threads"), 1, why=why))
+    if not check_counter(100_000):
+        why = "blocks that malloc keeps ready for each thread"
+        malloc = Column("malloc MiB", lambda: bytes_in_use() / _MIB, 0.5, 3, why)
+        columns.insert(-1, malloc)
+    if torch.cuda.is_available():
+        why = "the allocator's cache"
+        columns.append(Column("CUDA reserved MiB", _reserved, 4, 1, why))
+    return tuple(columns)
+
+
+COLUMNS = _columns()
+
+
+def collect() -> None:
+    """Collect garbage, and what is garbage only after that."""
+    while gc.collect():
+        pass
+
+
+def freeze() -> None:
+    """Count only objects that are made from now on; the others are many and would take seconds."""
+    collect()
+    gc.freeze()
+
+
+def sample() -> tuple[float, ...]:
+    """One number for each of ``COLUMNS``. Collects garbage first."""
+    collect()
+    return tuple([column.read() for column in COLUMNS])
+
+
+def head() -> str:
+    """The two lines above the first sample."""
+    names = ("time", "steps", *(column.name for column in COLUMNS))
+    ruler = "|".join(f"{'-' * (max(len(name), 7) + 1)}:" for name in names)
+    return f"|{'|'.join(f' {name:>7} ' for name in names)}|\n|{ruler}|"
+
+
+def line(seconds: float, steps: int, numbers: Sequence[float]) -> str:
+    """One sample as a line of the table."""
+    cells = [f" {f'{seconds:.1f} s':>7} ", f" {steps:>7} "]
+    for column, number in zip(COLUMNS, numbers, strict=True):
+        cells.append(f" {f'{number:.{column.digits}f}':>{max(len(column.name), 7)}} ")
+    return f"|{'|'.join(cells)}|"
+
+
+def quarters(numbers: Sequence[float]) -> list[Sequence[float]]:
+    """The samples in four parts, in order."""
+    n = len(numbers)
+    return [numbers[n * k // 4 : n * (k + 1) // 4] for k in range(4)]
+
+
+def growth(samples: Sequence[Sequence[float]]) -> list[str]:
+    """What grew, each in words; of 8 samples or more."""
+    grown = []
+    for column, numbers in zip(COLUMNS, zip(*samples, strict=True), strict=True):
+        _, second, third, last = quarters(numbers)
+        if column.allowance is None:
+            seen = sorted({*second, *third, *last})
+            if len(seen) > 1:
+                grown.append(f"{column.name}: must be constant, went from {seen[0]:.0f} to"
+                             f" {seen[-1]:.0f}")  # fmt: skip
+            continue
+        before, after = median(second), median(last)
+        if after - before > column.allowance:
+            grown.append(
+                f"{column.name}: median {before:.{column.digits}f} in the second quarter, "
+                f"{after:.{column.digits}f} in the last, allowed is {column.allowance:g} more "
+                f"({column.why})"
+            )
+    return grown

@@ -1,0 +1,372 @@
+"""What ``scatter`` and ``gather`` promise, for any pytree, number of rows and number of chunks.
+
+A mini-batch is described by a tree of ``Leaf``, from which tensors are made: so a failing example
+shrinks to something readable, and each tensor has elements of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipert import Replicate
+from pipert.microbatch import Arguments, gather, scatter
+
+pytestmark = pytest.mark.slow
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64]
+DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool]
+
+
+class Pair(NamedTuple):
+    """A namedtuple of the user's."""
+
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A tensor to be split. ``rows`` is the number of the mini-batch unless it is given."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+    rows: int | None = None
+
+    def make(self, rows: int, number: int = 0) -> Tensor:
+        shape = (rows if self.rows is None else self.rows, *self.shape)
+        return (torch.arange(math.prod(shape)) + 7 * number).reshape(shape).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Zero:
+    """A 0-dimensional tensor."""
+
+    dtype: torch.dtype
+
+    def make(self, rows: int, number: int) -> Tensor:
+        return torch.tensor(number).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A replicated tensor with a number of rows of its own."""
+
+    rows: int
+    beside: Any
+
+    def make(self, rows: int, number: int) -> Replicate:
+        whole = Rows(torch.float32, (2,)).make(self.rows, number)
+        return Replicate({"whole": whole, "beside": self.beside})
+
+
+@dataclass(frozen=True)
+class Other:
+    """No tensor."""
+
+    value: Any
+
+    def make(self, rows: int, number: int) -> Any:
+        return self.value
+
+
+Leaf = Rows | Zero | Whole | Other
+
+shapes = st.sampled_from([(), (2,), (3, 1), (0,)])
+anything = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["", "mean", b"sum"])
+)
+split_leaves = st.builds(Rows, st.sampled_from(DTYPES), shapes)
+other_leaves = st.builds(Zero, st.sampled_from(DTYPES)) | st.builds(Other, anything)
+replicated = st.builds(Whole, st.integers(0, 4), anything)
+
+
+def inside(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return (
+        st.lists(children, max_size=3)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), children, max_size=3)
+        | st.builds(Pair, children, children)
+    )
+
+
+def trees(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(leaves, inside, max_leaves=5)
+
+
+any_tree = trees(split_leaves | other_leaves | replicated)
+
+
+def sizes(first: int) -> st.SearchStrategy[tuple[int, int]]:
+    """Numbers of rows from ``first`` up, and of chunks: mostly fewer, sometimes more."""
+    return st.integers(first, 9).flatmap(
+        lambda rows: st.tuples(st.just(rows), st.integers(1, rows + 2))
+    )
+
+
+rows_and_chunks = sizes(0)
+
+
+def of(kind: type[Leaf], tree: Any) -> list[Any]:
+    """The leaves of that kind."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
+
+
+def make(tree: Any, rows: int) -> Any:
+    leaves, spec = pytree.tree_flatten(tree)
+    return pytree.tree_unflatten([leaf.make(rows, k) for k, leaf in enumerate(leaves)], spec)
+
+
+def values(tree: Any, chunks: int) -> list[Any]:
+    """The micro-batches of a call with ``tree`` as its only argument."""
+    return scatter((tree,), {}, chunks)
+
+
+def identical(a: Any, b: Any) -> bool:
+    """Two trees of one structure: tensors with the same elements, other leaves the same objects."""
+    ours, spec = pytree.tree_flatten(a)
+    others, other_spec = pytree.tree_flatten(b)
+    return spec == other_spec and all(
+        x.dtype == y.dtype and torch.equal(x, y) if isinstance(x, Tensor) else x is y
+        for x, y in zip(ours, others, strict=True)
+    )
+
+
+# Sizes and order
+
+
+@given(tree=any_tree, size=rows_and_chunks)
+def test_there_are_as_many_micro_batches_as_chunks_and_rows_allow(
+    tree: Any, size: tuple[int, int]
+) -> None:
+    rows, chunks = size
+    m = min(chunks, rows) if of(Rows, tree) else 1
+    assert len(values(make(tree, rows), chunks)) == max(1, m)
+
+
+@given(tree=trees(split_leaves | other_leaves), size=rows_and_chunks)
+def test_every_split_tensor_has_its_rows_in_order_and_sizes_differ_by_one_at_most(
+    tree: Any, size: tuple[int, int]
+) -> None:
+    rows, chunks = size
+    batch = make(tree, rows)
+    parts = [pytree.tree_leaves(part) for part in values(batch, chunks)]
+    for k, (leaf, whole) in enumerate(
+        zip(pytree.tree_leaves(tree), pytree.tree_leaves(batch), strict=True)
+    ):
+        if isinstance(leaf, Rows):
+            numbers = [part[k].size(0) for part in parts]
+            assert max(numbers) - min(numbers) <= 1
+            assert torch.equal(torch.cat([part[k] for part in parts]), whole)
+
+
+@given(tree=any_tree, size=rows_and_chunks)
+def test_what_is_not_split_goes_to_each_micro_batch_as_it_is(
+    tree: Any, size: tuple[int, int]
+) -> None:
+    rows, chunks = size
+    leaves, spec = pytree.tree_flatten(make(tree, rows))
+    is_split = [isinstance(leaf, Rows) for leaf in pytree.tree_leaves(tree)]
+    for part in values(pytree.tree_unflatten(leaves, spec), chunks):
+        for leaf, split, got in zip(leaves, is_split, spec.flatten_up_to(part), strict=True):
+            if not split:
+                assert got is (leaf.value if isinstance(leaf, Replicate) else leaf)
+
+
+@given(
+    positional=st.lists(trees(split_leaves | st.builds(Other, anything)), max_size=3),
+    named=st.dictionaries(st.sampled_from("xyz"), trees(split_leaves), max_size=2),
+    size=rows_and_chunks,
+)
+def test_every_argument_arrives_in_its_place(
+    positional: list[Any], named: dict[str, Any], size: tuple[int, int]
+) -> None:
+    rows, chunks = size
+    args, kwargs = tuple(make(positional, rows)), make(named, rows)
+    parts = scatter(args, kwargs, chunks)
+    alone = len(args) == 1 and not kwargs
+    calls = [((part,), {}) if alone else tuple(part) for part in parts]
+    assert all(isinstance(part, Arguments) for part in parts) or alone
+    assert identical(gather(calls), (args, kwargs))
+
+
+# There and back
+
+
+def joined(leaf: Any, m: int) -> Any:
+    """What ``gather`` makes of a leaf that went through ``m`` micro-batches unchanged."""
+
+    def together(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.stack([leaf] * m) if leaf.dim() == 0 else torch.cat([leaf] * m)
+
+    if isinstance(leaf, Replicate):
+        return pytree.tree_map(together, leaf.value)
+    return together(leaf) if isinstance(leaf, Tensor) and leaf.dim() == 0 else leaf
+
+
+@given(tree=any_tree, size=rows_and_chunks)
+def test_gather_puts_together_what_scatter_took_apart(tree: Any, size: tuple[int, int]) -> None:
+    rows, chunks = size
+    batch = make(tree, rows)
+    parts = values(batch, chunks)
+    expected = pytree.tree_map(lambda leaf: joined(leaf, len(parts)), batch)
+    assert identical(gather(parts), expected)
+
+
+@given(
+    tree=trees(split_leaves | st.builds(Other, anything)),
+    numbers=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+)
+def test_outputs_with_any_numbers_of_rows_are_concatenated_in_order(
+    tree: Any, numbers: list[int]
+) -> None:
+    outputs = [make(tree, rows) for rows in numbers]
+    got = pytree.tree_leaves(gather(outputs))
+    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    for leaf, column, joint in zip(pytree.tree_leaves(tree), columns, got, strict=True):
+        if isinstance(leaf, Rows):
+            assert joint.dtype == leaf.dtype
+            assert torch.equal(joint, torch.cat(column))
+        else:
+            assert joint is column[0]
+
+
+# Gradients
+
+
+@given(
+    shape=shapes,
+    size=sizes(1),
+    dtype=st.sampled_from(FLOATS),
+    used=st.sets(st.integers(0, 8), min_size=1),
+)
+def test_gradient_of_the_rows_is_that_of_the_micro_batches_that_were_used(
+    shape: tuple[int, ...], size: tuple[int, int], dtype: torch.dtype, used: set[int]
+) -> None:
+    rows, chunks = size
+    x = Rows(dtype, shape).make(rows).requires_grad_()
+    cotangent = Rows(dtype, shape).make(rows, 1)
+    pairs = zip(values(x, chunks), values(cotangent, chunks), strict=True)
+    taken = [(part, grad) for i, (part, grad) in enumerate(pairs) if i in used]
+    assume(taken)
+    torch.autograd.backward([part for part, _ in taken], [grad for _, grad in taken])
+    parts = torch.arange(rows).tensor_split(min(rows, chunks))
+    is_used = torch.tensor([i in used for i, part in enumerate(parts) for _ in part])
+    assert x.grad is not None
+    assert torch.equal(x.grad, cotangent * is_used.reshape(rows, *(1 for _ in shape)))
+
+
+@given(shape=shapes, size=rows_and_chunks, dtype=st.sampled_from(FLOATS))
+def test_gradient_passes_through_scatter_and_gather_unchanged(
+    shape: tuple[int, ...], size: tuple[int, int], dtype: torch.dtype
+) -> None:
+    rows, chunks = size
+    x = Rows(dtype, shape).make(rows).requires_grad_()
+    y = gather(values({"x": [x]}, chunks))["x"][0]
+    cotangent = Rows(dtype, shape).make(rows, 1)
+    torch.autograd.backward([y], [cotangent])
+    assert x.grad is not None
+    assert torch.equal(x.grad, cotangent)
+
+
+@given(rows=st.integers(1, 6), chunks=st.integers(1, 8), wrapped=st.booleans())
+def test_gradient_of_what_goes_to_each_micro_batch_is_the_sum_of_theirs(
+    rows: int, chunks: int, wrapped: bool
+) -> None:
+    scale = torch.ones(()).requires_grad_()
+    parts = values((torch.ones(rows), Replicate([scale]) if wrapped else [scale]), chunks)
+    uses: list[Tensor] = [part[1][0] for part in parts]
+    torch.stack(uses).sum().backward()  # type: ignore[no-untyped-call]
+    assert scale.grad == min(rows, chunks)
+
+
+# Refusals
+
+
+@given(
+    before=st.lists(any_tree, max_size=2),
+    between=st.lists(any_tree, max_size=2),
+    rows=st.integers(0, 9),
+    other=st.integers(0, 9),
+    chunks=st.integers(1, 12),
+)
+def test_tensors_that_disagree_on_the_number_of_rows_are_refused_wherever_they_are(
+    before: list[Any], between: list[Any], rows: int, other: int, chunks: int
+) -> None:
+    assume(other != rows)
+    first, odd = Rows(torch.float32), Rows(torch.float32, rows=other)
+    batch = make([before, first, between, (odd,)], rows)
+    with pytest.raises(ValueError, match=rf" has {rows} and args\[0\]\[3\]\[0\] has {other}; "):
+        values(batch, chunks)
+
+
+class Unregistered:
+    """Holds a tensor where no pytree looks."""
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(3)
+
+
+@dataclass
+class AlsoUnregistered:
+    """Another one."""
+
+    rows: Tensor
+
+
+class Array:
+    """Has rows, and is no tensor."""
+
+    ndim = 2
+
+
+HIDDEN: list[Callable[[], object]] = [
+    Unregistered,
+    lambda: AlsoUnregistered(torch.zeros(3)),
+    Array,
+]
+
+
+@given(
+    around=st.lists(any_tree, max_size=3),
+    place=st.integers(0, 3),
+    hidden=st.sampled_from(HIDDEN),
+    size=rows_and_chunks,
+)
+def test_what_hides_rows_is_refused_wherever_it_is_and_taken_when_replicated(
+    around: list[Any], place: int, hidden: Callable[[], object], size: tuple[int, int]
+) -> None:
+    rows, chunks = size
+    thing = hidden()
+    batch = make(around, rows)
+    batch.insert(min(place, len(batch)), thing)
+    with pytest.raises(TypeError, match=f"is a {type(thing).__name__}, which pipert cannot split"):
+        values(batch, chunks)
+    batch[batch.index(thing)] = Replicate(thing)
+    assert all(thing in part for part in values(batch, chunks))
+
+
+@given(
+    tree=trees(split_leaves | st.builds(Other, anything)),
+    numbers=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    wrong=st.integers(0, 3),
+    inner=trees(split_leaves),
+)
+def test_outputs_of_two_structures_are_refused_whichever_is_the_odd_one(
+    tree: Any, numbers: list[int], wrong: int, inner: Any
+) -> None:
+    outputs = [[make(tree, rows)] for rows in (*numbers, 1)]
+    outputs[wrong % len(outputs)].append(make(inner, 1))
+    with pytest.raises(ValueError, match="the same structure for each micro-batch"):
+        gather(outputs)
