@@ -239,7 +239,7 @@ class DeferredStats:
         partitions = [partition for partition in self.partitions if partition is not None]
         for partition in partitions:
             partition.check()
-        with _committing.current, torch.no_grad():
+        with _committing.current:  # nothing here has a graph
             for partition in partitions:
                 partition.commit()
 

@@ -8,6 +8,7 @@ instance would gather the tracebacks of everyone who caught it.
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 
 from pipert.status import WorkerStatistics
@@ -33,7 +34,8 @@ def add_note(error: BaseException, text: Callable[[], str]) -> None:
     try:
         error.add_note(text())
     except Exception:
-        _log.warning("cannot say where %s was raised", type(error), exc_info=True)
+        # As text: whoever keeps what was logged must not keep the tensors in an error's frames.
+        _log.warning("cannot say where %s was raised: %s", type(error), traceback.format_exc())
 
 
 class PipertError(RuntimeError):

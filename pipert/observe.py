@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
@@ -142,7 +143,8 @@ class Audience:
                 if not isinstance(error, Exception) and _is_main_thread():
                     raise
                 self._observers.remove(observer)
-                _log.exception("%r raised and is told nothing more", observer)
+                text = traceback.format_exc()  # not the exception, which may keep tensors alive
+                _log.error("%r raised and is told nothing more: %s", observer, text)
 
     def watch(self, task: TaskInfo, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)``, which is ``task``."""

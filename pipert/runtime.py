@@ -30,7 +30,13 @@ from pipert._typing import Value
 from pipert.batchnorm import DeferredStats
 from pipert.clock import Posting
 from pipert.device import assign_workers
-from pipert.errors import PipeClosedError, PipelineTimeout, ReentrantCallError, WorkerDiedError
+from pipert.errors import (
+    PipeClosedError,
+    PipelineTimeout,
+    PipertError,
+    ReentrantCallError,
+    WorkerDiedError,
+)
 from pipert.lane import FORWARD, Lane
 from pipert.ledger import Account, Ledger
 from pipert.overdue import Overdue, still_busy, timed_out
@@ -43,6 +49,7 @@ from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.stream import CopyStreams
 from pipert.tied import Ties
 from pipert.value import select
+from pipert.workers.activity import State
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool, WorkerView
 from pipert.workers.worker import WorkerThread
@@ -147,7 +154,10 @@ class Runtime:
             error = self._timed_out("a call of the pipe was not over", timeout)
             self._give_up(run, lanes)
         except BaseException:
-            self._call_off(run, lanes, crew, posting, timeout)
+            try:
+                self._call_off(run, lanes, crew, posting, timeout)
+            except BaseException:  # noqa: B036  at its very beginning, or between two of its rounds
+                self._call_off(run, lanes, crew, posting, timeout)
             raise
         raise error
 
@@ -158,27 +168,35 @@ class Runtime:
 
         A worker that dies settles its tasks, but for those that something outside ended it right in
         the middle of taking or settling. So every now and then it is looked whether all are alive.
+        If one is not, and twice in a row nobody works on the run, it is lost.
         """
         deadline = math.inf if timeout is None else monotonic() + timeout
-        look = _LOOK
+        look, lost = _LOOK, 0
         while not run.progress.wait(max(0.0, min(look, deadline - monotonic()))):
             if monotonic() >= deadline:
                 return False
             dead = [thread.name for thread in crew if not thread.is_alive()]
-            if dead and look == _LOOK:
-                look = _LOOK_AGAIN
-                error = WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
-                run.progress.fail(0, error)
+            if not dead or any(state.works for state in self._at(run)):
+                continue
+            look, lost = _LOOK_AGAIN, lost + 1
+            if lost == 2:
+                run.progress.fail(0, self._died(dead))
                 for lane in lanes:
                     lane.give_up()  # so that nobody waits for what does not come
-            elif dead and not self._is_executing(run):
+            elif lost > 2 and not self._at(run):
                 return True
         return True
 
-    def _is_executing(self, run: Run) -> bool:
+    def _at(self, run: Run) -> list[State]:
+        """The workers that work on a task of the run, or wait for its input."""
         number = run.account.run.number
         states = [view.state for view in self.pool.look()]
-        return any(state.what is not None and state.what[0] == number for state in states)
+        return [state for state in states if state.what is not None and state.what[0] == number]
+
+    def _died(self, dead: list[str]) -> PipertError:
+        if self.pool.closed:
+            return PipeClosedError("the pipe was closed during the call")
+        return WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
 
     def _call_off(
         self,

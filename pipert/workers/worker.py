@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import traceback
 from typing import Protocol
 
 import torch
@@ -87,7 +88,9 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, seat: Seat) -> Non
 
 def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None:
     if reason is not None:
-        _log.error("%s ended with %d tasks to do", name, len(tasks), exc_info=reason)
+        # As text: whoever keeps what was logged must not keep the tensors in its frames.
+        text = "".join(traceback.format_exception(reason))
+        _log.error("%s ended with %d tasks to do: %s", name, len(tasks), text)
     for task in tasks:
         error: BaseException = PipeClosedError("the pipe was closed during the call")
         if reason is not None:

@@ -1,0 +1,104 @@
+"""What scripts in processes of their own begin with: a model whose steps can be hit anywhere."""
+
+from __future__ import annotations
+
+from tests.test_exit import PRELUDE, run
+
+# A model with skips and deferred statistics; ``act(where)`` is called in each layer of its middle
+# partition, and in its backward.
+STEP = (
+    PRELUDE
+    + """
+import logging
+from pipert import is_recomputing
+from pipert.skip import Skippable, pop, skippable, stash
+
+@skippable(stash=["skip"])
+class Stash(Skippable):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        yield stash("skip", x * self.weight)
+        return x
+
+@skippable(pop=["skip"])
+class Pop(Skippable):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+act = lambda where: None
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        act("backward")
+        return grad
+
+class Acts(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x).tanh()
+        act("recomputation" if is_recomputing() else "forward")
+        return Backward.apply(y)
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+MODEL = nn.Sequential(Stash(), nn.Linear(3, 3), Acts(3, 3), Acts(3, 3), Pop(), nn.BatchNorm1d(3))
+X = torch.randn(8, 3)
+
+def pipe_of(checkpoint, **options):
+    return Pipe(MODEL, [2, 2, 2], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint,
+                deferred_batch_norm=True, **options)
+
+def step(model, x=X):
+    model.zero_grad()
+    y = model(x)
+    y.pow(3).sum().backward()
+    return [y] + [parameter.grad for parameter in model.parameters()]
+
+def wheres(*names):
+    '''Where a step may be hit, with each way of checkpointing.'''
+    return [(where, mode) for where in names for mode in ("always", "except_last", "never")
+            if (where, mode) != ("recomputation", "never")]
+
+def in_child(function, *args):
+    '''How a process ends that does this. It is forked while there are no other threads.'''
+    assert threading.active_count() == 1
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        function(*args)
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def hit(target, number, seconds=0.02):
+    '''An act that sends this process a signal, once, and goes on for a while.'''
+    sent = []
+
+    def act(where):
+        if where == target and not sent:
+            sent.append(True)
+            os.kill(os.getpid(), number)
+            time.sleep(seconds)
+
+    return act
+
+NEVER = Pipe(MODEL, [6], devices=["cpu"], chunks=4, checkpoint="never", deferred_batch_norm=True)
+
+def is_right(pipe, x=X):
+    '''Whether a step is that of one partition without checkpointing.'''
+    return all(map(torch.allclose, step(pipe, x), step(NEVER, x), [1e-4] * 99, [1e-5] * 99))
+"""
+)
+
+
+def ends(script: str) -> tuple[int, str, str]:
+    """How a script ends: its exit code, and what it writes."""
+    result = run(script, STEP)
+    return result.returncode, result.stdout, result.stderr

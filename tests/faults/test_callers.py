@@ -1,0 +1,406 @@
+"""Several threads, pipes in pipes, calls out of hooks and of asyncio: while some of them fail.
+
+Every wait has a limit, and a call that hangs fails its test by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, is_recomputing
+from tests.faults.injector import Activations, Custom, Failure
+
+WAIT = 20.0  # s; what takes longer is taken for a hang
+MODES = ("always", "except_last", "never")
+
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gc() -> Iterator[None]:
+    """Nor does any test pay for what the first of them imports."""
+    torch.testing.assert_close(torch.ones(1), torch.ones(1))
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Scale(nn.Module):
+    """Its rows hold the number of their caller in the first column; fails where it is told to.
+
+    Args:
+        j: its partition.
+        fails: from the caller and ``'forward'`` or ``'recomputation'``, what to raise.
+    """
+
+    def __init__(
+        self, j: int, fails: Callable[[int, str], BaseException | None] = lambda caller, phase: None
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.6 + 0.2 * j, -1.1]))
+        self.fails = fails
+        self.seen = Activations()
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.seen.add(x[:, 1:] * self.weight)
+        error = self.fails(
+            int(x.detach()[0, 0].item()), "recomputation" if is_recomputing() else "forward"
+        )
+        if error is not None:
+            raise error
+        return self.seen.add(torch.cat([x[:, :1], kept.tanh()], 1))
+
+
+def batch(caller: int, rows: int = 4) -> Tensor:
+    return torch.cat([torch.full((rows, 1), float(caller)), torch.rand(rows, 2)], 1)
+
+
+def step(model: nn.Module, x: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The output, and gradients that touch no ``.grad`` of other callers."""
+    y = model(x)
+    return y, *torch.autograd.grad(y[:, 1:].square().sum(), parameters)
+
+
+def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
+    """What they return, or raise, each on a thread of its own."""
+    start = threading.Barrier(len(functions))
+    results: list[Any] = [None] * len(functions)
+
+    def run(k: int) -> None:
+        start.wait(WAIT)
+        try:
+            results[k] = functions[k]()
+        except BaseException as error:  # noqa: B036  looked at by the test
+            results[k] = error.with_traceback(None)
+
+    threads = [
+        threading.Thread(target=run, args=(k,), daemon=True) for k in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads), "a call hangs"
+    return results
+
+
+def wrong(found: Any, expected: tuple[Tensor, ...]) -> bool:
+    return not isinstance(found, tuple) or not all(
+        torch.allclose(mine, right, atol=1e-6) for mine, right in zip(found, expected, strict=True)
+    )
+
+
+# Several callers, some of which fail --------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize("phase", ["forward", "recomputation"])
+@pytest.mark.parametrize("seed", range(3))
+def test_callers_are_right_while_others_fail(seed: int, phase: str, checkpoint: str) -> None:
+    draw = random.Random(f"{seed}, {phase}, {checkpoint}")
+    kinds = (Failure, Custom, KeyboardInterrupt, MemoryError, StopIteration)
+    failing = {caller: draw.choice(kinds) for caller in range(0, 6, 2)}
+    if phase == "recomputation" and checkpoint == "never":
+        failing = {}
+
+    def fails(caller: int, at: str) -> BaseException | None:
+        return failing[caller](caller) if at == phase and caller in failing else None
+
+    model = nn.Sequential(Scale(0), Scale(1, fails), Scale(2))
+    parameters = list(model.parameters())
+    inputs = [batch(caller, draw.randint(1, 5)) for caller in range(6)]
+    with Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
+        for _ in range(3):
+            found = at_once([partial(step, pipe, x, parameters) for x in inputs])
+            for caller in range(6):
+                recomputed = checkpoint == "always" or len(inputs[caller]) > 1
+                if caller in failing and (phase == "forward" or recomputed):
+                    assert type(found[caller]) is failing[caller], found[caller]
+                    assert found[caller].args == (caller,)
+                else:
+                    assert not wrong(found[caller], step(model, inputs[caller], parameters))
+
+
+def test_when_callers_have_failed_at_once_nothing_of_them_is_left() -> None:
+    def fails(caller: int, phase: str) -> BaseException | None:
+        return Failure(caller) if caller % 2 else None
+
+    layers = [Scale(0), Scale(1, fails)]
+    model = nn.Sequential(*layers)
+    parameters = list(model.parameters())
+    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        at_once([partial(step, pipe, batch(caller), parameters) for caller in range(4)])
+        assert [layer.seen.left() for layer in layers] == [0, 0]
+
+
+# Pipes in pipes -----------------------------------------------------------------------------------
+
+
+def nested(
+    inner_layers: list[Scale], of_inner: str, of_outer: str
+) -> tuple[Pipe, Pipe, nn.Sequential]:
+    """An inner pipe, an outer one around it with a layer before and one behind, and all plain."""
+    before, behind = Scale(3), Scale(4)
+    inner = Pipe(
+        nn.Sequential(*inner_layers),
+        [1] * len(inner_layers),
+        devices=["cpu"] * len(inner_layers),
+        chunks=2,
+        checkpoint=of_inner,
+    )
+    layers = nn.Sequential(before, inner, behind)
+    outer = Pipe(layers, [1, 2], devices=["cpu"] * 2, chunks=2, checkpoint=of_outer)
+    return inner, outer, nn.Sequential(before, *inner_layers, behind)
+
+
+@modes
+@pytest.mark.parametrize("of_outer", MODES)
+@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])
+def test_after_a_failure_in_an_inner_pipe_both_are_right(
+    kind: type[BaseException], of_outer: str, checkpoint: str
+) -> None:
+    errors: list[BaseException] = [kind("inside")]
+    layers = [Scale(0), Scale(1, lambda caller, phase: errors[0] if errors else None)]
+    inner, outer, plain = nested(layers, checkpoint, of_outer)
+    parameters, x = list(plain.parameters()), batch(0)
+    with inner, outer:
+        with pytest.raises(kind) as info:
+            outer(x)
+        assert info.value is errors.pop()
+        assert [note.split(": ")[0] for note in info.value.__notes__] == [
+            "in forward F[0,1]",
+            "in forward F[0,1]",
+        ]
+        expected = step(plain, x, parameters)
+        assert not wrong(step(outer, x, parameters), expected)
+        inner_expected = step(nn.Sequential(*layers), x, list(inner.parameters()))
+        assert not wrong(step(inner, x, list(inner.parameters())), inner_expected)
+
+
+@pytest.mark.parametrize("of_inner", MODES)
+@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, SystemExit])
+def test_after_a_failure_of_an_inner_pipe_in_a_recomputation_of_the_outer_both_are_right(
+    kind: type[BaseException], of_inner: str
+) -> None:
+    errors: list[BaseException] = [kind("inside")]
+    layers = [
+        Scale(0),
+        Scale(
+            1, lambda caller, phase: errors[0] if errors and phase == "recomputation" else None
+        ),
+    ]
+    inner, outer, plain = nested(layers, of_inner, "always")
+    parameters, x = list(plain.parameters()), batch(0)
+    with inner, outer:
+        raised = None
+        try:
+            step(outer, x, parameters)
+        except BaseException as error:  # noqa: B036  looked at below
+            raised, notes = error.with_traceback(None), error.__notes__
+        assert raised is errors.pop()
+        assert notes[-1].startswith("in recomputation R[1,1]: partition 1 on cpu, layer '1'")
+        del raised
+        # What was about to run stays in the engine's queue for this thread until its next backward.
+        torch.autograd.backward(torch.ones((), requires_grad=True))
+        assert [layer.seen.left() for layer in plain if isinstance(layer, Scale)] == [0] * 4
+        assert not wrong(step(outer, x, parameters), step(plain, x, parameters))
+
+
+# Two pipes on the same devices --------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def sharing(checkpoint: str) -> Iterator[tuple[Pipe, Pipe, nn.Sequential]]:
+    """Two pipes of the same layers, split differently."""
+    model = nn.Sequential(Scale(0), Scale(1), Scale(2))
+    first = Pipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
+    second = Pipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
+    with first, second:
+        yield first, second, model
+
+
+@modes
+def test_two_pipes_that_share_parameters_are_right_at_once(checkpoint: str) -> None:
+    with sharing(checkpoint) as (first, second, model):
+        parameters = list(model.parameters())
+        inputs = [batch(k) for k in range(4)]
+        pipes = [first, second, first, second]
+        for _ in range(3):
+            found = at_once(
+                [partial(step, p, x, parameters) for p, x in zip(pipes, inputs, strict=True)]
+            )
+            for x, mine in zip(inputs, found, strict=True):
+                assert not wrong(mine, step(model, x, parameters))
+
+
+@modes
+def test_two_pipes_that_share_parameters_add_up_their_gradients(checkpoint: str) -> None:
+    with sharing(checkpoint) as (first, second, model):
+        x = batch(0)
+        model.zero_grad()
+        y = first(x)
+        z = second(y)
+        (y[:, 1:].sum() + z[:, 1:].square().sum()).backward()
+        found = [parameter.grad for parameter in model.parameters()]
+        y = model(x)
+        loss = y[:, 1:].sum() + model(y)[:, 1:].square().sum()
+        for mine, right in zip(
+            found, torch.autograd.grad(loss, list(model.parameters())), strict=True
+        ):
+            assert mine is not None
+            torch.testing.assert_close(mine, right)
+
+
+# A pipe in hooks of a backward --------------------------------------------------------------------
+
+
+def hook_output(pipe: Pipe, act: Callable[[], None]) -> Any:
+    return pipe[1].register_forward_hook(
+        lambda module, args, y: y.register_hook(lambda grad: act()) and None
+    )
+
+
+def hook_module(pipe: Pipe, act: Callable[[], None]) -> Any:
+    return pipe[1].register_full_backward_hook(lambda module, inputs, outputs: act())
+
+
+def hook_parameter(pipe: Pipe, act: Callable[[], None]) -> Any:
+    weight: Any = pipe[1].weight
+    return weight.register_post_accumulate_grad_hook(lambda parameter: act())
+
+
+HOOKS = {
+    "tensor hook": hook_output,
+    "full backward hook": hook_module,
+    "post-accumulate-grad hook": hook_parameter,
+}
+
+
+@modes
+@pytest.mark.parametrize("inside", ["forward", "step"])
+@pytest.mark.parametrize("which", ["same", "other"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_pipe_may_be_called_in_a_hook_of_a_backward(
+    hook: str, which: str, inside: str, checkpoint: str
+) -> None:
+    model = nn.Sequential(Scale(0), Scale(1), Scale(2))
+    others = nn.Sequential(Scale(5), Scale(6))
+    options: dict[str, Any] = {"devices": ["cpu"] * 2, "chunks": 2, "checkpoint": checkpoint}
+    x, z = batch(0).requires_grad_(), batch(1)
+    parameters = list(model.parameters())
+    found: list[Any] = []
+    busy: list[bool] = []
+
+    def act() -> None:
+        if not busy:  # not in what the hook itself does
+            busy.append(True)
+            called = pipe if which == "same" else other
+            with torch.enable_grad():
+                if inside == "step":
+                    found.append(step(called, z, list(called.parameters())))
+                else:
+                    found.append((called(z),))
+            busy.pop()
+
+    pipe = Pipe(model, [2, 1], **options)
+    other = Pipe(others, [1, 1], **options)
+    with pipe, other:
+        called = model if which == "same" else others
+        inner = step(called, z, list(called.parameters()))
+        expected = step(model, x, parameters)
+        handle = HOOKS[hook](pipe, act)
+        pipe.zero_grad()
+
+        def run() -> None:
+            pipe(x)[:, 1:].square().sum().backward()
+
+        (error,) = at_once([run])
+        handle.remove()
+        assert error is None
+    assert found
+    for mine in found:
+        assert not wrong(mine, inner[: len(mine)])
+    for parameter, grad in zip(parameters, expected[1:], strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])
+def test_a_failure_of_a_pipe_in_a_hook_of_a_backward_is_raised_by_it(
+    kind: type[BaseException],
+) -> None:
+    def fails(caller: int, phase: str) -> BaseException | None:
+        return kind("in a hook") if caller == 1 else None
+
+    model = nn.Sequential(Scale(0), Scale(1, fails), Scale(2))
+    parameters, x = list(model.parameters()), batch(0)
+    with Pipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        handle = hook_output(pipe, lambda: pipe(batch(1)))
+        with pytest.raises(kind, match="in a hook"):
+            step(pipe, x, parameters)
+        handle.remove()
+        assert not wrong(step(pipe, x, parameters), step(model, x, parameters))
+
+
+# asyncio ------------------------------------------------------------------------------------------
+
+
+def test_tasks_of_asyncio_get_their_own_rows_while_some_of_them_fail() -> None:
+    def fails(caller: int, phase: str) -> BaseException | None:
+        return Failure(caller) if caller % 3 == 0 else None
+
+    model = nn.Sequential(Scale(0), Scale(1, fails))
+    inputs = [batch(caller) for caller in range(9)]
+
+    async def serve(pipe: Pipe) -> list[Any]:
+        calls = [asyncio.to_thread(pipe, x) for x in inputs]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT)
+
+    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        results = asyncio.run(serve(pipe))
+    for caller, result in enumerate(results):
+        if caller % 3 == 0:
+            assert isinstance(result, Failure) and result.args == (caller,)
+        else:
+            torch.testing.assert_close(result, model(inputs[caller]))
+
+
+def test_a_task_of_asyncio_that_is_cancelled_disturbs_nobody() -> None:
+    """Its call goes on in its thread; who awaits it is let go at once."""
+    entered, go_on = threading.Event(), threading.Event()
+
+    def waits(caller: int, phase: str) -> None:
+        if caller == 0:
+            entered.set()
+            assert go_on.wait(WAIT)
+
+    model = nn.Sequential(Scale(0, waits), Scale(1))
+    inputs = [batch(caller) for caller in range(3)]
+
+    async def serve(pipe: Pipe) -> list[Any]:
+        cancelled = asyncio.create_task(asyncio.to_thread(pipe, inputs[0]))
+        await asyncio.to_thread(entered.wait, WAIT)
+        others = [asyncio.create_task(asyncio.to_thread(pipe, x)) for x in inputs[1:]]
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        go_on.set()
+        return await asyncio.wait_for(asyncio.gather(*others), WAIT)
+
+    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        results = asyncio.run(serve(pipe))
+        for x, result in zip(inputs[1:], results, strict=True):
+            torch.testing.assert_close(result, model(x))
+        assert pipe.statistics().in_flight == 0

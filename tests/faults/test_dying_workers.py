@@ -1,0 +1,95 @@
+"""R6: exceptions thrown into a thread of pipert from outside, at any place, let nobody hang.
+
+At any place of pipert's code, that is. In ``threading`` itself one can leave a lock of Python's
+locked, so there is no test with exceptions at random moments.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.faults.processes import STEP
+from tests.test_exit import SWEEP, run
+
+pytestmark = pytest.mark.slow
+
+# The collector is off, so that no finalizer runs on the thread that is being killed.
+DEATHS = """
+import gc
+import pipert.runtime
+gc.disable()
+pipert.runtime._LOOK = 0.05
+logging.getLogger("pipert").addHandler(logging.NullHandler())
+logging.getLogger("pipert").propagate = False
+threading.excepthook = lambda args: None
+
+class Thrown(BaseException):
+    pass
+
+def outcome(seconds, function):
+    '''What function returns or raises; None if that takes longer.'''
+    def call():
+        try:
+            return [function()]
+        except BaseException as error:
+            return [type(error).__name__]
+    result = within(seconds, call)
+    return result and result[0]
+
+def sweep_of_deaths(name):
+    problems, expected = [], None
+    k = 0
+    while len(problems) < 5:
+        count, where = 0, None
+
+        def local(frame, event, arg):
+            nonlocal count, where
+            if event == "opcode" and frame.f_lasti in places(frame.f_code):
+                if count == k:
+                    count += 1
+                    sys.settrace(None)
+                    where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                    raise Thrown
+                count += 1
+            return local
+
+        def trace(frame, event, arg):
+            ours = f"{os.sep}pipert{os.sep}" in frame.f_code.co_filename
+            if ours and where is None and threading.current_thread().name == name:
+                frame.f_trace_opcodes = True
+                return local
+
+        pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), chunks=2, checkpoint="always")
+        expected = pipe[1](pipe[0](ROWS))
+        threading.settrace(trace)
+        found = outcome(2, lambda: pipe(ROWS))
+        threading.settrace(None)
+        if where is None:
+            outcome(2, pipe.close)
+            break
+        if found is None:
+            problems.append(f"the call hangs after {where}")
+        elif isinstance(found, str):
+            if found not in ("Thrown", "WorkerDiedError"):
+                problems.append(f"the call raises {found} after {where}")
+        elif not torch.allclose(found, expected):
+            problems.append(f"the call is wrong after {where}")
+        if found is not None:
+            found = outcome(2, lambda: pipe(ROWS))
+            if found == "WorkerDiedError":  # the worker was about to end when it was called
+                found = outcome(2, lambda: pipe(ROWS))
+            if not isinstance(found, torch.Tensor) or not torch.allclose(found, expected):
+                problems.append(f"the next call is {found} after {where}")
+            if outcome(2, pipe.close) is not None or not within(2, lambda: [pipe.close()]):
+                problems.append(f"close hangs after {where}")
+        k += 1
+    print(k > 20, *problems, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
+def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_lets_nobody_hang(
+    name: str,
+) -> None:
+    script = f"sweep_of_deaths({name!r})"
+    assert run(SWEEP + DEATHS + script, STEP).stdout == "True\n"

@@ -1,0 +1,173 @@
+"""P2 to P5 in the middle of a step: SIGTERM, exits and forks, each in processes of their own.
+
+The steps have recomputation, skips and deferred statistics. ``tests/test_exit.py`` and
+``tests/test_fork.py`` have what happens in plain forwards.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.faults.processes import ends
+
+pytestmark = pytest.mark.slow
+
+modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+
+
+# SIGTERM ------------------------------------------------------------------------------------------
+
+
+def test_sigterm_ends_the_program_in_the_middle_of_a_step() -> None:
+    script = """
+def killed(where, checkpoint):
+    global act
+    act = hit(where, signal.SIGTERM, 10)
+    step(pipe_of(checkpoint))
+
+for case in ("forward", "always"), ("recomputation", "always"), ("backward", "never"):
+    if (code := in_child(killed, *case)) != -15:
+        print(*case, code)
+"""
+    assert ends(script) == (0, "", "")
+
+
+def test_a_handler_of_sigterm_that_exits_ends_the_program_in_the_middle_of_a_step() -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+
+def killed(where, checkpoint):
+    global act
+    act = hit(where, signal.SIGTERM)
+    step(pipe_of(checkpoint))
+
+for case in ("forward", "always"), ("recomputation", "always"), ("backward", "never"):
+    if (code := in_child(killed, *case)) != 7:
+        print(*case, code)
+"""
+    assert ends(script) == (0, "", "")
+
+
+def test_a_handler_of_sigterm_may_close_the_pipe_in_the_middle_of_a_forward() -> None:
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: pipe.close())
+for checkpoint in ("always", "except_last", "never"):
+    pipe = pipe_of(checkpoint)
+    act = hit("forward", signal.SIGTERM)
+    try:
+        step(pipe)
+    except PipeClosedError:
+        print([thread.name for thread in threading.enumerate() if "pipert" in thread.name])
+"""
+    assert ends(script) == (0, "[]\n" * 3, "")
+
+
+def test_a_handler_of_sigterm_may_close_the_pipe_in_a_backward_which_goes_on() -> None:
+    """It is on the caller's thread and needs no worker."""
+    script = """
+expected = step(NEVER)
+NEVER.close()
+signal.signal(signal.SIGTERM, lambda *_: pipe.close())
+for where, checkpoint in wheres("recomputation", "backward"):
+    pipe = pipe_of(checkpoint)
+    act = hit(where, signal.SIGTERM)
+    right = all(map(torch.allclose, step(pipe), expected, [1e-4] * 99, [1e-5] * 99))
+    threads = [thread for thread in threading.enumerate() if "pipert" in thread.name]
+    for thread in threads:
+        thread.join(5)  # if it was closed in a layer, nobody was waited for
+    alive = [thread.name for thread in threads if thread.is_alive()]
+    if not right or alive:
+        print(where, checkpoint, right, alive)
+"""
+    assert ends(script) == (0, "", "")
+
+
+# Exit ---------------------------------------------------------------------------------------------
+
+
+@modes
+def test_sys_exit_waits_for_the_steps_of_a_thread_that_is_no_daemon(checkpoint: str) -> None:
+    script = f"""
+pipe = pipe_of("{checkpoint}")
+running = threading.Event()
+
+def act(where):
+    running.set()
+    time.sleep(0.002)
+
+def train():
+    print(is_right(pipe), is_right(pipe))
+
+threading.Thread(target=train).start()
+running.wait()
+sys.exit(5)
+"""
+    assert ends(script) == (5, "True True\n", "")
+
+
+def test_an_error_on_main_ends_the_program_while_a_daemon_serves_with_skips() -> None:
+    script = """
+pipe = pipe_of("never")
+running = threading.Event()
+
+def act(where):
+    running.set()
+    time.sleep(0.01)
+
+def serve():
+    try:
+        with torch.no_grad():
+            while True:
+                pipe(X)
+    except PipeClosedError:
+        threading.Event().wait()  # drops no tensor
+
+threading.Thread(target=serve, daemon=True).start()
+running.wait()
+raise SystemExit("done")
+"""
+    assert ends(script) == (1, "", "done\n")
+
+
+# Fork ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_child_forked_in_the_middle_of_a_step_takes_a_right_step() -> None:
+    """Which has skips and deferred statistics; and so does its parent."""
+    script = """
+import warnings
+warnings.simplefilter("ignore", DeprecationWarning)
+expected = step(NEVER)
+
+def right(found):
+    return all(map(torch.allclose, found, expected, [1e-4] * 99, [1e-5] * 99))
+
+parent = os.getpid()
+for target, checkpoint in wheres("forward", "recomputation", "backward"):
+    pipe = pipe_of(checkpoint)
+    reached, go_on = threading.Event(), threading.Event()
+
+    def act(where):
+        if where == target and os.getpid() == parent and not reached.is_set():
+            reached.set()
+            go_on.wait(20)
+
+    results = []
+    thread = threading.Thread(target=lambda: results.append(step(pipe)))
+    thread.start()
+    reached.wait()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        os._exit(40 if right(step(pipe)) and pipe.close() is None else 41)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    go_on.set()
+    thread.join()
+    pipe.close()
+    if code != 40 or not right(results[0]):
+        print(target, checkpoint, code, right(results[0]))
+"""
+    assert ends(script) == (0, "", "")

@@ -1,0 +1,341 @@
+"""R3 to R5 where hooks raise, where several tasks fail at once, and outside of the layers.
+
+Hooks of layers and of tensors, and the saved-tensor hooks of the caller, run inside of pipert's
+threads and of autograd's. What they raise comes out as it is and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, RecomputationError, is_recomputing
+from tests.faults.injector import (
+    Custom,
+    Failure,
+    Layer,
+    Setting,
+    Site,
+    micro_batch_of,
+    partition_here,
+    wrongs_of,
+)
+
+MODES = ("always", "except_last", "never")
+KINDS = (Failure, Custom, KeyboardInterrupt, StopIteration, MemoryError)
+
+modes = pytest.mark.parametrize("checkpoint", MODES)
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def layers_of(setting: Setting) -> list[Layer]:
+    return [layer for layer in setting.pipe if isinstance(layer, Layer)]
+
+
+# Hooks of layers ----------------------------------------------------------------------------------
+
+
+def forward_pre_hook(layer: Layer) -> Callable[..., None]:
+    def hook(_: nn.Module, args: tuple[Tensor]) -> None:
+        phase = "hook in recomputation" if is_recomputing() else "hook"
+        layer.site.strike(phase, micro_batch_of(args[0]), layer.j)
+
+    return hook
+
+
+def forward_hook(layer: Layer) -> Callable[..., None]:
+    pre_hook = forward_pre_hook(layer)
+    return lambda module, args, output: pre_hook(module, args)
+
+
+def backward_hook(layer: Layer) -> Callable[..., None]:
+    """Autograd comes to the micro-batches from the last to the first; this counts them."""
+    count = itertools.count()
+    return lambda *_: layer.site.strike("hook", next(count), layer.j)
+
+
+REGISTER: dict[str, Callable[[Layer], Any]] = {
+    "forward pre hook": lambda layer: layer.register_forward_pre_hook(forward_pre_hook(layer)),
+    "forward hook": lambda layer: layer.register_forward_hook(forward_hook(layer)),
+    "forward hook, always called": lambda layer: layer.register_forward_hook(
+        forward_hook(layer), always_call=True
+    ),
+    "full backward pre hook": lambda layer: layer.register_full_backward_pre_hook(
+        backward_hook(layer)
+    ),
+    "full backward hook": lambda layer: layer.register_full_backward_hook(backward_hook(layer)),
+    "hook of its output": lambda layer: layer.register_forward_hook(
+        lambda module, args, output, hook=backward_hook(layer): (
+            output.register_hook(hook) and None if output.requires_grad else None
+        )
+    ),
+}
+
+
+@kinds
+@modes
+@pytest.mark.parametrize("hook", REGISTER)
+def test_what_a_hook_of_a_layer_raises_is_raised(
+    hook: str, checkpoint: str, kind: type[BaseException]
+) -> None:
+    setting = Setting(2, 3, checkpoint)
+    setting.site.arm("hook", 1, 1, kind("in a hook"))
+    with setting.pipe:
+        setting.x.requires_grad_()  # torch warns when a full backward hook has no gradient to see
+        handles = [REGISTER[hook](layer) for layer in layers_of(setting)]
+        note = None
+        if hook.startswith("forward"):
+            note = "in forward F[1,1]: partition 1 on cpu, layer '1' (Layer), micro-batch 1 of 3"
+        assert wrongs_of(setting, setting.step, note) == []
+        for handle in handles:
+            handle.remove()
+
+
+@kinds
+@pytest.mark.parametrize("hook", ["forward pre hook", "forward hook"])
+def test_what_a_hook_raises_in_a_recomputation_is_raised_with_its_note(
+    hook: str, kind: type[BaseException]
+) -> None:
+    setting = Setting(2, 3, "always")
+    setting.site.arm("hook in recomputation", 1, 0, kind("in a hook"))
+    with setting.pipe:
+        for layer in layers_of(setting):
+            REGISTER[hook](layer)
+        note = "in recomputation R[1,0]: partition 0 on cpu, layer '0' (Layer), micro-batch 1 of 3"
+        assert wrongs_of(setting, setting.step, note) == []
+
+
+@kinds
+@modes
+def test_what_a_hook_of_a_parameter_raises_is_raised(
+    checkpoint: str, kind: type[BaseException]
+) -> None:
+    setting = Setting(2, 2, checkpoint)
+    setting.site.arm("hook", 0, 0, kind("in a hook"))
+    with setting.pipe:
+        first = layers_of(setting)[0]
+        weight: Any = first.weight
+        weight.register_post_accumulate_grad_hook(backward_hook(first))
+        assert wrongs_of(setting, setting.step) == []
+
+
+# Saved-tensor hooks of the caller -----------------------------------------------------------------
+
+
+class Packing:
+    """Saved-tensor hooks that raise at one of their calls; they are counted for each thread."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+        self._packed = [itertools.count() for _ in range(4)]
+        self._unpacked = itertools.count()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        here = partition_here()
+        self._site.strike("pack", next(self._packed[here]), here)
+        return tensor.detach()
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self._site.strike("unpack", next(self._unpacked), -1)
+        return tensor
+
+
+def step_under(setting: Setting) -> Callable[[], None]:
+    """A step whose forward is under saved-tensor hooks; its backward need not be."""
+    hooks = Packing(setting.site)
+
+    def run() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            loss = setting.forward(setting.pipe)[:, 1:].square().sum()
+        loss.backward()
+
+    return run
+
+
+@kinds
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_what_packing_raises_in_a_forward_is_raised_with_its_note(
+    k: int, kind: type[BaseException]
+) -> None:
+    setting = Setting(2, 3, "never")
+    setting.site.arm("pack", k, 1, kind("while packing"))
+    with setting.pipe:
+        i = k // 3  # a layer of the setting saves three tensors
+        note = f"in forward F[{i},1]: partition 1 on cpu, layer '1' (Layer), micro-batch {i} of 3"
+        assert wrongs_of(setting, step_under(setting), note) == []
+
+
+@kinds
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_what_packing_raises_in_a_recomputation_is_raised_with_its_note(
+    k: int, kind: type[BaseException]
+) -> None:
+    setting = Setting(2, 3, "always")
+    setting.site.arm("pack", k, -1, kind("while packing"))
+    with setting.pipe:
+        note = f"in recomputation R[{2 if k < 4 else 1},1]: partition 1 on cpu, layer '1' (Layer)"
+        assert wrongs_of(setting, step_under(setting), note) == []
+
+
+@kinds
+@modes
+@pytest.mark.parametrize("k", [1, 5])
+def test_what_unpacking_raises_in_a_backward_is_raised(
+    k: int, checkpoint: str, kind: type[BaseException]
+) -> None:
+    setting = Setting(2, 3, checkpoint)
+    setting.site.arm("unpack", k, -1, kind("while unpacking"))
+    with setting.pipe:
+        assert wrongs_of(setting, step_under(setting)) == []
+
+
+# Several tasks at once ----------------------------------------------------------------------------
+
+
+def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
+    """``m``, ``n`` and some tasks, in the order of the schedule: by diagonals, then by ``j``."""
+    draw = random.Random(f"several, {seed}")
+    m, n = draw.randint(2, 5), draw.randint(2, 3)
+    every = [(i, j) for i in range(m) for j in range(n)]
+    tasks = draw.sample(every, draw.randint(2, len(every)))
+    return m, n, sorted(tasks, key=lambda task: (sum(task), task[1]))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_several_failures_the_first_of_the_schedule_is_raised(seed: int) -> None:
+    m, n, tasks = drawn_tasks(seed)
+    setting = Setting(n, m, MODES[seed % 3])
+    for k, (i, j) in enumerate(tasks):
+        setting.site.arm("forward", i, j, KINDS[(seed + k) % len(KINDS)]("one of several"))
+    with setting.pipe:
+        i, j = tasks[0]
+        assert wrongs_of(setting, setting.step, f"in forward F[{i},{j}]") == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_of_several_failing_recomputations_the_first_that_runs_is_raised(seed: int) -> None:
+    m, n, tasks = drawn_tasks(seed)
+    setting = Setting(n, m, "always")
+    for k, (i, j) in enumerate(reversed(tasks)):
+        if j == n - 1:
+            setting.site.arm("recomputation", i, j, KINDS[k % len(KINDS)]("one of several"))
+    if setting.site.first is None:
+        setting.site.arm("recomputation", m - 1, n - 1, Failure("one of one"))
+    with setting.pipe:
+        assert wrongs_of(setting, setting.step, "in recomputation R[") == []
+
+
+# In a task, but outside of its layers -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
+@pytest.mark.parametrize(("phase", "j"), [("arrive", 0), ("leave", 0), ("leave", 1), ("pop", 1)])
+def test_what_fails_in_a_task_outside_of_its_layers_says_which_task_it_was(
+    phase: str, j: int, kind: type[BaseException]
+) -> None:
+    """Copies, skips and user-defined pytrees fail there: out of memory, above all."""
+    setting = Setting(2, 3, "except_last", skips=phase == "pop", boxed=phase != "pop")
+    setting.site.arm(phase, 1, j, kind("outside of layers"))
+    with setting.pipe:
+        note = f"in forward F[1,{j}]: partition {j} on cpu, micro-batch 1 of 3"
+        assert wrongs_of(setting, setting.step, note) == []
+
+
+@pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
+def test_what_fails_in_a_recomputation_outside_of_its_layers_says_which_one_it_was(
+    kind: type[BaseException],
+) -> None:
+    setting = Setting(2, 3, "always", skips=True)
+    setting.site.arm("pop in recomputation", 1, -1, kind("outside of layers"))
+    with setting.pipe:
+        note = "in recomputation R[1,1]: partition 1 on cpu, micro-batch 1 of 3"
+        assert wrongs_of(setting, setting.step, note) == []
+
+
+class Forgets(nn.Module):
+    """Saves less when it runs again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh() if is_recomputing() else x.tanh().sigmoid()
+
+
+def test_a_recomputation_that_saves_less_says_which_one_it_was() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), Forgets())
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        loss = pipe(torch.rand(4, 2)).sum()
+        with pytest.raises(RecomputationError) as info:
+            loss.backward()
+    assert any("R[1,1]" in note for note in getattr(info.value, "__notes__", []))
+
+
+def test_a_recomputation_whose_input_was_modified_says_which_one_it_was() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.rand(4, 2)
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=1, checkpoint="always") as pipe:
+        loss = pipe(x).sum()
+        x.zero_()
+        with pytest.raises(RuntimeError, match="modified in place") as info:
+            loss.backward()
+    assert any("R[0,0]" in note for note in getattr(info.value, "__notes__", []))
+
+
+# Errors that cannot be noted on -------------------------------------------------------------------
+
+
+class Frozen(Exception):
+    """Takes no notes, as errors that are made by other languages or frozen dataclasses do."""
+
+    def add_note(self, note: str) -> None:
+        raise AttributeError("no notes")
+
+
+class Noted(Exception):
+    """Has notes of a form of its own."""
+
+    __notes__: Any = ("mine",)
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation"])
+@pytest.mark.parametrize("kind", [Frozen, Noted])
+def test_an_error_that_takes_no_notes_is_raised_as_it_is(kind: type[Exception], phase: str) -> None:
+    setting = Setting(1, 1, "always")
+    setting.site.arm(phase, 0, 0, kind("as it is"))
+    with setting.pipe:
+        assert wrongs_of(setting, setting.step) == []
+
+
+class Hides(nn.Module):
+    """Fails on a value that cannot be shown."""
+
+    class Value:
+        __slots__ = ()
+
+    class Unhashable(dict[Any, Any]):
+        def items(self) -> Any:
+            raise LookupError("cannot be shown")
+
+    def forward(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return self.Unhashable(x=x)
+        raise Failure("the one to be raised")
+
+
+def test_an_error_in_a_layer_whose_input_cannot_be_shown_is_raised_as_it_is() -> None:
+    with Pipe(nn.Sequential(Hides(), Hides()), [2], devices=["cpu"]) as pipe:
+        with pytest.raises(Failure, match="the one to be raised"):
+            pipe(torch.rand(1, 1))

@@ -1,0 +1,372 @@
+"""R6: a layer that never returns. The call ends, says where it was, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, PipelineTimeout, PipertError, WorkerBusyError
+from pipert.skip import Skippable, pop, skippable, stash
+from tests.faults.injector import Activations, Forward, until
+from tests.faults.stuck import SHORT, WAIT, Blocks, Stuck
+
+MODES = ("always", "except_last", "never")
+
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+# How it is set ------------------------------------------------------------------------------------
+
+
+def test_a_call_ends_after_the_timeout_of_its_pipe() -> None:
+    with Stuck(timeout=SHORT) as stuck:
+        stuck.times_out(lambda: stuck.pipe(stuck.x))
+
+
+def test_a_call_ends_after_the_timeout_that_was_assigned() -> None:
+    with Stuck() as stuck:
+        stuck.pipe.timeout = SHORT
+        stuck.times_out(lambda: stuck.pipe(stuck.x))
+
+
+def test_a_call_ends_after_a_timeout_of_its_own() -> None:
+    with Stuck() as stuck:
+        stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
+
+
+def test_the_timeout_of_a_call_replaces_that_of_the_pipe() -> None:
+    with Stuck(timeout=600.0) as stuck:
+        stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
+
+
+def test_the_timeout_of_a_call_is_not_that_of_the_next() -> None:
+    with Stuck() as stuck:
+        stuck.times_out(lambda: stuck.pipe(stuck.x, timeout=SHORT))
+        assert stuck.pipe.timeout is None
+
+
+@pytest.mark.parametrize("timeout", [1, 2.5, None])
+def test_the_timeout_of_a_pipe_can_be_read(timeout: float | None) -> None:
+    with Stuck(timeout=timeout) as stuck:
+        assert stuck.pipe.timeout == timeout
+
+
+def test_a_copy_of_a_pipe_has_its_timeout() -> None:
+    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=7.0) as pipe:
+        for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+            assert other.timeout == 7.0
+            other.close()
+
+
+NOT_POSITIVE = [0, 0.0, -1, -0.5, float("nan"), float("-inf")]
+NO_NUMBERS = [True, False, "1", "", [1.0], torch.tensor(1.0), 1j]
+
+wrong = pytest.mark.parametrize(
+    ("timeout", "kind"),
+    [(value, ValueError) for value in NOT_POSITIVE] + [(value, TypeError) for value in NO_NUMBERS],
+    ids=repr,
+)
+
+
+@wrong
+def test_a_wrong_timeout_of_a_pipe_is_refused(timeout: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match="timeout"):
+        Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=timeout)
+
+
+@wrong
+def test_a_wrong_timeout_of_a_call_is_refused(timeout: Any, kind: type[Exception]) -> None:
+    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"]) as pipe:
+        with pytest.raises(kind, match="timeout"):
+            pipe(torch.ones(1), timeout=timeout)
+
+
+@wrong
+def test_a_wrong_timeout_is_not_assigned(timeout: Any, kind: type[Exception]) -> None:
+    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"], timeout=3.0) as pipe:
+        with pytest.raises(kind, match="timeout"):
+            pipe.timeout = timeout
+        assert pipe.timeout == 3.0
+
+
+@wrong
+def test_a_wrong_timeout_of_close_is_refused_and_closes_nothing(
+    timeout: Any, kind: type[Exception]
+) -> None:
+    with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"]) as pipe:
+        with pytest.raises(kind, match="timeout"):
+            pipe.close(timeout=timeout)
+        assert pipe(torch.ones(1)).item() == 1
+
+
+class TakesTimeout(nn.Module):
+    def forward(self, x: Tensor, timeout: float = 5.0) -> Tensor:
+        return x * timeout
+
+
+def test_the_timeout_of_a_call_is_not_an_argument_of_the_first_layer() -> None:
+    with Pipe(nn.Sequential(TakesTimeout()), [1], devices=["cpu"]) as pipe:
+        assert pipe(torch.ones(1), timeout=60.0).item() == 5
+
+
+@modes
+def test_a_call_that_is_in_time_is_not_disturbed(checkpoint: str) -> None:
+    with Stuck(checkpoint=checkpoint, timeout=WAIT) as stuck:
+        stuck.let_go()
+        assert stuck.is_right()
+        assert stuck.is_right()
+
+
+def table_of(error: PipelineTimeout) -> list[str]:
+    """The lines of its table, without the stacks below."""
+    return str(error).split("\n\n")[1].splitlines()
+
+
+# What it says -------------------------------------------------------------------------------------
+
+
+def test_it_is_an_error_of_pipert_and_a_timeout() -> None:
+    with Stuck() as stuck:
+        assert isinstance(stuck.times_out(), PipertError | TimeoutError)
+    assert issubclass(PipelineTimeout, PipertError) and issubclass(PipelineTimeout, TimeoutError)
+    assert issubclass(WorkerBusyError, PipertError)
+
+
+def test_its_table_has_a_row_for_the_worker_that_is_stuck() -> None:
+    with Stuck(i=2, j=1) as stuck:
+        lines = table_of(stuck.times_out())
+    (row,) = [line.split() for line in lines if line.startswith("pipert-cpu-1 ")]
+    assert row[:4] == ["pipert-cpu-1", "1", "2", "forward"] and float(row[4]) > 0
+
+
+def test_its_table_has_a_row_for_the_worker_that_waits_for_it() -> None:
+    with Stuck(i=1, j=0) as stuck:
+        lines = table_of(stuck.times_out())
+    (row,) = [line for line in lines if line.startswith("pipert-cpu-1 ")]
+    assert "waiting for input" in row
+
+
+def test_its_table_has_a_row_for_the_worker_that_is_idle() -> None:
+    with Stuck(i=2, j=1) as stuck:
+        lines = table_of(stuck.times_out())
+    (row,) = [line for line in lines if line.startswith("pipert-cpu-0 ")]
+    assert "idle" in row
+
+
+def test_it_says_which_function_does_not_return() -> None:
+    with Stuck() as stuck:
+        assert "in never_returns" in str(stuck.times_out())
+
+
+def test_it_shows_the_stack_of_the_workers_that_are_executing_alone() -> None:
+    with Stuck(i=1, j=0) as stuck:
+        text = str(stuck.times_out())
+    assert text.count("most recent call last") == 1 and "pipert-cpu-0 was at" in text
+
+
+def test_it_has_the_state_of_each_worker() -> None:
+    with Stuck(i=1, j=1, n=3) as stuck:
+        workers = stuck.times_out().workers
+    assert [worker.name for worker in workers] == [f"pipert-cpu-{j}" for j in range(3)]
+    doing = workers[1].doing
+    assert doing is not None and doing.seconds > 0
+    assert (doing.phase, doing.partition, doing.micro_batch) == ("forward", 1, 1)
+
+
+def test_it_can_be_pickled() -> None:
+    """As the error of a process of a pool is."""
+    with Stuck() as stuck:
+        error = stuck.times_out()
+    other = pickle.loads(pickle.dumps(error))
+    assert (str(other), other.workers) == (str(error), error.workers)
+
+
+# Afterwards ---------------------------------------------------------------------------------------
+
+
+def test_the_next_call_is_refused_and_names_the_worker_that_is_stuck() -> None:
+    with Stuck() as stuck:
+        stuck.times_out()
+        with pytest.raises(WorkerBusyError, match="pipert-cpu-1"):
+            stuck.pipe(stuck.x)
+
+
+def test_a_refused_call_is_not_a_run() -> None:
+    with Stuck() as stuck:
+        stuck.times_out()
+        before = stuck.pipe.statistics().runs
+        with pytest.raises(WorkerBusyError):
+            stuck.pipe(stuck.x)
+        assert stuck.pipe.statistics().runs == before
+
+
+@modes
+@pytest.mark.parametrize("at", [(0, 0), (1, 0), (2, 1), (1, 2), (2, 2)], ids=str)
+def test_when_the_worker_is_back_the_next_step_is_right(
+    at: tuple[int, int], checkpoint: str
+) -> None:
+    with Stuck(*at, n=3, checkpoint=checkpoint) as stuck:
+        stuck.times_out()
+        assert stuck.is_right()
+
+
+def test_it_may_happen_again_and_again_on_the_same_threads() -> None:
+    with Stuck() as stuck:
+        stuck.times_out()
+        threads = list(stuck.pipe._runtime.pool._threads)
+        for _ in range(3):
+            assert stuck.is_right()
+            stuck.get_stuck_again()
+            stuck.times_out()
+        assert stuck.is_right()
+        assert stuck.pipe._runtime.pool._threads == threads
+
+
+def test_what_the_layer_raises_later_is_raised_nowhere() -> None:
+    def fail() -> None:
+        raise LookupError("too late")
+
+    with Stuck() as stuck:
+        stuck.times_out()
+        stuck.layer.afterwards = fail
+        assert stuck.is_right()
+
+
+def test_no_layer_of_the_call_is_begun_when_the_worker_is_back() -> None:
+    begun: list[int] = []
+    with Stuck(i=0, j=0, m=4) as stuck:
+        for layer in stuck.plain:
+            layer.register_forward_pre_hook(lambda _, args: begun.append(int(args[0][0, 0])))
+        stuck.times_out()
+        begun.clear()
+        stuck.until_back(lambda: stuck.pipe(stuck.x + 10))
+    assert [i for i in begun if i < 10] == []
+
+
+def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
+    with Stuck(i=0, j=0, n=3) as stuck:
+        stuck.times_out()
+        pool = stuck.pipe._runtime.pool
+        assert until(lambda: all(view.state.what is None for view in pool.look()[1:]))
+        assert all(w.queue_depth == 0 for w in stuck.pipe.statistics().workers[1:])
+        assert stuck.pipe.statistics().workers[0].doing is not None
+
+
+# What is kept -------------------------------------------------------------------------------------
+
+
+def now(seen: dict[int, Activations]) -> dict[int, int]:
+    """How many activations are left of each micro-batch that has some left."""
+    counts = {i: activations.now() for i, activations in seen.items()}
+    return {i: count for i, count in counts.items() if count}
+
+
+@modes
+@pytest.mark.parametrize("at", [(0, 0), (1, 1), (2, 1)], ids=str)
+def test_when_the_worker_is_back_no_activation_of_the_call_is_left(
+    at: tuple[int, int], checkpoint: str, no_gc: None
+) -> None:
+    seen: dict[int, Activations] = {}
+    with Stuck(*at, seen=seen, checkpoint=checkpoint) as stuck:
+        stuck.times_out()
+        stuck.let_go()
+        assert until(lambda: all(w.doing is None for w in stuck.pipe.statistics().workers))
+        assert until(lambda: not now(seen)), now(seen)
+
+
+def test_when_the_layer_raises_after_all_no_activation_of_the_call_is_left(no_gc: None) -> None:
+    """Nobody is there to take the error, and no later call to clear it away."""
+    seen: dict[int, Activations] = {}
+
+    def fail() -> None:
+        raise LookupError(seen.setdefault(1, Activations()).add(torch.ones(3)))
+
+    with Stuck(i=1, j=1, seen=seen, checkpoint="never") as stuck:
+        stuck.times_out()
+        stuck.layer.afterwards = fail
+        stuck.let_go()
+        assert until(lambda: all(w.doing is None for w in stuck.pipe.statistics().workers))
+        assert until(lambda: not now(seen)), now(seen)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_before_it_is_back_the_input_of_the_stuck_task_alone_is_left(
+    mode: Callable[[], Any], no_gc: None
+) -> None:
+    seen: dict[int, Activations] = {}
+    with Stuck(i=1, j=1, m=4, seen=seen) as stuck, mode():
+        stuck.times_out()
+        assert until(lambda: now(seen) == {1: 1}), now(seen)
+
+
+def test_before_it_is_back_nothing_of_later_micro_batches_is_left(no_gc: None) -> None:
+    """Earlier ones are in the graph of the stuck task's input, by way of the token."""
+    seen: dict[int, Activations] = {}
+    with Stuck(i=1, j=1, m=4, seen=seen, checkpoint="never") as stuck:
+        stuck.times_out()
+        assert until(lambda: set(now(seen)) <= {0, 1}), now(seen)
+
+
+@skippable(stash=["skip"])
+class Stash(Skippable):
+    def __init__(self, seen: Activations) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("skip", self.seen.add(x * 2))
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(Skippable):
+    def forward(self, x: Tensor) -> Forward:
+        skip = yield pop("skip")
+        return x + skip
+
+
+def test_before_it_is_back_no_skip_that_nobody_has_popped_is_left(no_gc: None) -> None:
+    seen = Activations()
+    layer = Blocks(at=0)
+    model = nn.Sequential(Stash(seen), layer, Pop())
+    x = torch.arange(6.0).reshape(3, 2) @ torch.tensor([[0.5, 0.0, 0.0], [0.0, 1.0, 1.0]])
+    pipe = Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
+    with pipe, torch.no_grad():
+        with pytest.raises(PipelineTimeout):
+            pipe(x, timeout=0.2)
+        assert seen.left() == 0
+        layer.go_on.set()
+        assert until(lambda: all(w.doing is None for w in pipe.statistics().workers))
+
+
+def test_a_call_that_was_given_up_updates_no_running_statistics() -> None:
+    norm = nn.BatchNorm1d(3)
+    layer = Blocks(at=2)
+    model = nn.Sequential(norm, layer)
+    rows = torch.tensor([[float(k // 2), k, -k] for k in range(6)])
+    norm.eval()
+    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=3, deferred_batch_norm=True) as pipe:
+        pipe.train()
+        norm.weight.data.fill_(0.0)  # hands on its bias, which is no row number
+        norm.bias.data = torch.tensor([2.0, 1.0, 1.0])
+        before = {name: value.clone() for name, value in norm.state_dict().items()}
+        with pytest.raises(PipelineTimeout):
+            pipe(rows, timeout=0.2)
+        layer.go_on.set()
+        assert until(lambda: all(w.doing is None for w in pipe.statistics().workers))
+        assert all(torch.equal(norm.state_dict()[name], value) for name, value in before.items())
