@@ -218,6 +218,8 @@ def read_options(
         )
     if options.save is not None and not options.save.parent.is_dir():
         raise ValueError(f"--save needs a folder that exists, not {options.save.parent}")
+    if options.save is not None and options.save.is_dir():
+        raise ValueError(f"--save needs a file, and {options.save} is a folder")
     if options.backend is None:
         options.backend = "nccl" if own_devices()[0].type == "cuda" else "gloo"
     return options, config, saved

@@ -342,6 +342,8 @@ def read_options(
         raise ValueError("--lr and --temperature must be above 0")
     if options.save is not None and not options.save.parent.is_dir():
         raise ValueError(f"--save needs a folder that exists, not {options.save.parent}")
+    if options.save is not None and options.save.is_dir():
+        raise ValueError(f"--save needs a file, and {options.save} is a folder")
     if options.balance is None:
         options.balance = even_balance(config.layers + 2, len(options.devices))
     return options, config, saved

@@ -51,26 +51,29 @@ class Posting:
         put: hands a task to a worker, or abandons it.
     """
 
-    __slots__ = ("_claim", "_lanes", "_put", "_workers")
+    __slots__ = ("_claim", "_put", "_workers", "is_done", "lanes")
 
     def __init__(
         self, lanes: Sequence[Lane], workers: Sequence[int], put: Callable[[int, Task], None]
     ) -> None:
-        self._lanes = lanes
+        self.lanes = lanes
+        self.is_done = False  # whether all tasks are posted
         self._workers = workers
         self._put = put
         self._claim = [True]  # emptied by whoever posts or abandons the run; pop() is atomic
 
     def run(self, seat: Seat) -> None:
         if self._is_first():
-            put, lanes, workers = self._put, self._lanes, self._workers
+            put, lanes, workers = self._put, self.lanes, self._workers
             for i, j in lanes[0].progress.schedule:
                 put(workers[j], ForwardTask(lanes[j], i))
+            self.is_done = True
 
     def abandon(self, error: BaseException) -> None:
         if self._is_first():
-            for i, j in self._lanes[0].progress.schedule:
-                ForwardTask(self._lanes[j], i).abandon(error)
+            for i, j in self.lanes[0].progress.schedule:
+                ForwardTask(self.lanes[j], i).abandon(error)
+            self.is_done = True
 
     def _is_first(self) -> bool:
         try:
@@ -80,4 +83,4 @@ class Posting:
         return True
 
     def __repr__(self) -> str:
-        return f"<Posting of {self._lanes[0].progress!r}>"
+        return f"<Posting of {self.lanes[0].progress!r}>"

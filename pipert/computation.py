@@ -24,7 +24,7 @@ from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.skip.store import of_task
-from pipert.tied import Substitute, Weights, places
+from pipert.tied import Substitute, Weights
 from pipert.value import describe, version
 from pipert.workers.context import CallerContext
 
@@ -61,7 +61,7 @@ class Snapshot:
         # A parameter that is still uninitialised is about to change.
         self._parameters = [
             (home, name, p, version(p))
-            for home, name, p in places(partition)
+            for home, name, p in _places(partition)
             if p is None or not is_lazy(p)
         ]
         self.buffers = Buffers(partition) if may_change_buffers(partition) else None
@@ -72,6 +72,20 @@ class Snapshot:
             home.get(name) is p and version(p) == before
             for home, name, p, before in self._parameters
         )
+
+
+def _places(
+    module: nn.Module,
+) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]]:
+    """The parameters of a module by where they are looked up, which is quick to do again.
+
+    A scripted module cannot be looked up in.
+    """
+    return [
+        (home if isinstance(home, dict) else {name: parameter}, name, parameter)
+        for home in (child._parameters for child in module.modules())
+        for name, parameter in home.items()
+    ]
 
 
 class Computation:
@@ -89,8 +103,8 @@ class Computation:
     """
 
     __slots__ = (
-        "_account", "_borrowed", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
-        "_skips", "_snapshot", "layers_took",
+        "_account", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
+        "_skips", "_snapshot", "_substitutes", "layers_took",
     )  # fmt: skip
 
     def __init__(
@@ -105,7 +119,7 @@ class Computation:
         account: Account,
     ) -> None:
         self._account = account
-        self._borrowed: tuple[Weights, Sequence[Tensor]] | None = None
+        self._substitutes: dict[nn.Module, Substitute] = {}
         self._partition = partition
         self._j = j
         self._schedule = schedule
@@ -116,9 +130,17 @@ class Computation:
         self._snapshot: Snapshot | None = None
         self.layers_took = 0.0  # s, the last time
 
-    def lend(self, weights: Weights, copies: Sequence[Tensor]) -> None:
-        """Let the layers compute with ``copies`` of parameters that live on other devices."""
-        self._borrowed = weights, copies
+    def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
+        """Let the layers compute with ``copies`` of parameters that live on other devices.
+
+        ``versions`` are those of the parameters when the run began.
+        """
+        lent = list(zip(weights, copies, versions, strict=True))
+        for layer in self._partition:
+            used = set(layer.parameters())
+            of_layer = [one for one in lent if one[0] in used]
+            if of_layer:
+                self._substitutes[layer] = Substitute(*zip(*of_layer, strict=True))
 
     def forward(self, i: int, value: Value) -> Value:
         """``F[i,j]``, under the caller's context already."""
@@ -156,7 +178,8 @@ class Computation:
         if not self._snapshot.is_current():
             raise RuntimeError(
                 f"a parameter of partition {self._j} was modified between a forward and its "
-                "recomputation; call the optimizer after the backward, or use checkpoint='never'"
+                "recomputation, or is another tensor, as with torch.func.functional_call; call the "
+                "optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
         if self._snapshot.buffers is None:
@@ -167,13 +190,6 @@ class Computation:
 
     def _compute(self, i: int, value: Value) -> Value:
         compute = self._run_layers_with_skips if self._skips else self._run_layers
-        if self._borrowed is None:
-            return self._draw(compute, i, value)
-        with Substitute(*self._borrowed):
-            return self._draw(compute, i, value)
-
-    def _draw(self, compute: Callable[[int, Value], Value], i: int, value: Value) -> Value:
-        """``compute(i, value)`` with the random numbers of this task, if it draws any."""
         if self._seed is None:
             return compute(i, value)
         position = self._schedule.position(i, self._j)
@@ -194,6 +210,8 @@ class Computation:
         try:
             for layer in self._partition:
                 call = layer if self._seed is None else partial(call_layer, layer)
+                if self._substitutes and layer in self._substitutes:
+                    call = partial(self._substitutes[layer].during, call)
                 if isinstance(value, Arguments):
                     value = call(*value.args, **value.kwargs)
                 else:
@@ -214,10 +232,13 @@ class Computation:
 
     def note_task(self, error: BaseException, i: int, recomputation: bool = False) -> None:
         """Say which task ``error`` was raised in, unless a layer was named already."""
+        add_note(error, partial(self._note_if_new, error, i, recomputation))
+
+    def _note_if_new(self, error: BaseException, i: int, recomputation: bool) -> str:
         note = self._note(i, recomputation)
         start = note[: note.index(",", note.index("]"))]
-        if not any(str(other).startswith(start) for other in getattr(error, "__notes__", ())):
-            add_note(error, lambda: note)
+        notes = getattr(error, "__notes__", ())
+        return "" if any(str(other).startswith(start) for other in notes) else note
 
     def _note(self, i: int, recomputation: bool, where: str = "") -> str:
         task, phase = ("R", "recomputation") if recomputation else ("F", "forward")

@@ -30,9 +30,14 @@ _log = logging.getLogger("pipert")
 
 
 def add_note(error: BaseException, text: Callable[[], str]) -> None:
-    """Say where ``error`` was raised. That this may fail, too, must not hide the error itself."""
+    """Say where ``error`` was raised, unless ``text()`` is empty.
+
+    That this may fail, too, must not hide the error itself.
+    """
     try:
-        error.add_note(text())
+        note = text()
+        if note:
+            error.add_note(note)
     except Exception:
         # As text: whoever keeps what was logged must not keep the tensors in an error's frames.
         _log.warning("cannot say where %s was raised: %s", type(error), traceback.format_exc())
@@ -47,7 +52,7 @@ class PipeClosedError(PipertError):
 
 
 class WorkerDiedError(PipertError):
-    """A worker thread ended while tasks were waiting for it.
+    """A worker thread, or the clock's, ended during a call.
 
     Only something outside pipert does that, such as an asynchronous exception thrown into the
     thread. The next call starts a new worker. Unlike :class:`PipeClosedError` nobody asked for it.

@@ -24,7 +24,8 @@ and posted before it is sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -43,20 +44,19 @@ from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
 from pipert.skip.routes import Carried, PartitionSkips
+from pipert.status import FORWARD, WAITING, Doing
 from pipert.tied import Weights
-from pipert.value import differentiable, select
+from pipert.value import differentiable, select, version
 from pipert.workers.activity import Seat
 from pipert.workers.turn import Turn
 
 __all__: list[str] = []
 
-# What a worker is doing, as ``status.TaskStatus`` has it.
-WAITING = "waiting for input"
-FORWARD = "forward"
-
 
 class Lane:
-    """Partition *j* in one run. Used by its worker alone, but for :meth:`abandon`.
+    """Partition *j* in one run.
+
+    Used by its worker alone, but for :meth:`abandon` and :meth:`give_up`.
 
     Args:
         run: the run.
@@ -71,7 +71,7 @@ class Lane:
 
     __slots__ = (
         "_borrowed", "_computation", "_copies", "_device", "_is_copied", "_receive", "_run",
-        "_send", "_skips", "_stats", "_token", "j", "progress",
+        "_send", "_skips", "_stats", "_versions", "_token", "j", "progress",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +91,7 @@ class Lane:
         self._device = run.devices[j]
         self._skips = skips
         self._borrowed = borrowed
+        self._versions = [version(weight) for weight in borrowed]
         self._stats = stats
         self._receive = receive
         self._send = send
@@ -111,17 +112,14 @@ class Lane:
         position = run.schedule.position(i, self.j)
         number = run.account.run.number
         y: Any = NOT_RUN
-        seat.activity.waits((number, WAITING, self.j, i))
+        seat.activity.waits(Doing(number, WAITING, self.j, i))
         try:
             if position < progress.failed_at:
                 x = self._receive_input(i, seat.turn)
                 if x is not NOT_RUN and position < progress.failed_at:
                     seat.turn.take()
-                    seat.activity.works((number, FORWARD, self.j, i))
-                    y = run.account.forward(
-                        i, self.j, self._device,
-                        run.context.run_forward, self._forward, i, x, seat.turn,
-                    )  # fmt: skip
+                    seat.activity.works(Doing(number, FORWARD, self.j, i))
+                    y = run.context.run_forward(self._forward, i, x, seat.turn)
         except BaseException as error:  # noqa: B036  raised in the caller
             self._computation.note_task(error, i)
             progress.fail(position, error)
@@ -143,12 +141,15 @@ class Lane:
         else:
             self._receive.close()
         self._token = None  # through it the graph of the micro-batches before
+        self._run.drop()
 
     def _deliver(self, y: Value) -> None:
         try:
-            self._send(y)
+            self._send(NOT_RUN if self._run.dropped else y)
         except QueueClosed:
             pass  # the run was given up
+        if self._run.dropped:
+            self._run.drop()  # again: it may have been while this came
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
         if not isinstance(self._receive, list):
@@ -160,6 +161,11 @@ class Lane:
         return x
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
+        # In here a call of the pipe by an observer is one by its own task, and refused.
+        account = self._run.account
+        return account.forward(i, self.j, self._device, self._run_with_skips, i, x, turn)
+
+    def _run_with_skips(self, i: int, x: Value, turn: Turn) -> Value:
         if not self._skips:
             return self._run_one(i, x, turn)
         y, leaving = self._run_one(i, Carried(x, self._fetch(i)), turn)
@@ -191,12 +197,22 @@ class Lane:
         return self._leave(i, y, checkpoint)
 
     def _borrow(self, i: int) -> None:
-        """Copy the parameters that live elsewhere, like a call's arguments: once for the run."""
+        """Copy the parameters that live elsewhere, like a call's arguments: once for the run.
+
+        Each for itself, since they have nothing in common but the device: what is used in a call
+        must not depend on what is not. Without grad they are leaves, and never inference tensors,
+        so that layers may differentiate by them and changes in place are seen.
+        """
         weights, self._borrowed = self._borrowed, ()
-        copies, copied = self._copy_value(i, weights, None)
-        if copied is not None:
-            copies = self._wait_for(copied, copies)
-        self._computation.lend(weights, copies)
+        copies: list[Tensor] = []
+        grad = self._run.context.grad_enabled
+        with contextlib.nullcontext() if grad else _no_graph():
+            for weight in weights:
+                (copy,), copied = self._copy_value(i, (weight,), None)
+                if copied is not None:
+                    (copy,) = self._wait_for(copied, (copy,))
+                copies.append(copy if grad else copy.detach().requires_grad_(weight.requires_grad))
+        self._computation.lend(weights, copies, self._versions)
 
     def _join(self, x: Value) -> Value:
         """Tie the token to the first value that can take it.
@@ -327,3 +343,9 @@ class Lane:
 
     def __repr__(self) -> str:
         return f"<Lane {self.j} on {self._device} of {self.progress!r}>"
+
+
+@contextlib.contextmanager
+def _no_graph() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -8,6 +8,7 @@ it has none of its parent's threads and runs.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -17,6 +18,7 @@ import torch
 
 from pipert.observe import Audience, Observer, Observers, RunInfo, TaskInfo
 from pipert.process_lock import ProcessLock
+from pipert.status import FORWARD, RECOMPUTATION
 
 __all__: list[str] = []
 
@@ -28,7 +30,7 @@ _counting = ProcessLock(reentrant=True)
 class Ledger:
     """The counters and observers of one pipe. Any thread."""
 
-    __slots__ = ("_pid", "ended", "observers", "recomputations", "runs")
+    __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "runs")
 
     def __init__(self) -> None:
         self.observers = Observers()
@@ -39,28 +41,44 @@ class Ledger:
         self.runs = 0
         self.recomputations = 0
         self.ended = {"succeeded": 0, "failed": 0, "cancelled": 0}
+        self.live: weakref.WeakSet[Account] = weakref.WeakSet()
 
     def _own(self) -> None:
         if self._pid != os.getpid():
             self._reset()
 
-    def read(self) -> tuple[int, int, dict[str, int]]:
-        """Runs that were begun, recomputations, and runs that ended, by outcome."""
+    def read(self) -> dict[str, int]:
+        """The fields of ``status.Statistics`` that are numbers.
+
+        An interrupt may keep a run from ending here; then its account is gone all the same, and
+        what neither lives nor ended otherwise was cancelled.
+        """
         with _counting.current:
             self._own()
-            return self.runs, self.recomputations, dict(self.ended)
+            live, succeeded, failed = len(self.live), self.ended["succeeded"], self.ended["failed"]
+            return {
+                "runs": self.runs,
+                "in_flight": live,
+                "succeeded": succeeded,
+                "failures": failed,
+                "cancellations": self.runs - live - succeeded - failed,
+                "recomputations": self.recomputations,
+            }
 
     def open(self, m: int, n: int) -> Account:
         """A run of ``m`` micro-batches over ``n`` partitions is about to begin."""
         with _counting.current:
             self._own()
-            number = self.runs
+            account = Account(self, RunInfo(self.runs, m, n))
             self.runs += 1
-        return Account(self, RunInfo(number, m, n))
+            self.live.add(account)
+        return account
 
-    def count_end(self, outcome: str) -> None:
+    def close(self, account: Account) -> None:
+        """The run is over, as its outcome says."""
         with _counting.current:
-            self.ended[outcome] += 1
+            self.live.discard(account)
+            self.ended[account.outcome] += 1
 
     def count_recomputation(self) -> None:
         with _counting.current:
@@ -76,7 +94,7 @@ class Account:
     It references neither the run nor the pipe, since recomputations use it, too.
     """
 
-    __slots__ = ("_ledger", "_started", "audience", "outcome", "run")
+    __slots__ = ("__weakref__", "_ledger", "_started", "audience", "outcome", "run")
 
     def __init__(self, ledger: Ledger, run: RunInfo) -> None:
         self._ledger = ledger
@@ -99,7 +117,7 @@ class Account:
 
     def _end(self) -> None:
         seconds = perf_counter() - self._started
-        self._ledger.count_end(self.outcome)
+        self._ledger.close(self)
         self.audience.tell(lambda observer: observer.run_finished(self.run, seconds, self.outcome))
 
     def forward(
@@ -108,7 +126,7 @@ class Account:
         """``function(*args)``, which is ``F[i,j]``."""
         if not self.audience:
             return function(*args)
-        task = TaskInfo(self.run.number, "forward", j, i, device)
+        task = TaskInfo(self.run.number, FORWARD, j, i, device)
         return self.audience.watch(task, function, *args)
 
     def recomputation(
@@ -118,7 +136,7 @@ class Account:
         self._ledger.count_recomputation()
         if not self.audience:
             return function(*args)
-        task = TaskInfo(self.run.number, "recomputation", j, i, device)
+        task = TaskInfo(self.run.number, RECOMPUTATION, j, i, device)
         try:
             return self.audience.watch(task, function, *args)
         except BaseException as error:
@@ -127,7 +145,7 @@ class Account:
 
     def failed(self, i: int, j: int, device: torch.device, error: BaseException) -> None:
         """``error`` of ``F[i,j]`` is about to be raised in the call."""
-        task = TaskInfo(self.run.number, "forward", j, i, device)
+        task = TaskInfo(self.run.number, FORWARD, j, i, device)
         self.audience.tell(partial(_tell_failure, task, error))
 
     def __repr__(self) -> str:

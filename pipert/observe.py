@@ -59,7 +59,8 @@ class Observer:
     of autograd for those of a recomputation: several at once. The work waits until the method
     returns, so be short; do not call the pipe.
 
-    An observer sees the calls that begin after it was added.
+    An observer sees the calls that begin after it was added. After a call was given up because of
+    its ``timeout``, its last tasks may finish later than the call.
     """
 
     def run_started(self, run: RunInfo) -> None:

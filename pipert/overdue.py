@@ -1,8 +1,9 @@
 """Time limits: what is said when one is over, and what is left behind then.
 
-A layer that is executing cannot be interrupted, so a call that gives up leaves tasks behind. They
-get no input and start no layer any more; the one that is executing goes on. Until it returns, its
-worker serves nobody, and calls say so at once instead of waiting behind it (**R6**).
+A layer that is executing cannot be interrupted, so a call that gives up leaves tasks behind. Those
+that have not begun do not begin any more; the one that is executing goes on, to the end of its
+partition. Until then its worker serves nobody, and calls say so at once instead of waiting behind
+it (**R6**).
 
 What is remembered of a run that was given up is whether it is settled. It holds no tensors (**R5**)
 but what the executing layer itself holds.
@@ -10,11 +11,14 @@ but what the executing layer itself holds.
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from torch import nn
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
 from pipert.progress import Progress
@@ -24,20 +28,34 @@ __all__: list[str] = []
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """A time limit in seconds, or ``None`` for none.
+    """A time limit in seconds, or ``None`` for none; none is also what no lock can wait for.
 
     Raises:
         TypeError: it is no number.
-        ValueError: it is not positive, or no lock can wait for that long.
+        ValueError: it is not positive.
     """
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
     seconds = float(timeout)
-    if math.isnan(seconds) or not 0.0 < seconds <= threading.TIMEOUT_MAX:
+    if math.isnan(seconds) or seconds <= 0.0:
         raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
-    return seconds
+    return seconds if seconds <= threading.TIMEOUT_MAX else None
+
+
+def refuse_keyword_of(layer: nn.Module | None) -> None:
+    """Refuse a call's time limit where the first layer takes a keyword of the same name.
+
+    Raises:
+        TypeError: it does.
+    """
+    if layer is not None and "timeout" in inspect.signature(layer.forward).parameters:
+        raise TypeError(
+            "timeout=... is the time limit of the call, but the first layer takes a keyword of "
+            "that name, too, and would not get it. Set pipe.timeout instead, or give the layer's "
+            "keyword another name"
+        )
 
 
 class Overdue:
@@ -46,18 +64,26 @@ class Overdue:
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: dict[Progress, int] = {}  # its operations are atomic; in which process
+        self._runs: dict[Progress, tuple[int, int]] = {}  # its operations are atomic
 
-    def add(self, progress: Progress) -> None:
+    def add(self, progress: Progress, number: int) -> None:
         """The run was given up."""
-        self._runs[progress] = os.getpid()
+        self._runs[progress] = os.getpid(), number
 
     def is_empty(self) -> bool:
         """Whether all of them are settled by now."""
-        for progress, pid in list(self._runs.items()):
+        for progress, (pid, _) in list(self._runs.items()):
             if progress.is_settled() or pid != os.getpid():
                 self._runs.pop(progress, None)
         return not self._runs
+
+    def busy(self, workers: Iterable[WorkerStatistics]) -> list[WorkerStatistics]:
+        """Those that are executing a task of one of them.
+
+        A task that is queued, behind the healthy task of another call, is no reason to refuse any.
+        """
+        numbers = {number for _, number in list(self._runs.values())}
+        return [w for w in workers if w.doing is not None and w.doing.run in numbers]
 
     def __repr__(self) -> str:
         return f"<Overdue: {len(self._runs)} runs>"
@@ -83,10 +109,9 @@ def timed_out(
     return error
 
 
-def still_busy(workers: Iterable[WorkerStatistics]) -> WorkerBusyError:
-    """The error for a call that would wait behind what was given up."""
-    busy = [worker for worker in workers if worker.doing is not None]
-    names = ", ".join(worker.name for worker in busy) or "a worker"
+def still_busy(busy: Sequence[WorkerStatistics]) -> WorkerBusyError:
+    """The error for a call that would wait behind what was given up, which these are busy with."""
+    names = ", ".join(worker.name for worker in busy)
     return WorkerBusyError(
         "\n".join(
             [

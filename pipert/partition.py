@@ -23,18 +23,26 @@ def check_module(module: Any) -> None:
     """Refuse what is no plain Sequential.
 
     Raises:
-        TypeError: not an ``nn.Sequential``, or a subclass with a ``forward`` of its own, which
-            would never be called.
+        TypeError: not an ``nn.Sequential``; or one with a ``forward`` or ``__call__`` of its own,
+            which would never be called, or with parameters or buffers beside its layers.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
             "an nn.Sequential in the order in which they run"
         )
-    if type(module).forward is not nn.Sequential.forward:
+    kind = type(module)
+    for name, plain in (("forward", nn.Sequential.forward), ("__call__", nn.Sequential.__call__)):
+        if getattr(kind, name) is not plain or name in vars(module):
+            raise TypeError(
+                f"{kind.__qualname__} overrides {name}, which a pipe would never call; make what "
+                "it does a layer of a plain nn.Sequential"
+            )
+    own = [name for of in (module._parameters, module._buffers) for name in of]
+    if own:
         raise TypeError(
-            f"{type(module).__qualname__} overrides forward, which a pipe would never call; make "
-            "what it does a layer of a plain nn.Sequential"
+            f"the module has {own} of its own, which belong to no layer, so that the pipe would "
+            "not have them; make a layer that has them"
         )
 
 

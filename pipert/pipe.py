@@ -18,7 +18,7 @@ from pipert.device import default_devices, parse_devices
 from pipert.errors import PipelineTimeout
 from pipert.microbatch import gather, scatter
 from pipert.observe import Observer
-from pipert.overdue import check_timeout
+from pipert.overdue import check_timeout, refuse_keyword_of, still_busy
 from pipert.partition import (
     balance_advice,
     check_balance,
@@ -31,7 +31,6 @@ from pipert.runtime import Runtime
 from pipert.skip.routes import routes
 from pipert.skip.verify import verify_skippables
 from pipert.status import Statistics
-from pipert.tied import Ties
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]
@@ -168,7 +167,6 @@ class Pipe(nn.Module):
                 if name in partition._modules:
                     partition._modules[name] = self._modules[name] = module
             self._runtime.skips = routes(self._partitions)
-            self._runtime.ties = Ties(self._partitions, self._devices)
             return
         raise ValueError(
             f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
@@ -176,8 +174,7 @@ class Pipe(nn.Module):
         )
 
     def _start(self) -> None:
-        ties = Ties(self._partitions, self._devices)
-        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions), ties)
+        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions))
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
@@ -190,7 +187,8 @@ class Pipe(nn.Module):
                 Any pytree. Tensors with at least one dimension are split along dimension 0, into
                 ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
                 else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
-            timeout: seconds, in place of the pipe's for this call. The first layer does not get it.
+            timeout: seconds, in place of the pipe's for this call; ``math.inf`` for no limit. The
+                first layer does not get it.
 
         Returns:
             The last layer's value on the last device: tensors concatenated along dimension 0,
@@ -207,7 +205,10 @@ class Pipe(nn.Module):
         """
         refuse_compilation()
         refuse_transforms()
-        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        seconds = self._timeout
+        if timeout is not None:
+            seconds = check_timeout(timeout)
+            refuse_keyword_of(next(iter(self), None))
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
@@ -318,6 +319,11 @@ class Pipe(nn.Module):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        stuck = self._runtime.stuck()
+        if error is not None and stuck:
+            self._stop()  # the layer that does not return must not keep the error from being seen
+            _log.warning("%s", still_busy(stuck))
+            return
         try:
             self.close()
         except PipelineTimeout as timed_out:

@@ -31,8 +31,8 @@ class Run:
     """
 
     __slots__ = (
-        "account", "checkpointed", "context", "devices", "mail", "outputs", "progress", "schedule",
-        "seed", "streams",
+        "account", "checkpointed", "context", "devices", "dropped", "mail", "outputs", "progress",
+        "schedule", "seed", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -54,6 +54,13 @@ class Run:
         self.seed = RunSeed()
         self.mail = Mail()
         self.outputs: list[Value] = []
+        self.dropped = False
+
+    def drop(self) -> None:
+        """Keep nothing of it: nobody waits for it any more, though a task may be executing."""
+        self.dropped = True
+        self.mail.clear()
+        self.outputs.clear()
 
     def __repr__(self) -> str:
         return f"<Run of {self.progress!r}>"

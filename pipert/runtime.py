@@ -37,7 +37,7 @@ from pipert.errors import (
     ReentrantCallError,
     WorkerDiedError,
 )
-from pipert.lane import FORWARD, Lane
+from pipert.lane import Lane
 from pipert.ledger import Account, Ledger
 from pipert.overdue import Overdue, still_busy, timed_out
 from pipert.queues.closable import ClosableQueue
@@ -45,9 +45,9 @@ from pipert.run import Run
 from pipert.schedule import Schedule
 from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
-from pipert.status import Statistics, TaskStatus, WorkerStatistics
+from pipert.status import FORWARD, Statistics, TaskStatus, WorkerStatistics
 from pipert.stream import CopyStreams
-from pipert.tied import Ties
+from pipert.tied import borrowed
 from pipert.value import select
 from pipert.workers.activity import State
 from pipert.workers.context import CallerContext
@@ -73,7 +73,6 @@ class Runtime:
         partitions: each on its device already.
         devices: one for each partition.
         skips: of each partition.
-        ties: the parameters that each partition uses and that live on another device.
     """
 
     def __init__(
@@ -81,11 +80,9 @@ class Runtime:
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
         skips: Sequence[PartitionSkips],
-        ties: Ties,
     ) -> None:
         self._partitions = tuple(partitions)
         self.skips = tuple(skips)
-        self.ties = ties
         self._devices = tuple(devices)
         self._workers = assign_workers(list(devices))
         self._streams = CopyStreams()
@@ -122,13 +119,13 @@ class Runtime:
                 "call the layers it needs directly"
             )
         crew = self.pool.start()
-        if not self._overdue.is_empty():
-            raise still_busy(self.statistics().workers)
-        if not self.ties.are_current():
-            self.ties = Ties(self._partitions, self._devices)
+        busy = self.stuck()
+        if busy:
+            raise still_busy(busy)
         with self.ledger.open(len(inputs), len(self._partitions)) as account:
             run = self._run(inputs, checkpointed, account)
-            self._execute(run, self._lanes(run, inputs, stats), crew, timeout)
+            posting = Posting(self._lanes(run, inputs, stats), self._workers, self.pool.put)
+            self._execute(run, posting, crew, timeout)
             error = run.progress.take_error()
             if error is None:
                 account.outcome = "succeeded"
@@ -142,27 +139,33 @@ class Runtime:
             finally:
                 del error  # it references this frame
 
+    def stuck(self) -> list[WorkerStatistics]:
+        """The workers that are busy with a call that was given up."""
+        return [] if self._overdue.is_empty() else self._overdue.busy(self.statistics().workers)
+
     def _execute(
-        self, run: Run, lanes: list[Lane], crew: list[WorkerThread], timeout: float | None
+        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
     ) -> None:
         """Post the run and wait for it."""
-        posting = Posting(lanes, self._workers, self.pool.put)
         try:
             self.pool.put(self._clock, posting)
-            if self._wait(run, lanes, crew, timeout):
+            if self._wait(run, posting, crew, timeout):
                 return
             error = self._timed_out("a call of the pipe was not over", timeout)
-            self._give_up(run, lanes)
+            self._give_up(run, posting)
         except BaseException:
             try:
-                self._call_off(run, lanes, crew, posting, timeout)
+                self._call_off(run, posting, crew, timeout)
             except BaseException:  # noqa: B036  at its very beginning, or between two of its rounds
-                self._call_off(run, lanes, crew, posting, timeout)
+                self._call_off(run, posting, crew, timeout)
             raise
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # it references this frame
 
     def _wait(
-        self, run: Run, lanes: list[Lane], crew: list[WorkerThread], timeout: float | None
+        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
     ) -> bool:
         """Wait until nothing of the run is queued or executing, or the time is over (R6).
 
@@ -175,13 +178,15 @@ class Runtime:
         while not run.progress.wait(max(0.0, min(look, deadline - monotonic()))):
             if monotonic() >= deadline:
                 return False
-            dead = [thread.name for thread in crew if not thread.is_alive()]
-            if not dead or any(state.works for state in self._at(run)):
+            needed = crew[: self._clock] if posting.is_done else crew
+            dead = [thread.name for thread in needed if not thread.is_alive()]
+            if lost < 2 and (not dead or any(state.works for state in self._at(run))):
+                look, lost = _LOOK, 0
                 continue
             look, lost = _LOOK_AGAIN, lost + 1
             if lost == 2:
                 run.progress.fail(0, self._died(dead))
-                for lane in lanes:
+                for lane in posting.lanes:
                     lane.give_up()  # so that nobody waits for what does not come
             elif lost > 2 and not self._at(run):
                 return True
@@ -191,7 +196,7 @@ class Runtime:
         """The workers that work on a task of the run, or wait for its input."""
         number = run.account.run.number
         states = [view.state for view in self.pool.look()]
-        return [state for state in states if state.what is not None and state.what[0] == number]
+        return [state for state in states if state.what is not None and state.what.run == number]
 
     def _died(self, dead: list[str]) -> PipertError:
         if self.pool.closed:
@@ -199,12 +204,7 @@ class Runtime:
         return WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
 
     def _call_off(
-        self,
-        run: Run,
-        lanes: list[Lane],
-        crew: list[WorkerThread],
-        posting: Posting,
-        timeout: float | None,
+        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
     ) -> None:
         """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
         interrupts = 0
@@ -215,21 +215,19 @@ class Runtime:
                     _log.warning("interrupted again; waiting for the layers that are executing")
                 # Again, since nobody knows how far the interrupted call came. It posts once.
                 self.pool.put(self._clock, posting)
-                if not self._wait(run, lanes, crew, timeout):
-                    self._give_up(run, lanes)
+                if not self._wait(run, posting, crew, timeout):
+                    self._give_up(run, posting)
                     _log.warning("an interrupted call leaves a layer behind that does not return")
                 return
             except BaseException:  # noqa: B036  the first interrupt is being raised
                 interrupts += 1
 
-    def _give_up(self, run: Run, lanes: list[Lane]) -> None:
+    def _give_up(self, run: Run, posting: Posting) -> None:
         """R2 as far as it goes when a layer does not return; see ``overdue``. Again: no-op."""
         run.progress.cancel()
-        self._overdue.add(run.progress)
-        for lane in lanes:
+        self._overdue.add(run.progress, run.account.run.number)
+        for lane in posting.lanes:
             lane.give_up()
-        run.mail.clear()
-        run.outputs.clear()
 
     def _timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
         workers = self.statistics().workers
@@ -242,15 +240,8 @@ class Runtime:
 
     def statistics(self) -> Statistics:
         """What has happened so far, and what is happening. From any thread."""
-        runs, recomputations, ended = self.ledger.read()
-        return Statistics(
-            runs=runs,
-            in_flight=runs - sum(ended.values()),
-            failures=ended["failed"],
-            cancellations=ended["cancelled"],
-            recomputations=recomputations,
-            workers=tuple(_statistics(view) for view in self.pool.look()[: self._clock]),
-        )
+        workers = tuple(_statistics(view) for view in self.pool.look()[: self._clock])
+        return Statistics(**self.ledger.read(), workers=workers)
 
     def _run(self, inputs: list[Value], checkpointed: int, account: Account) -> Run:
         on_cuda = {device for device in self._devices if device.type == "cuda"}
@@ -266,13 +257,14 @@ class Runtime:
     ) -> list[Lane]:
         n = len(self._partitions)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
+        weights = borrowed(self._partitions, self._devices)
         return [
             Lane(
                 run,
                 j,
                 self._partitions[j],
                 self.skips[j],
-                self.ties.weights[j],
+                weights[j],
                 stats.partitions[j] if stats else None,
                 queues[j - 1] if j > 0 else inputs,
                 queues[j].put if j < n - 1 else run.outputs.append,
@@ -299,8 +291,7 @@ def _statistics(view: WorkerView) -> WorkerStatistics:
     if what is not None:
         seconds = max(0.0, view.now - since)
         busy += seconds if works else 0.0
-        run, phase, partition, micro_batch = what
-        doing = TaskStatus(run, phase, partition, micro_batch, seconds)
+        doing = TaskStatus(what.run, what.phase, what.partition, what.micro_batch, seconds)
     return WorkerStatistics(view.name, view.device, tasks, busy, view.depth, doing)
 
 

@@ -6,10 +6,24 @@ They hold words and numbers, no tensors and no thread, and may be kept, compared
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 __all__ = ["Statistics", "TaskStatus", "WorkerStatistics"]
+
+FORWARD = "forward"
+RECOMPUTATION = "recomputation"
+WAITING = "waiting for input"
+
+
+class Doing(NamedTuple):
+    """What a worker notes that it is at; a :class:`TaskStatus` without the time."""
+
+    run: int
+    phase: str
+    partition: int
+    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,7 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """One pipe, in this process, since it was made. Each number only grows, but for ``in_flight``.
+    """One pipe, in this process, since it was made.
 
     A call whose arguments are refused is not a run.
     """
@@ -55,6 +69,8 @@ class Statistics:
     """Calls that were begun."""
     in_flight: int
     """Of these, how many are not over."""
+    succeeded: int
+    """How many have computed their outputs."""
     failures: int
     """How many raised what a layer had raised, or :class:`WorkerDiedError`."""
     cancellations: int
@@ -62,11 +78,6 @@ class Statistics:
     recomputations: int
     """Tasks ``R[i,j]`` that were begun."""
     workers: tuple[WorkerStatistics, ...]
-
-    @property
-    def succeeded(self) -> int:
-        """How many calls have computed their outputs."""
-        return self.runs - self.in_flight - self.failures - self.cancellations
 
     @property
     def tasks(self) -> int:

@@ -7,74 +7,51 @@ device of the first partition that uses it, its *owner*; each other device compu
 1. The lane of a partition that does not own it copies it once in a run, before its first
    micro-batch, inside the graph. So the gradients of all its micro-batches are added up there,
    copied back once, and added into the one ``.grad`` by autograd.
-2. While the partition's layers run, a :class:`Substitute` hands the copy to every torch function
-   that is called with the parameter. The modules are not touched: names, ``state_dict`` and other
+2. While a layer that uses the parameter runs, a :class:`Substitute` hands the copy to every torch
+   function that is called with it. The modules are not touched: names, ``state_dict`` and other
    runs do not notice.
 3. A recomputation uses the copy of its forward.
 
-What torch functions do not see, a substitute does not either: custom autograd functions get the
-parameter itself, on its own device, and compiled and scripted layers are refused.
+What torch functions do not see, a substitute does not either: custom autograd functions, scripted
+functions and backward hooks get the parameter itself, on its own device. Compiled and scripted
+layers, and ``torch.utils.checkpoint`` inside of a layer, are refused. A hook that a layer registers
+on the parameter in its forward is one of the copy, and sees this device's share of the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipert.autograd.drawing import is_compiled
+from pipert.autograd.random_state import refuse_nested_checkpoint
 from pipert.value import version
 
 __all__: list[str] = []
 
 Weights = tuple[nn.Parameter, ...]
-Place = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None]
 
 
 def borrowed(
     partitions: Sequence[nn.Module], devices: Sequence[torch.device]
 ) -> tuple[Weights, ...]:
-    """The parameters that each partition uses and that live on another device."""
+    """The parameters that each partition uses and that live on another device.
+
+    Asked for each run, since parameters may become other objects between two: loading with
+    ``assign=True`` makes new ones, as does assigning one to a layer.
+    """
+    if len(set(devices)) == 1:
+        return ((),) * len(partitions)
     owners: dict[nn.Parameter, torch.device] = {}
     found = []
     for partition, device in zip(partitions, devices, strict=True):
         parameters = tuple(partition.parameters())
         found.append(tuple(p for p in parameters if owners.setdefault(p, device) != device))
     return tuple(found)
-
-
-class Ties:
-    """The parameters that each partition borrows, as long as the parameters stay the same objects.
-
-    Loading with ``assign=True`` makes others, as does assigning one to a layer.
-    """
-
-    __slots__ = ("_places", "weights")
-
-    def __init__(
-        self, partitions: Sequence[nn.Module], devices: Sequence[torch.device]
-    ) -> None:
-        self.weights = borrowed(partitions, devices)
-        several = len(set(devices)) > 1
-        self._places = [place for p in partitions for place in places(p)] if several else []
-
-    def are_current(self) -> bool:
-        """Whether the parameters are still the same."""
-        return all(home.get(name) is parameter for home, name, parameter in self._places)
-
-
-def places(module: nn.Module) -> list[Place]:
-    """The parameters of a module by where they are looked up, which is quick to do again.
-
-    A scripted module cannot be looked up in.
-    """
-    return [
-        (home if isinstance(home, dict) else {name: parameter}, name, parameter)
-        for home in (child._parameters for child in module.modules())
-        for name, parameter in home.items()
-    ]
 
 
 def check_borrowers(partition: nn.Module, weights: Weights) -> None:
@@ -84,56 +61,75 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
         ValueError: a compiled or scripted layer uses a parameter that lives on another device.
     """
     of_others = set(weights)
-    for name, layer in partition.named_children():
-        if of_others.isdisjoint(layer.parameters()):
-            continue
-        for kind, is_kind in (("scripted", _is_scripted), ("compiled", _is_compiled)):
-            if any(map(is_kind, layer.modules())):
-                raise ValueError(
-                    f"layer {name!r} is {kind} and uses a parameter that lives on another device, "
-                    "whose copy cannot be handed to it; choose a balance that puts the layers that "
-                    f"share it on one device, or use the layer as it was before it was {kind}"
-                )
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # The first is what torch.compile(module) returns, the second what module.compile() sets.
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+    for name, layer in partition.named_children() if weights else ():
+        if is_compiled(layer) and not of_others.isdisjoint(layer.parameters()):
+            raise ValueError(
+                f"layer {name!r} is compiled or scripted and uses a parameter that lives on "
+                "another device, whose copy cannot be handed to it; choose a balance that puts the "
+                "layers that share it on one device, or leave this layer uncompiled"
+            )
 
 
 class Substitute(TorchFunctionMode):
     """Hands ``copies`` to the torch functions that are called with ``weights``.
 
-    Raises, when it ends, ``RuntimeError`` if a copy was modified in place: the parameter was not.
+    Args:
+        weights: parameters.
+        copies: of each, on the device of the layer that is called.
+        versions: of the parameters when the run began.
+
+    Raises, when it ends, ``RuntimeError`` if a parameter or its copy was modified in place: what
+    the one has seen the other has not, or not in a fixed order.
     """
 
-    def __init__(self, weights: Weights, copies: Sequence[Tensor]) -> None:
+    def __init__(
+        self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]
+    ) -> None:
         super().__init__()
         self._copies = {id(weight): copy for weight, copy in zip(weights, copies, strict=True)}
-        self._versions = [version(copy) for copy in copies]
+        self._watched: list[tuple[Tensor, int]] = [
+            *zip(weights, versions, strict=True),
+            *((copy, version(copy)) for copy in copies),
+        ]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func == _DATA and id(args[0]) in self._copies:
+            # Shares the copy's count of modifications, which data itself does not.
+            return self._copies[id(args[0])].detach()
         return func(*self._swap(args), **self._swap(kwargs or {}))
 
     def _swap(self, value: Any) -> Any:
         if isinstance(value, Tensor):
-            return self._copies.get(id(value), value)
+            copy = self._copies.get(id(value))
+            if copy is None:
+                return value
+            refuse_nested_checkpoint(_NESTED)
+            return copy
         if type(value) in (tuple, list):
             return type(value)(map(self._swap, value))
         if type(value) is dict:
             return {key: self._swap(item) for key, item in value.items()}
         return value
 
+    def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``call(*args, **kwargs)`` with the copies."""
+        with self:
+            return call(*args, **kwargs)
+
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        if error is None and [version(c) for c in self._copies.values()] != self._versions:
+        if error is None and any(version(tensor) != before for tensor, before in self._watched):
             raise RuntimeError(
-                "a layer modified a parameter in place that lives on another device, where that "
-                "would be lost; choose a balance that puts the layers that share it on one device"
+                "a parameter that layers on several devices share was modified in place by one of "
+                "them, which the others see not, or at no certain time; choose a balance that puts "
+                "the layers that share it on one device"
             )
+
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_NESTED = (
+    "a layer used torch.utils.checkpoint around a parameter that lives on another device; its "
+    "recomputation would not get the copy"
+)

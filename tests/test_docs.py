@@ -15,6 +15,7 @@ PAGES = [
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     file = DOCS / f"{page}.md"

@@ -201,9 +201,13 @@ def test_known_layer_does_not_draw(layer: nn.Module) -> None:
     assert not draws(nn.Sequential(layer))
 
 
-@pytest.mark.parametrize("layer", [Custom(), nn.Sequential(), nn.LSTM(2, 2, 2)])
+@pytest.mark.parametrize("layer", [Custom(), nn.Sequential(Custom()), nn.LSTM(2, 2, 2)])
 def test_unknown_layer_may_draw(layer: nn.Module) -> None:
     assert draws(nn.Sequential(nn.ReLU(), layer))
+
+
+def test_a_sequential_of_known_layers_does_not_draw() -> None:
+    assert not draws(nn.Sequential(nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))))
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -225,3 +229,30 @@ def test_running_statistics_of_two_partitions_are_refused() -> None:
     norm = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match="'2' is used in partitions 0 and 1"):
         split_to(nn.Sequential(norm, nn.ReLU(), norm), [2, 1], [torch.device("cpu")] * 2)
+
+
+# What the module has beside its layers.
+
+
+def test_a_module_with_a_parameter_of_its_own_is_refused() -> None:
+    module = layers(2)
+    module.register_parameter("temperature", nn.Parameter(torch.ones(1)))
+    module.register_buffer("steps", torch.zeros(1))
+    with pytest.raises(TypeError, match=r"\['temperature', 'steps'\] of its own"):
+        check_module(module)
+
+
+def test_a_forward_put_on_the_module_is_refused() -> None:
+    module = layers(2)
+    module.forward = lambda x: x  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="overrides forward"):
+        check_module(module)
+
+
+def test_a_subclass_that_overrides_call_is_refused() -> None:
+    class Twice(nn.Sequential):
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return super().__call__(super().__call__(x))  # type: ignore[no-any-return]
+
+    with pytest.raises(TypeError, match="overrides __call__"):
+        check_module(Twice(nn.Linear(2, 2)))

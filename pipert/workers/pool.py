@@ -21,7 +21,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-import sys
 import threading
 import time
 import traceback
@@ -32,7 +31,9 @@ from typing import NamedTuple
 import torch
 
 from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
+from pipert.process_lock import ProcessLock
 from pipert.workers.activity import Activity, State
+from pipert.workers.stack import stack_of
 from pipert.workers.worker import Task, WorkerThread
 
 __all__: list[str] = []
@@ -73,16 +74,23 @@ class Pool:
         self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()
 
+    def _be_of_this_process(self) -> None:
+        """P5"""
+        if self._pid != os.getpid():
+            with _resetting.current:
+                if self._pid != os.getpid():
+                    self._reset()
+
     def put(self, worker: int, task: Task) -> None:
         """Hand a task to a worker, or abandon it if that worker does not take tasks any more."""
         threads = self._threads
         try:
             threads[worker].in_queue.put(task)
-        except QueueClosed:
+        except (QueueClosed, IndexError):  # a forked child has no threads
             if self._closed:
                 error: BaseException = PipeClosedError("the pipe was closed during the call")
             else:
-                error = WorkerDiedError(f"{threads[worker].name} was ended from outside")
+                error = WorkerDiedError(f"{self._names[worker]} was ended from outside")
             task.abandon(error)
 
     def start(self) -> list[WorkerThread]:
@@ -91,8 +99,7 @@ class Pool:
         Raises:
             PipeClosedError: the pool was closed.
         """
-        if self._pid != os.getpid():
-            self._reset()  # P5
+        self._be_of_this_process()
         if _exiting:
             raise PipeClosedError("the interpreter is exiting; call pipes before that")
         if (
@@ -117,7 +124,7 @@ class Pool:
             if self.closed:  # meanwhile, by a signal handler or another thread
                 self.stop()
                 raise PipeClosedError("the pipe was closed while its threads were starting")
-            return list(self._threads)
+        return list(self._threads)
 
     def stop(self) -> None:
         """Let every thread end after its current task, without waiting for it (P3)."""
@@ -147,8 +154,7 @@ class Pool:
 
     def look(self) -> list[WorkerView]:
         """What each worker is doing, as seen from any thread."""
-        if self._pid != os.getpid():
-            self._reset()
+        self._be_of_this_process()
         threads = self._threads
         depths = [thread.in_queue.depth() for thread in threads]
         depths += [0] * (len(self._names) - len(depths))
@@ -162,11 +168,9 @@ class Pool:
         It begins with the layer that was called: how that came about is the same for all.
         """
         for thread in self._threads[worker : worker + 1]:
-            frame = sys._current_frames().get(thread.ident or 0)
-            if frame is not None:
-                stack = traceback.extract_stack(frame)
-                of_task = list(itertools.dropwhile(_leads_to_a_layer, stack))
-                return "".join(traceback.format_list(of_task or stack))
+            stack = stack_of(thread)
+            of_task = list(itertools.dropwhile(_leads_to_a_layer, stack))
+            return "".join(traceback.format_list(of_task or stack))
         return ""
 
     @property
@@ -178,6 +182,8 @@ class Pool:
         alive = sum(thread.is_alive() for thread in self._threads)
         return f"<Pool of {len(self._names)}, {alive} running{', closed' if self.closed else ''}>"
 
+
+_resetting = ProcessLock(reentrant=True)
 
 _OURS = (str(Path(__file__).parents[1]), threading.__file__)
 

@@ -119,9 +119,12 @@ class TakesTimeout(nn.Module):
         return x * timeout
 
 
-def test_the_timeout_of_a_call_is_not_an_argument_of_the_first_layer() -> None:
+def test_a_timeout_that_the_first_layer_takes_too_is_refused() -> None:
     with Pipe(nn.Sequential(TakesTimeout()), [1], devices=["cpu"]) as pipe:
-        assert pipe(torch.ones(1), timeout=60.0).item() == 5
+        with pytest.raises(TypeError, match="the first layer takes a keyword of that name"):
+            pipe(torch.ones(1), timeout=60.0)
+        pipe.timeout = 60.0
+        assert pipe(torch.ones(1)).item() == 5
 
 
 @modes

@@ -107,13 +107,23 @@ def test_while_an_earlier_call_is_stuck_a_later_one_says_in_whose_task() -> None
         patient.result()
 
 
-def test_after_the_later_of_two_calls_was_given_up_calls_are_refused_until_it_is_settled() -> None:
+def test_a_call_that_was_given_up_while_it_was_queued_is_no_reason_to_refuse_others() -> None:
     with Stuck() as stuck:
         patient = Caller(lambda: stuck.pipe(stuck.x))
         assert stuck.layer.entered.wait(WAIT)
         with pytest.raises(PipelineTimeout):
             stuck.pipe(stuck.x, timeout=SHORT)
-        with pytest.raises(WorkerBusyError, match="pipert-cpu-1"):
+        another = Caller(lambda: stuck.pipe(stuck.x))
+        stuck.let_go()
+        patient.result()
+        another.result()
+
+
+def test_infinity_lifts_the_limit_of_the_pipe_for_a_call() -> None:
+    with Stuck(timeout=SHORT) as stuck:
+        patient = Caller(lambda: stuck.pipe(stuck.x, timeout=float("inf")))
+        assert stuck.layer.entered.wait(WAIT)
+        with pytest.raises(PipelineTimeout):
             stuck.pipe(stuck.x)
         stuck.let_go()
         patient.result()

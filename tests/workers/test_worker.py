@@ -264,9 +264,9 @@ def test_a_worker_that_is_ended_from_outside_logs_what_it_leaves(
 ) -> None:
     worker.in_queue.put(Job(lambda: (throw(worker, SystemExit), [None for _ in range(100)])))
     worker.join(WAIT)
-    assert [record.getMessage() for record in caplog.records] == [
-        "pipert-test ended with 1 tasks to do"
-    ]
+    (record,) = caplog.records
+    assert record.getMessage().startswith("pipert-test ended with 1 tasks to do: Traceback")
+    assert "SystemExit" in record.getMessage() and record.exc_info is None
 
 
 # W1, of a pipe
