@@ -77,6 +77,9 @@ class WorkerBusyError(PipertError):
     Unlike the timeout it comes at once, and nothing was begun.
     """
 
+    workers: tuple[WorkerStatistics, ...] = ()
+    """Those that are busy, and what with."""
+
 
 class ReentrantCallError(PipertError):
     """A layer called the pipe that was running it; its worker would wait for itself for ever."""

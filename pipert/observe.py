@@ -4,8 +4,10 @@ The standard way is a hook for each kind of event, or a subclass of the runtime.
 object with one method for each event; :class:`Observer` has them all and does nothing, so that a
 subclass says what it wants to hear.
 
-An observer cannot break a run: one that raises is dropped, with a line in the log. While there is
-none, nothing is measured or made for it.
+An observer cannot break a run: one that raises an ``Exception``, or anything on a worker, is
+dropped, with a line in the log. On the main thread what is no ``Exception`` may come from a signal
+handler, so it is an interrupt of the call. While there is no observer, nothing is measured or made
+for it.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Observer:
 
     That is the caller's for the events of a run, a worker for those of a forward task, and a thread
     of autograd for those of a recomputation: several at once. The work waits until the method
-    returns, so be short; do not call the pipe.
+    returns, so be short. Calling the pipe from a task is refused.
 
     An observer sees the calls that begin after it was added. After a call was given up because of
     its ``timeout``, its last tasks may finish later than the call.

@@ -112,16 +112,13 @@ def timed_out(
 def still_busy(busy: Sequence[WorkerStatistics]) -> WorkerBusyError:
     """The error for a call that would wait behind what was given up, which these are busy with."""
     names = ", ".join(worker.name for worker in busy)
-    return WorkerBusyError(
-        "\n".join(
-            [
-                f"{names} still busy with a call that was given up; a layer cannot be interrupted. "
-                "Calls work again when it has returned. What the workers are doing:",
-                "",
-                *_table(busy),
-            ]
-        )
+    text = (
+        f"{names} still busy with a call that was given up; a layer cannot be interrupted. Calls "
+        "work again when it has returned. What the workers are doing:"
     )
+    error = WorkerBusyError("\n".join([text, "", *_table(busy)]))
+    error.workers = tuple(busy)
+    return error
 
 
 def _table(workers: Iterable[WorkerStatistics]) -> list[str]:

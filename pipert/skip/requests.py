@@ -139,8 +139,9 @@ class _Requests:
             if names:
                 shown = ", ".join(show(self.layer.skip_key(name)) for name in sorted(names))
                 raise RuntimeError(
-                    f"{self._kind} must have {verb} {shown} when its forward returns, as declared; "
-                    "where there is nothing to stash, stash None"
+                    f"{self._kind} must have {verb} {shown} when its forward returns, as declared: "
+                    "write yield before stash(...) and pop(...). Where there is nothing to stash, "
+                    "stash None"
                 )
 
 
