@@ -105,14 +105,14 @@ class Pool:
         if (
             not self._closed
             and len(self._threads) == len(self._names)
-            and all(thread.is_alive() for thread in self._threads)
+            and all(thread.serves() for thread in self._threads)
         ):
             return list(self._threads)
         with self._lock:
             if self._closed:
                 raise PipeClosedError("the pipe was closed; make a new Pipe of the same module")
             for k in range(len(self._names)):
-                if k < len(self._threads) and self._threads[k].is_alive():
+                if k < len(self._threads) and self._threads[k].serves():
                     continue
                 for old in self._threads[k : k + 1]:
                     old.stop()  # its start may have been interrupted, so that it is alive yet

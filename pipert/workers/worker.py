@@ -52,6 +52,10 @@ class WorkerThread(threading.Thread):
         super().__init__(target=work, args=(in_queue, device, seat), name=name, daemon=True)
         self.in_queue = in_queue
 
+    def serves(self) -> bool:
+        """Whether it takes tasks: one that is about to end does not, though it is alive."""
+        return self.is_alive() and not self.in_queue.is_closed()
+
     def stop(self) -> None:
         """Let the thread end after its current task; it abandons the others. From anywhere."""
         self.in_queue.shut()
