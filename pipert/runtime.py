@@ -286,13 +286,13 @@ class Runtime:
 
 
 def _statistics(view: WorkerView) -> WorkerStatistics:
-    tasks, busy, what, since, works = view.state
-    doing = None
+    doing, what = None, view.state.what
     if what is not None:
-        seconds = max(0.0, view.now - since)
-        busy += seconds if works else 0.0
+        seconds = max(0.0, view.now - view.state.since)
         doing = TaskStatus(what.run, what.phase, what.partition, what.micro_batch, seconds)
-    return WorkerStatistics(view.name, view.device, tasks, busy, view.depth, doing)
+    return WorkerStatistics(
+        view.name, view.device, view.state.tasks, view.busy, view.depth, doing
+    )
 
 
 def _is_cuda(tensor: Tensor) -> bool:

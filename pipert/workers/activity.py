@@ -34,10 +34,20 @@ class State(NamedTuple):
 class Activity:
     """One worker's; stays when its thread is replaced."""
 
-    __slots__ = ("state",)
+    __slots__ = ("_seen", "state")
 
     def __init__(self) -> None:
         self.state = State(0, 0.0)
+        self._seen = 0.0
+
+    def busy_by(self, state: State, now: float) -> float:
+        """Seconds spent on tasks by ``now``, the present one included; never less than before.
+
+        The worker may have read the clock for the end of its task, and not have written it yet.
+        """
+        busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
+        self._seen = busy = max(self._seen, busy)
+        return busy
 
     def waits(self, what: Any) -> None:
         """A task was taken and lacks its input. ``what`` holds no tensors and is immutable."""

@@ -51,6 +51,8 @@ class WorkerView(NamedTuple):
     """Of its in-queue."""
     now: float
     """When it was looked at, or just before: what is over by now counts no longer than it took."""
+    busy: float
+    """Seconds spent on tasks by then."""
 
 
 class Pool:
@@ -160,7 +162,11 @@ class Pool:
         depths += [0] * (len(self._names) - len(depths))
         now = time.perf_counter()
         views = zip(self._names, self._devices, self._activities, depths, strict=True)
-        return [WorkerView(name, device, by.state, depth, now) for name, device, by, depth in views]
+        return [
+            WorkerView(name, device, state, depth, now, by.busy_by(state, now))
+            for name, device, by, depth in views
+            for state in (by.state,)
+        ]
 
     def stack(self, worker: int) -> str:
         """Where in Python the worker is, as a traceback is printed, the innermost call last.
