@@ -40,7 +40,7 @@ class Ledger:
         self._pid = os.getpid()
         self.runs = 0
         self.recomputations = 0
-        self.ended = {"succeeded": 0, "failed": 0, "cancelled": 0}
+        self.ended = {"succeeded": 0, "failed": 0}  # what is neither was cancelled
         self.live: weakref.WeakSet[Account] = weakref.WeakSet()
 
     def _own(self) -> None:
@@ -78,7 +78,8 @@ class Ledger:
         """The run is over, as its outcome says."""
         with _counting.current:
             self.live.discard(account)
-            self.ended[account.outcome] += 1
+            if account.outcome in self.ended:
+                self.ended[account.outcome] += 1
 
     def count_recomputation(self) -> None:
         with _counting.current:
