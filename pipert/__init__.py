@@ -21,11 +21,14 @@ from pipert.errors import (
 from pipert.microbatch import Replicate
 from pipert.observe import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
+from pipert.recording.event import Event
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
+from pipert.timeline.timeline import Timeline
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Event",
     "NestedCheckpointError",
     "Observer",
     "Pipe",
@@ -39,6 +42,7 @@ __all__ = [
     "Statistics",
     "TaskInfo",
     "TaskStatus",
+    "Timeline",
     "TransformError",
     "WorkerBusyError",
     "WorkerDiedError",

@@ -104,7 +104,7 @@ class Computation:
 
     __slots__ = (
         "_account", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
-        "_skips", "_snapshot", "_substitutes", "layers_took",
+        "_skips", "_snapshot", "_substitutes", "after_layer", "layers_took",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +129,7 @@ class Computation:
         self._skips = skips
         self._snapshot: Snapshot | None = None
         self.layers_took = 0.0  # s, the last time
+        self.after_layer: Callable[[], None] | None = None  # if anybody wants to know
 
     def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Let the layers compute with ``copies`` of parameters that live on other devices.
@@ -217,6 +218,8 @@ class Computation:
                 else:
                     value = call(value)
                 done += 1
+                if self.after_layer is not None:
+                    self.after_layer()
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise

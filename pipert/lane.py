@@ -36,6 +36,7 @@ from pipert import stream
 from pipert._typing import Tensors, Value
 from pipert.autograd import order, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.transfer import Stream
 from pipert.batchnorm import PartitionStats
 from pipert.computation import Computation
 from pipert.errors import QueueClosed
@@ -183,18 +184,27 @@ class Lane:
         x, copied = self._copy_in(i, x) if self._copies else (x, None)
         x = self._join(x)
         if copied is not None:
-            x = self._wait_for(copied, x)
+            x = self._wait_for(i, copied, x)
+        y, checkpoint = self._compute(i, x)
+        turn.layers_took(self._computation.layers_took)
+        return self._leave(i, y, checkpoint)
+
+    def _compute(self, i: int, x: Value) -> tuple[Value, Checkpoint | None]:
+        """The layers; and what recomputes them, if the micro-batch is checkpointed."""
         computation, checkpoint = self._computation, None
         compute: Callable[[], Value]
         if i >= self._run.checkpointed or not self._run.context.grad_enabled:
             compute = partial(computation.forward, i, x)
         else:
-            replay = partial(computation.recompute, i)
-            checkpoint = Checkpoint(replay, x, self._run.context.saved_tensor_hooks)
+            hooks = self._run.context.saved_tensor_hooks
+            checkpoint = Checkpoint(self._recomputation_of(i), x, hooks)
             compute = partial(checkpoint.record, partial(computation.checkpointed_forward, i), x)
         y = compute() if self._stats is None else self._stats.collect(compute)
-        turn.layers_took(computation.layers_took)
-        return self._leave(i, y, checkpoint)
+        return y, checkpoint
+
+    def _recomputation_of(self, i: int) -> Callable[..., None]:
+        """``R[i,j]``, which must reference neither the lane nor the run."""
+        return partial(self._computation.recompute, i)
 
     def _borrow(self, i: int) -> None:
         """Copy the parameters that live elsewhere, like a call's arguments: once for the run.
@@ -210,7 +220,7 @@ class Lane:
             for weight in weights:
                 (copy,), copied = self._copy_value(i, (weight,), None)
                 if copied is not None:
-                    (copy,) = self._wait_for(copied, (copy,))
+                    (copy,) = self._wait_for(i, copied, (copy,))
                 copies.append(copy if grad else copy.detach().requires_grad_(weight.requires_grad))
         self._computation.lend(weights, copies, self._versions)
 
@@ -230,66 +240,65 @@ class Lane:
         token, self._token = self._token, None
         return rebuild(order.join(xs, token))
 
-    def _wait_for(self, copied: torch.cuda.Stream, x: Value) -> Value:
+    def _wait_for(self, i: int, copied: torch.cuda.Stream, x: Value) -> Value:
         """Let compute wait for the copy, and the copy back for compute."""
         if isinstance(x, Carried):
-            skips = [self._wait_for(copied, skip) for skip in x.skips]
-            return Carried(self._wait_for(copied, x.value), tuple(skips))
-        compute = stream.compute_stream(self._device)
+            skips = [self._wait_for(i, copied, skip) for skip in x.skips]
+            return Carried(self._wait_for(i, copied, x.value), tuple(skips))
+        return self._wait(i, x, stream.compute_stream(self._device), copied)
+
+    def _wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        """Let ``waiter`` wait for ``awaited``; in the backward of ``x`` the other way round."""
         xs, rebuild = differentiable(x) if self._run.context.grad_enabled else ((), None)
         if rebuild is None or not xs:
-            stream.wait(compute, copied)
+            stream.wait(waiter, awaited)
             return x
-        return rebuild(transfer.wait(xs, compute, copied))
+        return rebuild(transfer.wait(xs, waiter, awaited))
 
     def _leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
         """What comes after compute: wait, recompute, fork."""
-        copying = compute = None
-        if self._is_copied:
-            copying = self._run.streams.get(self._device, i)
-            compute = stream.compute_stream(self._device)
+        copying = self._run.streams.get(self._device, i) if self._is_copied else None
+        if copying is not None:
+            y = self._wait(i, y, copying, stream.compute_stream(self._device))
         if not self._run.context.grad_enabled:
-            stream.wait(copying, compute)
             return y
         ys, rebuild = differentiable(y)
         if not ys:
-            stream.wait(copying, compute)
             return y
-        if copying is not None:
-            ys = transfer.wait(ys, copying, compute)
         if checkpoint is not None:
             ys = recompute_before(ys, checkpoint)
         last = i == self._run.schedule.m - 1
-        if not last or self._token is not None:
+        if self._run.components.fork_join and (not last or self._token is not None):
             ys, forked = order.fork(ys, self._token)
             self._token = None if last else forked
         return rebuild(ys)
 
-    def _copy_in(self, i: int, x: Value) -> tuple[Value, torch.cuda.Stream | None]:
+    def _copy_in(self, i: int, x: Value) -> tuple[Value, Stream]:
         """Bring ``x`` to this device; also the stream to wait for before it is read, if any.
 
         Skips first: they have been there for longer.
         """
-        before = None if self.j == 0 else self._run.devices[self.j - 1]
+        before = self.j - 1 if self.j > 0 else None
         if not isinstance(x, Carried):
             return self._copy_value(i, x, before)
         copied, skips = None, []
         for (_, source), skip in zip(self._skips.arriving, x.skips, strict=True):
-            skip, target = self._copy_value(i, skip, self._run.devices[source])
+            skip, target = self._copy_value(i, skip, source)
             copied = copied or target
             skips.append(skip)
         value, target = self._copy_value(i, x.value, before)
         return Carried(value, tuple(skips)), copied or target
 
     def _copy_value(
-        self, i: int, x: Value, before: torch.device | None
-    ) -> tuple[Value, torch.cuda.Stream | None]:
-        """Bring a value here from the device of another partition, or of a call's arguments.
+        self, i: int, x: Value, origin: int | None
+    ) -> tuple[Value, Stream]:
+        """Bring a value here from partition ``origin``, or ``None`` from a call's arguments.
 
         What moves is all of a call's arguments, and what a partition has on its own device. What
         a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.
         """
         home = self._device
+        before = None if origin is None else self._run.devices[origin]
         if before == home:
             return x, None
         tensors, rebuild = select(x, lambda t: t.device == before if before else t.device != home)
@@ -297,21 +306,21 @@ class Lane:
             return x, None
         target = self._run.streams.get(home, i)
         for device in {tensor.device for tensor in tensors}:
-            source = self._run.streams.get(device, i)
-            tensors = self._copy_from(device, tensors, source, target, before is None)
+            tensors = self._copy_from(i, device, tensors, target, origin)
         return rebuild(tensors), target
 
     def _copy_from(
         self,
+        i: int,
         device: torch.device,
         tensors: Tensors,
-        source: torch.cuda.Stream | None,
-        target: torch.cuda.Stream | None,
-        of_call: bool,
+        target: Stream,
+        origin: int | None,
     ) -> Tensors:
         """Copy those of ``tensors`` that are on ``device``; inside the graph what belongs to it."""
+        source = self._run.streams.get(device, i)
         results = list(tensors)
-        for move, in_graph in ((transfer.copy, True), (stream.copy, False)):
+        for in_graph in (True, False):
             places = [
                 k
                 for k, tensor in enumerate(tensors)
@@ -320,18 +329,31 @@ class Lane:
             ]
             if places:
                 moving = tuple([tensors[k] for k in places])
-                if of_call:  # no partition has made the copy stream wait
+                if origin is None:  # no partition has made the copy stream wait
                     moving = self._wait_for_input(device, moving, source, in_graph)
-                moved = move(moving, self._device, source, target)
+                moved = self._move(i, moving, source, target, origin)
                 for k, tensor in zip(places, moved, strict=True):
                     results[k] = tensor
         return tuple(results)
+
+    def _move(
+        self,
+        i: int,
+        tensors: Tensors,
+        source: Stream,
+        target: Stream,
+        origin: int | None,
+    ) -> Tensors:
+        """Copy ``tensors``, all on one device and all in the graph or none, to this one."""
+        in_graph = tensors[0].requires_grad and self._run.context.grad_enabled
+        move = transfer.copy if in_graph else stream.copy
+        return move(tensors, self._device, source, target)
 
     def _wait_for_input(
         self,
         device: torch.device,
         tensors: Tensors,
-        source: torch.cuda.Stream | None,
+        source: Stream,
         in_graph: bool,
     ) -> Tensors:
         """Let the copy of a call's arguments wait for the caller, and the caller for dx."""

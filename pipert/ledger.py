@@ -1,4 +1,4 @@
-"""What happens in a pipe, for those outside: counters, and the observers that are told.
+"""What happens in a pipe, for those outside: counters, observers that are told, recordings.
 
 The :class:`Ledger` belongs to the pipe, an :class:`Account` in it to one run. Counters change under
 a lock that a signal handler may take again and a forked child finds free. A child counts from zero:
@@ -18,6 +18,8 @@ import torch
 
 from pipert.observe import Audience, Observer, Observers, RunInfo, TaskInfo
 from pipert.process_lock import ProcessLock
+from pipert.recording.ranges import profiler_looks
+from pipert.recording.recorder import Recorder, Recording
 from pipert.status import FORWARD, RECOMPUTATION
 
 __all__: list[str] = []
@@ -30,10 +32,11 @@ _counting = ProcessLock(reentrant=True)
 class Ledger:
     """The counters and observers of one pipe. Any thread."""
 
-    __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "runs")
+    __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "recordings", "runs")
 
     def __init__(self) -> None:
         self.observers = Observers()
+        self.recordings: tuple[Recording, ...] = ()
         self._reset()
 
     def _reset(self) -> None:
@@ -69,7 +72,10 @@ class Ledger:
         """A run of ``m`` micro-batches over ``n`` partitions is about to begin."""
         with _counting.current:
             self._own()
-            account = Account(self, RunInfo(self.runs, m, n))
+            recorder = None
+            if self.recordings or profiler_looks():
+                recorder = Recorder(self.runs, self.recordings)
+            account = Account(self, RunInfo(self.runs, m, n), recorder)
             self.runs += 1
             self.live.add(account)
         return account
@@ -80,6 +86,17 @@ class Ledger:
             self.live.discard(account)
             if account.outcome in self.ended:
                 self.ended[account.outcome] += 1
+
+    def start_recording(self, recording: Recording) -> None:
+        """Record the runs from now on."""
+        with _counting.current:
+            self.recordings = (*self.recordings, recording)
+
+    def stop_recording(self, recording: Recording) -> None:
+        """Record no further run; nothing more of those there are."""
+        with _counting.current:
+            self.recordings = tuple(one for one in self.recordings if one is not recording)
+        recording.close()
 
     def count_recomputation(self) -> None:
         with _counting.current:
@@ -95,10 +112,11 @@ class Account:
     It references neither the run nor the pipe, since recomputations use it, too.
     """
 
-    __slots__ = ("__weakref__", "_ledger", "_started", "audience", "outcome", "run")
+    __slots__ = ("__weakref__", "_ledger", "_started", "audience", "outcome", "recorder", "run")
 
-    def __init__(self, ledger: Ledger, run: RunInfo) -> None:
+    def __init__(self, ledger: Ledger, run: RunInfo, recorder: Recorder | None = None) -> None:
         self._ledger = ledger
+        self.recorder = recorder
         self._started = 0.0
         self.run = run
         self.audience = Audience(ledger.observers)

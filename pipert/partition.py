@@ -6,7 +6,7 @@ the ``state_dict`` its keys whatever the balance is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,22 @@ def check_module(module: Any) -> None:
             f"the module has {own} of its own, which belong to no layer, so that the pipe would "
             "not have them; make a layer that has them"
         )
+
+
+def require_balance(balance: Any) -> None:
+    """Refuse to go without.
+
+    Raises:
+        ValueError: there is none.
+        TypeError: it is no sequence.
+    """
+    if balance is None:
+        raise ValueError(
+            "balance is required: how many layers each partition takes, one entry for each "
+            "device" + balance_advice(max(2, torch.cuda.device_count()))
+        )
+    if not isinstance(balance, Iterable):
+        raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
 
 
 def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | None) -> None:

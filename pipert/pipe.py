@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, overload
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._typing import Device, Value
 from pipert.autograd.compiling import refuse_compilation
-from pipert.batchnorm import DeferredStats, check_batch_norm
+from pipert.batchnorm import DeferredStats
 from pipert.computation import is_recomputing
-from pipert.device import default_devices, parse_devices
 from pipert.errors import PipelineTimeout
 from pipert.microbatch import gather, scatter
 from pipert.observe import Observer
 from pipert.overdue import check_timeout, refuse_keyword_of, still_busy
-from pipert.partition import (
-    balance_advice,
-    check_balance,
-    check_module,
-    place,
-    sequential,
-    split,
-)
+from pipert.partition import require_balance
+from pipert.partitioned import Partitioned, whole
 from pipert.runtime import Runtime
-from pipert.skip.routes import routes
-from pipert.skip.verify import verify_skippables
 from pipert.status import Statistics
+from pipert.timeline.record import record
+from pipert.timeline.timeline import Timeline
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]
@@ -39,24 +32,11 @@ _log = logging.getLogger("pipert")
 
 _MODES = ("always", "except_last", "never")
 
-# The hooks of the wrapped module that calling the pipe must honour.
-_SHARED_WITH_MODULE = (
-    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
-    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
-    "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
-    "_state_dict_hooks", "_state_dict_pre_hooks",
-)  # fmt: skip
+when_made: list[Callable[[Pipe], None]] = []
+"""Called with each pipe that is made. For programs that start others, see ``__main__``."""
 
 
-_OWN = frozenset(
-    {
-        "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
-        "_runtime", "_stop", "_timeout", "checkpoint", "chunks", "timeout", "training",
-    }  # fmt: skip
-)
-
-
-class Pipe(nn.Module):
+class Pipe(Partitioned):
     """Runs an ``nn.Sequential`` over several devices, one worker thread for each.
 
     A call splits its arguments into micro-batches, passes them through the partitions in the order
@@ -94,6 +74,11 @@ class Pipe(nn.Module):
         IndexError: there are more partitions than devices.
     """
 
+    _own = Partitioned._own | {
+        "_checkpoint", "_chunks", "_runtime", "_stop", "_timeout", "checkpoint", "chunks",
+        "timeout",
+    }  # fmt: skip
+
     is_pipe = True  # for a pipe around this one: skips and statistics in here are not its business
 
     def __init__(
@@ -107,77 +92,21 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        super().__init__()
-        if balance is None:
-            raise ValueError(
-                "balance is required: how many layers each partition takes, one entry for each "
-                "device" + balance_advice(max(2, torch.cuda.device_count()))
-            )
-        if not isinstance(balance, Iterable):
-            raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
+        require_balance(balance)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
-        check_module(module)
-        verify_skippables(module)
-        self._balance = [_whole(count, "each entry of balance") for count in balance]
-        check_balance(module, self._balance, None)
-        parsed = (
-            default_devices(len(self._balance)) if devices is None else parse_devices(devices)
-        )
-        check_balance(module, self._balance, len(parsed))
-        self._devices = parsed[: len(self._balance)]
-        check_batch_norm(module, deferred_batch_norm)
-        self._deferred_batch_norm = bool(deferred_batch_norm)
-        self._partitions = split(module, self._balance)
-        place(self._partitions, self._devices)
-        self.training = module.training
-        # Not add_module: it refuses layers that are called like an attribute of this class.
-        self._modules.update(module._modules)
-        for name in _SHARED_WITH_MODULE:
-            self.__dict__[name] = module.__dict__[name]
-        self.__dict__["_hooked"] = module
+        assert balance is not None
+        super().__init__(module, balance, devices, deferred_batch_norm)
         self._start()
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        # A layer may have any name, also that of a setting, and must not be in its way.
-        if name in _OWN:
-            object.__setattr__(self, name, value)
-        elif isinstance(value, nn.Module):
-            self.add_module(name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Replace the layer called ``name``; it moves to its partition's device.
-
-        Raises:
-            ValueError: no layer has that name, or ``module`` is no module; a pipe has the layers it
-                was made of. Or a buffer would be needed on two devices.
-            TypeError: its stashes and pops do not match those of the other layers, or it is a
-                SyncBatchNorm.
-        """
-        if name in self._modules and isinstance(module, nn.Module):
-            whole = sequential({**self._modules, name: module}, self.training)
-            verify_skippables(whole)
-            check_batch_norm(module, self._deferred_batch_norm)
-            partitions = split(whole, self._balance)
-            place(partitions, self._devices)  # all: it may change where a shared parameter lives
-            for partition in self._partitions:
-                if name in partition._modules:
-                    partition._modules[name] = self._modules[name] = module
-            self._runtime.skips = routes(self._partitions)
-            return
-        raise ValueError(
-            f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
-            f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"
-        )
-
     def _start(self) -> None:
-        self._runtime = Runtime(self._partitions, self._devices, routes(self._partitions))
+        self._runtime = Runtime(self._partitions, self._devices)
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
+        for tell in when_made:
+            tell(self)
 
     def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:
         """Run a mini-batch.
@@ -224,39 +153,13 @@ class Pipe(nn.Module):
         return outputs
 
     @property
-    def _is_full_backward_hook(self) -> bool | None:
-        """Which kind of backward hooks there are, registered with the module or the pipe."""
-        own: bool | None = self.__dict__["_full_backward_hook"]
-        module = self.__dict__.get("_hooked")
-        return own if own is not None or module is None else module._is_full_backward_hook
-
-    @_is_full_backward_hook.setter
-    def _is_full_backward_hook(self, full: bool | None) -> None:
-        self.__dict__["_full_backward_hook"] = full
-
-    @property
-    def balance(self) -> list[int]:
-        """How many layers each partition has."""
-        return list(self._balance)
-
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each partition."""
-        return list(self._devices)
-
-    @property
-    def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The partitions, each an ``nn.Sequential`` of the module's own layers."""
-        return self._partitions
-
-    @property
     def chunks(self) -> int:
         """The number of micro-batches, at most. May be assigned between calls."""
         return self._chunks
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        number = _whole(chunks, "chunks")
+        number = whole(chunks, "chunks")
         if number < 1:
             raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
         self._chunks = number
@@ -285,6 +188,19 @@ class Pipe(nn.Module):
     def deferred_batch_norm(self) -> bool:
         """Whether running statistics are updated once for each call."""
         return self._deferred_batch_norm
+
+    def record(self) -> AbstractContextManager[Timeline]:
+        """Record what each device does in the calls that begin inside of the block.
+
+        >>> with pipe.record() as timeline:  # doctest: +SKIP
+        ...     loss_fn(pipe(x), target).backward()
+        >>> print(timeline.report())  # doctest: +SKIP
+
+        Forward, recomputation and backward, on any thread, as long as the block is open. On CUDA
+        the devices are waited for once, at its beginning; the calls are not synchronised. Each
+        task is kept, so record some steps, not a training.
+        """
+        return record(self._runtime, self._balance)
 
     def statistics(self) -> Statistics:
         """What has happened in this pipe so far, and what is happening. From any thread."""
@@ -331,46 +247,8 @@ class Pipe(nn.Module):
                 raise
             _log.warning("%s", timed_out)  # what is being raised matters more
 
-    def __len__(self) -> int:
-        return sum(self._balance)
-
-    @overload
-    def __getitem__(self, index: int) -> nn.Module: ...
-    @overload
-    def __getitem__(self, index: slice) -> nn.Sequential: ...
-
-    def __getitem__(self, index: int | slice) -> nn.Module:
-        """The layer at ``index``, or an ``nn.Sequential`` of a slice of them."""
-        layers = [layer for partition in self._partitions for layer in partition._modules.items()]
-        if not isinstance(index, slice):
-            layer = layers[index][1]
-            assert layer is not None
-            return layer
-        return sequential(dict(layers[index]), self.training)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        for partition in self._partitions:
-            yield from partition
-
-    def train(self, mode: bool = True) -> Self:
-        """As in ``nn.Module``."""
-        super().train(mode)
-        for partition in self._partitions:
-            partition.training = mode
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like come down to."""
-        for device in set(self._devices):
-            moved = fn(torch.empty(0, device=device)).device
-            if moved != device:
-                raise RuntimeError(
-                    f"the layers of a Pipe live on its devices {list(map(str, self._devices))} and "
-                    f"cannot be moved to {moved}; make a new Pipe of the module with other devices,"
-                    " or move the layers one by one after close()"
-                )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
+    def _layers_changed(self) -> None:
+        self._runtime.route_skips()
 
     def __getstate__(self) -> dict[str, Any]:
         """Threads are not copied; a copy starts its own."""
@@ -382,18 +260,3 @@ class Pipe(nn.Module):
 
     def extra_repr(self) -> str:
         return f"chunks={self._chunks}, checkpoint={self._checkpoint!r}"
-
-    def __repr__(self) -> str:
-        lines = [f"Pipe({self.extra_repr()}"]
-        for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
-            lines.append(f"  partition {j} on {device}:")
-            for name, layer in partition._modules.items():
-                lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
-        return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
-
-
-def _whole(number: Any, what: str) -> int:
-    whole = int(number)
-    if not isinstance(number, str) and whole != number:
-        raise ValueError(f"{what} must be a whole number, got {number!r}")
-    return whole

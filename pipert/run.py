@@ -8,6 +8,7 @@ import torch
 
 from pipert._typing import Value
 from pipert.autograd.random_state import RunSeed
+from pipert.components import ALL, Components
 from pipert.ledger import Account
 from pipert.progress import Progress
 from pipert.schedule import Schedule
@@ -28,11 +29,12 @@ class Run:
         context: the caller's.
         streams: the pipe's copy streams.
         account: where what happens is told.
+        components: the parts of the runtime that it has.
     """
 
     __slots__ = (
-        "account", "checkpointed", "context", "devices", "dropped", "mail", "outputs", "progress",
-        "schedule", "seed", "streams",
+        "account", "checkpointed", "components", "context", "devices", "dropped", "mail", "outputs",
+        "progress", "schedule", "seed", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +45,7 @@ class Run:
         context: CallerContext,
         streams: CopyStreams,
         account: Account,
+        components: Components = ALL,
     ) -> None:
         self.schedule = schedule
         self.checkpointed = checkpointed
@@ -50,6 +53,7 @@ class Run:
         self.context = context
         self.streams = streams
         self.account = account
+        self.components = components
         self.progress = Progress(schedule)
         self.seed = RunSeed()
         self.mail = Mail()

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batchnorm import DeferredStats
 from pipert.clock import Posting
+from pipert.components import ALL, Components
 from pipert.device import assign_workers
 from pipert.errors import (
     PipeClosedError,
@@ -41,12 +42,13 @@ from pipert.lane import Lane
 from pipert.ledger import Account, Ledger
 from pipert.overdue import Overdue, still_busy, timed_out
 from pipert.queues.closable import ClosableQueue
+from pipert.recorded_lane import RecordedLane
 from pipert.run import Run
 from pipert.schedule import Schedule
 from pipert.skip import store
-from pipert.skip.routes import PartitionSkips
+from pipert.skip.routes import routes
 from pipert.status import FORWARD, Statistics, TaskStatus, WorkerStatistics
-from pipert.stream import CopyStreams
+from pipert.stream import ComputeStreams, CopyStreams
 from pipert.tied import borrowed
 from pipert.value import select
 from pipert.workers.activity import State
@@ -72,28 +74,38 @@ class Runtime:
     Args:
         partitions: each on its device already.
         devices: one for each partition.
-        skips: of each partition.
     """
 
     def __init__(
-        self,
-        partitions: Sequence[nn.Sequential],
-        devices: Sequence[torch.device],
-        skips: Sequence[PartitionSkips],
+        self, partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]
     ) -> None:
         self._partitions = tuple(partitions)
-        self.skips = tuple(skips)
-        self._devices = tuple(devices)
-        self._workers = assign_workers(list(devices))
-        self._streams = CopyStreams()
+        self.devices = tuple(devices)
+        self.workers = assign_workers(list(devices))
+        self.components = ALL
         self._identity = object()
         self._overdue = Overdue()
         self.ledger = Ledger()
-        served = [devices[self._workers.index(w)] for w in range(len(set(self._workers)))]
+        served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
         names = [f"pipert-{device}-{w}" for w, device in enumerate(served)]
         self._cpu_workers = sum(device.type == "cpu" for device in served)
         self._clock = len(names)
         self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
+
+    @property
+    def components(self) -> Components:
+        """The parts that it has. Changed before the first call, if ever."""
+        return self._components
+
+    @components.setter
+    def components(self, components: Components) -> None:
+        self._components = components
+        self._streams = CopyStreams() if components.copy_streams else ComputeStreams()
+        self.route_skips()
+
+    def route_skips(self) -> None:
+        """Find out where skips go: again when a layer was replaced."""
+        self._skips = routes(self._partitions, self._components.direct_skips)
 
     def forward(
         self,
@@ -124,7 +136,7 @@ class Runtime:
             raise still_busy(busy)
         with self.ledger.open(len(inputs), len(self._partitions)) as account:
             run = self._run(inputs, checkpointed, account)
-            posting = Posting(self._lanes(run, inputs, stats), self._workers, self.pool.put)
+            posting = Posting(self._lanes(run, inputs, stats), self.workers, self.pool.put)
             self._execute(run, posting, crew, timeout)
             error = run.progress.take_error()
             if error is None:
@@ -133,7 +145,7 @@ class Runtime:
             if not (isinstance(error, PipeClosedError) and self.pool.closed):
                 account.outcome = "failed"
                 i, j = run.schedule.task_at(run.progress.failed_at)
-                account.failed(i, j, self._devices[j], error)
+                account.failed(i, j, self.devices[j], error)
             try:
                 raise error
             finally:
@@ -244,26 +256,30 @@ class Runtime:
         return Statistics(**self.ledger.read(), workers=workers)
 
     def _run(self, inputs: list[Value], checkpointed: int, account: Account) -> Run:
-        on_cuda = {device for device in self._devices if device.type == "cuda"}
+        on_cuda = {device for device in self.devices if device.type == "cuda"}
         on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         schedule = Schedule(len(inputs), len(self._partitions))
-        return Run(schedule, checkpointed, self._devices, context, self._streams, account)
+        return Run(
+            schedule, checkpointed, self.devices, context, self._streams, account,
+            self._components,
+        )  # fmt: skip
 
     def _lanes(
         self, run: Run, inputs: list[Value], stats: DeferredStats | None
     ) -> list[Lane]:
         n = len(self._partitions)
         queues: list[ClosableQueue[Value]] = [ClosableQueue() for _ in range(n - 1)]
-        weights = borrowed(self._partitions, self._devices)
+        weights = borrowed(self._partitions, self.devices)
+        kind = Lane if run.account.recorder is None else RecordedLane
         return [
-            Lane(
+            kind(
                 run,
                 j,
                 self._partitions[j],
-                self.skips[j],
+                self._skips[j],
                 weights[j],
                 stats.partitions[j] if stats else None,
                 queues[j - 1] if j > 0 else inputs,

@@ -19,21 +19,24 @@ FILES = sorted(ROOT.rglob("*.py"))
 # why they are in this order.
 LAYERS = [
     {"errors", "_typing", "status"},
-    {"value", "device", "microbatch", "schedule"},
+    {"value", "device", "microbatch", "schedule", "components"},
     {"queues", "process_lock"},
     {"stream"},
-    {"autograd"},
+    {"autograd", "recording"},
     {"workers"},
     {"tied", "partition", "progress", "skip", "batchnorm", "observe", "ledger", "overdue"},
     {"computation", "run", "lane"},
+    {"recorded_lane"},
     {"clock", "runtime"},
     {"balance"},
-    {"pipe"},
-    {"prometheus", "__init__"},
+    {"timeline"},
+    {"partitioned", "pipe"},
+    {"prometheus", "__init__", "__main__"},
 ]
 
 PUBLIC = {
     "NestedCheckpointError",
+    "Event",
     "Observer",
     "Pipe",
     "PipeClosedError",
@@ -46,6 +49,7 @@ PUBLIC = {
     "Statistics",
     "TaskInfo",
     "TaskStatus",
+    "Timeline",
     "TransformError",
     "WorkerBusyError",
     "WorkerDiedError",

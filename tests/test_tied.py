@@ -27,7 +27,6 @@ from pipert import NestedCheckpointError, Pipe
 from pipert import partition as partition_module
 from pipert import runtime
 from pipert.lane import Lane
-from pipert.skip.routes import routes
 from pipert.tied import Substitute, Weights, borrowed, check_borrowers
 
 MODES = ["always", "except_last", "never"]
@@ -581,4 +580,4 @@ def test_between_real_devices_the_parameter_is_copied_to_the_borrowers(
 
 
 def _runtime(partitions: list[nn.Sequential], devices: list[torch.device]) -> Any:
-    return runtime.Runtime(partitions, devices, routes(partitions))
+    return runtime.Runtime(partitions, devices)

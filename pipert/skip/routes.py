@@ -47,10 +47,16 @@ class PartitionSkips:
         return store
 
 
-def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
+def routes(
+    partitions: Sequence[nn.Sequential], direct: bool = True
+) -> tuple[PartitionSkips, ...]:
     """The skips of each partition.
 
     The stashes and pops of all together match, see ``verify_skippables``.
+
+    Args:
+        direct: whether they go straight to the partitions that pop them; else each partition in
+            between gets them and sends them on.
     """
     source: dict[Key, int] = {}
     pops: dict[Key, dict[int, int]] = {}
@@ -61,7 +67,8 @@ def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
                 of_key[j] = of_key.get(j, 0) + (not declared.is_stash)
                 if declared.is_stash:
                     source[declared.key] = j
-    return tuple([_of_partition(j, source, pops) for j in range(len(partitions))])
+    of_partition = _of_partition if direct else _of_partition_on_the_way
+    return tuple([of_partition(j, source, pops) for j in range(len(partitions))])
 
 
 def _of_partition(
@@ -70,6 +77,15 @@ def _of_partition(
     here = {key: by[j] for key, by in pops.items() if j in by}
     arriving = [(key, source[key]) for key in here if source[key] != j]
     leaving = [(key, k) for key in here if source[key] == j for k in sorted(pops[key]) if k != j]
+    return PartitionSkips(tuple(arriving), tuple(leaving), here)
+
+
+def _of_partition_on_the_way(
+    j: int, source: Mapping[Key, int], pops: Mapping[Key, Mapping[int, int]]
+) -> PartitionSkips:
+    here = {key: by.get(j, 0) for key, by in pops.items() if source[key] <= j <= max(by)}
+    arriving = [(key, j - 1) for key in here if source[key] != j]
+    leaving = [(key, j + 1) for key in here if j != max(pops[key])]
     return PartitionSkips(tuple(arriving), tuple(leaving), here)
 
 

@@ -96,9 +96,10 @@ class Store:
             self._values[key], self._left[key] = Stashed(value, apart=True), pops
 
     def receive(self, key: Key, value: Value) -> None:
-        """Let ``value``, which another partition has stashed, be popped here."""
+        """Let ``value``, which another partition has stashed, be popped here, or sent on."""
         if value is not ABSENT and self._pops is not None:
-            self._values[key], self._left[key] = Stashed(value), self._pops[key]
+            self._values[key] = Stashed(value)
+            self._left[key] = self._pops[key] + self._sent.count(key)
 
     def take(self, key: Key) -> Value:
         """Pop a value; the last who gets it removes it.

@@ -1,0 +1,25 @@
+"""The parts of the runtime that the paper adds one by one (section 4.1), as switches.
+
+All are on, always, but in ``benchmarks/unet_ablation.py``, which measures what each is worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Which parts are there. What is computed is the same with and without."""
+
+    fork_join: bool = True
+    """Micro-batches go back in reverse order; else in whatever order autograd takes them."""
+    copy_streams: bool = True
+    """Copies have streams of their own; else those of the computation."""
+    direct_skips: bool = True
+    """Skips go straight to who pops them; else through every partition in between."""
+
+
+ALL = Components()

@@ -1,0 +1,195 @@
+"""``Partitioned``: an ``nn.Sequential`` that is split and placed, and still looks like one.
+
+This is all of a pipe that does not run anything: layers, devices, hooks, what it shares with the
+module that it was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Device
+from pipert.batchnorm import check_batch_norm
+from pipert.device import default_devices, parse_devices
+from pipert.partition import check_balance, check_module, place, sequential, split
+from pipert.skip.verify import verify_skippables
+
+__all__: list[str] = []
+
+# The hooks of the wrapped module that calling the pipe must honour.
+_SHARED_WITH_MODULE = (
+    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+    "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
+    "_state_dict_hooks", "_state_dict_pre_hooks",
+)  # fmt: skip
+
+
+class Partitioned(nn.Module):
+    """The layers of an ``nn.Sequential`` on their devices.
+
+    Args:
+        module: the layers.
+        balance: how many each partition takes.
+        devices: where each partition goes; ``None`` for the default ones.
+        deferred_batch_norm: the user's choice, if any.
+    """
+
+    # What is set on this object itself, and is no layer.
+    _own = frozenset({"_balance", "_deferred_batch_norm", "_devices", "_partitions", "training"})
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int],
+        devices: Iterable[Device] | None,
+        deferred_batch_norm: bool | None,
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        verify_skippables(module)
+        self._balance = [whole(count, "each entry of balance") for count in balance]
+        check_balance(module, self._balance, None)
+        parsed = (
+            default_devices(len(self._balance)) if devices is None else parse_devices(devices)
+        )
+        check_balance(module, self._balance, len(parsed))
+        self._devices = parsed[: len(self._balance)]
+        check_batch_norm(module, deferred_batch_norm)
+        self._deferred_batch_norm = bool(deferred_batch_norm)
+        self._partitions = split(module, self._balance)
+        place(self._partitions, self._devices)
+        self.training = module.training
+        # Not add_module: it refuses layers that are called like an attribute of this class.
+        self._modules.update(module._modules)
+        for name in _SHARED_WITH_MODULE:
+            self.__dict__[name] = module.__dict__[name]
+        self.__dict__["_hooked"] = module
+
+    def _layers_changed(self) -> None:
+        """Called when a layer was replaced by another."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # A layer may have any name, also that of a setting, and must not be in its way.
+        if name in self._own:
+            object.__setattr__(self, name, value)
+        elif isinstance(value, nn.Module):
+            self.add_module(name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Replace the layer called ``name``; it moves to its partition's device.
+
+        Raises:
+            ValueError: no layer has that name, or ``module`` is no module; a pipe has the layers it
+                was made of. Or a buffer would be needed on two devices.
+            TypeError: its stashes and pops do not match those of the other layers, or it is a
+                SyncBatchNorm.
+        """
+        if name in self._modules and isinstance(module, nn.Module):
+            whole = sequential({**self._modules, name: module}, self.training)
+            verify_skippables(whole)
+            check_batch_norm(module, self._deferred_batch_norm)
+            partitions = split(whole, self._balance)
+            place(partitions, self._devices)  # all: it may change where a shared parameter lives
+            for partition in self._partitions:
+                if name in partition._modules:
+                    partition._modules[name] = self._modules[name] = module
+            self._layers_changed()
+            return
+        raise ValueError(
+            f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
+            f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"
+        )
+
+    @property
+    def _is_full_backward_hook(self) -> bool | None:
+        """Which kind of backward hooks there are, registered with the module or the pipe."""
+        own: bool | None = self.__dict__["_full_backward_hook"]
+        module = self.__dict__.get("_hooked")
+        return own if own is not None or module is None else module._is_full_backward_hook
+
+    @_is_full_backward_hook.setter
+    def _is_full_backward_hook(self, full: bool | None) -> None:
+        self.__dict__["_full_backward_hook"] = full
+
+    @property
+    def balance(self) -> list[int]:
+        """How many layers each partition has."""
+        return list(self._balance)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition."""
+        return list(self._devices)
+
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """The partitions, each an ``nn.Sequential`` of the module's own layers."""
+        return self._partitions
+
+    def __len__(self) -> int:
+        return sum(self._balance)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        """The layer at ``index``, or an ``nn.Sequential`` of a slice of them."""
+        layers = [layer for partition in self._partitions for layer in partition._modules.items()]
+        if not isinstance(index, slice):
+            layer = layers[index][1]
+            assert layer is not None
+            return layer
+        return sequential(dict(layers[index]), self.training)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._partitions:
+            yield from partition
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        super().train(mode)
+        for partition in self._partitions:
+            partition.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like come down to."""
+        for device in set(self._devices):
+            moved = fn(torch.empty(0, device=device)).device
+            if moved != device:
+                raise RuntimeError(
+                    f"the layers of a Pipe live on its devices {list(map(str, self._devices))} and "
+                    f"cannot be moved to {moved}; make a new Pipe of the module with other devices,"
+                    " or move the layers one by one after close()"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __repr__(self) -> str:
+        lines = [f"Pipe({self.extra_repr()}"]
+        for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
+            lines.append(f"  partition {j} on {device}:")
+            for name, layer in partition._modules.items():
+                lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
+        return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
+
+
+def whole(number: Any, what: str) -> int:
+    """``number`` as an integer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    whole = int(number)
+    if not isinstance(number, str) and whole != number:
+        raise ValueError(f"{what} must be a whole number, got {number!r}")
+    return whole

@@ -1,0 +1,72 @@
+"""What is recorded: plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Event"]
+
+FORWARD = "forward"
+RECOMPUTE = "recompute"
+BACKWARD = "backward"
+COPY = "copy"
+WAIT = "wait"
+
+KINDS = (FORWARD, RECOMPUTE, BACKWARD, COPY, WAIT)
+COMPUTE = (FORWARD, RECOMPUTE, BACKWARD)
+
+_LETTERS = {FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B"}
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened in a pipe, and when."""
+
+    kind: str
+    """``'forward'``, ``'recompute'``, ``'backward'``, ``'copy'`` or ``'wait'``."""
+    i: int
+    """The micro-batch."""
+    j: int
+    """The partition; of a copy the one that it goes to."""
+    device: torch.device
+    """Where it ran; of a copy where it goes."""
+    start: float
+    """Seconds since the recording began."""
+    end: float
+    """Seconds since the recording began."""
+    run: int = 0
+    """The number of the call, counted from 0 for each pipe."""
+    source: torch.device | None = None
+    """Of a copy: the device it comes from."""
+    origin: int | None = None
+    """Of a copy: the partition it comes from, ``None`` if from the caller. It is a copy of
+    gradients if ``origin > j``; those that go back to the caller have ``j`` of where they left."""
+    bytes: int = 0
+    """Of a copy: how many."""
+
+    @property
+    def clock(self) -> int:
+        """The diagonal of the task: ``i + j``."""
+        return self.i + self.j
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
+
+    @property
+    def name(self) -> str:
+        """The name of the task, ``F[3,1]``; of others what they are."""
+        letter = _LETTERS.get(self.kind)
+        if letter is not None:
+            return task_name(letter, self.i, self.j)
+        if self.kind == COPY and self.origin is not None:
+            return f"copy {self.i}: {self.origin} to {self.j}"
+        return f"{self.kind} {self.i}"
+
+
+def task_name(letter: str, i: int, j: int) -> str:
+    """``F[3,1]``."""
+    return f"{letter}[{i},{j}]"

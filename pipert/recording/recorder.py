@@ -1,0 +1,140 @@
+"""What the lanes of one run tell, and the recordings that keep it.
+
+A :class:`Recording` belongs to one ``with pipe.record()``. A run has a :class:`Recorder` if any
+recording is open when it begins, or a profiler is looking; else its lanes are plain ones, and
+nothing is measured or made. A recorder references neither the run nor the pipe, since the backward
+uses it, too.
+
+Spans are noted by workers, by threads of autograd and by callers at once: each list is only ever
+appended to, which is atomic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipert.recording.event import FORWARD, Event
+from pipert.recording.stamp import Origin, Stamp, stamp
+
+__all__: list[str] = []
+
+
+@dataclass(slots=True)
+class Span:
+    """An event that is not dated yet."""
+
+    kind: str
+    i: int
+    j: int
+    device: torch.device
+    run: int
+    clock: torch.device
+    """The device whose clock ``start`` and ``end`` are read from."""
+    start: Stamp
+    end: Stamp | None = None
+    source: torch.device | None = None
+    origin: int | None = None
+    bytes: int = 0
+    layers: Sequence[Stamp] = ()
+    """Of a forward: when it began, and when each of its layers was done."""
+
+    def dated(self, by: Origin) -> Event:
+        """As an event."""
+        assert self.end is not None
+        start = by.date(self.start, self.clock)
+        end = by.date(self.end, self.clock)
+        return Event(
+            self.kind, self.i, self.j, self.device, start, max(start, end), self.run,
+            self.source, self.origin, self.bytes,
+        )  # fmt: skip
+
+
+class Recording:
+    """The spans of the runs that began while it was open.
+
+    Args:
+        devices: the pipe's. Waits until those on CUDA are idle.
+    """
+
+    __slots__ = ("is_open", "origin", "spans")
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.origin = Origin(devices)
+        self.spans: list[Span] = []
+        self.is_open = True
+
+    def events(self) -> list[Event]:
+        """What is over, in the order in which it began. Waits for the CUDA devices to get there."""
+        events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
+        return sorted(events, key=lambda event: (event.start, event.end))
+
+    def layer_seconds(self) -> dict[int, list[list[float]]]:
+        """For each partition, how long each of its layers took, for each forward task."""
+        seconds: dict[int, list[list[float]]] = {}
+        for span in list(self.spans):
+            if span.kind == FORWARD and span.end is not None and span.layers:
+                dates = [self.origin.date(moment, span.clock) for moment in span.layers]
+                took = [after - before for before, after in zip(dates, dates[1:], strict=False)]
+                seconds.setdefault(span.j, []).append(took)
+        return seconds
+
+    def close(self) -> None:
+        """Keep what there is; note nothing more."""
+        self.is_open = False
+
+    def __repr__(self) -> str:
+        return f"<Recording of {len(self.spans)} spans{'' if self.is_open else ', closed'}>"
+
+
+class Recorder:
+    """One run's.
+
+    Args:
+        run: its number.
+        recordings: those that are open as it begins; none if only a profiler looks.
+    """
+
+    __slots__ = ("_recordings", "run")
+
+    def __init__(self, run: int, recordings: Sequence[Recording]) -> None:
+        self.run = run
+        self._recordings = tuple(recordings)
+
+    def __bool__(self) -> bool:
+        """Whether anybody keeps spans."""
+        return any(recording.is_open for recording in self._recordings)
+
+    def knows(self, device: torch.device) -> bool:
+        """Whether stamps of ``device`` can be dated."""
+        return all(recording.origin.knows(device) for recording in self._recordings)
+
+    def begin(
+        self, kind: str, i: int, j: int, device: torch.device,
+        clock: torch.device | None = None, on: torch.cuda.Stream | None = None,
+    ) -> Span:  # fmt: skip
+        """A span that begins now; seen when it has an end."""
+        clock = clock or device
+        span = Span(kind, i, j, device, self.run, clock, stamp(clock, on))
+        for recording in self._recordings:
+            if recording.is_open:
+                recording.spans.append(span)
+        return span
+
+    @contextlib.contextmanager
+    def during(
+        self, kind: str, i: int, j: int, device: torch.device,
+        clock: torch.device | None = None, on: torch.cuda.Stream | None = None,
+    ) -> Iterator[Span]:  # fmt: skip
+        """A span of what is done inside."""
+        span = self.begin(kind, i, j, device, clock, on)
+        try:
+            yield span
+        finally:
+            span.end = stamp(span.clock, on)
+
+    def __repr__(self) -> str:
+        return f"<Recorder of run {self.run}>"

@@ -1,0 +1,67 @@
+"""Moments, by the clock of the device that they belong to.
+
+On CPU a task is over when its function returns, and a moment is what ``perf_counter`` says. On CUDA
+it has only been queued by then. There a moment is an event put into the stream, which the device
+dates when it comes by: the run is never synchronised. The two clocks are compared once, when a
+recording begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import torch
+
+__all__: list[str] = []
+
+Stamp = float | torch.cuda.Event
+
+
+def stamp(device: torch.device, stream: torch.cuda.Stream | None = None) -> Stamp:
+    """Now, on ``device``: in ``stream``, by default the current one."""
+    if device.type != "cuda":
+        return perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream or torch.cuda.current_stream(device))
+    return event
+
+
+class Origin:
+    """When a recording began, by the clock of each device.
+
+    Waits until the CUDA devices are idle, so that their clocks can be told from the process's.
+
+    Args:
+        devices: those that are going to be stamped.
+    """
+
+    __slots__ = ("_began", "_events")
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        self._began = perf_counter()
+        self._events: dict[torch.device, tuple[torch.cuda.Event, float]] = {}
+        for device in set(devices):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+                before = perf_counter() - self._began
+                event = stamp(device)
+                assert isinstance(event, torch.cuda.Event)
+                event.synchronize()
+                self._events[device] = event, before
+
+    def knows(self, device: torch.device) -> bool:
+        """Whether stamps of ``device`` can be dated."""
+        return device.type != "cuda" or device in self._events
+
+    def date(self, moment: Stamp, device: torch.device) -> float:
+        """Seconds since the beginning. Waits for a CUDA device that has not come so far."""
+        if isinstance(moment, float):
+            return moment - self._began
+        event, offset = self._events[device]
+        moment.synchronize()
+        milliseconds: float = event.elapsed_time(moment)
+        return offset + milliseconds / 1e3
+
+    def __repr__(self) -> str:
+        return f"<Origin of {len(self._events)} CUDA devices>"

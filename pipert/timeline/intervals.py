@@ -1,0 +1,39 @@
+"""Stretches of time, as pairs of start and end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__: list[str] = []
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The time that any of them covers, as separate intervals in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How long they are together; each counts."""
+    return sum(end - start for start, end in intervals)
+
+
+def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
+    """The time that both cover. Each is what :func:`union` returns."""
+    common, a, b = [], 0, 0
+    while a < len(one) and b < len(other):
+        start, end = max(one[a][0], other[b][0]), min(one[a][1], other[b][1])
+        if start < end:
+            common.append((start, end))
+        if one[a][1] < other[b][1]:
+            a += 1
+        else:
+            b += 1
+    return common

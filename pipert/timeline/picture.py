@@ -1,0 +1,100 @@
+"""A timeline as a picture, like figure 8 of the paper: needs matplotlib, the extra ``plot``.
+
+It is drawn on a figure of its own: nothing of ``pyplot``, and so nothing that the process shares.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
+
+__all__: list[str] = []
+
+# From the background to the front; of a box and of the number of the micro-batch in it.
+_COLOURS = {
+    WAIT: ("#ececec", None),
+    COPY: ("#e45756", None),
+    FORWARD: ("#4c78a8", "white"),
+    BACKWARD: ("#59a14f", "white"),
+    RECOMPUTE: ("#9ecae9", "black"),
+}
+
+
+class Drawable(Protocol):
+    """What is drawn of a timeline."""
+
+    @property
+    def events(self) -> Sequence[Event]: ...
+    @property
+    def lanes(self) -> Sequence[str]: ...
+    def lane(self, event: Event) -> int: ...
+
+
+def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
+    """Draw each timeline under its title, all to the same scale.
+
+    Raises:
+        ImportError: matplotlib is not there.
+    """
+    # The same timeline gives the same file; text in an SVG stays text.
+    with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
+        _figure(timelines).savefig(
+            path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None
+        )
+
+
+def _matplotlib(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            "drawing a timeline needs matplotlib: pip install 'pipert[plot]'"
+        ) from error
+
+
+def _figure(timelines: Mapping[str, Drawable]) -> Any:
+    heights = [1 + len(timeline.lanes) for timeline in timelines.values()]
+    figure = _matplotlib("matplotlib.figure").Figure(
+        figsize=(12, 0.8 + 0.42 * sum(heights)), layout="constrained"
+    )
+    grid = {"height_ratios": heights}
+    rows = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=grid)[:, 0]
+    for axes, (title, timeline) in zip(rows, timelines.items(), strict=True):
+        _draw(axes, timeline)
+        axes.set_title(title, loc="left", fontsize=10)
+    rows[-1].set_xlabel("milliseconds")
+    kinds = {event.kind for timeline in timelines.values() for event in timeline.events}
+    patch = _matplotlib("matplotlib.patches").Patch
+    shown = [patch(color=colour, label=k) for k, (colour, _) in _COLOURS.items() if k in kinds]
+    figure.legend(
+        handles=shown, loc="outside upper right", ncols=len(_COLOURS), frameon=False, fontsize=8
+    )
+    return figure
+
+
+def _draw(axes: Any, timeline: Drawable) -> None:
+    """One lane below the other; copies as a thin bar under the tasks."""
+    events, order = timeline.events, list(_COLOURS)
+    first = min((event.start for event in events), default=0.0)
+    whole = max((event.end for event in events), default=0.0) - first
+    for event in sorted(events, key=lambda event: order.index(event.kind)):
+        lane = timeline.lane(event)
+        top, height = (lane + 0.26, 0.16) if event.kind == COPY else (lane - 0.4, 0.62)
+        left, width = 1e3 * (event.start - first), 1e3 * event.seconds
+        colour, text = _COLOURS[event.kind]
+        axes.broken_barh(
+            [(left, width)], (top, height), facecolors=colour, linewidth=0.4,
+            edgecolors="white" if text else "none",
+        )  # fmt: skip
+        if text and event.seconds > 0.012 * whole:
+            axes.text(
+                left + width / 2, top + height / 2, str(event.i), ha="center", va="center",
+                fontsize=7, color=text, clip_on=True,
+            )  # fmt: skip
+    axes.set_yticks(range(len(timeline.lanes)), timeline.lanes)
+    axes.set_ylim(len(timeline.lanes) - 0.4, -0.6)  # the first lane on top
+    axes.spines[["top", "right"]].set_visible(False)
