@@ -16,24 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert import is_recomputing, stream
-from pipert.lane import Lane
-from pipert.ledger import Ledger
 from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
-from pipert.run import Run
-from pipert.schedule import Schedule
 from pipert.skip import pop, skippable, stash
-from pipert.skip.routes import PartitionSkips, routes
+from pipert.skip.routes import routes
 from pipert.stream import CopyStreams
 from pipert.workers.activity import Activity, Seat
-from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
+from tests.lanes import CPU, META, Driven, FakeStream, FakeStreams, run_between_devices
 
 TIMEOUT = 3.0  # s
-
-CPU, META = torch.device("cpu"), torch.device("meta")
-NO_SKIPS = PartitionSkips((), (), {})
 
 
 class Apply(nn.Module):
@@ -43,48 +35,6 @@ class Apply(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x)
-
-
-class Driven:
-    """A run of ``m`` micro-batches, whose lanes are made and driven by hand."""
-
-    def __init__(
-        self, m: int = 1, devices: Sequence[torch.device] = (CPU,), checkpointed: int = 0
-    ) -> None:
-        self.schedule = Schedule(m, len(devices))
-        account = Ledger().open(m, len(devices))
-        context = CallerContext()
-        self.run = Run(self.schedule, checkpointed, devices, context, CopyStreams(), account)
-        self.progress = self.run.progress
-        self.sent: list[Any] = []
-        self.seat = Seat(Turn(threading.Lock()), Activity())
-
-    def lane(
-        self,
-        layers: Iterable[nn.Module],
-        receive: list[Any] | ClosableQueue[Any],
-        j: int = 0,
-        send: Callable[[Any], None] | None = None,
-        skips: PartitionSkips = NO_SKIPS,
-    ) -> Lane:
-        return Lane(
-            self.run,
-            j,
-            nn.Sequential(*layers),
-            skips,
-            (),
-            None,
-            receive,
-            self.sent.append if send is None else send,
-        )
-
-    def outputs(self, layers: Iterable[nn.Module], inputs: list[Any]) -> list[Any]:
-        """What the only lane sends."""
-        lane = self.lane(layers, inputs)
-        for i in range(self.progress.schedule.m):
-            lane.forward(i, self.seat)
-        assert self.progress.take_error() is None
-        return self.sent
 
 
 def chain(y: Tensor) -> list[str]:
@@ -329,69 +279,6 @@ def test_only_differentiable_outputs_pass_through_the_nodes() -> None:
 # Between devices ----------------------------------------------------------------------------------
 
 
-class FakeStream:
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-
-class FakeStreams:
-    """The streams of two devices, and a log of what is asked of them and of the layers."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.log: list[str] = []
-        monkeypatch.setattr(stream, "compute_stream", lambda d: FakeStream(f"compute {d}"))
-        monkeypatch.setattr(stream, "wait", self.wait)
-        monkeypatch.setattr(stream, "copy", self.copy)
-
-    def get(self, device: torch.device, i: int) -> FakeStream:
-        return FakeStream(f"copy {device} {i}")
-
-    def wait(self, waiter: FakeStream | None, awaited: FakeStream | None) -> None:
-        if waiter is not None and awaited is not None:
-            self.log.append(f"<{waiter.name}> waits for <{awaited.name}>")
-
-    def copy(
-        self,
-        tensors: tuple[Tensor, ...],
-        device: torch.device,
-        source: FakeStream,
-        target: FakeStream,
-        reader: object = None,
-    ) -> tuple[Tensor, ...]:
-        self.log.append(f"copy from <{source.name}> to <{target.name}>")
-        return tuple(torch.zeros_like(tensor, device=device) for tensor in tensors)
-
-    def layer(self, j: int, device: torch.device) -> nn.Module:
-        return LoggingLayer(j, device, self.log)
-
-
-class _LogBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, j: int, log: list[str]) -> Tensor:
-        ctx.j, ctx.log = j, log
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        ctx.log.append(f"B[0,{ctx.j}]")
-        return grads[0], None, None
-
-
-class LoggingLayer(nn.Module):
-    def __init__(self, j: int, device: torch.device, log: list[str]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, device=device))
-        self.j = j
-        self.log = log
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.log.append(f"{'R' if is_recomputing() else 'F'}[0,{self.j}]")
-        y: Tensor = _LogBackward.apply(  # type: ignore[no-untyped-call]
-            x * self.weight, self.j, self.log
-        )
-        return y
-
-
 @pytest.fixture(scope="module")
 def meta() -> None:
     """The first operation on the meta device imports a lot; let no test pay for that."""
@@ -402,22 +289,6 @@ def meta() -> None:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
     return FakeStreams(monkeypatch)
-
-
-def run_between_devices(fake: FakeStreams, checkpointed: int = 0) -> Tensor:
-    """F[0,0] on ``cpu`` and F[0,1] on ``meta``; the output."""
-    run = Driven(devices=[CPU, META], checkpointed=checkpointed)
-    run.run.streams = cast(CopyStreams, fake)
-    between: list[Any] = []
-    first = run.lane([fake.layer(0, CPU)], [torch.ones(2)], 0, between.append)
-    second = run.lane([fake.layer(1, META)], between, 1)
-    first.forward(0, run.seat)
-    second.forward(0, run.seat)
-    error = run.progress.take_error()
-    if error is not None:
-        raise error
-    y: Tensor = run.sent[0]
-    return y
 
 
 def test_a_forward_copies_after_compute_and_computes_after_the_copy(fake: FakeStreams) -> None:

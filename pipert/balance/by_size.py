@@ -27,7 +27,7 @@ class LayerSize(NamedTuple):
     trained: int
     """Those of the parameters that require grad."""
     activations: int
-    """What its forward leaves behind, saved for the backward, as its output or stashed."""
+    """What its forward leaves: what is saved for the backward, its output, what it stashes."""
     inputs: int
     """What it gets, and what it pops."""
     popped: int

@@ -8,16 +8,15 @@ get hooks, which change nothing in the graph, and so nothing in what is computed
   to inputs, to parameters or nowhere. Which of them comes last is not known before, so each says
   that the task has ended, and what counts is the last time.
 
-A thread of autograd does one task after the other. So what ends on it belongs to the task that has
-begun there last, and to no other: a node may lie behind several tasks, as when a layer uses what
-another micro-batch has computed. A task whose outputs get their gradients at different times may be
-entered twice, and is two spans then.
+Nodes that several tasks lead to, as when a layer uses what another micro-batch has computed, belong
+to the first of them: that is the last one to go backward.
+
+One thread of autograd does the backward of all CPU partitions, and may do the nodes of two tasks in
+turns: their events overlap then.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -34,40 +33,27 @@ from pipert.recording.stamp import stamp
 __all__: list[str] = []
 
 
-class _Current(threading.local):
-    """The task that a thread of autograd has begun last, and the graph task it is part of."""
-
-    key: tuple[int, int] = (-1, -1)
-
-
-_current = _Current()
-_numbers = itertools.count()
-
-
 class _Task:
     """``B[i,j]`` of one run. References no node and no tensor."""
 
-    __slots__ = ("_at", "_number", "_recorder", "_span")
+    __slots__ = ("_at", "_graph_task", "_recorder", "_span")
 
     def __init__(self, recorder: Recorder, i: int, j: int, device: torch.device) -> None:
         self._recorder = recorder
         self._at = i, j, device
-        self._number = next(_numbers)
+        self._graph_task = -1  # the backward that it was last part of
         self._span: Span | None = None
 
-    def _key(self) -> tuple[int, int]:
-        return self._number, torch._C._current_graph_task_id()
-
     def begin(self, *_: Any) -> None:
-        key = self._key()
-        if _current.key != key:
-            _current.key = key
+        graph_task = torch._C._current_graph_task_id()
+        if self._graph_task != graph_task:
+            self._graph_task = graph_task
             i, j, device = self._at
             mark(task_name("B", i, j), device)
             self._span = self._recorder.begin(BACKWARD, i, j, device) if self._recorder else None
 
     def end(self, *_: Any) -> None:
-        if self._span is not None and _current.key == self._key():
+        if self._span is not None and self._graph_task == torch._C._current_graph_task_id():
             self._span.end = stamp(self._span.clock)
 
 
@@ -84,7 +70,7 @@ def watch_backward(
     for node in outputs:
         node.register_prehook(task.begin)
     if recorder:
-        for node in _ends(outputs, inputs):
+        for node in _ends(outputs, inputs, recorder, task):
             node.register_hook(task.end)
 
 
@@ -111,14 +97,16 @@ def _makers(tensors: Iterable[Tensor]) -> set[Node]:
     return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
-def _ends(outputs: Iterable[Node], inputs: set[Node]) -> list[Node]:
+def _ends(
+    outputs: Iterable[Node], inputs: set[Node], recorder: Recorder, task: _Task
+) -> list[Node]:
     """The nodes reached from ``outputs`` behind some edge of which nothing of the task is left."""
     ends, seen, left = [], set(outputs), list(outputs)
     while left:
         node = left.pop()
         is_end = False
         for child, _ in node.next_functions:
-            if child is None or child in inputs or _is_leaf(child):
+            if child is None or child in inputs or not _claim(child, recorder, task):
                 is_end = True
             elif child not in seen:
                 seen.add(child)
@@ -128,5 +116,9 @@ def _ends(outputs: Iterable[Node], inputs: set[Node]) -> list[Node]:
     return ends
 
 
-def _is_leaf(node: Node) -> bool:
-    return not node.next_functions  # of a tensor without history: it adds up its gradient
+def _claim(node: Node, recorder: Recorder, task: _Task) -> bool:
+    """Whether a node belongs to ``task``: not a leaf, and no other task of the run has it."""
+    if not node.next_functions:
+        return False
+    claims: dict[Any, Any] = node.metadata  # type: ignore[assignment]
+    return claims.setdefault(recorder, task) is task

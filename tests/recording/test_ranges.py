@@ -1,0 +1,117 @@
+"""What profilers see: read from torch.profiler's own trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from pipert import Pipe
+from pipert.recording import ranges
+
+
+def pipe() -> Pipe:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2, checkpoint="always")
+
+
+def trace(path: Path, all_threads: bool = True) -> list[dict[str, Any]]:
+    """The events that torch.profiler writes about a step."""
+    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    with pipe() as one:
+        one(torch.ones(2, 4)).sum().backward()  # the first time torch takes long
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+            one(torch.ones(2, 4)).sum().backward()
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.slow
+def test_each_task_is_in_the_trace_once_on_the_thread_that_ran_it(tmp_path: Path) -> None:
+    events = trace(tmp_path / "trace.json")
+    threads: dict[str, set[int]] = {}
+    for letter in "FRB":
+        for i, j in PLACES:
+            (event,) = (event for event in events if event["name"] == f"{letter}[{i},{j}]")
+            threads.setdefault(f"{letter}{j}", set()).add(event["tid"])
+    assert all(len(of) == 1 for of in threads.values())
+    assert threads["F0"] != threads["F1"]
+    assert threads["R0"] == threads["B0"] == {threading.get_native_id()}
+
+
+@pytest.mark.slow
+def test_the_operations_of_a_task_are_inside_of_its_range(tmp_path: Path) -> None:
+    events = trace(tmp_path / "trace.json")
+    for letter in "FR":
+        for i, j in PLACES:
+            (task,) = (event for event in events if event["name"] == f"{letter}[{i},{j}]")
+            end = task["ts"] + task["dur"]
+            own = [event for event in events if event["tid"] == task["tid"]]
+            inside = [
+                event["name"]
+                for event in own
+                if task["ts"] <= event["ts"] and event["ts"] + event["dur"] <= end
+            ]
+            assert "aten::linear" in inside
+
+
+@pytest.mark.slow
+def test_who_profiles_the_own_thread_alone_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_told", [])
+    with caplog.at_level(logging.WARNING, "pipert"):
+        names = {event["name"] for event in trace(tmp_path / "trace.json", all_threads=False)}
+        trace(tmp_path / "trace.json", all_threads=False)
+    assert "R[0,0]" in names and "F[0,0]" not in names
+    (record,) = caplog.records
+    assert "profile_all_threads=True" in record.getMessage()
+
+
+@pytest.mark.slow
+def test_who_profiles_all_threads_is_told_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranges, "_told", [])
+    with caplog.at_level(logging.WARNING, "pipert"):
+        trace(tmp_path / "trace.json")
+    assert not caplog.records
+
+
+def test_nobody_looks_without_a_profiler() -> None:
+    assert not ranges.profiler_looks()
+
+
+@pytest.mark.slow
+def test_under_nsight_somebody_looks() -> None:
+    code = "from pipert.recording.ranges import profiler_looks as p; import sys; sys.exit(not p())"
+    environment = {**os.environ, "NSYS_PROFILING_SESSION_ID": "1"}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
+
+
+def test_on_cuda_ranges_and_marks_are_nvtx_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    nvtx = torch.cuda.nvtx
+    monkeypatch.setattr(nvtx, "range_push", lambda name: log.append(f"push {name}"))
+    monkeypatch.setattr(nvtx, "range_pop", lambda: log.append("pop"))
+    monkeypatch.setattr(nvtx, "mark", lambda name: log.append(f"mark {name}"))
+    with pytest.raises(ZeroDivisionError), ranges.task_range("F[0,0]", torch.device("cuda", 0)):
+        ranges.mark("B[0,0]", torch.device("cuda", 0))
+        raise ZeroDivisionError
+    assert log == ["push F[0,0]", "mark B[0,0]", "pop"]

@@ -1,0 +1,355 @@
+"""What is recorded of a pipe on CPU: each task once, where and when it really ran."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from pipert import Event, Pipe, Timeline
+from pipert.recorded_lane import RecordedLane
+from pipert.recording.recorder import Span
+from pipert.skip import pop, skippable, stash
+
+M, N = 4, 3
+
+
+def model() -> nn.Sequential:
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def pipe_of(module: nn.Sequential, n: int = N, **options: Any) -> Pipe:
+    balance = [len(module) // n] * n
+    return Pipe(module, balance, devices=["cpu"] * n, **{"chunks": M, **options})
+
+
+def batch() -> Tensor:
+    return torch.randn(2 * M, 4)
+
+
+def record_step(pipe: Pipe, x: Tensor) -> Timeline:
+    with pipe.record() as timeline:
+        pipe(x).sum().backward()
+    return timeline
+
+
+def tasks(timeline: Timeline, kind: str) -> Counter[tuple[int, int]]:
+    return Counter((event.i, event.j) for event in timeline.events if event.kind == kind)
+
+
+def only(timeline: Timeline, kind: str, i: int, j: int) -> Event:
+    (event,) = (e for e in timeline.events if (e.kind, e.i, e.j) == (kind, i, j))
+    return event
+
+
+EACH_ONCE = Counter({(i, j): 1 for i in range(M) for j in range(N)})
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+def test_each_forward_and_backward_is_there_once(checkpoint: str) -> None:
+    with pipe_of(model(), checkpoint=checkpoint) as pipe:
+        timeline = record_step(pipe, batch())
+    assert tasks(timeline, "forward") == tasks(timeline, "backward") == EACH_ONCE
+
+
+@pytest.mark.parametrize(
+    "checkpoint, recomputed", [("always", M), ("except_last", M - 1), ("never", 0)]
+)
+def test_each_recomputation_is_there_once(checkpoint: str, recomputed: int) -> None:
+    with pipe_of(model(), checkpoint=checkpoint) as pipe:
+        timeline = record_step(pipe, batch())
+    expected = Counter({(i, j): 1 for i in range(recomputed) for j in range(N)})
+    assert tasks(timeline, "recompute") == expected
+
+
+def test_a_partition_that_is_not_first_waits_for_each_input() -> None:
+    with pipe_of(model()) as pipe:
+        timeline = record_step(pipe, batch())
+    assert tasks(timeline, "wait") == Counter({(i, j): 1 for i in range(M) for j in range(1, N)})
+
+
+def test_without_grad_there_is_no_backward() -> None:
+    with pipe_of(model()) as pipe, torch.no_grad(), pipe.record() as timeline:
+        pipe(batch())
+    assert {event.kind for event in timeline.events} == {"forward", "wait"}
+
+
+def test_tasks_are_in_the_order_of_what_they_need() -> None:
+    with pipe_of(model()) as pipe:
+        timeline = record_step(pipe, batch())
+    for i in range(M):
+        for j in range(N):
+            forward, backward = (only(timeline, kind, i, j) for kind in ("forward", "backward"))
+            assert forward.start <= forward.end <= backward.start <= backward.end
+            if j > 0:
+                assert only(timeline, "forward", i, j - 1).end <= forward.start
+                assert backward.end <= only(timeline, "backward", i, j - 1).start
+            if i > 0:
+                assert only(timeline, "forward", i - 1, j).end <= forward.start
+                assert backward.end <= only(timeline, "backward", i - 1, j).start
+            if i < M - 1:
+                recompute = only(timeline, "recompute", i, j)
+                assert forward.end <= recompute.start <= recompute.end <= backward.start
+
+
+class MeetAt(nn.Module):
+    """Waits at one of its calls for another such layer."""
+
+    def __init__(self, barrier: threading.Barrier, call: int) -> None:
+        super().__init__()
+        self.barrier = barrier
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.call == 0:
+            self.barrier.wait(10)
+        self.call -= 1
+        return x
+
+
+def test_tasks_that_run_at_the_same_time_overlap() -> None:
+    barrier = threading.Barrier(2)  # at which F[1,0] and F[0,1] meet
+    module = nn.Sequential(MeetAt(barrier, 1), MeetAt(barrier, 0))
+    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe:
+        with pipe.record() as timeline:
+            pipe(torch.ones(2, 1))
+    one, other = only(timeline, "forward", 1, 0), only(timeline, "forward", 0, 1)
+    assert max(one.start, other.start) < min(one.end, other.end)
+
+
+def test_events_say_which_run_clock_and_device() -> None:
+    with pipe_of(model()) as pipe:
+        pipe(batch())
+        with pipe.record() as timeline:
+            pipe(batch())
+    event = only(timeline, "forward", 2, 1)
+    assert (event.run, event.clock, event.name) == (1, 3, "F[2,1]")
+    assert event.device == torch.device("cpu")
+
+
+class _Noted(torch.autograd.Function):
+    """Calls ``note`` in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Any) -> Tensor:
+        ctx.note = note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return grads[0], None
+
+
+class Note(nn.Module):
+    def __init__(self, note: Any) -> None:
+        super().__init__()
+        self.note = note
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Noted.apply(x, self.note)  # type: ignore[no-untyped-call]
+        return y
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_runs_in_a_backward_is_inside_of_its_event(requires_grad: bool) -> None:
+    open_at: list[int] = []
+    closed_at: list[int] = []
+    timeline: Timeline
+
+    def spans() -> list[Span]:
+        return timeline._recording.spans  # type: ignore[attr-defined,no-any-return]
+
+    def note() -> None:
+        backwards = [span for span in spans() if span.kind == "backward"]
+        open_at.append(len(backwards))
+        closed_at.append(sum(span.end is not None for span in backwards))
+
+    module = nn.Sequential(nn.Linear(4, 4), Note(note), nn.Linear(4, 4))
+    with Pipe(module, [3], devices=["cpu"], chunks=2) as pipe, pipe.record() as timeline:
+        pipe(torch.ones(2, 4, requires_grad=requires_grad)).sum().backward()
+    assert open_at == [1, 2]
+    assert closed_at[0] <= 1 and len(tasks(timeline, "backward")) == 2
+    assert all(span.end is not None for span in spans())
+
+
+def test_a_second_backward_is_recorded_again() -> None:
+    with pipe_of(model(), checkpoint="never") as pipe, pipe.record() as timeline:
+        loss = pipe(batch()).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert tasks(timeline, "backward") == Counter({place: 2 for place in EACH_ONCE})
+
+
+def test_a_backward_that_ends_early_is_recorded_as_far_as_it_went() -> None:
+    with pipe_of(model(), checkpoint="never") as pipe, pipe.record() as timeline:
+        torch.autograd.grad(pipe(batch()).sum(), list(pipe.partitions[N - 1].parameters()))
+    assert set(tasks(timeline, "backward")) == {(i, N - 1) for i in range(M)}
+
+
+def test_backwards_that_share_a_node_do_not_overlap() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    parametrize.register_parametrization(module[0], "weight", nn.Tanh())
+    with Pipe(module, [2], devices=["cpu"], chunks=3, checkpoint="never") as pipe:
+        with pipe.record() as timeline, parametrize.cached():
+            pipe(torch.ones(3, 4)).sum().backward()
+    backwards = [event for event in timeline.events if event.kind == "backward"]
+    assert [event.i for event in backwards] == [2, 1, 0]
+    assert all(one.end <= next.start for one, next in zip(backwards, backwards[1:], strict=False))
+
+
+def test_only_calls_inside_of_the_block_are_recorded_with_their_backwards_in_it() -> None:
+    with pipe_of(model()) as pipe:
+        before = pipe(batch()).sum()
+        with pipe.record() as timeline:
+            before.backward()
+            inside = pipe(batch()).sum()
+        inside.backward()
+        pipe(batch()).sum().backward()
+    assert {event.run for event in timeline.events} == {1}
+    assert {event.kind for event in timeline.events} == {"forward", "wait"}
+
+
+def test_two_recordings_see_what_is_inside_of_each() -> None:
+    with pipe_of(model()) as pipe, pipe.record() as outer:
+        pipe(batch())
+        with pipe.record() as inner:
+            pipe(batch())
+        pipe(batch())
+    assert {event.run for event in outer.events} == {0, 1, 2}
+    assert {event.run for event in inner.events} == {1}
+
+
+def test_calls_of_other_threads_are_recorded() -> None:
+    with pipe_of(model()) as pipe, pipe.record() as timeline:
+        thread = threading.Thread(target=pipe, args=(batch(),))
+        thread.start()
+        thread.join()
+    assert tasks(timeline, "forward") == EACH_ONCE
+
+
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def test_of_a_call_that_fails_is_recorded_what_ran() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), Fails())
+    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe, pipe.record() as timeline:
+        with pytest.raises(ZeroDivisionError):
+            pipe(torch.ones(2, 4))
+    assert (0, 1) in tasks(timeline, "forward")
+    assert timeline.layer_seconds is None  # of no task of partition 1 all layers ran
+
+
+def test_a_pipe_that_is_not_recorded_has_plain_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(RecordedLane, "__init__", lambda *args: made.append(args))
+    with pipe_of(model()) as pipe:
+        with pipe.record():
+            pass
+        pipe(batch()).sum().backward()
+    assert not made
+
+
+def test_layers_are_timed() -> None:
+    with pipe_of(model()) as pipe:
+        timeline = record_step(pipe, batch())
+    seconds = timeline.layer_seconds
+    assert seconds is not None and [len(of) for of in seconds] == pipe.balance
+    assert all(took > 0 for of in seconds for took in of)
+
+
+def test_a_timeline_keeps_no_tensor() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+
+    class Watch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            alive.append(weakref.ref(y))
+            return y
+
+    module = nn.Sequential(nn.Linear(4, 4), Watch(), Watch(), nn.Linear(4, 4))
+    with Pipe(module, [2, 2], devices=["cpu", "cpu"], chunks=2, checkpoint="always") as pipe:
+        gc.collect()
+        gc.disable()
+        try:
+            with pipe.record() as timeline:
+                pipe(torch.ones(2, 4)).sum().backward()
+            assert len(alive) == 8 and not any(ref() is not None for ref in alive)
+        finally:
+            gc.enable()
+    assert timeline.events
+
+
+def test_a_timeline_does_not_keep_the_pipe() -> None:
+    pipe = pipe_of(model())
+    gone = weakref.ref(pipe)
+    with pipe.record() as timeline:
+        pipe(batch())
+    del pipe
+    gc.collect()
+    assert gone() is None and tasks(timeline, "forward") == EACH_ONCE
+
+
+def test_a_pipe_inside_of_a_layer_is_recorded_by_itself() -> None:
+    inner = pipe_of(model())
+    with inner, Pipe(nn.Sequential(inner), [1], devices=["cpu"], chunks=1) as outer:
+        with outer.record() as of_outer, inner.record() as of_inner:
+            outer(batch()).sum().backward()
+    assert set(tasks(of_outer, "forward")) == {(0, 0)}
+    assert tasks(of_inner, "forward") == tasks(of_inner, "backward") == EACH_ONCE
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
+
+
+def stashing() -> nn.Sequential:
+    layers = [nn.Linear(4, 4), Stash(), nn.Dropout(), nn.ReLU(inplace=True), Pop()]
+    return nn.Sequential(*layers, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("build", [model, stashing])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_what_is_computed_is_the_same_bit_for_bit(
+    build: Any, checkpoint: str, requires_grad: bool
+) -> None:
+    results = []
+    x = batch()
+    torch.manual_seed(1)
+    module = build()
+    for recorded in (False, True):
+        torch.manual_seed(2)
+        module.zero_grad()
+        leaf = x.clone().requires_grad_(requires_grad)
+        with pipe_of(module, checkpoint=checkpoint) as pipe:
+            if recorded:
+                with pipe.record():
+                    y = pipe(leaf)
+                    y.square().sum().backward()
+            else:
+                y = pipe(leaf)
+                y.square().sum().backward()
+        results.append([y.detach(), leaf.grad, *[p.grad for p in module.parameters()]])
+    for plain, of_recorded in zip(*results, strict=True):
+        assert plain is None and of_recorded is None or torch.equal(plain, of_recorded)

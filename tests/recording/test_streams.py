@@ -1,0 +1,116 @@
+"""What is recorded between devices: copies there and back, and waits for them.
+
+Streams are faked (see ``tests/lanes.py``), and moments are what was last asked of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipert import Event
+from pipert.recording import backward, recorder, stamp
+from pipert.recording.event import COPY, WAIT
+from pipert.recording.recorder import Recording
+from tests.lanes import CPU, META, FakeStream, FakeStreams, run_between_devices
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
+    fake = FakeStreams(monkeypatch)
+
+    def note(device: torch.device, stream: FakeStream | None = None) -> float:
+        fake.log.append(f"stamp on <{stream.name}>" if stream else f"stamp on {device}")
+        return float(len(fake.log))
+
+    for module in (recorder, backward):
+        monkeypatch.setattr(module, "stamp", note)
+    monkeypatch.setattr("pipert.recorded_lane.stamp", note)
+    return fake
+
+
+def record_step(fake: FakeStreams) -> tuple[list[Event], Tensor]:
+    recording = Recording([CPU, META])
+    y = run_between_devices(fake, recording=recording)
+    torch.autograd.backward(y.sum())
+    return recording.events(), y
+
+
+def of(events: list[Event], kind: str) -> list[Event]:
+    return [event for event in events if event.kind == kind]
+
+
+def test_a_copy_and_the_one_back_say_from_where_to_where_and_how_much(fake: FakeStreams) -> None:
+    there, back = of(record_step(fake)[0], COPY)
+    assert (there.j, there.origin, there.device, there.source, there.bytes) == (1, 0, META, CPU, 8)
+    assert (back.j, back.origin, back.device, back.source, back.bytes) == (0, 1, CPU, META, 8)
+
+
+def around(log: list[str], what: str) -> tuple[str, str]:
+    """The entries right before and right after the one that is ``what``."""
+    place = log.index(what)
+    return log[place - 1], log[place + 1]
+
+
+def test_copies_are_stamped_on_the_stream_that_does_them(fake: FakeStreams) -> None:
+    record_step(fake)
+    there = around(fake.log, "copy from <copy cpu 0> to <copy meta 0>")
+    back = around(fake.log, "copy from <copy meta 0> to <copy cpu 0>")
+    assert there == ("stamp on <copy cpu 0>",) * 2
+    assert back == ("stamp on <copy meta 0>",) * 2
+
+
+@pytest.fixture
+def same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of the same name are equal, as those of CUDA are."""
+    monkeypatch.setattr(FakeStream, "__eq__", lambda one, other: one.name == other.name)
+
+
+def test_waits_are_stamped_on_the_stream_that_waits(
+    fake: FakeStreams, same_streams: None
+) -> None:
+    events = of(record_step(fake)[0], WAIT)
+    assert [(event.i, event.j) for event in events] == [(0, 1), (0, 0)]
+    there = around(fake.log, "<compute meta> waits for <copy meta 0>")
+    back = around(fake.log, "<compute cpu> waits for <copy cpu 0>")
+    assert there == ("stamp on <compute meta>",) * 2
+    assert back == ("stamp on <compute cpu>",) * 2
+
+
+class FakeEvent:
+    """A CUDA event: its stream comes to it ``late`` ms after the first one."""
+
+    def __init__(self, late: float) -> None:
+        self.late = late
+        self.waited = False
+
+    def synchronize(self) -> None:
+        self.waited = True
+
+    def elapsed_time(self, later: FakeEvent) -> float:
+        assert later.waited, "the device has not come so far"
+        return later.late - self.late
+
+
+def test_cuda_moments_are_dated_by_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda", 0)
+    order: list[str] = []
+    first = FakeEvent(5.0)
+
+    def note(device: torch.device, stream: Any = None) -> FakeEvent:
+        order.append("stamp")
+        return first
+
+    monkeypatch.setattr(stamp, "stamp", note)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: order.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    origin = stamp.Origin([CPU, cuda])
+    assert order == ["synchronize", "stamp"] and first.waited
+    late: list[Any] = [FakeEvent(15.0), FakeEvent(35.0)]
+    ten, thirty = (origin.date(event, cuda) for event in late)
+    assert thirty - ten == pytest.approx(0.020)
+    assert 0.010 <= ten < 1.0
+    assert origin.knows(cuda) and origin.knows(CPU) and not origin.knows(torch.device("cuda", 1))

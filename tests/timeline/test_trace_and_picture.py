@@ -1,0 +1,216 @@
+"""The trace that Perfetto reads, the picture, and the command that makes both of any script."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipert
+from pipert import Event, Pipe, Timeline
+
+CUDA = [torch.device("cuda", k) for k in range(2)]
+
+EVENTS = [
+    Event("forward", 0, 0, CUDA[0], 0.0, 1.0),
+    Event("copy", 0, 1, CUDA[1], 1.0, 1.25, source=CUDA[0], origin=0, bytes=8),
+    Event("forward", 0, 1, CUDA[1], 1.5, 2.0),
+    Event("backward", 0, 1, CUDA[1], 2.0, 3.0),
+    Event("copy", 0, 0, CUDA[0], 3.0, 3.5, source=CUDA[1], origin=1, bytes=8),
+    Event("recompute", 0, 0, CUDA[0], 3.0, 3.25),
+    Event("backward", 0, 0, CUDA[0], 3.5, 4.5),
+]
+
+
+def saved(timeline: Timeline, path: Path) -> list[dict[str, Any]]:
+    timeline.save(path)
+    records: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return records
+
+
+def test_each_event_is_a_box_of_its_length(tmp_path: Path) -> None:
+    records = saved(Timeline(EVENTS, CUDA), tmp_path / "trace.json")
+    boxes = [(r["name"], r["ts"], r["dur"], r["cat"]) for r in records if r["ph"] == "X"]
+    expected = [(e.name, 1e6 * e.start, 1e6 * e.seconds, e.kind) for e in EVENTS]
+    assert sorted(boxes) == sorted(expected)
+
+
+def test_each_device_has_a_lane_for_what_it_computes_and_one_for_its_copies(tmp_path: Path) -> None:
+    records = saved(Timeline(EVENTS, CUDA), tmp_path / "trace.json")
+    names = {r["tid"]: r["args"]["name"] for r in records if r["name"] == "thread_name"}
+    assert set(names.values()) == {"cuda:0", "cuda:0 copies", "cuda:1", "cuda:1 copies"}
+    lanes = {(r["name"], names[r["tid"]]) for r in records if r["ph"] == "X"}
+    assert lanes == {
+        ("F[0,0]", "cuda:0"), ("F[0,1]", "cuda:1"), ("R[0,0]", "cuda:0"), ("B[0,1]", "cuda:1"),
+        ("B[0,0]", "cuda:0"), ("copy 0: 0 to 1", "cuda:1 copies"),
+        ("copy 0: 1 to 0", "cuda:0 copies"),
+    }  # fmt: skip
+
+
+def box_at(records: list[dict[str, Any]], arrow: dict[str, Any]) -> str:
+    """The name of the box that an end of an arrow is in."""
+    inside = [
+        record["name"]
+        for record in records
+        if record["ph"] == "X"
+        and record["tid"] == arrow["tid"]
+        and record["ts"] <= arrow["ts"] < record["ts"] + record["dur"]
+    ]
+    return str(inside[0])
+
+
+def arrows(records: list[dict[str, Any]]) -> Counter[tuple[str, str]]:
+    ends: dict[int, dict[str, str]] = {}
+    for record in records:
+        if record["ph"] in "sf":
+            ends.setdefault(record["id"], {})[record["ph"]] = box_at(records, record)
+    return Counter((ends[number]["s"], ends[number]["f"]) for number in ends)
+
+
+def test_arrows_go_from_task_to_task_by_way_of_the_copy(tmp_path: Path) -> None:
+    records = saved(Timeline(EVENTS, CUDA), tmp_path / "trace.json")
+    there = [("F[0,0]", "copy 0: 0 to 1"), ("copy 0: 0 to 1", "F[0,1]")]
+    back = [("B[0,1]", "copy 0: 1 to 0"), ("copy 0: 1 to 0", "B[0,0]")]
+    assert arrows(records) == Counter([*there, *back])
+
+
+def test_arrows_of_a_real_pipe_go_from_each_task_to_the_next(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe:
+        with pipe.record() as timeline:
+            pipe(torch.ones(2, 4)).sum().backward()
+    found = arrows(saved(timeline, tmp_path / "trace.json"))
+    expected = [(f"F[{i},0]", f"F[{i},1]") for i in range(2)]
+    assert found == Counter([*expected, *[(f"B[{i},1]", f"B[{i},0]") for i in range(2)]])
+
+
+needs_matplotlib = pytest.mark.skipif(
+    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib, the extra 'plot'"
+)
+
+
+@needs_matplotlib
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "suffix, start", [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
+def test_a_picture_is_of_the_format_that_its_name_says(
+    tmp_path: Path, suffix: str, start: bytes
+) -> None:
+    path = tmp_path / f"timeline.{suffix}"
+    Timeline(EVENTS, CUDA).plot(path, "One step")
+    assert path.read_bytes().startswith(start)
+
+
+@needs_matplotlib
+@pytest.mark.slow
+def test_a_picture_shows_lanes_micro_batches_kinds_and_the_title(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.svg"
+    Timeline(EVENTS, CUDA).plot(path, "One step")
+    text = path.read_text()
+    for word in (">One step<", ">cuda:0<", ">cuda:1<", ">forward<", ">recompute<", ">copy<", ">0<"):
+        assert word in text
+    assert ">wait<" not in text
+
+
+@needs_matplotlib
+@pytest.mark.slow
+def test_the_same_timeline_gives_the_same_picture(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{k}.svg" for k in range(2)]
+    for path in paths:
+        Timeline(EVENTS, CUDA).plot(path)
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"pip install 'pipert\[plot\]'"):
+        Timeline(EVENTS, CUDA).plot(tmp_path / "timeline.svg")
+
+
+@pytest.mark.slow
+def test_importing_pipert_does_not_import_matplotlib() -> None:
+    code = "import sys, pipert; sys.exit('matplotlib' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from pipert import Pipe
+
+if __name__ == "__main__":
+    for _ in range(int(sys.argv[1])):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2)
+        for _ in range(5):
+            pipe(torch.ones(2, 4)).sum().backward()
+    print("done", sys.argv)
+    sys.exit(3)
+"""
+
+
+def run_traced(folder: Path, *options: str, pipes: int = 1) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-W", "ignore", "-m", "pipert", "trace", *options]
+    paths = [str(Path(pipert.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [*command, "script.py", str(pipes), "--own", "option"],
+        cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=60,
+        capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def runs_in(path: Path) -> set[int]:
+    records = json.loads(path.read_text())["traceEvents"]
+    return {record["args"]["run"] for record in records if record["ph"] == "X"}
+
+
+@pytest.mark.slow
+def test_a_script_is_traced_without_a_change_and_ends_as_it_does(tmp_path: Path) -> None:
+    ended = run_traced(tmp_path)
+    assert ended.returncode == 3
+    assert "done ['script.py', '1', '--own', 'option']" in ended.stdout
+    assert "Bubble:" in ended.stderr
+    assert runs_in(tmp_path / "trace.json") == {2, 3, 4}
+
+
+@pytest.mark.slow
+def test_calls_are_skipped_and_counted_with_their_backwards(tmp_path: Path) -> None:
+    run_traced(tmp_path, "--skip", "1", "--calls", "2", "--out", "here.json")
+    assert runs_in(tmp_path / "here.json") == {1, 2}
+    records = json.loads((tmp_path / "here.json").read_text())["traceEvents"]
+    backwards = [r for r in records if r.get("cat") == "backward" and r["args"]["run"] == 2]
+    assert len(backwards) == 4
+
+
+@pytest.mark.slow
+def test_each_pipe_has_a_trace_of_its_own(tmp_path: Path) -> None:
+    run_traced(tmp_path, "--skip", "0", pipes=2)
+    assert runs_in(tmp_path / "trace.json") == runs_in(tmp_path / "trace-1.json") == set(range(5))
+
+
+@pytest.mark.slow
+def test_a_script_that_calls_too_little_is_told_so(tmp_path: Path) -> None:
+    ended = run_traced(tmp_path, "--skip", "5")
+    assert "no call was recorded: 1 pipes were made" in ended.stderr
+    assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--calls", "0"], ["--skip", "-1"]])
+def test_impossible_numbers_are_refused(tmp_path: Path, options: list[str]) -> None:
+    ended = run_traced(tmp_path, *options)
+    assert ended.returncode == 2 and "--skip must not be negative" in ended.stderr
