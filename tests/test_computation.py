@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
+from tests.layers import Apply
 
 
 class Ask(nn.Module):
@@ -135,15 +136,6 @@ def test_an_inner_pipe_hears_that_the_outer_one_checkpoints_and_recomputes() -> 
 
 
 # Notes --------------------------------------------------------------------------------------------
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def fail(*args: Any, **kwargs: Any) -> Any:

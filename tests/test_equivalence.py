@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
+from tests.layers import Apply
 
 MODES = ["always", "except_last", "never"]
 BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
@@ -33,17 +34,6 @@ def _one_intra_op_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Apply(nn.Module):
-    """A layer that calls a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 class AddInPlace(nn.Module):

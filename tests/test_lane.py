@@ -24,17 +24,9 @@ from pipert.stream import CopyStreams
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 from tests.lanes import CPU, META, Driven, FakeStream, FakeStreams, run_between_devices
+from tests.layers import Apply
 
 TIMEOUT = 3.0  # s
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 def chain(y: Tensor) -> list[str]:

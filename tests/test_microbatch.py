@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipert import Pipe, Replicate, is_checkpointing
 from pipert.microbatch import Arguments, gather, scatter
+from tests.layers import Apply
 
 same = torch.testing.assert_close
 same(0, 0)  # the first call imports for half a second, which is no test's fault
@@ -68,17 +69,6 @@ class Ambiguous:
 
 torch.export.register_dataclass(Registered)
 pytree.register_pytree_node(Box, lambda box: ([box.content], None), lambda c, _: Box(*c))
-
-
-class Apply(nn.Module):
-    """A layer that calls a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def call(functions: list[Callable[..., Any]], *args: Any, chunks: int = 2, **kwargs: Any) -> Any:

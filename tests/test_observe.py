@@ -14,18 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Observer, Pipe, PipeClosedError, RunInfo, TaskInfo, WorkerDiedError
+from tests.layers import Apply
 
 CPU = torch.device("cpu")
 X = torch.arange(8.0).reshape(8, 1)
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 class Log(Observer):

@@ -36,6 +36,7 @@ from pipert import (
 )
 from pipert.progress import Progress
 from pipert.workers.worker import WorkerThread
+from tests.callers import Caller
 
 TIMEOUT = 3.0  # s; how long anything here waits before it is taken for a hang
 
@@ -78,31 +79,6 @@ class Events(dict[Task, threading.Event]):
     def __missing__(self, task: Task) -> threading.Event:
         with self._lock:
             return self.setdefault(task, threading.Event())
-
-
-class Caller(threading.Thread):
-    """Calls ``function`` on a thread of its own."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._function = function
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._function()
-        except BaseException as error:  # noqa: B036  raised by result
-            self._error = error
-
-    def result(self) -> Any:
-        """What ``function`` returned; what it raised is raised here."""
-        self.join(TIMEOUT)
-        assert not self.is_alive(), "the call hangs"
-        if self._error is not None:
-            raise self._error
-        return self._result
 
 
 class Failures:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pickle
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,18 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, Statistics, TaskStatus
+from tests.layers import Apply
 
 X = torch.arange(8.0).reshape(8, 1)
 WAIT = 10.0  # s
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
 
 
 def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:

@@ -22,21 +22,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipert import NestedCheckpointError, Pipe, is_recomputing
 from pipert.autograd.drawing import _DETERMINISTIC, FUNCTIONS_THAT_DRAW, may_draw
+from tests.layers import Apply
 
 TIMEOUT = 3.0  # s
 
 MODES = ["always", "except_last", "never"]
-
-
-class Apply(nn.Module):
-    """A layer that is a function; nothing is known about it."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
 
 
 def pipe_of(*layers: nn.Module, chunks: int = 4, checkpoint: str = "except_last") -> Pipe:

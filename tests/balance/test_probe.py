@@ -14,6 +14,7 @@ from torch.nn.utils import weight_norm
 
 from pipert.balance import Arguments, balance_by_size, balance_by_time, layer_sizes, layer_times
 from pipert.skip import pop, skippable, stash
+from tests.layers import Apply
 
 MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
     "times": lambda module, sample: layer_times(module, sample, timeout=0),
@@ -21,15 +22,6 @@ MEASURES: dict[str, Callable[[nn.Sequential, Any], Any]] = {
 }
 
 measured = pytest.mark.parametrize("measure", MEASURES.values(), ids=MEASURES)
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def model() -> nn.Sequential:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,15 +18,7 @@ from pipert import Observer, Pipe, PipelineTimeout, ReentrantCallError, TaskInfo
 from pipert.ledger import Ledger
 from tests.faults.injector import until
 from tests.faults.stuck import SHORT, WAIT, Stuck
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
+from tests.layers import Apply
 
 
 @pytest.fixture

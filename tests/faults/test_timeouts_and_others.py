@@ -8,7 +8,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -22,35 +21,10 @@ from pipert import (
     is_recomputing,
     runtime,
 )
+from tests.callers import Caller
 from tests.faults.injector import until
 from tests.faults.stuck import SHORT, WAIT, Stuck, until_back
 from tests.test_exit import PRELUDE, SWEEP, run
-
-
-class Caller(threading.Thread):
-    """Calls ``function`` on a thread of its own."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        super().__init__(daemon=True)
-        self._function = function
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._result = self._function()
-        except BaseException as error:  # noqa: B036  raised by result
-            self._error = error
-
-    def result(self) -> Any:
-        """What ``function`` returned; what it raised is raised here."""
-        self.join(WAIT)
-        assert not self.is_alive(), "the call hangs"
-        if self._error is not None:
-            raise self._error
-        return self._result
-
 
 # Other callers ------------------------------------------------------------------------------------
 

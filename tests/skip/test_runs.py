@@ -16,6 +16,7 @@ from pipert import Pipe, is_checkpointing, is_recomputing, runtime
 from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
 from pipert.value import tensors_of
+from tests.layers import Apply
 
 Forward = Generator[Any, Any, Any]
 
@@ -57,15 +58,6 @@ class PopAdd(Skippable):
         a = yield pop("a")
         self.note(a)
         return (x + a) * self.weight
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 def pipe_of(*layers: nn.Module, balance: list[int] | None = None, **options: Any) -> Pipe:

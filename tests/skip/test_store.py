@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipert.skip import Namespace, pop, skippable, stash
 from pipert.skip.namespace import Key
 from pipert.skip.store import ABSENT, Store, current_store
+from tests.layers import Apply
 
 Forward = Generator[Any, Any, Any]
 
@@ -39,15 +40,6 @@ class PopAdd(nn.Module):
     def forward(self, x: Tensor) -> Forward:
         a = yield pop("a")
         return x + a
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Any:
-        return self.function(x)
 
 
 def fail(_: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.value import tensors_of
+from tests.layers import Apply
 
 Forward = Generator[Any, Any, Any]
 
@@ -57,15 +58,6 @@ class Pop(Skippable):
 
     def forward(self, x: Tensor) -> Forward:
         return self.function(x, (yield pop("a")))
-
-
-class Apply(nn.Module):
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
