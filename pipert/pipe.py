@@ -112,10 +112,11 @@ class Pipe(Partitioned):
         """Run a mini-batch.
 
         Args:
-            *args, **kwargs: go to the first layer; every later layer gets the one value before it.
-                Any pytree. Tensors with at least one dimension are split along dimension 0, into
+            *args: go to the first layer; every later layer gets the one value before it. Any
+                pytree. Tensors with at least one dimension are split along dimension 0, into
                 ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
                 else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
+            **kwargs: likewise.
             timeout: seconds, in place of the pipe's for this call; ``math.inf`` for no limit. The
                 first layer does not get it.
 

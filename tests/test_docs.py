@@ -1,34 +1,226 @@
-"""What the pages of the documentation show does run."""
+"""What the documentation shows does run, its links lead somewhere, nothing public is left out."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import re
+import runpy
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [
-    "balance", "batchnorm", "embedding", "running_for_weeks", "several_machines", "skips",
-    "when_it_fails",
-]  # fmt: skip
+import pipert
+import pipert.balance
+import pipert.skip
+from pipert import Pipe
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+OUTSIDE = [ROOT / "README.md", *(ROOT / f / "README.md" for f in ("examples", "benchmarks"))]
+PAGES = [*sorted(DOCS.glob("*.md")), *OUTSIDE]
+
+CODE = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+PLACE = re.compile(r"\]\(([^)#:]+)#([^)]+)\)")
+KINDS = {"python", "bash", "sh", "text"}
+NEEDS = {
+    "running_for_weeks": ("prometheus_client",),
+    "seeing": ("matplotlib",),
+    "several_machines": ("numpy",),
+}
+
+
+def named(page: Path) -> str:
+    return page.stem if page.parent == DOCS else str(page.relative_to(ROOT))
+
+
+def given(page: Path) -> dict[str, object]:
+    """What a reader of ``page`` is expected to have. The pages of the site show all they use."""
+    if page != OUTSIDE[0]:
+        return {}
+    if torch.cuda.device_count() == 1:
+        pytest.skip("two partitions need two GPUs, or none")
+    a, b, c, d = (nn.Linear(8, 8) for _ in range(4))
+    data = [(torch.randn(16, 8), torch.randn(16, 8))]
+    return {"torch": torch, "nn": nn, "a": a, "b": b, "c": c, "d": d, "data": data,
+            "loss_fn": nn.functional.mse_loss}  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("page", PAGES)
-def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
-    file = DOCS / f"{page}.md"
-    text = file.read_text()
-    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
+@pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=named)
+def test_the_code_of_a_page_runs_from_top_to_bottom(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for package in NEEDS.get(page.stem, ()):
+        pytest.importorskip(package, reason="the page uses it")
+    monkeypatch.chdir(tmp_path)  # where pages that write files do so
+    text = page.read_text()
+    names = given(page)
+    for block in CODE.finditer(text):
         # On the lines where they stand, so that tracebacks show them.
         lines_before = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * lines_before + block[1], str(file), "exec"), names)
+        exec(compile("\n" * lines_before + block[1], str(page), "exec"), names)
 
 
-def test_each_page_with_code_is_run() -> None:
-    with_code = {file.stem for file in DOCS.glob("*.md") if "```python" in file.read_text()}
-    assert with_code == set(PAGES)
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_block_of_a_page_says_what_it_is(page: Path) -> None:
+    """Only what is called ``python`` is run: code must not be called anything else."""
+    fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
+    assert {fence.strip() for fence in fences if "{" not in fence} <= KINDS
+    assert ">>>" not in page.read_text()
+
+
+# The reference ------------------------------------------------------------------------------------
+
+
+def optional(name: str) -> list[ModuleType]:
+    try:
+        return [importlib.import_module(name)]
+    except ImportError:
+        return []
+
+
+MODULES = [pipert, pipert.skip, pipert.balance, *optional("pipert.prometheus")]
+PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_what_is_public_is_in_the_reference(module: ModuleType, name: str) -> None:
+    """If this fails: add the name to docs/api.md."""
+    shown = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)", (DOCS / "api.md").read_text(), re.M)
+    assert f"{module.__name__}.{name}" in shown
+
+
+def examples_in(thing: object, name: str) -> list[doctest.DocTest]:
+    finder = doctest.DocTestFinder(recurse=isinstance(thing, type), exclude_empty=True)
+    return [found for found in finder.find(thing, name, module=False) if found.examples]
+
+
+EXAMPLES = [
+    found
+    for thing, name in [
+        *((module, module.__name__) for module in MODULES),
+        *((getattr(module, name), f"{module.__name__}.{name}") for module, name in PUBLIC),
+    ]
+    for found in examples_in(thing, name)
+]
+
+
+class Checker(doctest.OutputChecker):
+    """An example that shows no output may have any: what counts is that it runs."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+class Table(nn.Module):
+    """A first layer with a second argument."""
+
+    def forward(self, x: torch.Tensor, attention_bias: torch.Tensor | None = None) -> torch.Tensor:
+        return x if attention_bias is None else x + attention_bias
+
+
+def known(pipe: Pipe) -> dict[str, Any]:
+    """What the examples of the reference use and do not make."""
+    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    for module in (pipert, pipert.skip, pipert.balance):
+        names |= {name: getattr(module, name) for name in module.__all__}
+    (skips,) = examples_in(pipert.skip, "pipert.skip")
+    for example in skips.examples:
+        exec(example.source, names)
+    a, b, c, d = (nn.Linear(8, 8) for _ in range(4))
+    return names | {
+        "a": a, "b": b, "c": c, "d": d, "body": nn.Identity(), "module": nn.Sequential(a, b, c, d),
+        "x": torch.randn(8, 8), "target": torch.randn(8, 8), "mask": torch.ones(8, 1), "s": 2.0,
+        "sample": torch.randn(2, 8), "attention_bias": torch.zeros(8), "pipe": pipe,
+        "loss_fn": nn.functional.mse_loss,
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
+def test_the_examples_of_the_reference_run(
+    example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    served: list[int] = []
+    if example.name.startswith("pipert.prometheus"):
+        monkeypatch.setattr("prometheus_client.start_http_server", served.append)
+    layers = nn.Sequential(Table(), nn.Linear(8, 8))
+    with Pipe(layers, balance=[1, 1], devices=["cpu", "cpu"]) as pipe:
+        names = example.globs = known(pipe)
+        for line in example.examples:
+            line.options.pop(doctest.SKIP, None)  # which is for those who run doctest themselves
+        runner = doctest.DocTestRunner(Checker(), verbose=False)
+        assert runner.run(example, clear_globs=False).failed == 0
+    if "metrics" in names:
+        importlib.import_module("prometheus_client").REGISTRY.unregister(names["metrics"])
+
+
+# The pictures -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_makes_every_picture_that_is_shown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures are drawn with it")
+    script = runpy.run_path(str(DOCS / "make_pictures.py"))
+    script["main"](["--out", str(tmp_path), "--steps", "1"])
+    made = {file.name for file in tmp_path.iterdir()}
+    shown = {Path(link).name for page in PAGES for link in LINK.findall(page.read_text())}
+    assert made == {file.name for file in (DOCS / "pictures").iterdir()}
+    assert made == {name for name in shown if name.endswith(".svg")}
+
+
+# Completeness -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
+    links = LINK.findall(page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
+    """By the name that both GitHub and MyST give it."""
+    for link, place in PLACE.findall(page.read_text()):
+        headings = re.findall(r"^#+ (.*)", (page.parent / link).read_text(), re.MULTILINE)
+        known = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]
+        assert place in known, f"{link}#{place}"
+
+
+def test_readme_leads_to_every_page() -> None:
+    linked = set(LINK.findall(OUTSIDE[0].read_text()))
+    ours = {"index", "api", "benchmarks", "changelog", "examples"}  # these are on the site alone
+    assert {f"docs/{page.stem}.md" for page in DOCS.glob("*.md") if page.stem not in ours} <= linked
+
+
+def test_each_error_has_its_row() -> None:
+    text = (DOCS / "when_it_fails.md").read_text()
+    errors = [name for name in pipert.__all__ if issubclass_of_error(getattr(pipert, name))]
+    assert errors and [name for name in errors if f"| `{name}` |" not in text] == []
+
+
+def issubclass_of_error(thing: object) -> bool:
+    base = pipert.PipertError
+    return isinstance(thing, type) and issubclass(thing, base) and thing is not base
+
+
+def test_each_example_has_its_row() -> None:
+    text = OUTSIDE[1].read_text()
+    examples = [file.name for file in (ROOT / "examples").glob("*.py")]
+    assert examples and [name for name in examples if f"[`{name}`]" not in text] == []
+
+
+def test_the_tour_passes_every_file() -> None:
+    """If this fails: say in docs/design.md what the file is for."""
+    tour = (DOCS / "design.md").read_text().partition("## A tour of the files")[2]
+    files = [str(file.relative_to(ROOT / "pipert")) for file in (ROOT / "pipert").rglob("*.py")]
+    files = [file for file in files if not file.endswith("__init__.py")]
+    assert [file for file in files if f"`{file}`" not in tour] == []

@@ -1,0 +1,161 @@
+"""Make the pictures of these pages: ``python docs/make_pictures.py``, into ``docs/pictures``.
+
+All but one are recorded: a pipe on CPU runs stages that sleep, and what happened is drawn as
+``timeline.plot`` does, several to one scale where they are to be compared. Sleeping stages overlap
+on any machine, so that the pictures show the schedule and nothing else. On CPU the backward of all
+partitions runs in one thread; what it looks like on GPUs, with copies, is computed from the rules
+of the schedule, and its caption says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert import Event, Pipe, Timeline
+from pipert.timeline.picture import save_picture
+
+PICTURES = Path(__file__).parent / "pictures"
+ROWS = 32
+
+
+class _Sleep(torch.autograd.Function):
+    """Takes time forward, and twice as much backward. One node, as long as the stage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        ctx.save_for_backward(x)  # or there would be nothing to recompute
+        time.sleep(seconds)
+        return x + weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        _ = ctx.saved_tensors
+        time.sleep(2 * ctx.seconds)
+        return grads[0], grads[0].sum(), None
+
+
+class Stage(nn.Module):
+    """A layer that takes ``seconds`` for a mini-batch, and its share of that for a micro-batch."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seconds = self.seconds * len(x) / ROWS
+        y: Tensor = _Sleep.apply(x, self.weight, seconds)  # type: ignore[no-untyped-call]
+        return y
+
+
+def recorded(
+    seconds: Sequence[float],
+    chunks: int,
+    *,
+    steps: int,
+    checkpoint: str = "never",
+    backward: bool = True,
+) -> Timeline:
+    """The fastest of ``steps`` of a pipe with one stage for each of ``seconds``.
+
+    What other programs do to the machine is not what the pictures are about.
+    """
+    stages = nn.Sequential(*map(Stage, seconds))
+    n, x = len(seconds), torch.ones(ROWS, 1)
+    timelines = []
+    with Pipe(stages, [1] * n, devices=["cpu"] * n, chunks=chunks, checkpoint=checkpoint) as pipe:
+        for _ in range(steps):
+            with pipe.record() as timeline, torch.set_grad_enabled(backward):
+                y = pipe(x)
+                if backward:
+                    y.sum().backward()
+            timelines.append(timeline)
+    return min(timelines, key=lambda timeline: max(event.end for event in timeline.events))
+
+
+def drawn(m: int, n: int, task: float, copy: float) -> Timeline:
+    """What the schedule is on *n* GPUs: nothing of it has been measured.
+
+    Rules: a device computes one thing at a time, and copies beside it. ``F[i,j]`` follows
+    ``F[i-1,j]`` and the copy from ``j - 1``; the backward mirrors it, twice as long. All but the
+    last micro-batch are recomputed as soon as the device is free, while the gradient is copied.
+    """
+    devices = [torch.device("cuda", j) for j in range(n)]
+    events: list[Event] = []
+    free = [0.0] * n
+
+    def run(kind: str, i: int, j: int, start: float, seconds: float) -> float:
+        events.append(Event(kind, i, j, devices[j], start, start + seconds))
+        free[j] = start + seconds
+        return free[j]
+
+    def arrive(i: int, origin: int, j: int, start: float) -> float:
+        events.append(
+            Event("copy", i, j, devices[j], start, start + copy, 0, devices[origin], origin)
+        )
+        return start + copy
+
+    for i in range(m):
+        there = 0.0
+        for j in range(n):
+            there = arrive(i, j - 1, j, there) if j else there
+            there = run("forward", i, j, max(there, free[j]), task)
+    free = [max(free)] * n  # the loss needs all outputs
+    for i in reversed(range(m)):
+        there = max(free)
+        for j in reversed(range(n)):
+            there = free[j] if j == n - 1 else arrive(i, j + 1, j, there)
+            if i < m - 1:
+                run("recompute", i, j, free[j], task)
+            there = run("backward", i, j, max(there, free[j]), 2 * task)
+    return Timeline(events, devices)
+
+
+def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
+    """What is in each file, by title."""
+    even, uneven = [0.08, 0.08, 0.08], [0.06, 0.12, 0.06]
+    return {
+        "step": {
+            "Four micro-batches, three partitions: forward and backward": recorded(
+                even, 4, steps=steps
+            )
+        },
+        "checkpoint": {
+            f"checkpoint={mode!r}": recorded(even, 4, steps=steps, checkpoint=mode)
+            for mode in ("never", "except_last")
+        },
+        "balance": {
+            title: recorded(seconds, 4, steps=steps, backward=False)
+            for title, seconds in {
+                "Three equal partitions": even,
+                "The same work, half of it in the second": uneven,
+            }.items()
+        },
+        "chunks": {
+            f"chunks={m}": recorded(even, m, steps=steps, backward=False) for m in (1, 4, 16)
+        },
+        "gpus": {"Three GPUs: the schedule, drawn and not measured": drawn(4, 3, 0.020, 0.008)},
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make all of them."""
+    parser = argparse.ArgumentParser(description="Make the pictures of the documentation.")
+    parser.add_argument("--out", type=Path, default=PICTURES, help="where to (docs/pictures)")
+    parser.add_argument("--steps", type=int, default=5, help="the fastest of so many is shown (5)")
+    arguments = parser.parse_args(argv)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name, timelines in pictures(arguments.steps).items():
+        save_picture(timelines, arguments.out / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main()
