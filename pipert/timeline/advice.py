@@ -19,10 +19,11 @@ _SHORT = 300e-6  # s; a task that takes no longer is not much longer than what r
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one partition takes for a micro-batch, in seconds; the mean."""
+    """What one partition takes for a micro-batch, in seconds; medians of its tasks."""
 
     forward: float
     recompute: float
+    """Shared out among all micro-batches, those that are not recomputed included."""
     backward: float
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -156,14 +157,18 @@ def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
 
 
 def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
-    """What each partition takes for a micro-batch."""
-    sums = {kind: [0.0] * n for kind in COMPUTE}
-    tasks = [0] * n
+    """What each partition takes for a micro-batch, as a rule: a task that was held up is none."""
+    seconds: dict[tuple[str, int], list[float]] = {}
     for event in events:
         if event.kind in COMPUTE:
-            sums[event.kind][event.j] += event.seconds
-            tasks[event.j] += event.kind == FORWARD
-    return tuple(Costs(*(sums[kind][j] / max(1, tasks[j]) for kind in COMPUTE)) for j in range(n))
+            seconds.setdefault((event.kind, event.j), []).append(event.seconds)
+    costs = []
+    for j in range(n):
+        forward, recompute, backward = (seconds.get((kind, j), []) for kind in COMPUTE)
+        share = len(recompute) / max(1, len(forward))
+        once, again, back = (median(of or [0.0]) for of in (forward, recompute, backward))
+        costs.append(Costs(once, share * again, back))
+    return tuple(costs)
 
 
 def _headline(report: Report) -> str:
