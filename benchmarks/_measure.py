@@ -30,7 +30,7 @@ try:
 except ImportError:
     raise SystemExit(
         "The benchmarks compare pipert with torchgpipe 0.0.7, which is not installed.\n"
-        "Install it with: pip install 'pipert[bench]'"
+        "Install it with: pip install torchgpipe==0.0.7"
     ) from None
 
 __all__ = ["ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns"]

@@ -6,13 +6,17 @@ this folder is a path. Some such files are pages here, too; ``ALSO_HERE`` says w
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
-import pipert
+sys.path.insert(0, str(Path(__file__).parents[1]))  # these pages' own pipert, installed or not
+
+import pipert  # noqa: E402
 
 project = "pipert"
 author = "the pipert authors"
@@ -46,6 +50,7 @@ ALSO_HERE = {
     "../CHANGELOG.md": "changelog.md",
     "../README.md": "index.md",
     "../benchmarks/README.md": "benchmarks.md",
+    "../benchmarks/paper.md": "paper.md",
     "../examples/README.md": "examples.md",
 }
 
@@ -64,7 +69,7 @@ def link_to_public_name(
     domain = env.domains.python_domain
     target = str(node.get("reftarget", ""))
     name = target.rpartition(".")[2] if target.startswith("pipert.") else target
-    places = ("pipert", "pipert.skip", "pipert.balance", "pipert.timeline.report")
+    places = ("pipert", "pipert.skip", "pipert.balance", "pipert.timeline")
     found = [f"{place}.{name}" for place in places if f"{place}.{name}" in domain.objects]
     if not found:
         return None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
-import runpy
+import importlib.util
+import os
 import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,7 +22,7 @@ __all__: list[str] = []
 class _Traced(Observer):
     """Records some calls of one pipe: those after the first ``skip``, ``calls`` of them.
 
-    Their backwards, too: it goes on until the call after them begins.
+    Their backwards, too: it goes on until the call after them begins. References no pipe.
     """
 
     def __init__(self, pipe: Pipe, skip: int, calls: int) -> None:
@@ -43,8 +46,10 @@ class _Traced(Observer):
         if run.number == self._skip - 1:
             self._begin()
 
-    def end(self) -> None:
+    def end(self) -> Timeline | None:
+        """Record nothing more; what there is."""
         self._open.close()
+        return self.timeline
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,31 +69,52 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     trace.add_argument("script", help="a Python file; the rest are its arguments")
     trace.add_argument("arguments", nargs=argparse.REMAINDER)
     arguments = parser.parse_args(argv)
-    if arguments.skip < 0 or arguments.calls < 1:
-        parser.error("--skip must not be negative, and --calls must be positive")
+    if not Path(arguments.script).is_file():
+        parser.error(f"there is no script {arguments.script}")
+    arguments.out = arguments.out.absolute()  # the script may go elsewhere
+    arguments.plot = arguments.plot and arguments.plot.absolute()
+    _check(arguments, parser)
     return arguments
 
 
+def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse now what could not be written when all is over."""
+    if arguments.skip < 0 or arguments.calls < 1:
+        parser.error("--skip must not be negative, and --calls must be positive")
+    for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            parser.error(f"{option} must be a file in a folder that is there, not {path}")
+    if arguments.plot is not None:
+        if arguments.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
+            parser.error(f"--plot must end with .png, .svg or .pdf, not {arguments.plot.name}")
+        if importlib.util.find_spec("matplotlib") is None:
+            parser.error("--plot needs matplotlib: pip install matplotlib")
+
+
 def _numbered(path: Path, number: int) -> Path:
-    return path if number == 0 else path.with_stem(f"{path.stem}-{number}")
+    """A file for each pipe, and for each process that a launcher has started."""
+    rank = os.environ.get("RANK")
+    stem = path.stem if rank is None else f"{path.stem}-rank{rank}"
+    return path.with_stem(stem if number == 0 else f"{stem}-{number}")
 
 
 def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
-    recorded = []
-    for one in traced:
-        one.end()
-        if one.timeline is not None and one.timeline.events:
-            recorded.append(one.timeline)
+    timelines = [one.end() for one in traced]
+    recorded = [timeline for timeline in timelines if timeline is not None and timeline.events]
     if not recorded:
         print(
-            f"no call was recorded: {len(traced)} pipes were made, and the first "
-            f"{arguments.skip} calls of each are not recorded (--skip)",
+            f"pipert: no call was recorded. Pipes made: {len(traced)}; the first {arguments.skip} "
+            "calls of each are not recorded (--skip)",
             file=sys.stderr,
         )
     for number, timeline in enumerate(recorded):
         path = _numbered(arguments.out, number)
         timeline.save(path)
-        print(f"\n{path}: {timeline!r}\n\n{timeline.report()}", file=sys.stderr)
+        print(f"\npipert: {path}", file=sys.stderr)
+        try:
+            print(timeline.report(), file=sys.stderr)
+        except ValueError as error:  # no complete call
+            print(error, file=sys.stderr)
         if arguments.plot is not None:
             timeline.plot(_numbered(arguments.plot, number))
 
@@ -98,12 +124,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = _parse(argv)
     traced: list[_Traced] = []
     when_made.append(lambda pipe: traced.append(_Traced(pipe, arguments.skip, arguments.calls)))
+    process = os.getpid()
+
+    def finish() -> None:
+        if os.getpid() == process:  # not in a forked child
+            _finish(traced, arguments)
+
+    # After the threads that the script leaves behind, and without a part in how it ends.
+    atexit.register(finish)
     sys.argv = [arguments.script, *arguments.arguments]
-    sys.path[0] = str(Path(arguments.script).parent)
-    try:
-        runpy.run_path(arguments.script, run_name="__main__")
-    finally:
-        _finish(traced, arguments)
+    script = Path(arguments.script).absolute()
+    sys.path[0] = str(script.parent)
+    module = types.ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module  # what pickle and processes to come look at
+    exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
 
 
 if __name__ == "__main__":

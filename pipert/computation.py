@@ -217,9 +217,9 @@ class Computation:
                     value = call(*value.args, **value.kwargs)
                 else:
                     value = call(value)
-                done += 1
                 if self.after_layer is not None:
                     self.after_layer()
+                done += 1
         except BaseException as error:
             add_note(error, partial(self._note_of_layer, i, done, value))
             raise

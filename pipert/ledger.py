@@ -70,10 +70,11 @@ class Ledger:
 
     def open(self, m: int, n: int) -> Account:
         """A run of ``m`` micro-batches over ``n`` partitions is about to begin."""
+        profiled = profiler_looks()  # before the lock: it may log
         with _counting.current:
             self._own()
             recorder = None
-            if self.recordings or profiler_looks():
+            if self.recordings or profiled:
                 recorder = Recorder(self.runs, self.recordings)
             account = Account(self, RunInfo(self.runs, m, n), recorder)
             self.runs += 1

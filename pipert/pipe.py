@@ -22,7 +22,7 @@ from pipert.partition import require_balance
 from pipert.partitioned import Partitioned, whole
 from pipert.runtime import Runtime
 from pipert.status import Statistics
-from pipert.timeline.record import record
+from pipert.timeline.live import Record
 from pipert.timeline.timeline import Timeline
 from pipert.workers.context import refuse_transforms
 
@@ -190,7 +190,7 @@ class Pipe(Partitioned):
         """Whether running statistics are updated once for each call."""
         return self._deferred_batch_norm
 
-    def record(self) -> AbstractContextManager[Timeline]:
+    def record(self) -> AbstractContextManager[Timeline, None]:
         """Record what each device does in the calls that begin inside of the block.
 
         >>> with pipe.record() as timeline:  # doctest: +SKIP
@@ -199,9 +199,10 @@ class Pipe(Partitioned):
 
         Forward, recomputation and backward, on any thread, as long as the block is open. On CUDA
         the devices are waited for once, at its beginning; the calls are not synchronised. Each
-        task is kept, so record some steps, not a training.
+        task is kept, about a kilobyte with its backward, so record some steps, not a training.
         """
-        return record(self._runtime, self._balance)
+        runtime = self._runtime
+        return Record(runtime.ledger, runtime.devices, runtime.workers, self._balance, self._chunks)
 
     def statistics(self) -> Statistics:
         """What has happened in this pipe so far, and what is happening. From any thread."""

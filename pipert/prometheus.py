@@ -1,5 +1,6 @@
-"""Metrics for Prometheus, through the package ``prometheus_client``: ``pip install
-"pipert[prometheus]"``. Nothing else in pipert imports this module.
+"""Metrics for Prometheus, through the package ``prometheus_client``, the extra ``prometheus``.
+
+Nothing else in pipert imports this module.
 
 >>> from prometheus_client import start_http_server
 >>> from pipert.prometheus import PipeMetrics
@@ -42,7 +43,7 @@ try:
     from prometheus_client.registry import Collector
 except ImportError as error:
     raise ImportError(
-        "pipert.prometheus needs the package prometheus_client: pip install 'pipert[prometheus]'"
+        "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
 from pipert.observe import Observer, RunInfo, TaskInfo

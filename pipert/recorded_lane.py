@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,13 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.transfer import Stream
 from pipert.computation import Computation
 from pipert.lane import Lane
-from pipert.recording.backward import watch_backward, watch_node
+from pipert.recording.backward import (
+    interrupt,
+    makers,
+    node_count,
+    watch_backward,
+    watch_node,
+)
 from pipert.recording.event import COPY, FORWARD, RECOMPUTE, WAIT, task_name
 from pipert.recording.ranges import task_range
 from pipert.recording.recorder import Recorder, Span
@@ -28,17 +34,22 @@ from pipert.workers.turn import Turn
 
 __all__: list[str] = []
 
+Place = tuple[torch.device, Stream]
+
+_CPU = torch.device("cpu")
+
 
 class RecordedLane(Lane):
     """Partition *j* in one run, with its times."""
 
-    __slots__ = ("_recorder",)
+    __slots__ = ("_after_delivery", "_recorder")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         recorder = self._run.account.recorder
         assert recorder is not None
         self._recorder = recorder
+        self._after_delivery: Callable[[], None] | None = None
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
         # A CUDA device waits for its input later, in its stream.
@@ -49,19 +60,27 @@ class RecordedLane(Lane):
 
     def _compute(self, i: int, x: Value) -> tuple[Value, Checkpoint | None]:
         at = i, self.j, self._device
-        span = self._recorder.begin(FORWARD, *at)
-        moments: list[Stamp] = [span.start]
-        self._computation.after_layer = partial(_note_layer, moments, self._device)
-        try:
+        inputs, first = makers(differentiable(x)[0]), node_count()
+        self._computation.after_layer = None
+        with self._recorder.during(FORWARD, *at) as span:
+            if self._recorder:
+                span.layers = moments = [span.start]
+                self._computation.after_layer = partial(_note_layer, moments, self._device)
             with task_range(task_name("F", i, self.j), self._device):
                 y, checkpoint = super()._compute(i, x)
-        finally:
-            self._computation.after_layer = None
-            span.layers = moments
-            span.end = stamp(self._device)
+        self._computation.after_layer = None
         if self._run.context.grad_enabled:
-            watch_backward(self._recorder, *at, differentiable(x)[0], differentiable(y)[0])
+            made, ys = range(first, node_count()), differentiable(y)[0]
+            self._after_delivery = partial(
+                watch_backward, self._recorder, *at, inputs, made, ys
+            )
         return y, checkpoint
+
+    def _deliver(self, y: Value) -> None:
+        super()._deliver(y)
+        watch, self._after_delivery = self._after_delivery, None
+        if watch is not None:  # now, since the next partition has not waited for it
+            watch()
 
     def _recomputation_of(self, i: int) -> Callable[..., None]:
         return partial(_recompute, self._recorder, self._computation, i, self.j, self._device)
@@ -70,24 +89,27 @@ class RecordedLane(Lane):
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
     ) -> Tensors:
         home = tensors[0].device
-        clock, on = home, source  # between GPUs it is the reading one that copies
-        if source is None or not self._recorder.knows(home):
-            clock, on = self._device, target
         size = sum(tensor.nbytes for tensor in tensors)
+        clock, on = self._reads((home, source), (self._device, target))
         with self._recorder.during(COPY, i, self.j, self._device, clock, on) as span:
             span.source, span.origin, span.bytes = home, origin, size
             moved = super()._move(i, tensors, source, target, origin)
-        back = self.j if origin is None else origin
-        begin = partial(_begin_copy_back, self._recorder, i, self.j, back, self._device, home, size)
-        if target is None:
-            watch_node(moved, partial(begin, home, source), source)
-        else:
-            watch_node(moved, partial(begin, self._device, target), target)
+        to = self.j if origin is None else origin
+        clock, on = self._reads((self._device, target), (home, source))
+        gradients = Way(i, self.j, to, self._device, home, size, clock, on)
+        watch_node(moved, partial(gradients.begin, self._recorder), on)
         return moved
+
+    def _reads(self, source: Place, target: Place) -> Place:
+        """The clock and the stream of a copy: of the device that is read, if it is on CUDA."""
+        for device, on in (source, target):
+            if on is not None and self._recorder.knows(device):
+                return device, on
+        return _CPU, None
 
     def _wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         compute = stream.compute_stream(self._device)
-        if waiter == compute:  # for x, now
+        if waiter == compute != awaited:  # for x, now
             with self._recorder.during(WAIT, i, self.j, self._device, on=compute):
                 return super()._wait(i, x, waiter, awaited)
         y = super()._wait(i, x, waiter, awaited)
@@ -108,16 +130,29 @@ def _recompute(
     recorder: Recorder, computation: Computation, i: int, j: int, device: torch.device, *args: Any
 ) -> None:
     """``R[i,j]``, on a thread of autograd. References no lane and no run."""
-    name = task_name("R", i, j)
-    with recorder.during(RECOMPUTE, i, j, device), task_range(name, device):
-        computation.recompute(i, *args)
+    interrupt(device)
+    try:
+        with recorder.during(RECOMPUTE, i, j, device):
+            with task_range(task_name("R", i, j), device):
+                computation.recompute(i, *args)
+    finally:
+        interrupt(device)
 
 
-def _begin_copy_back(
-    recorder: Recorder, i: int, j: int, to: int, source: torch.device, device: torch.device,
-    size: int, clock: torch.device, on: Stream,
-) -> Span:  # fmt: skip
-    """The gradient of what was copied goes back the way it came."""
-    span = recorder.begin(COPY, i, to, device, clock, on)
-    span.source, span.origin, span.bytes = source, j, size
-    return span
+class Way(NamedTuple):
+    """The way of gradients from partition ``j`` back to partition ``to``."""
+
+    i: int
+    j: int
+    to: int
+    source: torch.device
+    device: torch.device
+    bytes: int
+    clock: torch.device
+    on: Stream
+
+    def begin(self, recorder: Recorder) -> Span:
+        """The copy begins."""
+        span = recorder.begin(COPY, self.i, self.to, self.device, self.clock, self.on)
+        span.source, span.origin, span.bytes = self.source, self.j, self.bytes
+        return span

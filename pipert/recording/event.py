@@ -41,8 +41,9 @@ class Event:
     source: torch.device | None = None
     """Of a copy: the device it comes from."""
     origin: int | None = None
-    """Of a copy: the partition it comes from, ``None`` if from the caller. It is a copy of
-    gradients if ``origin > j``; those that go back to the caller have ``j`` of where they left."""
+    """Of a copy: the partition it comes from; ``None`` of what the partition takes from elsewhere,
+    arguments of the call and parameters that live on another device. Gradients of those go back
+    with ``origin == j``, other gradients with ``origin > j``."""
     bytes: int = 0
     """Of a copy: how many."""
 

@@ -83,8 +83,9 @@ class Recording:
         return seconds
 
     def close(self) -> None:
-        """Keep what there is; note nothing more."""
+        """Keep what is over; note nothing more."""
         self.is_open = False
+        self.spans = [span for span in self.spans if span.end is not None]
 
     def __repr__(self) -> str:
         return f"<Recording of {len(self.spans)} spans{'' if self.is_open else ', closed'}>"
@@ -118,23 +119,37 @@ class Recorder:
     ) -> Span:  # fmt: skip
         """A span that begins now; seen when it has an end."""
         clock = clock or device
+        if not self:
+            return Span(kind, i, j, device, self.run, clock, 0.0)
         span = Span(kind, i, j, device, self.run, clock, stamp(clock, on))
         for recording in self._recordings:
             if recording.is_open:
                 recording.spans.append(span)
         return span
 
+    def end(self, span: Span, on: torch.cuda.Stream | None = None) -> None:
+        """What began as ``span`` is over."""
+        if self:
+            span.end = stamp(span.clock, on)
+
     @contextlib.contextmanager
     def during(
         self, kind: str, i: int, j: int, device: torch.device,
         clock: torch.device | None = None, on: torch.cuda.Stream | None = None,
     ) -> Iterator[Span]:  # fmt: skip
-        """A span of what is done inside."""
+        """A span of what is done inside.
+
+        Of what fails there is one on CPU alone: on a CUDA device that has failed, asking for the
+        time fails as well, and what matters is the first error.
+        """
         span = self.begin(kind, i, j, device, clock, on)
         try:
             yield span
-        finally:
-            span.end = stamp(span.clock, on)
+        except BaseException:
+            if span.clock.type != "cuda":
+                self.end(span)
+            raise
+        self.end(span, on)
 
     def __repr__(self) -> str:
         return f"<Recorder of run {self.run}>"

@@ -44,11 +44,12 @@ class Origin:
         for device in set(devices):
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-                before = perf_counter() - self._began
+                before = perf_counter()
                 event = stamp(device)
                 assert isinstance(event, torch.cuda.Event)
                 event.synchronize()
-                self._events[device] = event, before
+                now = (before + perf_counter()) / 2  # it was in between
+                self._events[device] = event, now - self._began
 
     def knows(self, device: torch.device) -> bool:
         """Whether stamps of ``device`` can be dated."""

@@ -1,173 +1,156 @@
-"""What would make a pipe faster, from what its partitions were seen to take."""
+"""What would make a pipe faster, by predicting a step with it and without."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
 from pipert.balance.by_cost import balance_by_cost
+from pipert.timeline.predict import Costs, step_seconds
 
-__all__ = ["Advice", "Costs"]
+__all__ = ["Advice"]
 
-_WORTH = 0.03  # what saves less is not mentioned
-_MUCH_RECOMPUTATION = 0.1
+_WORTH = 0.05  # what saves less is within the noise of what was measured
 _MUCH_OUTSIDE = 0.3
 _SHORT = 300e-6  # s; a task that takes no longer is not much longer than what runs it
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What one partition takes for a micro-batch, in seconds; medians of its tasks."""
-
-    forward: float
-    recompute: float
-    """Shared out among all micro-batches, those that are not recomputed included."""
-    backward: float
-
-    @property
-    def whole(self) -> float:
-        """There and back."""
-        return self.forward + self.recompute + self.backward
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """One thing to do."""
 
+    kind: str
+    """``'balance'``, ``'chunks'``, ``'checkpoint'``, ``'short tasks'`` or ``'outside'``."""
     text: str
-    gain: float
-    """The share of the pipe's time that it would save at most, from 0 to 1; 0 if unknown."""
+    gain: float = 0.0
+    """The share of a step that it is predicted to save, from 0 to 1; 0 if that is unknown."""
+    value: object = None
+    """What to set: a balance, a number of chunks, a mode of checkpointing."""
 
 
-def advise(
-    m: int,
-    costs: Sequence[Costs],
-    lanes: Sequence[str],
-    workers: Sequence[int],
-    devices: Sequence[torch.device],
-    layers: Sequence[Sequence[float]] | None,
-    outside: float,
-) -> tuple[Advice, ...]:
-    """What is worth to be done, the largest gain first.
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What advice is made of."""
 
-    Args:
-        m: micro-batches of a call.
-        costs: of each partition.
-        lanes: the names of the workers.
-        workers: the worker of each partition.
-        devices: of each partition.
-        layers: seconds that each layer of each partition takes in a forward task, if known.
-        outside: the share of time in which the pipe was not at work.
-    """
-    found = [
-        *_balance(_pipelined(costs, devices), lanes, workers, layers),
-        *_chunks(m, len(lanes)),
-        *_short_tasks(costs),
-        *_recomputation(costs),
-        *_one_thread(costs, devices),
-    ]
-    if outside > _MUCH_OUTSIDE:
-        found.append(
-            Advice(
-                f"{100 * outside:.0f}% of the time the pipe was not at work: look at the loss, the "
-                "optimizer and the data",
-                0.0,
-            )
-        )
+    m: int
+    """Micro-batches of a call, as a rule."""
+    chunks: int | None
+    """How many were asked for."""
+    costs: Sequence[Costs]
+    lanes: Sequence[str]
+    workers: Sequence[int]
+    devices: Sequence[torch.device]
+    layers: Sequence[Sequence[float]] | None
+    outside: float
+    """The share of time in which the pipe was not at work."""
+
+    def step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
+        """What a step is predicted to take."""
+        return step_seconds(m or self.m, costs or self.costs, self.workers, self.devices)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether all of it is: then the backward is done by one thread."""
+        return all(device.type == "cpu" for device in self.devices)
+
+
+def advise(seen: Seen) -> tuple[Advice, ...]:
+    """What is worth to be done, the largest gain first."""
+    found = list(_outside(seen))
+    if all(cost.forward > 0 for cost in seen.costs):  # each partition was seen to run
+        found += [*_balance(seen), *_checkpoint(seen)]
+        short = list(_short_tasks(seen))
+        found += short or _chunks(seen)
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
-def _pipelined(costs: Sequence[Costs], devices: Sequence[torch.device]) -> list[float]:
-    """What of the costs partitions do at the same time: on CPU one thread does all backwards."""
-    return [
-        cost.forward if device.type == "cpu" else cost.whole
-        for cost, device in zip(costs, devices, strict=True)
-    ]
-
-
-def _balance(
-    costs: Sequence[float],
-    lanes: Sequence[str],
-    workers: Sequence[int],
-    layers: Sequence[Sequence[float]] | None,
-) -> Iterator[Advice]:
-    slowest = max(range(len(costs)), key=lambda j: costs[j])
-    mean = sum(costs) / len(costs)
-    if len(costs) == 1 or costs[slowest] < (1 + _WORTH) * mean:
-        return
+def _balance(seen: Seen) -> Iterator[Advice]:
+    n = len(seen.costs)
+    cpus = sum(device.type == "cpu" for device in seen.devices)
+    if n == 1 or len(seen.lanes) < n or seen.m == 1 or 0 < cpus < n:
+        return  # nothing to move, nothing to gain, or unlike devices
+    # What partitions do at the same time: on CPU the forward.
+    sizes = [cost.forward if seen.on_cpu else cost.whole for cost in seen.costs]
+    slowest = max(range(n), key=lambda j: sizes[j])
+    where = " in the forward" if seen.on_cpu else ""
     text = (
-        f"partition {slowest} on {lanes[workers[slowest]]} is the slowest: "
-        f"{1e3 * costs[slowest]:.2f} ms for a micro-batch, {costs[slowest] / mean:.2f} of the mean"
+        f"partition {slowest} on {seen.lanes[seen.workers[slowest]]} is the slowest{where}: "
+        f"{1e3 * sizes[slowest]:.2f} ms for a micro-batch, {sizes[slowest] * n / sum(sizes):.2f} "
+        "of the mean"
     )
-    if layers is None:
-        yield Advice(f"{text}; balance_by_time finds a better balance", 1 - mean / costs[slowest])
+    if sizes[slowest] * n < (1 + _WORTH) * sum(sizes):
         return
-    each = _layer_costs(costs, layers)
-    now, better = [len(of) for of in layers], balance_by_cost(each, len(costs))
-    gain = 1 - _longest(each, better) / _longest(each, now)
+    if seen.layers is None:
+        yield Advice("balance", f"{text}; balance_by_time finds a better balance")
+        return
+    now = [len(of_partition) for of_partition in seen.layers]
+    each = _layer_costs(seen.costs, seen.layers)
+    better = balance_by_cost([one.forward if seen.on_cpu else one.whole for one in each], n)
+    gain = 1 - seen.step(costs=_blocks(each, better)) / seen.step()
     if gain < _WORTH:
-        yield Advice(f"{text}, and no other balance is much better: split its largest layer", 0.0)
+        yield Advice("balance", f"{text}, and no other balance of these layers saves much")
     else:
-        yield Advice(
-            f"{text}; balance={better} instead of {now} makes the slowest one "
-            f"{100 * gain:.0f}% faster, by the forward times of the layers",
-            gain,
-        )
+        text = f"{text}; balance={better} instead of {now} {_saves(gain)}"
+        yield Advice("balance", text, gain, tuple(better))
 
 
-def _layer_costs(costs: Sequence[float], layers: Sequence[Sequence[float]]) -> list[float]:
+def _layer_costs(costs: Sequence[Costs], layers: Sequence[Sequence[float]]) -> list[Costs]:
     """What each layer takes of its partition's cost, as its forward does of the partition's."""
-    each: list[float] = []
+    each: list[Costs] = []
     for cost, of_partition in zip(costs, layers, strict=True):
-        whole = sum(of_partition)
-        even = 1 / len(of_partition)
-        each += [cost * (took / whole if whole else even) for took in of_partition]
+        whole, even = sum(of_partition), 1 / len(of_partition)
+        each += [cost.times(took / whole if whole else even) for took in of_partition]
     return each
 
 
-def _longest(costs: Sequence[float], balance: Sequence[int]) -> float:
-    ends = [sum(balance[: j + 1]) for j in range(len(balance))]
-    return max(sum(costs[end - count : end]) for end, count in zip(ends, balance, strict=True))
+def _blocks(costs: Sequence[Costs], balance: Sequence[int]) -> list[Costs]:
+    ends = list(accumulate(balance))
+    return [
+        sum(costs[end - count : end], Costs(0.0, 0.0, 0.0))
+        for end, count in zip(ends, balance, strict=True)
+    ]
 
 
-def _chunks(m: int, n: int) -> Iterator[Advice]:
-    now, then = (m + n - 1) / m, (2 * m + n - 1) / (2 * m)
-    gain = 1 - then / now
+def _chunks(seen: Seen) -> Iterator[Advice]:
+    if seen.chunks is not None and seen.m < seen.chunks:
+        return  # there were no more rows
+    m = 2 * seen.m
+    gain = 1 - seen.step(m, [cost.times(0.5) for cost in seen.costs]) / seen.step()
     if gain >= _WORTH:
-        yield Advice(
-            f"chunks={2 * m} instead of {m} would save {100 * gain:.0f}% at most: if half the rows "
-            "take half the time",
-            gain,
-        )
+        text = f"chunks={m} instead of {seen.m} {_saves(gain)}, if half the rows take half the time"
+        yield Advice("chunks", text, gain, m)
 
 
-def _short_tasks(costs: Sequence[Costs]) -> Iterator[Advice]:
-    shortest = min(cost.forward for cost in costs)
-    if shortest < _SHORT:
-        yield Advice(
+def _short_tasks(seen: Seen) -> Iterator[Advice]:
+    shortest = min(cost.forward for cost in seen.costs)
+    if shortest < _SHORT and (seen.m > 1 or len(seen.costs) > 1):
+        fewer = "fewer chunks" if seen.m > 1 else "fewer partitions"
+        text = (
             f"forward tasks take as little as {1e6 * shortest:.0f} us, and running one costs the "
-            "interpreter 50 to 200: fewer chunks, or fewer partitions, may be faster",
-            0.0,
+            f"interpreter 50 to 200: {fewer} may be faster"
         )
+        yield Advice("short tasks", text)
 
 
-def _recomputation(costs: Sequence[Costs]) -> Iterator[Advice]:
-    share = sum(cost.recompute for cost in costs) / sum(cost.whole for cost in costs)
-    if share > _MUCH_RECOMPUTATION:
-        yield Advice(
-            f"{100 * share:.0f}% of what is computed is recomputed: checkpoint='never' saves that, "
-            "if there is memory for all activations",
-            share,
+def _checkpoint(seen: Seen) -> Iterator[Advice]:
+    never = [replace(cost, recompute=0.0) for cost in seen.costs]
+    gain = 1 - seen.step(costs=never) / seen.step()
+    if gain >= _WORTH:
+        text = f"checkpoint='never' {_saves(gain)}, if there is memory for all activations"
+        yield Advice("checkpoint", text, gain, "never")
+
+
+def _outside(seen: Seen) -> Iterator[Advice]:
+    if seen.outside > _MUCH_OUTSIDE:
+        text = (
+            f"{100 * seen.outside:.0f}% of the time the pipe was not at work: look at the loss, the"
+            " optimizer and the data"
         )
+        yield Advice("outside", text)
 
 
-def _one_thread(costs: Sequence[Costs], devices: Sequence[torch.device]) -> Iterator[Advice]:
-    on_cpu = sum(device.type == "cpu" for device in devices)
-    if on_cpu > 1 and any(cost.backward for cost in costs):
-        yield Advice(
-            f"the backward of the {on_cpu} partitions on CPU runs in one thread of autograd, "
-            "whatever their balance",
-            0.0,
-        )
+def _saves(gain: float) -> str:
+    return f"would save about {100 * gain:.0f}% of a step"

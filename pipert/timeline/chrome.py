@@ -1,6 +1,7 @@
 """A timeline in the Trace Event Format, which Perfetto and ``chrome://tracing`` read.
 
-Each device has a thread for what it computes and one for its copies. Arrows go from ``F[i,j]`` to
+Each device has a thread for what it computes and one for its copies, and more of them where things
+overlap, since the boxes of one thread must not. Arrows go from ``F[i,j]`` to
 ``F[i,j+1]`` and from ``B[i,j+1]`` to ``B[i,j]``, by way of the copy if there is one.
 """
 
@@ -36,26 +37,51 @@ def chrome_trace(
         workers: the worker of each partition.
     """
     records: list[Record] = [_name("process_name", "pipert", 0)]
-    for worker, lane in enumerate(lanes):
-        records.append(_name("thread_name", lane, 2 * worker))
-    for worker in sorted({workers[event.j] for event in events if event.kind == COPY}):
-        records.append(_name("thread_name", f"{lanes[worker]} copies", 2 * worker + 1))
-    records += [_slice(event, _thread(event, workers)) for event in events]
+    threads = _threads(events, workers)
+    for worker, copies, track in sorted(set(threads)):
+        name = lanes[worker] + " copies" * copies + f" ({track + 1})" * bool(track)
+        records.append(_name("thread_name", name, _number(worker, copies, track)))
+    numbers = {id(event): _number(*at) for event, at in zip(events, threads, strict=True)}
+    records += [_slice(event, numbers[id(event)]) for event in events]
     for number, (before, after) in enumerate(_arrows(events)):
-        at = _microseconds(before.end - min(before.seconds / 2, 1e-7))  # inside of its box
-        start = {"ph": "s", "ts": at, "tid": _thread(before, workers)}
-        end = {"ph": "f", "ts": _microseconds(after.start), "tid": _thread(after, workers)}
+        # Inside of both boxes, and never back: what is needed may be there before all is over.
+        middle = before.start + before.seconds / 2
+        at = max(middle, min(before.end - 1e-7, after.start))
         shared = {"pid": 0, "id": number, "name": "then", "cat": "order"}
-        records += [{**shared, **start}, {**shared, **end, "bp": "e"}]
+        end = max(at, after.start)
+        if end <= after.end:
+            start = {"ph": "s", "ts": _microseconds(at), "tid": numbers[id(before)]}
+            records.append({**shared, **start})
+            finish = {"ph": "f", "bp": "e", "ts": _microseconds(end), "tid": numbers[id(after)]}
+            records.append({**shared, **finish})
     return {"traceEvents": records, "displayTimeUnit": "ms"}
+
+
+def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int, bool, int]]:
+    """For each event its worker, whether it is a copy, and a track on which it overlaps nothing.
+
+    There is more than one track where several callers go backward at once, or copies overlap.
+    """
+    ends: dict[tuple[int, bool], list[float]] = {}
+    threads = []
+    for event in sorted(events, key=lambda event: event.start):
+        key = workers[event.j], event.kind == COPY
+        tracks = ends.setdefault(key, [])
+        free = (k for k, end in enumerate(tracks) if end <= event.start)
+        track = next(free, len(tracks))
+        tracks[track : track + 1] = [event.end]
+        threads.append((id(event), (*key, track)))
+    by_event = dict(threads)
+    return [by_event[id(event)] for event in events]
+
+
+def _number(worker: int, copies: bool, track: int) -> int:
+    """The trace's number of a thread: those of a device are next to each other."""
+    return 1000 * worker + 500 * copies + track
 
 
 def _name(what: str, name: str, thread: int) -> Record:
     return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": {"name": name}}
-
-
-def _thread(event: Event, workers: Sequence[int]) -> int:
-    return 2 * workers[event.j] + (event.kind == COPY)
 
 
 def _microseconds(seconds: float) -> float:
@@ -75,7 +101,7 @@ def _slice(event: Event, thread: int) -> Record:
         "cat": event.kind,
         "cname": _COLOURS[event.kind],
         "ts": _microseconds(event.start),
-        "dur": _microseconds(event.seconds),
+        "dur": round(_microseconds(event.end) - _microseconds(event.start), 3),
         "args": args,
     }
 
@@ -83,13 +109,14 @@ def _slice(event: Event, thread: int) -> Record:
 def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     """Pairs of events of which the second one needs what the first one made."""
     tasks: dict[tuple[str, int, int, int], Event] = {}
-    for event in events:  # of a backward that was run twice, the last one
+    for event in events:  # of a backward in several pieces, or that was run twice, the last one
         if event.kind in (FORWARD, BACKWARD):
             tasks[event.kind, event.run, event.i, event.j] = event
     arrows, copied = [], set()
     for copy in events:
-        if copy.kind != COPY or copy.origin is None:
+        if copy.kind != COPY or copy.origin in (None, copy.j):
             continue
+        assert copy.origin is not None
         kind = FORWARD if copy.origin < copy.j else BACKWARD
         before = tasks.get((kind, copy.run, copy.i, copy.origin))
         after = tasks.get((kind, copy.run, copy.i, copy.j))

@@ -42,9 +42,8 @@ def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     """
     # The same timeline gives the same file; text in an SVG stays text.
     with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
-        _figure(timelines).savefig(
-            path, dpi=150, metadata={"Date": None} if str(path).endswith(".svg") else None
-        )
+        metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+        _figure(timelines).savefig(path, dpi=150, metadata=metadata.get(Path(path).suffix.lower()))
 
 
 def _matplotlib(name: str) -> Any:
@@ -52,7 +51,7 @@ def _matplotlib(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            "drawing a timeline needs matplotlib: pip install 'pipert[plot]'"
+            "drawing a timeline needs matplotlib: pip install matplotlib"
         ) from error
 
 
@@ -78,23 +77,27 @@ def _figure(timelines: Mapping[str, Drawable]) -> Any:
 
 def _draw(axes: Any, timeline: Drawable) -> None:
     """One lane below the other; copies as a thin bar under the tasks."""
-    events, order = timeline.events, list(_COLOURS)
+    events = timeline.events
     first = min((event.start for event in events), default=0.0)
     whole = max((event.end for event in events), default=0.0) - first
-    for event in sorted(events, key=lambda event: order.index(event.kind)):
-        lane = timeline.lane(event)
-        top, height = (lane + 0.26, 0.16) if event.kind == COPY else (lane - 0.4, 0.62)
-        left, width = 1e3 * (event.start - first), 1e3 * event.seconds
-        colour, text = _COLOURS[event.kind]
-        axes.broken_barh(
-            [(left, width)], (top, height), facecolors=colour, linewidth=0.4,
-            edgecolors="white" if text else "none",
-        )  # fmt: skip
-        if text and event.seconds > 0.012 * whole:
-            axes.text(
-                left + width / 2, top + height / 2, str(event.i), ha="center", va="center",
-                fontsize=7, color=text, clip_on=True,
+    boxes: dict[tuple[str, int], list[Event]] = {}
+    for event in events:
+        boxes.setdefault((event.kind, timeline.lane(event)), []).append(event)
+    for kind, (colour, text) in _COLOURS.items():
+        for lane in range(len(timeline.lanes)):
+            of_lane = boxes.get((kind, lane), [])
+            top, height = (lane + 0.26, 0.16) if kind == COPY else (lane - 0.4, 0.62)
+            spans = [(1e3 * (event.start - first), 1e3 * event.seconds) for event in of_lane]
+            axes.broken_barh(
+                spans, (top, height), facecolors=colour, linewidth=0.4,
+                edgecolors="white" if text else "none",
             )  # fmt: skip
+            for event, (left, width) in zip(of_lane, spans, strict=True):
+                if text and event.seconds > 0.012 * whole:
+                    axes.text(
+                        left + width / 2, top + height / 2, str(event.i), ha="center",
+                        va="center", fontsize=7, color=text, clip_on=True,
+                    )  # fmt: skip
     axes.set_yticks(range(len(timeline.lanes)), timeline.lanes)
     axes.set_ylim(len(timeline.lanes) - 0.4, -0.6)  # the first lane on top
     axes.spines[["top", "right"]].set_visible(False)

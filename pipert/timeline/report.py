@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import median, median_low
 
 import torch
 
 from pipert.recording.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Costs, advise
+from pipert.timeline.advice import Advice, Seen, advise
 from pipert.timeline.intervals import Interval, length, overlap, union
+from pipert.timeline.predict import Costs
 
 __all__ = ["DeviceTimes", "Report"]
 
@@ -45,8 +46,11 @@ class Report:
     """What :meth:`Timeline.report` returns; ``str`` of it is the text."""
 
     calls: int
+    """That were complete: a call that failed, or that is not over, does not count."""
+    incomplete: int
+    """Calls that were not, and that are left out."""
     micro_batches: int
-    """Of the largest call."""
+    """Of a call, as a rule."""
     seconds: float
     """From the first event to the last."""
     outside: float
@@ -58,12 +62,12 @@ class Report:
     backward_bubble: float | None
     """``None`` if there was no backward."""
     ideal_bubble: float
-    """``(n-1)/(m+n-1)``, with n devices: what equal partitions and free copies would leave
-    (section 2.1 of the paper)."""
+    """What equal partitions and free copies would leave of :attr:`bubble`: ``(n-1)/(m+n-1)``
+    (section 2.1 of the paper); of CPU partitions, whose backward is done by one thread, more."""
     costs: tuple[Costs, ...]
     """What each partition takes for a micro-batch."""
     advice: tuple[Advice, ...]
-    """What to do about it, by what it would bring at most."""
+    """What to do about it, the largest predicted gain first."""
 
     def __str__(self) -> str:
         lines = [_headline(self), "", *_table(self), "", _bubble_line(self)]
@@ -78,48 +82,78 @@ def make_report(
     workers: Sequence[int],
     devices: Sequence[torch.device],
     layers: Sequence[Sequence[float]] | None,
+    chunks: int | None,
 ) -> Report:
     """See :meth:`Timeline.report`."""
-    if not any(event.kind == FORWARD for event in events):
+    sizes, broken = _calls(events, len(devices))
+    events = [event for event in events if event.run in sizes]
+    if not events:
         raise ValueError(
-            "there is no forward task in this timeline; call the pipe inside of 'with "
-            "pipe.record() as timeline'"
+            f"there is no complete call in this timeline, and {len(broken)} that failed or were "
+            "cut off; call the pipe inside of 'with pipe.record() as timeline'"
         )
-    forward, backward = _phases(events)
+    forward, backward = (_phases(events, kinds) for kinds in ((FORWARD,), (RECOMPUTE, BACKWARD)))
     work = union([*forward, *backward])
-    forwards = [event for event in events if event.kind == FORWARD]
-    m, w = 1 + max(event.i for event in forwards), len(lanes)
+    m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
-    busy = [_times(events, lane, workers, COMPUTE) for lane in range(w)]
+    busy = [_times(events, lane, workers, COMPUTE) for lane in range(n)]
     costs = _costs(events, len(devices))
-    times = tuple(_device(name, k, events, workers, work) for k, name in enumerate(lanes))
     outside = max(0.0, seconds - length(work))
+    share = outside / seconds if seconds else 0.0
+    of_forward = length(union(forward)) / (length(work) or 1.0)
+    serial = (n - 1) / n if all(device.type == "cpu" for device in devices) else None
+    ideal = (n - 1) / (m + n - 1)
     return Report(
-        calls=len({event.run for event in forwards}),
+        calls=len(sizes),
+        incomplete=len(broken),
         micro_batches=m,
         seconds=seconds,
         outside=outside,
-        devices=times,
+        devices=tuple(_device(name, k, events, workers, work) for k, name in enumerate(lanes)),
         bubble=_bubble(busy, work),
         forward_bubble=_bubble(busy, union(forward)),
         backward_bubble=_bubble(busy, union(backward)) if backward else None,
-        ideal_bubble=(w - 1) / (m + w - 1),
+        ideal_bubble=ideal if serial is None else of_forward * ideal + (1 - of_forward) * serial,
         costs=costs,
-        advice=advise(m, costs, lanes, workers, devices, layers, outside / seconds),
+        advice=advise(Seen(m, chunks, costs, lanes, workers, devices, layers, share)),
     )
 
 
-def _phases(events: Sequence[Event]) -> tuple[list[Interval], list[Interval]]:
-    """From the first to the last task of each call, forward and backward."""
-    phases = []
-    for kinds in ((FORWARD,), (RECOMPUTE, BACKWARD)):
-        ends: dict[int, Interval] = {}
-        for event in events:
-            if event.kind in kinds:
-                start, end = ends.get(event.run, (event.start, event.end))
-                ends[event.run] = min(start, event.start), max(end, event.end)
-        phases.append(list(ends.values()))
-    return phases[0], phases[1]
+def _calls(events: Sequence[Event], n: int) -> tuple[dict[int, int], set[int]]:
+    """How many micro-batches each complete call has; and the calls that are not complete.
+
+    A call without a backward is complete, one with a part of its last backward is not.
+    """
+    forward: dict[int, set[tuple[int, int]]] = {}
+    for event in events:
+        if event.kind == FORWARD:
+            forward.setdefault(event.run, set()).add((event.i, event.j))
+    sizes = {run: 1 + max(i for i, _ in tasks) for run, tasks in forward.items()}
+    whole = {run: m for run, m in sizes.items() if len(forward[run]) == m * n}
+    return whole, {event.run for event in events} - set(whole)
+
+
+def _phases(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
+    """When each call was at work, forward or backward.
+
+    Not from the first to the last task: a call may be gone backward through twice, with a pause
+    in between. A pause is when nothing runs for longer than any task took.
+    """
+    phases: list[Interval] = []
+    runs: dict[int, list[Interval]] = {}
+    for event in events:
+        if event.kind in kinds:
+            runs.setdefault(event.run, []).append((event.start, event.end))
+    for tasks in runs.values():
+        longest, (last, *others) = max(end - start for start, end in tasks), union(tasks)
+        for start, end in others:
+            if start - last[1] > longest:
+                phases.append(last)
+                last = start, end
+            else:
+                last = last[0], end
+        phases.append(last)
+    return phases
 
 
 def _times(
@@ -153,31 +187,41 @@ def _device(
 
 def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
     """The share of the devices' time in ``work`` in which they did not compute."""
-    return 1 - sum(length(overlap(one, work)) for one in busy) / (len(busy) * length(work))
+    whole = len(busy) * length(work)
+    return 1 - sum(length(overlap(one, work)) for one in busy) / whole if whole else 0.0
 
 
 def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
     """What each partition takes for a micro-batch, as a rule: a task that was held up is none."""
-    seconds: dict[tuple[str, int], list[float]] = {}
+    seconds: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for event in events:
-        if event.kind in COMPUTE:
-            seconds.setdefault((event.kind, event.j), []).append(event.seconds)
+        if event.kind in COMPUTE:  # a backward may be in several pieces
+            of_partition = seconds.setdefault((event.kind, event.j), {})
+            task = event.run, event.i
+            of_partition[task] = of_partition.get(task, 0.0) + event.seconds
     costs = []
     for j in range(n):
-        forward, recompute, backward = (seconds.get((kind, j), []) for kind in COMPUTE)
-        share = len(recompute) / max(1, len(forward))
-        once, again, back = (median(of or [0.0]) for of in (forward, recompute, backward))
-        costs.append(Costs(once, share * again, back))
+        of_kinds = [list(seconds.get((kind, j), {}).values()) for kind in COMPUTE]
+        forward, recompute, backward = (median(of or [0.0]) for of in of_kinds)
+        share = len(of_kinds[1]) / max(1, len(of_kinds[0]))
+        costs.append(Costs(forward, share * recompute, backward))
     return tuple(costs)
 
 
 def _headline(report: Report) -> str:
-    inside = 100 - _percent(report.outside, report.seconds)
+    calls, left_out = _count(report.calls, "call"), ""
+    if report.incomplete:
+        left_out = f" ({_count(report.incomplete, 'incomplete call')} left out)"
     return (
-        f"{report.calls} calls of up to {report.micro_batches} micro-batches on "
-        f"{len(report.devices)} devices in {report.seconds:.3f} s; the pipe was at work for "
-        f"{inside}% of that. Shares of its work:"
+        f"{calls} of {_count(report.micro_batches, 'micro-batch', 'es')} on "
+        f"{_count(len(report.devices), 'device')} in {report.seconds:.3f} s{left_out}. The pipe "
+        f"was at work for {100 - _percent(report.outside, report.seconds)}% of that, and in this "
+        "time each device was"
     )
+
+
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural * (number != 1)}"
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -200,7 +244,7 @@ def _bubble_line(report: Report) -> str:
         parts.append(f"backward {100 * report.backward_bubble:.0f}%")
     return (
         f"Bubble: {100 * report.bubble:.0f}% of the devices' time ({', '.join(parts)}); "
-        f"(n-1)/(m+n-1) is {100 * report.ideal_bubble:.0f}%."
+        f"equal partitions would leave {100 * report.ideal_bubble:.0f}%."
     )
 
 

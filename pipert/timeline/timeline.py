@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from pipert.device import assign_workers
-from pipert.recording.event import COPY, Event
+from pipert.recording.event import KINDS, Event
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Report, make_report
@@ -27,6 +28,11 @@ class Timeline:
             each CUDA device and each ``'cpu'``.
         layers: for each partition how many seconds its layers take in a forward task; from them
             comes the better balance in the report. Default: unknown.
+        chunks: the number of micro-batches that were asked for; a call with fewer had no more rows.
+            Default: unknown.
+
+    Raises:
+        ValueError: what is given does not fit together; the first event that does not is named.
     """
 
     def __init__(
@@ -35,22 +41,23 @@ class Timeline:
         devices: Sequence[torch.device | str],
         workers: Sequence[int] | None = None,
         layers: Sequence[Sequence[float]] | None = None,
+        chunks: int | None = None,
     ) -> None:
         self._events = tuple(sorted(events, key=lambda event: (event.start, event.end)))
         self._devices = tuple(torch.device(device) for device in devices)
         self._workers = tuple(assign_workers(list(self._devices)) if workers is None else workers)
         self._layers = layers
-        if len(self._workers) != len(self._devices):
+        self._chunks = chunks
+        n = len(self._devices)
+        if len(self._workers) != n or {*self._workers} != {*range(len({*self._workers}))}:
             raise ValueError(
-                f"each partition has a device and a worker, but there are {len(self._devices)} "
-                f"devices and {len(self._workers)} workers"
+                f"workers must have a number for each of the {n} devices, counted from 0 without "
+                f"gaps, got {list(self._workers)}"
             )
-        strange = [event for event in self._events if not 0 <= event.j < len(self._devices)]
-        if strange:
-            raise ValueError(
-                f"there are {len(self._devices)} devices, but {strange[0].name} is of partition "
-                f"{strange[0].j}"
-            )
+        if layers is not None and (len(layers) != n or not all(map(len, layers))):
+            raise ValueError(f"layers must have a list of seconds for each of the {n} partitions")
+        for event in self._events:
+            _check(event, n)
 
     @property
     def events(self) -> tuple[Event, ...]:
@@ -91,7 +98,7 @@ class Timeline:
             ValueError: there is no forward task in the timeline.
         """
         return make_report(
-            self.events, self.lanes, self._workers, self._devices, self.layer_seconds
+            self.events, self.lanes, self._workers, self._devices, self.layer_seconds, self._chunks
         )
 
     def save(self, path: str | Path) -> None:
@@ -111,14 +118,21 @@ class Timeline:
             title: written above.
 
         Raises:
-            ImportError: matplotlib is not there; ``pip install 'pipert[plot]'``.
+            ImportError: matplotlib is not there.
         """
         save_picture({title or "": self}, path)
 
-    def __len__(self) -> int:
-        return len(self.events)
-
     def __repr__(self) -> str:
-        events = self.events
-        copies = sum(event.kind == COPY for event in events)
-        return f"<Timeline of {len(events)} events on {', '.join(self.lanes)}; {copies} copies>"
+        return f"<{type(self).__name__} of {', '.join(self.lanes)}>"  # events may take long
+
+
+def _check(event: Event, n: int) -> None:
+    wrong = ""
+    if event.kind not in KINDS:
+        wrong = f"a kind that is none of {list(KINDS)}"
+    elif not (event.i >= 0 and 0 <= event.j < n):
+        wrong = f"no place in {n} partitions"
+    elif not (math.isfinite(event.start) and event.start <= event.end < math.inf):
+        wrong = "no start, or an end before it"
+    if wrong:
+        raise ValueError(f"{event} has {wrong}")

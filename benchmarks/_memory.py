@@ -1,0 +1,83 @@
+"""The bytes in use on each device while a simulated pipeline runs, and their peak.
+
+Counted: parameters with their gradients and the optimizer's state; the mini-batch on the first
+device; what arrives at a partition, kept until its backward; what leaves it, until it is copied,
+and gradients likewise; what the layers save, from the forward to the backward, or from the
+recomputation if there is one; the output with its gradient. Besides, while a task runs, the largest
+inputs and outputs of a layer of its partition, which come and go.
+
+Not counted: what allocators and kernels need for themselves, and what fragmentation loses.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from _layer_costs import Bytes, ranges
+from _simulator import Simulation, Task
+
+__all__ = ["peaks"]
+
+
+class _Use(NamedTuple):
+    device: int
+    begin: float
+    end: float
+    bytes: float
+
+
+def peaks(
+    simulation: Simulation, sizes: Bytes, balance: Sequence[int], samples: float, scale: float
+) -> list[float]:
+    """The highest number of bytes on each device.
+
+    Args:
+        simulation: of a pipeline whose partitions are each on a device of their own.
+        samples: of each micro-batch.
+        scale: bytes of a parameter with gradient and optimizer state, over its own.
+    """
+    layers = ranges(balance)
+    highest = []
+    changes: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for use in _uses(simulation, sizes, layers, samples):
+        changes[use.device] += [(use.begin, use.bytes), (use.end, -use.bytes)]
+    for j, own in enumerate(layers):
+        now = scale * sum(sizes.parameters[k] for k in own)
+        most = now
+        for _, change in sorted(changes[j]):  # at one time what ends goes first
+            now += change
+            most = max(most, now)
+        highest.append(most)
+    return highest
+
+
+def _uses(
+    simulation: Simulation, sizes: Bytes, layers: Sequence[range], samples: float
+) -> Iterator[_Use]:
+    plan, over = simulation.plan, simulation.seconds
+    done = {(task.kind, task.i, task.j): task for task in simulation.tasks if task.kind != "copy"}
+    last = plan.n - 1
+    yield _Use(0, 0.0, over, samples * plan.m * sizes.inputs[0])
+    for task in simulation.tasks:
+        if task.kind == "copy":
+            yield from _copied(task, done)
+            continue
+        own = layers[task.j]
+        most = max(sizes.inputs[k] + sizes.outputs[k] for k in own)
+        yield _Use(task.j, task.start, task.end, samples * most)
+        if task.kind == "recompute" or (task.kind == "forward" and task.i >= plan.checkpointed):
+            back = done["backward", task.i, task.j]
+            yield _Use(task.j, task.start, back.end, samples * sizes.saved_by(own))
+        if task.kind == "forward" and task.j == last:
+            back = done["backward", task.i, task.j]
+            yield _Use(last, task.end, back.end, 2 * samples * sizes.outputs[-1])
+
+
+def _copied(task: Task, done: dict[tuple[str, int, int], Task]) -> Iterator[_Use]:
+    """On the device that it leaves until it is copied, on the other until its last use."""
+    assert task.source is not None
+    maker = done["forward" if task.source < task.j else "backward", task.i, task.source]
+    yield _Use(task.source, maker.end, task.end, task.bytes)
+    yield _Use(task.j, task.start, done["backward", task.i, task.j].end, task.bytes)

@@ -1,0 +1,230 @@
+"""What pipert's schedule takes, from the durations of its tasks: nothing here computes a layer.
+
+A :class:`Plan` says how long each ``F[i,j]``, ``R[i,j]`` and ``B[i,j]`` takes, which bytes go from
+where to where, and on what kind of machine. Rules, each one of pipert's:
+
+1. A worker does its forward tasks in the order of :class:`pipert.schedule.Schedule`, and starts one
+   when its input is there.
+2. The backward begins when the last forward task is done, and each device does it in the reverse
+   order, the last micro-batch first. So it does without fork and join, too: autograd takes of the
+   nodes that are ready the one made last, and a worker makes the nodes of a partition micro-batch
+   by micro-batch. Fork and join make sure of what is so anyway, and cost no time here.
+3. ``'cuda'``: each device is a queue of its own, for the backward as well. The host is never late:
+   ``R[i,j]`` starts when its device is free, while ``dy`` is still computed or copied, and
+   ``B[i,j]`` when ``dy`` is there.
+4. ``'cpu'``: each partition has a worker for the forward. One thread does every ``R`` and ``B``,
+   one after the other.
+5. A copy between devices takes ``latency + bytes / bandwidth``, and needs the outgoing engine of
+   one device and the incoming one of the other; those that are ready first go first. Without copy
+   streams it stops both devices' computation instead, and is issued before the tasks of its
+   diagonal. Copies inside a device take no time.
+6. A skip is copied straight to where it is popped, or else from device to device.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pipert.schedule import Schedule
+
+__all__ = ["Plan", "Simulation", "Task", "Transfer", "checkpointed", "simulate"]
+
+Seconds = Callable[[int, int], float]  # of the task of micro-batch i on partition j
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes of each micro-batch that go from one partition to a later one; a skip or its input."""
+
+    source: int
+    target: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is simulated.
+
+    Args:
+        m, n: micro-batches and partitions.
+        forward, recompute, backward: seconds of each task.
+        checkpointed: how many micro-batches, from the first, are recomputed.
+        transfers: between partitions; gradients go back the same way.
+        machine: ``'cuda'``, each partition on a device of its own, or ``'cpu'``, all on one.
+        bandwidth: bytes in a second, between two devices and in each direction.
+        latency: seconds of a copy besides.
+        copy_streams, direct_skips: whether copies run beside computation, and skips go straight.
+    """
+
+    m: int
+    n: int
+    forward: Seconds
+    recompute: Seconds
+    backward: Seconds
+    checkpointed: int = 0
+    transfers: Sequence[Transfer] = ()
+    machine: str = "cuda"
+    bandwidth: float = float("inf")
+    latency: float = 0.0
+    copy_streams: bool = True
+    direct_skips: bool = True
+
+    def hops(self) -> list[Transfer]:
+        """The copies of one micro-batch, those of the same way put together, in order."""
+        ways: defaultdict[tuple[int, int], int] = defaultdict(int)
+        for source, target, size in ((t.source, t.target, t.bytes) for t in self.transfers):
+            stops = [source, target] if self.direct_skips else [*range(source, target + 1)]
+            for way in zip(stops, stops[1:]):
+                ways[way] += size
+        return [Transfer(*way, size) for way, size in sorted(ways.items())]
+
+
+@dataclass(eq=False)
+class Task:
+    """Something that takes time; ``start`` and ``end`` are the simulator's findings.
+
+    ``j`` of a copy is the partition that it is for, and ``source`` the one it comes from.
+    """
+
+    kind: str
+    i: int
+    j: int
+    seconds: float
+    after: tuple[Task, ...]
+    engines: tuple[tuple[str, int], ...] = ()
+    source: int | None = None
+    bytes: int = 0
+    start: float = 0.0
+    end: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A plan and when each of its tasks ran, in the order in which they were issued."""
+
+    plan: Plan
+    tasks: list[Task]
+
+    @property
+    def seconds(self) -> float:
+        """From the first start to the last end."""
+        return max(task.end for task in self.tasks)
+
+    @property
+    def forward_seconds(self) -> float:
+        """Until the call returns."""
+        return max(task.end for task in self.tasks if task.kind == "forward")
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time in which they did not compute."""
+        busy = sum(task.seconds for task in self.tasks if task.kind != "copy")
+        return 1 - busy / (self.plan.n * self.seconds)
+
+
+def checkpointed(mode: str, m: int) -> int:
+    """How many of ``m`` micro-batches a checkpoint mode recomputes."""
+    return {"always": m, "except_last": m - 1, "never": 0}[mode]
+
+
+def simulate(plan: Plan) -> Simulation:
+    """Run the plan."""
+    tasks = _Program(plan).tasks
+    _run(tasks)
+    return Simulation(plan, tasks)
+
+
+@dataclass
+class _Program:
+    """The tasks of a plan, in the order in which they are issued."""
+
+    plan: Plan
+    tasks: list[Task] = field(default_factory=list)
+    streams: dict[object, Task] = field(default_factory=dict)  # the last task of each
+
+    def __post_init__(self) -> None:
+        hops = self.plan.hops()
+        diagonals = list(Schedule(self.plan.m, self.plan.n).diagonals())
+        done: dict[tuple[str, int, int], Task] = {}
+        for diagonal in diagonals:
+            arrived = {j: self._copies(hops, i, j, "forward", done) for i, j in diagonal}
+            for i, j in diagonal:
+                done["forward", i, j] = self._compute("forward", i, j, arrived[j])
+        loss = self.tasks[-1]
+        if self.plan.machine == "cpu":
+            self.streams["backward"] = loss
+        for diagonal in reversed(diagonals):
+            arrived = {j: self._copies(hops, i, j, "backward", done) for i, j in diagonal}
+            for i, j in reversed(diagonal):
+                done["backward", i, j] = self._backward(i, j, arrived[j] or (loss,))
+
+    def _backward(self, i: int, j: int, arrived: tuple[Task, ...]) -> Task:
+        if i < self.plan.checkpointed:
+            on_the_way = self.plan.machine == "cuda"
+            self._compute("recompute", i, j, () if on_the_way else arrived)
+        return self._compute("backward", i, j, arrived)
+
+    def _compute(self, kind: str, i: int, j: int, after: tuple[Task, ...]) -> Task:
+        one_thread = self.plan.machine == "cpu" and kind != "forward"
+        durations = {
+            "forward": self.plan.forward,
+            "recompute": self.plan.recompute,
+            "backward": self.plan.backward,
+        }
+        task = Task(kind, i, j, durations[kind](i, j), after)
+        return self._issue(task, ["backward" if one_thread else j])
+
+    def _copies(
+        self, hops: list[Transfer], i: int, j: int, way: str, done: dict[tuple[str, int, int], Task]
+    ) -> tuple[Task, ...]:
+        """Copies of what ``F[i,j]`` or ``B[i,j]`` waits for; or, within a device, its makers."""
+        forward = way == "forward"
+        arrived = []
+        for hop in hops:
+            source, target = (hop.source, hop.target) if forward else (hop.target, hop.source)
+            if target == j:
+                maker = done[way, i, source]
+                is_copy = self.plan.machine == "cuda"
+                arrived.append(self._copy(hop.bytes, maker, target) if is_copy else maker)
+        return tuple(arrived)
+
+    def _copy(self, size: int, maker: Task, j: int) -> Task:
+        seconds = self.plan.latency + size / self.plan.bandwidth
+        task = Task("copy", maker.i, j, seconds, (maker,), source=maker.j, bytes=size)
+        if self.plan.copy_streams:
+            task.engines = (("out", maker.j), ("in", j))
+            return self._issue(task, [])
+        return self._issue(task, [maker.j, j])
+
+    def _issue(self, task: Task, streams: Sequence[object]) -> Task:
+        """Put a task behind those of its streams."""
+        before = [self.streams[stream] for stream in streams if stream in self.streams]
+        task.after = (*task.after, *before)
+        self.streams.update(dict.fromkeys(streams, task))
+        self.tasks.append(task)
+        return task
+
+
+def _run(tasks: Sequence[Task]) -> None:
+    """Find start and end of each task: after those it waits for, and when its engines are free."""
+    followers: defaultdict[Task, list[int]] = defaultdict(list)
+    missing = [len(task.after) for task in tasks]
+    for number, task in enumerate(tasks):
+        for other in task.after:
+            followers[other].append(number)
+    free: defaultdict[tuple[str, int], float] = defaultdict(float)
+    ready = [(0.0, number) for number, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    while ready:
+        task = tasks[heapq.heappop(ready)[1]]
+        task.start = max([task.start, *[free[engine] for engine in task.engines]])
+        task.end = task.start + task.seconds
+        free.update(dict.fromkeys(task.engines, task.end))
+        for number in followers[task]:
+            tasks[number].start = max(tasks[number].start, task.end)
+            missing[number] -= 1
+            if not missing[number]:
+                heapq.heappush(ready, (tasks[number].start, number))

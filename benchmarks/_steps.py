@@ -1,0 +1,176 @@
+"""Training steps that really run: pipert and torchgpipe over the same model, in turns."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from _malloc import bytes_in_use, check_counter
+from _measure import Row, report, take_turns
+from _models import Model, for_torchgpipe
+from _paper import Setting
+from torch import Tensor, nn
+from torchgpipe import GPipe
+from tqdm import tqdm
+
+from pipert import Pipe
+from pipert.balance import balance_by_time
+
+__all__ = ["measured", "one_peak", "one_step"]
+
+# On CPU: micro-batches at most, and samples in each; at a scale below a tenth there are fewer.
+CPU_CHUNKS, CPU_ROWS = 8, 2
+TINY_CHUNKS, TINY_ROWS = 2, 1
+MIB = 2**20
+
+
+def measured(
+    title: str,
+    pairs: Sequence[tuple[Model, Setting]],
+    devices: Sequence[torch.device],
+    scale: float,
+    steps: int,
+) -> list[dict[str, Any]]:
+    """Print what steps take where there are devices enough, and return the figures."""
+    found = []
+    todo = [(model, setting) for model, setting in pairs if setting.n <= len(devices)]
+    names = ("pipert", "torchgpipe")
+    with tqdm(total=len(todo), desc="measuring steps", unit="setting", file=sys.stderr) as bar:
+        for model, setting in todo:
+            found.append(_measure(model, setting, devices[: setting.n], scale, steps))
+            bar.update()
+    table = []
+    for figures in found:
+        speeds = [figures.get(name, {}).get("throughput") for name in names]
+        peaks = [figures.get(name, {}).get("peak") for name in names]
+        ratio = speeds[0] / speeds[1] if all(speeds) else None
+        cells = [figures["setting"], str(figures["batch"]), str(figures["m"])]
+        cells += [_cell(speed, 2) for speed in speeds] + [_cell(ratio, 2)]
+        cells += [_cell(peak and peak / MIB, 0) for peak in peaks]
+        table.append(Row(tuple(cells)))
+    columns = ("setting", "batch", "m", "pipert, samples/s", "torchgpipe", "ratio", "pipert, MiB")
+    where = ", ".join(map(str, devices))
+    report(f"{title}: measured on {where}", (*columns, "torchgpipe, MiB"), table, bars=False)
+    for figures in found:
+        for name in names:
+            if figures.get(name, {}).get("failed"):
+                print(f"{figures['setting']}, {name}: {figures[name]['failed']}", end="\n\n")
+    return found
+
+
+def _cell(number: float | None, digits: int) -> str:
+    return "-" if number is None else f"{number:.{digits}f}"
+
+
+def _measure(
+    model: Model, setting: Setting, devices: Sequence[torch.device], scale: float, steps: int
+) -> dict[str, Any]:
+    chunks, batch = setting.chunks, setting.batch
+    if devices[0].type == "cpu":
+        most, rows = (CPU_CHUNKS, CPU_ROWS) if scale >= 0.1 else (TINY_CHUNKS, TINY_ROWS)
+        chunks = min(chunks, most)
+        batch = rows * (chunks if setting.m else most)
+    x = torch.rand(batch, *model.image(scale)).to(devices[0])
+    figures: dict[str, Any] = {"setting": setting.name, "batch": batch, "m": chunks}
+    module = model.at_width(scale)
+    balance = setting.balance or tuple(balance_by_time(setting.n, module, x[:CPU_ROWS].cpu()))
+    counting = not check_counter(MIB) if devices[0].type == "cpu" else True
+    with _runners(module, setting, balance, devices, chunks) as runners:
+        # Its first step, which also warms up.
+        failed = {name: _failure(runner, x, devices) for name, runner in runners.items()}
+        names = [name for name, why in failed.items() if not why]
+        times = take_turns(
+            lambda name: one_step(runners[name], x, devices), names, repeats=steps, warm_up=0
+        )
+        for name in runners:
+            figures[name] = {"failed": failed[name]}
+        for name in names:
+            figures[name]["throughput"] = batch / median(times[name])
+            figures[name]["peak"] = one_peak(runners[name], x, devices) if counting else None
+    return figures
+
+
+@contextmanager
+def _runners(
+    module: nn.Sequential,
+    setting: Setting,
+    balance: Sequence[int],
+    devices: Sequence[torch.device],
+    chunks: int,
+) -> Iterator[dict[str, nn.Module]]:
+    """The plain module, under the name of pipert; or both products over equal modules."""
+    if setting.m is None:
+        yield {"pipert": module.to(devices[0])}
+        return
+    same = for_torchgpipe(deepcopy(module))
+    mode = setting.checkpoint
+    peer = GPipe(same, list(balance), devices=list(devices), chunks=chunks, checkpoint=mode)
+    with Pipe(
+        module, balance, devices=devices, chunks=chunks, checkpoint=mode, deferred_batch_norm=False
+    ) as pipe:
+        yield {"pipert": pipe, "torchgpipe": peer}
+
+
+def _failure(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> str:
+    """Why a step cannot be done, or nothing."""
+    try:
+        one_step(runner, x, devices)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".partition("\n")[0]
+    finally:
+        gc.collect()
+    return ""
+
+
+def one_step(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> float:
+    """Seconds of one training step with SGD, without the data."""
+    begin = _now(devices)
+    out = runner(x)
+    loss = out.square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for parameter in runner.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=1e-3)
+    runner.zero_grad(set_to_none=True)
+    return _now(devices) - begin
+
+
+def _now(devices: Sequence[torch.device]) -> float:
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def one_peak(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> float:
+    """The highest number of bytes in a step, on all devices together.
+
+    That is its parameters and the mini-batch, and what is there besides compared with before the
+    step: other products hold memory as well. On CPU it is read after each layer.
+    """
+    own = float(x.nbytes + sum(parameter.nbytes for parameter in runner.parameters()))
+    gc.collect()
+    if devices[0].type == "cuda":
+        different = set(devices)
+        before = sum(map(torch.cuda.memory_allocated, different))
+        for device in different:
+            torch.cuda.reset_peak_memory_stats(device)
+        one_step(runner, x, devices)
+        return own + sum(map(torch.cuda.max_memory_allocated, different)) - before
+    readings: list[int] = []
+    read: Callable[..., None] = lambda *_: readings.append(bytes_in_use())  # noqa: E731
+    layers: list[nn.Module] = list(runner)  # type: ignore[call-overload]
+    handles = [layer.register_forward_hook(read) for layer in layers]
+    before = bytes_in_use()
+    one_step(runner, x, devices)
+    for handle in handles:
+        handle.remove()
+    return own + max(readings) - before

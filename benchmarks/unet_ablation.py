@@ -1,0 +1,174 @@
+"""What each part of the runtime is worth: the ablation of section 4.1 of the paper, U-Net (5, 64).
+
+The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
+the devices that are here, four pipes with the same switches run in turns. ``--picture`` draws the
+four timelines, as the paper's figure does: those that ran if there are four devices, else the
+simulated. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
+
+*Clock only* and *+ fork/join* differ in the paper, and not here. Autograd takes of the nodes that
+are ready the one made last. A worker of pipert makes the nodes of its micro-batches one after the
+other, and a recomputation makes none that are run backward, so the last micro-batch comes first
+anyway. Fork and join turn what happens into what must happen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from copy import deepcopy
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+from _experiments import GIB, Experiment, assumptions, costs_of, options, parse, speed_of, write
+from _measure import Row, report, take_turns
+from _models import UNET
+from _paper import ABLATION, UNET_SPEED
+from _predict import Link, Prediction, best_balance, predict
+from _simulator import Simulation
+from _steps import one_peak, one_step
+
+from pipert import Event, Pipe, Timeline
+from pipert.balance import balance_by_time
+from pipert.components import Components
+from pipert.timeline.picture import save_picture
+
+__all__ = ["main"]
+
+SWITCHES = {
+    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
+    "+ fork/join": Components(copy_streams=False, direct_skips=False),
+    "+ copy streams": Components(direct_skips=False),
+    "+ direct skips": Components(),
+}
+CPU_ROWS, CPU_CHUNKS = 1, 4  # samples of a micro-batch, and micro-batches
+
+
+def timeline_of(simulation: Simulation) -> Timeline:
+    """A simulation, as a recording of four GPUs would have it."""
+    devices = [torch.device("cuda", j) for j in range(simulation.plan.n)]
+    events = [
+        Event(
+            *(task.kind, task.i, task.j, devices[task.j], task.start, task.end),
+            source=None if task.source is None else devices[task.source],
+            origin=task.source,
+            bytes=task.bytes,
+        )
+        for task in simulation.tasks
+    ]
+    return Timeline(events, devices)
+
+
+def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
+    """Print what each part is worth on four devices that are not there."""
+    experiment = Experiment("", UNET, UNET_SPEED, baseline=28.5)
+    times, sizes = costs_of(experiment, arguments)
+    link = Link(1e9 * arguments.bandwidth, 1e-6 * arguments.latency)
+    speed = speed_of(experiment, arguments, times, sizes, link)
+    found = {
+        setting.name: predict(
+            *(setting, best_balance(times, setting), times, sizes, link),
+            speed=speed,
+            copy_streams=SWITCHES[setting.name].copy_streams,
+            direct_skips=SWITCHES[setting.name].direct_skips,
+        )
+        for setting in ABLATION
+    }
+    base = found["clock only"].throughput
+    table = []
+    for setting in ABLATION:
+        one = found[setting.name]
+        cells = [setting.name, f"{setting.throughput:.1f}", f"{one.throughput:.1f}"]
+        cells += [f"{setting.speed_up:.2f}", f"{one.throughput / base:.2f}"]
+        cells += [f"{setting.utilisation:.0%}", f"{1 - one.simulation.bubble:.0%}"]
+        cells += [f"{setting.memory:.1f}", f"{sum(one.peaks) / GIB:.1f}"]
+        table.append(Row(tuple(cells)))
+    columns = (
+        *("parts", "paper, samples/s", "predicted", "paper, speed-up", "predicted"),
+        *("paper, utilisation", "predicted", "paper, GiB", "predicted"),
+    )
+    print(assumptions(arguments, speed), end="\n\n")
+    report("U-Net (5, 64), four devices, batch 128, m=8: simulated", columns, table, bars=False)
+    return found
+
+
+def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], dict[str, Timeline]]:
+    """Print what each part is worth on the devices that are here, and record a step of each."""
+    devices, scale = arguments.devices, arguments.scale
+    batch, chunks = ABLATION[0].batch, ABLATION[0].chunks
+    if devices[0].type == "cpu":
+        batch, chunks = CPU_ROWS * CPU_CHUNKS, CPU_CHUNKS
+    x = torch.rand(batch, *UNET.image(scale)).to(devices[0])
+    module = UNET.at_width(scale)
+    balance = list(ABLATION[0].balance)
+    if len(devices) != len(balance):
+        balance = balance_by_time(len(devices), module, x[: batch // chunks].cpu())
+    with ExitStack() as stack:
+        pipes = {}
+        for name, switches in SWITCHES.items():
+            pipe = Pipe(deepcopy(module), balance, devices=devices, chunks=chunks)
+            pipe._runtime.components = switches
+            pipes[name] = stack.enter_context(pipe)
+        step = partial(_step_of, pipes, x, devices)
+        times = take_turns(step, tuple(pipes), repeats=arguments.steps, warm_up=1)
+        timelines: dict[str, Timeline] = {}
+        figures: dict[str, dict[str, float]] = {}
+        for name, pipe in pipes.items():
+            with pipe.record() as timelines[name]:
+                one_step(pipe, x, devices)
+            figures[name] = {
+                "throughput": batch / median(times[name]),
+                "utilisation": 1 - timelines[name].report().bubble,
+                "peak": one_peak(pipe, x, devices),
+            }
+    base = figures["clock only"]["throughput"]
+    table = []
+    for name, of in figures.items():
+        cells = [name, f"{of['throughput']:.2f}", f"{of['throughput'] / base:.2f}"]
+        cells += [f"{of['utilisation']:.0%}", f"{of['peak'] / 2**20:.0f}"]
+        table.append(Row(tuple(cells)))
+    columns = ("parts", "samples/s", "speed-up", "utilisation", "MiB")
+    where = ", ".join(map(str, devices))
+    report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table, bars=False)
+    if len(set(devices)) > 1:  # there are copies, and how much of them computation hides
+        print(timelines["+ direct skips"].report(), end="\n\n")
+    return figures, timelines
+
+
+def _step_of(
+    pipes: dict[str, Pipe], x: torch.Tensor, devices: Sequence[torch.device], name: str
+) -> float:
+    return one_step(pipes[name], x, devices)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both tables, and draw the timelines."""
+    parser = options(__doc__)
+    parser.add_argument("--picture", type=Path, help="where to draw the timelines; .png or .svg")
+    arguments = parse(parser, argv)
+    predictions = simulated(arguments)
+    figures, timelines = here(arguments)
+    if len(arguments.devices) != len(ABLATION[0].balance):
+        timelines = {name: timeline_of(one.simulation) for name, one in predictions.items()}
+    if arguments.picture is not None:
+        save_picture(timelines, arguments.picture)
+        print(f"wrote {arguments.picture}")
+    found = [
+        {
+            "paper": asdict(one.setting),
+            "throughput": one.throughput,
+            "utilisation": 1 - one.simulation.bubble,
+            "peaks": one.peaks,
+        }
+        for one in predictions.values()
+    ]
+    write(arguments, predicted=found, measured=figures)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

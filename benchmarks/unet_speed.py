@@ -1,0 +1,22 @@
+"""U-Net (5, 64): samples in a second on one to eight devices (section 4.2.3 of the paper)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from _experiments import Experiment, run
+from _models import UNET
+from _paper import UNET_SPEED
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print both tables."""
+    experiment = Experiment("U-Net (5, 64), speed", UNET, UNET_SPEED, baseline=28.5)
+    return run(experiment, __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

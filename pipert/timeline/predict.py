@@ -1,0 +1,68 @@
+"""How long a step would take, from what its tasks take: what advice is measured by.
+
+Forward tasks are done in the clock's order, each when its input is there and its worker free. A
+backward goes the opposite way. On CUDA each device does its part when it is free; on CPU one thread
+of autograd does the parts of all partitions, one after the other. Copies are free. The loss, the
+optimizer and the data are not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Costs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one partition takes for a micro-batch, in seconds; medians of its tasks."""
+
+    forward: float
+    recompute: float
+    """Shared out among all micro-batches, those that are not recomputed included."""
+    backward: float
+
+    @property
+    def whole(self) -> float:
+        """There and back."""
+        return self.forward + self.recompute + self.backward
+
+    def times(self, factor: float) -> Costs:
+        """Of that share of it."""
+        return Costs(self.forward * factor, self.recompute * factor, self.backward * factor)
+
+    def __add__(self, other: Costs) -> Costs:
+        return Costs(
+            self.forward + other.forward,
+            self.recompute + other.recompute,
+            self.backward + other.backward,
+        )
+
+
+def step_seconds(
+    m: int, costs: Sequence[Costs], workers: Sequence[int], devices: Sequence[torch.device]
+) -> float:
+    """From the first forward to the last backward task of ``m`` micro-batches."""
+    n = len(costs)
+    there = _grid(m, range(n), [cost.forward for cost in costs], workers)
+    # What the one thread of the CPU does counts as one more worker.
+    served = zip(workers, devices, strict=True)
+    threads = [-1 if device.type == "cpu" else worker for worker, device in served]
+    back = [cost.recompute + cost.backward for cost in costs]
+    return there + _grid(m, range(n - 1, -1, -1), back, threads)
+
+
+def _grid(m: int, way: range, seconds: Sequence[float], workers: Sequence[int]) -> float:
+    """When the last of ``m`` micro-batches has gone the ``way`` through the partitions."""
+    free = {worker: 0.0 for worker in workers}
+    done = [0.0] * m
+    for k in range(m + len(way) - 1):
+        for step, j in enumerate(way):
+            i = k - step
+            if 0 <= i < m:
+                start = max(free[workers[j]], done[i])
+                free[workers[j]] = done[i] = start + seconds[j]
+    return max(done)

@@ -1,0 +1,57 @@
+"""Every experiment runs in its shortest form on a machine with no GPU, and says what it should."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torchgpipe", reason="the experiments run torchgpipe beside pipert")
+pytest.importorskip("tqdm", reason="the experiments show their progress with tqdm")
+
+SHORT = ["--scale", "tiny", "--steps", "1", "--devices", "cpu,cpu"]
+
+COMMANDS = {
+    "unet_speed": ("pipeline-8", "88.5", "3.10"),
+    "amoebanet_speed": ("n=8 m=32", "132.4", "4.95"),
+    "resnet_speed": ("pipeline-8",),
+    "unet_memory": ("pipeline-8", "154.1", "15.82"),
+    "unet_ablation": ("+ direct skips", "58.5", "75%"),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # seconds on a machine that is busy
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_table_has_the_papers_figures(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "figures.json"
+    options = [*SHORT, "--json", str(written)]
+    if command == "unet_ablation":
+        pytest.importorskip("matplotlib", reason="it draws a picture")
+        options += ["--picture", str(tmp_path / "timelines.svg")]
+    assert importlib.import_module(command).main(options) == 0
+    shown = capsys.readouterr().out
+    for text in (*COMMANDS[command], "torchgpipe 0.0.7", "cores"):
+        assert text in shown
+    figures = json.loads(written.read_text())
+    assert {"versions", "hardware", "options", "measured"} <= figures.keys()
+    if command == "unet_ablation":
+        assert "+ copy streams" in (tmp_path / "timelines.svg").read_text()
+
+
+def test_the_check_of_the_simulator_shows_its_bars(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("simulator").main(["--short", "--slack", "100"]) == 0
+    shown = capsys.readouterr().out
+    assert "sleeping, n=8 m=16, forward+backward" in shown
+    assert "convolutions, n=2 m=8, never, forward" in shown
+
+
+@pytest.mark.parametrize("wrong", ["--scale=0", "--scale=2", "--steps=0", "--bandwidth=0"])
+def test_a_wrong_option_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("unet_speed").main([*SHORT, wrong])
+    assert "must be" in capsys.readouterr().err
