@@ -3,8 +3,8 @@
 All but one are recorded: a pipe on CPU runs stages that sleep, and what happened is drawn as
 ``timeline.plot`` does, several to one scale where they are to be compared. Sleeping stages overlap
 on any machine, so that the pictures show the schedule and nothing else. On CPU the backward of all
-partitions runs in one thread; what it looks like on GPUs, with copies, is computed from the rules
-of the schedule, and its caption says so.
+partitions runs in one thread, but for ``forward_backward``; what it looks like on GPUs, with
+copies, is computed from the rules of the schedule, and its caption says so.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def recorded(
     steps: int,
     checkpoint: str = "never",
     backward: bool = True,
+    schedule: str | None = None,
 ) -> Timeline:
     """The fastest of ``steps`` of a pipe with one stage for each of ``seconds``.
 
@@ -74,11 +75,18 @@ def recorded(
     with Pipe(stages, [1] * n, devices=["cpu"] * n, chunks=chunks, checkpoint=checkpoint) as pipe:
         for _ in range(steps):
             with pipe.record() as timeline, torch.set_grad_enabled(backward):
-                y = pipe(x)
-                if backward:
-                    y.sum().backward()
+                if schedule is not None:
+                    pipe.forward_backward(x, loss_fn=_total, schedule=schedule)
+                else:
+                    y = pipe(x)
+                    if backward:
+                        y.sum().backward()
             timelines.append(timeline)
     return min(timelines, key=lambda timeline: max(event.end for event in timeline.events))
+
+
+def _total(y: Tensor, _: object) -> Tensor:
+    return y.sum()
 
 
 def drawn(m: int, n: int, task: float, copy: float) -> Timeline:
@@ -141,6 +149,11 @@ def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
         },
         "chunks": {
             f"chunks={m}": recorded(even, m, steps=steps, backward=False) for m in (1, 4, 16)
+        },
+        "schedules": {
+            "loss.backward()": recorded(even, 6, steps=steps),
+            "schedule='gpipe'": recorded(even, 6, steps=steps, schedule="gpipe"),
+            "schedule='1f1b'": recorded(even, 6, steps=steps, schedule="1f1b"),
         },
         "gpus": {"Three GPUs: the schedule, drawn and not measured": drawn(4, 3, 0.020, 0.008)},
     }

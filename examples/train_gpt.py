@@ -37,6 +37,7 @@ from pipert import Pipe
 VOCABULARY = 256  # a token is a byte
 MAX_BYTES = 4_000_000  # of text are used
 HELD_OUT = 0.1  # this much of the text, its end
+SCHEDULES = ("autograd", "gpipe", "1f1b")
 HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # what is read from a folder
 PROMPT = b"def "  # what the generated sample continues
@@ -164,7 +165,28 @@ def loss_of(pipe: Pipe, windows: Tensor) -> Tensor:
     """Mean cross entropy of the next byte, a scalar on the last device."""
     inputs, targets = windows[:, :-1], windows[:, 1:]
     logits = pipe(inputs.to(pipe.devices[0]))
-    return F.cross_entropy(logits.flatten(0, 1), targets.to(pipe.devices[-1]).flatten())
+    return next_byte_loss(logits, targets.to(pipe.devices[-1]))
+
+
+def loss_with_gradients(pipe: Pipe, windows: Tensor, schedule: str) -> Tensor:
+    """The same loss; its gradients are in ``.grad``.
+
+    ``autograd`` runs the whole backward after the whole forward. The schedules of
+    ``forward_backward`` send it through the workers, micro-batch by micro-batch.
+    """
+    if schedule == "autograd":
+        loss = loss_of(pipe, windows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+    result: Tensor = pipe.forward_backward(
+        windows[:, :-1], target=windows[:, 1:], loss_fn=next_byte_loss, schedule=schedule
+    )
+    return result
+
+
+def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy over all places of all windows."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def evaluate(pipe: Pipe, windows: Tensor, batch: int) -> float:
@@ -200,9 +222,9 @@ class Trainer:
             for done, step in enumerate(bar, start=1):
                 places = len(text) - options.context
                 starts = torch.randint(places, (options.batch,), generator=self.generator)
-                loss = loss_of(self.pipe, cut_windows(text, starts, options.context))
+                windows = cut_windows(text, starts, options.context)
                 self.optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss = loss_with_gradients(self.pipe, windows, options.schedule)
                 nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, options.lr, options.warmup, options.steps)
@@ -315,7 +337,9 @@ def build_parser() -> argparse.ArgumentParser:
     add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
     add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
     add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
-    add("--checkpoint", choices=modes, default="except_last", help="micro-batches to recompute")
+    add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
+        " none with 1f1b")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, default="autograd", help="what goes backward when")
     add("--save", type=Path, help="write the trained state to this file")
     add("--resume", type=Path, help="go on from such a file, with its model and its options")
     add("--sample", type=int, default=200, help="bytes to generate at the end; 0 for none")

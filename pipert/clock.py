@@ -8,6 +8,7 @@ whole, one after the other, and overlap in the pipeline.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from pipert.lane import Lane
 from pipert.workers.activity import Seat
@@ -16,18 +17,18 @@ from pipert.workers.worker import Task
 __all__: list[str] = []
 
 
-class ForwardTask:
-    """``F[i,j]`` of one run, as a worker takes it."""
+class LaneTask:
+    """A task of one run, as a worker takes it."""
 
-    __slots__ = ("_due", "_i", "_lane")
+    __slots__ = ("_due", "_lane", "_task")
 
-    def __init__(self, lane: Lane, i: int) -> None:
+    def __init__(self, lane: Lane, task: Any) -> None:
         self._lane = lane
-        self._i = i
+        self._task = task
         self._due = [lane.progress]  # emptied by whoever settles the task; pop() is atomic
 
     def run(self, seat: Seat) -> None:
-        self._lane.forward(self._i, seat)
+        self._lane.perform(self._task, seat)
         self._due.pop().settle()
 
     def abandon(self, error: BaseException) -> None:
@@ -35,11 +36,11 @@ class ForwardTask:
             progress = self._due.pop()
         except IndexError:
             return  # its run was broken off after it was settled
-        self._lane.abandon(self._i, error)
+        self._lane.abandon(self._task, error)
         progress.settle()
 
     def __repr__(self) -> str:
-        return f"<ForwardTask F[{self._i},{self._lane.j}]>"
+        return f"<LaneTask {self._task}>"
 
 
 class Posting:
@@ -65,14 +66,14 @@ class Posting:
     def run(self, seat: Seat) -> None:
         if self._is_first():
             put, lanes, workers = self._put, self.lanes, self._workers
-            for i, j in lanes[0].progress.schedule:
-                put(workers[j], ForwardTask(lanes[j], i))
+            for task in lanes[0].progress.schedule:
+                put(workers[task.j], LaneTask(lanes[task.j], task))
             self.is_done = True
 
     def abandon(self, error: BaseException) -> None:
         if self._is_first():
-            for i, j in self.lanes[0].progress.schedule:
-                ForwardTask(self.lanes[j], i).abandon(error)
+            for task in self.lanes[0].progress.schedule:
+                LaneTask(self.lanes[task.j], task).abandon(error)
             self.is_done = True
 
     def _is_first(self) -> bool:

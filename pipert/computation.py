@@ -24,6 +24,7 @@ from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.skip.store import of_task
+from pipert.status import FORWARD, LETTERS, RECOMPUTATION
 from pipert.tied import Substitute, Weights
 from pipert.value import describe, version
 from pipert.workers.context import CallerContext
@@ -104,7 +105,7 @@ class Computation:
 
     __slots__ = (
         "_account", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
-        "_skips", "_snapshot", "_substitutes", "after_layer", "layers_took",
+        "_skips", "_snapshot", "_substitutes", "after_layer", "layers_took", "on_worker",
     )  # fmt: skip
 
     def __init__(
@@ -129,6 +130,7 @@ class Computation:
         self._skips = skips
         self._snapshot: Snapshot | None = None
         self.layers_took = 0.0  # s, the last time
+        self.on_worker = False  # whether a recomputation is a worker's task
         self.after_layer: Callable[[], None] | None = None  # if anybody wants to know
 
     def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
@@ -168,10 +170,12 @@ class Computation:
         self, i: int, get_value: Callable[[], Value], check: Callable[[], None]
     ) -> None:
         try:
-            self._context.run_recomputation(self._recompute, i, get_value)
+            context = self._context
+            run = context.run_forward if self.on_worker else context.run_recomputation
+            run(self._recompute, i, get_value)
             check()
         except BaseException as error:
-            self.note_task(error, i, recomputation=True)
+            self.note_task(error, i, RECOMPUTATION)
             raise
 
     def _recompute(self, i: int, get_value: Callable[[], Value]) -> None:
@@ -228,26 +232,26 @@ class Computation:
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.
+        phase = RECOMPUTATION if is_recomputing() else FORWARD
         for name, layer in list(self._partition._modules.items())[done : done + 1]:
             where = f", layer {name!r} ({type(layer).__qualname__})"
-            return f"{self._note(i, is_recomputing(), where)}, input {describe(value)}"
-        return self._note(i, is_recomputing())
+            return f"{self._note(i, phase, where)}, input {describe(value)}"
+        return self._note(i, phase)
 
-    def note_task(self, error: BaseException, i: int, recomputation: bool = False) -> None:
+    def note_task(self, error: BaseException, i: int, phase: str) -> None:
         """Say which task ``error`` was raised in, unless a layer was named already."""
-        add_note(error, partial(self._note_if_new, error, i, recomputation))
+        add_note(error, partial(self._note_if_new, error, i, phase))
 
-    def _note_if_new(self, error: BaseException, i: int, recomputation: bool) -> str:
-        note = self._note(i, recomputation)
+    def _note_if_new(self, error: BaseException, i: int, phase: str) -> str:
+        note = self._note(i, phase)
         start = note[: note.index(",", note.index("]"))]
         notes = getattr(error, "__notes__", ())
         return "" if any(str(other).startswith(start) for other in notes) else note
 
-    def _note(self, i: int, recomputation: bool, where: str = "") -> str:
-        task, phase = ("R", "recomputation") if recomputation else ("F", "forward")
+    def _note(self, i: int, phase: str, where: str = "") -> str:
         return (
-            f"in {phase} {task}[{i},{self._j}]: partition {self._j} on {self._place}{where}, "
-            f"micro-batch {i} of {self._schedule.m}"
+            f"in {phase} {LETTERS[phase]}[{i},{self._j}]: partition {self._j} on {self._place}"
+            f"{where}, micro-batch {i} of {self._schedule.m}"
         )
 
     def __repr__(self) -> str:

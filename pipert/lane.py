@@ -44,6 +44,7 @@ from pipert.partition import draws
 from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
 from pipert.run import Run
+from pipert.schedule import Forward
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.status import FORWARD, WAITING, Doing
 from pipert.tied import Weights
@@ -107,29 +108,46 @@ class Lane:
             partition, j, run.schedule, self._device, run.context, seed, skips, run.account
         )
 
+    def perform(self, task: Forward, seat: Seat) -> None:
+        """Do a task of this partition, or not if the run has failed before it. Never raises."""
+        self.forward(task.i, seat)
+
     def forward(self, i: int, seat: Seat) -> None:
-        """``F[i,j]``: run it, or not if the run has failed before it. Never raises."""
+        """``F[i,j]``."""
+        position = self._run.schedule.position(i, self.j)
+        y = self._work(FORWARD, i, position, seat, self._receive_input, self._forward)
+        self._deliver(y)
+
+    def _work(
+        self,
+        phase: str,
+        i: int,
+        position: int,
+        seat: Seat,
+        receive: Callable[[int, Turn], Value],
+        compute: Callable[[int, Value, Turn], Value],
+    ) -> Value:
+        """Receive and compute; ``NOT_RUN`` if the run has failed before, or fails now."""
         progress, run = self.progress, self._run
-        position = run.schedule.position(i, self.j)
         number = run.account.run.number
         y: Any = NOT_RUN
         seat.activity.waits(Doing(number, WAITING, self.j, i))
         try:
             if position < progress.failed_at:
-                x = self._receive_input(i, seat.turn)
+                x = receive(i, seat.turn)
                 if x is not NOT_RUN and position < progress.failed_at:
                     seat.turn.take()
-                    seat.activity.works(Doing(number, FORWARD, self.j, i))
-                    y = run.context.run_forward(self._forward, i, x, seat.turn)
+                    seat.activity.works(Doing(number, phase, self.j, i))
+                    y = compute(i, x, seat.turn)
         except BaseException as error:  # noqa: B036  raised in the caller
-            self._computation.note_task(error, i)
+            self._computation.note_task(error, i, phase)
             progress.fail(position, error)
         seat.activity.rests()
-        self._deliver(y)
+        return y
 
-    def abandon(self, i: int, error: BaseException) -> None:
-        """``F[i,j]`` never runs. Whoever waits for its output gets none."""
-        self.progress.fail(self._run.schedule.position(i, self.j), error)
+    def abandon(self, task: Forward, error: BaseException) -> None:
+        """The task never runs. Whoever waits for its output gets none."""
+        self.progress.fail(self._run.schedule.position(task.i, self.j), error)
         self._deliver(NOT_RUN)
 
     def give_up(self) -> None:
@@ -145,8 +163,11 @@ class Lane:
         self._run.drop()
 
     def _deliver(self, y: Value) -> None:
+        self._hand_on(y, self._send)
+
+    def _hand_on(self, y: Value, send: Callable[[Value], None]) -> None:
         try:
-            self._send(NOT_RUN if self._run.dropped else y)
+            send(NOT_RUN if self._run.dropped else y)
         except QueueClosed:
             pass  # the run was given up
         if self._run.dropped:
@@ -162,6 +183,9 @@ class Lane:
         return x
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
+        return self._run.context.run_forward(self._observed_forward, i, x, turn)
+
+    def _observed_forward(self, i: int, x: Value, turn: Turn) -> Value:
         # In here a call of the pipe by an observer is one by its own task, and refused.
         account = self._run.account
         return account.forward(i, self.j, self._device, self._run_with_skips, i, x, turn)
@@ -364,7 +388,7 @@ class Lane:
         return tensors
 
     def __repr__(self) -> str:
-        return f"<Lane {self.j} on {self._device} of {self.progress!r}>"
+        return f"<{type(self).__name__} {self.j} on {self._device} of {self.progress!r}>"
 
 
 @contextlib.contextmanager

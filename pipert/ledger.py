@@ -20,7 +20,7 @@ from pipert.observe import Audience, Observer, Observers, RunInfo, TaskInfo
 from pipert.process_lock import ProcessLock
 from pipert.recording.ranges import profiler_looks
 from pipert.recording.recorder import Recorder, Recording
-from pipert.status import FORWARD, RECOMPUTATION
+from pipert.status import BACKWARD, FORWARD, RECOMPUTATION
 
 __all__: list[str] = []
 
@@ -113,11 +113,14 @@ class Account:
     It references neither the run nor the pipe, since recomputations use it, too.
     """
 
-    __slots__ = ("__weakref__", "_ledger", "_started", "audience", "outcome", "recorder", "run")
+    __slots__ = (
+        "__weakref__", "_ledger", "_started", "audience", "is_step", "outcome", "recorder", "run",
+    )  # fmt: skip
 
     def __init__(self, ledger: Ledger, run: RunInfo, recorder: Recorder | None = None) -> None:
         self._ledger = ledger
         self.recorder = recorder
+        self.is_step = False  # whether its recomputations are tasks, whose failures the call raises
         self._started = 0.0
         self.run = run
         self.audience = Audience(ledger.observers)
@@ -149,6 +152,15 @@ class Account:
         task = TaskInfo(self.run.number, FORWARD, j, i, device)
         return self.audience.watch(task, function, *args)
 
+    def backward(
+        self, i: int, j: int, device: torch.device, function: Callable[..., T], *args: Any
+    ) -> T:
+        """``function(*args)``, which is ``B[i,j]`` as a task of its own."""
+        if not self.audience:
+            return function(*args)
+        task = TaskInfo(self.run.number, BACKWARD, j, i, device)
+        return self.audience.watch(task, function, *args)
+
     def recomputation(
         self, i: int, j: int, device: torch.device, function: Callable[..., T], *args: Any
     ) -> T:
@@ -160,12 +172,15 @@ class Account:
         try:
             return self.audience.watch(task, function, *args)
         except BaseException as error:
-            self.audience.tell(partial(_tell_failure, task, error))
+            if not self.is_step:
+                self.audience.tell(partial(_tell_failure, task, error))
             raise
 
-    def failed(self, i: int, j: int, device: torch.device, error: BaseException) -> None:
-        """``error`` of ``F[i,j]`` is about to be raised in the call."""
-        task = TaskInfo(self.run.number, FORWARD, j, i, device)
+    def failed(
+        self, i: int, j: int, device: torch.device, error: BaseException, phase: str = FORWARD
+    ) -> None:
+        """``error`` of a task is about to be raised in the call."""
+        task = TaskInfo(self.run.number, phase, j, i, device)
         self.audience.tell(partial(_tell_failure, task, error))
 
     def __repr__(self) -> str:

@@ -89,6 +89,13 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
         ValueError: two leaves disagree on the batch size; both paths and sizes are named.
         TypeError: a leaf holds tensors or an array that pipert cannot split.
     """
+    return scatter_with_sizes(args, kwargs, chunks)[0]
+
+
+def scatter_with_sizes(
+    args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
+) -> tuple[list[Value], list[int]]:
+    """:func:`scatter`, and how many rows each micro-batch has: 1 where there is no tensor."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     batch: int | None = None
 
@@ -114,17 +121,18 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     m = max(1, min(chunks, 1 if batch is None else batch))
     if m == 1:
         whole = [leaf.value if isinstance(leaf, Replicate) else leaf for leaf in leaves]
-        return [_as_value(*pytree.tree_unflatten(whole, spec))]
+        return [as_value(*pytree.tree_unflatten(whole, spec))], [1 if batch is None else batch]
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
     columns = [_split(leaf, sizes) for leaf in leaves]
     if len(args) == 1 and not kwargs and args[0] is leaves[0]:
-        return columns[0]
+        return columns[0], sizes
     rows = zip(*columns, strict=True)
-    return [_as_value(*pytree.tree_unflatten(list(row), spec)) for row in rows]
+    return [as_value(*pytree.tree_unflatten(list(row), spec)) for row in rows], sizes
 
 
-def _as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
+    """What the first layer gets: its only positional argument, or :class:`Arguments`."""
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 

@@ -43,12 +43,12 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """``F[i,j]`` or ``R[i,j]`` of one call."""
+    """A task of one call: ``F[i,j]`` or ``R[i,j]``, and in ``forward_backward`` ``B[i,j]``."""
 
     run: int
     """The number of the call."""
     phase: str
-    """``'forward'`` or ``'recomputation'``."""
+    """``'forward'``, ``'recomputation'`` or ``'backward'``."""
     partition: int
     micro_batch: int
     device: torch.device
@@ -57,9 +57,9 @@ class TaskInfo:
 class Observer:
     """Override what you want to be told. Everything is called on the thread where it happens.
 
-    That is the caller's for the events of a run, a worker for those of a forward task, and a thread
-    of autograd for those of a recomputation: several at once. The work waits until the method
-    returns, so be short. Calling the pipe from a task is refused.
+    That is the caller's for the events of a run, and a worker for those of its tasks: several at
+    once. The recomputations of a ``loss.backward()`` run on a thread of autograd. The work waits
+    until the method returns, so be short. Calling the pipe from a task is refused.
 
     An observer sees the calls that begin after it was added. After a call was given up because of
     its ``timeout``, its last tasks may finish later than the call.

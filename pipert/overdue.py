@@ -44,18 +44,28 @@ def check_timeout(timeout: Any) -> float | None:
     return seconds if seconds <= threading.TIMEOUT_MAX else None
 
 
-def refuse_keyword_of(layer: nn.Module | None) -> None:
-    """Refuse a call's time limit where the first layer takes a keyword of the same name.
+def refuse_keywords_of(
+    layer: nn.Module | None, given: Mapping[str, object], positional: int = 0
+) -> None:
+    """Refuse what is ``given`` to the call itself where the first layer takes a keyword of the same
+    name; ``None`` is not given.
+
+    Of the layer's parameters the first ``positional`` are there by position.
 
     Raises:
         TypeError: it does.
     """
-    if layer is not None and "timeout" in inspect.signature(layer.forward).parameters:
-        raise TypeError(
-            "timeout=... is the time limit of the call, but the first layer takes a keyword of "
-            "that name, too, and would not get it. Set pipe.timeout instead, or give the layer's "
-            "keyword another name"
-        )
+    names = [name for name, value in given.items() if value is not None]
+    if layer is None or not names:
+        return
+    taken = list(inspect.signature(layer.forward).parameters)[positional:]
+    for name in names:
+        if name in taken:
+            raise TypeError(
+                f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
+                " too, and would not get it. Pass the layer's by position, or give it another name"
+                + ("; or set pipe.timeout" if name == "timeout" else "")
+            )
 
 
 class Overdue:

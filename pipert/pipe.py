@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipert._typing import Device, Value
 from pipert.autograd.compiling import refuse_compilation
@@ -17,11 +18,13 @@ from pipert.computation import is_recomputing
 from pipert.errors import PipelineTimeout
 from pipert.microbatch import gather, scatter
 from pipert.observe import Observer
-from pipert.overdue import check_timeout, refuse_keyword_of, still_busy
+from pipert.overdue import check_timeout, refuse_keywords_of, still_busy
 from pipert.partition import require_balance
 from pipert.partitioned import Partitioned, whole
 from pipert.runtime import Runtime
+from pipert.schedules import Maker, plan
 from pipert.status import Statistics
+from pipert.step import LossFunction, Step, scale_of, split_step
 from pipert.timeline.live import Record
 from pipert.timeline.timeline import Timeline
 from pipert.workers.context import refuse_transforms
@@ -88,7 +91,7 @@ class Pipe(Partitioned):
         *,
         devices: Iterable[Device] | None = None,
         chunks: int = 1,
-        checkpoint: str = "except_last",
+        checkpoint: str | None = None,
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
@@ -138,14 +141,14 @@ class Pipe(Partitioned):
         seconds = self._timeout
         if timeout is not None:
             seconds = check_timeout(timeout)
-            refuse_keyword_of(next(iter(self), None))
+            refuse_keywords_of(next(iter(self), None), {"timeout": timeout}, len(args))
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
         inputs = scatter(args, kwargs, self._chunks)
         m = len(inputs)
-        checkpointed = {"always": m, "except_last": m - 1, "never": 0}[self._checkpoint]
+        checkpointed = _checkpointed(self.checkpoint, m)
         if not self._deferred_batch_norm or is_recomputing():
             return gather(self._runtime.forward(inputs, checkpointed, timeout=seconds))
         stats = DeferredStats(self._partitions)
@@ -168,10 +171,13 @@ class Pipe(Partitioned):
     @property
     def checkpoint(self) -> str:
         """Which micro-batches are recomputed. May be assigned between calls."""
-        return self._checkpoint
+        return self._checkpoint or "except_last"
 
     @checkpoint.setter
-    def checkpoint(self, checkpoint: str) -> None:
+    def checkpoint(self, checkpoint: str | None) -> None:
+        if checkpoint is None:  # not chosen
+            self._checkpoint = None
+            return
         if str(checkpoint) not in _MODES:
             raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
         self._checkpoint = str(checkpoint)
@@ -237,7 +243,7 @@ class Pipe(Partitioned):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stuck = self._runtime.stuck()
+        stuck = self._runtime.watch.stuck()
         if error is not None and stuck:
             self._stop()  # the layer that does not return must not keep the error from being seen
             _log.warning("%s", still_busy(stuck))
@@ -248,6 +254,82 @@ class Pipe(Partitioned):
             if error is None:
                 raise
             _log.warning("%s", timed_out)  # what is being raised matters more
+
+    def forward_backward(
+        self,
+        *args: Any,
+        loss_fn: LossFunction,
+        target: Value = None,
+        schedule: str | Maker = "1f1b",
+        reduction: str = "mean",
+        loss_scale: float | Tensor | torch.amp.GradScaler = 1.0,
+        return_outputs: bool = False,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a mini-batch forward and backward: ``.grad`` is then what ``loss.backward()`` makes.
+
+        The backward goes through the workers like the forward, so a micro-batch can go back while
+        others still go forward. With ``'1f1b'`` partition *j* keeps the activations of ``n - j``
+        micro-batches at most; on CPU, partitions go backward at the same time.
+
+        >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
+        >>> optimizer.step()  # doctest: +SKIP
+
+        Gradients are added to ``.grad`` when the whole step has succeeded: one that fails changes
+        none. Hooks of a parameter see its whole gradient, once. Inputs that require grad get
+        theirs, through the graph that they come from.
+
+        Args:
+            *args: as in :meth:`forward`.
+            **kwargs: likewise.
+            loss_fn: called with the output and the target of each micro-batch, on the last worker;
+                returns a tensor of one element.
+            target: any pytree; split like the arguments, and moved to the last device.
+            schedule: ``'1f1b'`` (default), ``'gpipe'``, which fills and drains, or a function that
+                makes one: see :func:`pipert.schedules.plan`.
+            reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
+                loss is that of the mini-batch, however it was split. ``'sum'`` adds up; use it
+                where rows count differently, as with ``ignore_index``, and divide in ``loss_fn``.
+            loss_scale: gradients are those of the loss times this; or the ``GradScaler`` that
+                knows. Default 1.
+            return_outputs: whether to return the outputs, too; default no.
+            timeout: as in :meth:`forward`.
+
+        Returns:
+            The loss of the mini-batch, unscaled and without a graph, on the last device; with
+            ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph.
+
+        Which micro-batches are recomputed is up to :attr:`checkpoint`. If that was never chosen,
+        with ``'1f1b'`` none is.
+
+        Raises:
+            ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
+            TypeError: as :meth:`forward`; or ``loss_fn`` returned something else.
+            RuntimeError: gradients are disabled, or the loss does not require any.
+            Exception: as :meth:`forward`; whatever a layer raises on its way back, too.
+        """
+        refuse_compilation()
+        refuse_transforms()
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        own = {"loss_fn": loss_fn, "target": target, "timeout": timeout}
+        refuse_keywords_of(next(iter(self), None), own, len(args))
+        if not self._partitions:
+            raise ValueError("a pipe without layers has nothing to go backward through")
+        inputs, loss = split_step(
+            args, kwargs, target, self._chunks, loss_fn, reduction,
+            scale_of(loss_scale, self._devices[-1:]),
+        )  # fmt: skip
+        m, n = len(inputs), len(self._partitions)
+        chosen = self._checkpoint or ("never" if schedule == "1f1b" else "except_last")
+        checkpointed = _checkpointed(chosen, m)
+        planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
+        step = Step(planned, loss, return_outputs)
+        stats = DeferredStats(self._partitions) if self._deferred_batch_norm else None
+        total = self._runtime.step(inputs, checkpointed, step, stats, seconds)
+        if stats is not None:
+            stats.commit()
+        return (total, step.output) if return_outputs else total
 
     def _layers_changed(self) -> None:
         self._runtime.route_skips()
@@ -261,4 +343,9 @@ class Pipe(Partitioned):
         self._start()
 
     def extra_repr(self) -> str:
-        return f"chunks={self._chunks}, checkpoint={self._checkpoint!r}"
+        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
+
+
+def _checkpointed(mode: str, m: int) -> int:
+    """How many of ``m`` micro-batches, from the first, are recomputed."""
+    return {"always": m, "except_last": m - 1, "never": 0}[mode]

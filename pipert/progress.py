@@ -19,6 +19,7 @@ import threading
 
 from pipert.queues.latch import Latch
 from pipert.schedule import Schedule
+from pipert.schedules import StepSchedule
 
 __all__: list[str] = []
 
@@ -39,7 +40,7 @@ class Progress:
 
     __slots__ = ("_errors", "_latch", "_lock", "failed_at", "schedule", "settle")
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule | StepSchedule) -> None:
         self.schedule = schedule
         self.failed_at = _NEVER
         self._lock = threading.RLock()  # a signal handler may close the pipe inside of cancel

@@ -13,7 +13,7 @@ Nothing else in pipert imports this module.
                                                   or ``cancelled``
 ``pipert_runs_in_flight``              gauge      ``pipe``
 ``pipert_recomputations_total``        counter    ``pipe``
-``pipert_worker_tasks_total``          counter    ``pipe``, ``worker``; forward tasks
+``pipert_worker_tasks_total``          counter    ``pipe``, ``worker``; tasks of the worker
 ``pipert_worker_busy_seconds_total``   counter    ``pipe``, ``worker``
 ``pipert_worker_queue_depth``          gauge      ``pipe``, ``worker``
 ``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; of the task it executes now,
@@ -48,7 +48,7 @@ except ImportError as error:
 
 from pipert.observe import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
-from pipert.status import Statistics
+from pipert.status import WAITING, Statistics
 
 __all__ = ["PipeMetrics"]
 
@@ -188,7 +188,7 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
         "pipert_worker_tasks", "Forward tasks that are over.", labels=of_worker
     )
     busy = CounterMetricFamily(
-        "pipert_worker_busy_seconds", "Time spent on forward tasks.", labels=of_worker
+        "pipert_worker_busy_seconds", "Time spent on tasks.", labels=of_worker
     )
     depth = GaugeMetricFamily(
         "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=of_worker
@@ -204,7 +204,7 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
         recomputations.add_metric([name], figures.recomputations)
         for worker in figures.workers:
             labels, doing = [name, worker.name], worker.doing
-            executing = doing is not None and doing.phase == "forward"
+            executing = doing is not None and doing.phase != WAITING
             tasks.add_metric(labels, worker.tasks)
             busy.add_metric(labels, worker.busy_seconds)
             depth.add_metric(labels, worker.queue_depth)

@@ -6,11 +6,13 @@ computed is the same: all that is added to the graph are hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node
 
 from pipert import stream
 from pipert._typing import Tensors, Value
@@ -25,10 +27,11 @@ from pipert.recording.backward import (
     watch_backward,
     watch_node,
 )
-from pipert.recording.event import COPY, FORWARD, RECOMPUTE, WAIT, task_name
+from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, task_name
 from pipert.recording.ranges import task_range
 from pipert.recording.recorder import Recorder, Span
 from pipert.recording.stamp import Stamp, stamp
+from pipert.step_lane import StepLane
 from pipert.value import differentiable
 from pipert.workers.turn import Turn
 
@@ -42,14 +45,14 @@ _CPU = torch.device("cpu")
 class RecordedLane(Lane):
     """Partition *j* in one run, with its times."""
 
-    __slots__ = ("_after_delivery", "_recorder")
+    # No slots: a step's lane has its own, and this is mixed into it.
+    _after_delivery: Callable[[], None] | None = None
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    @property
+    def _recorder(self) -> Recorder:
         recorder = self._run.account.recorder
         assert recorder is not None
-        self._recorder = recorder
-        self._after_delivery: Callable[[], None] | None = None
+        return recorder
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
         # A CUDA device waits for its input later, in its stream.
@@ -69,17 +72,19 @@ class RecordedLane(Lane):
             with task_range(task_name("F", i, self.j), self._device):
                 y, checkpoint = super()._compute(i, x)
         self._computation.after_layer = None
-        if self._run.context.grad_enabled:
-            made, ys = range(first, node_count()), differentiable(y)[0]
-            self._after_delivery = partial(
-                watch_backward, self._recorder, *at, inputs, made, ys
-            )
+        self._watch_backward(i, inputs, range(first, node_count()), y)
         return y, checkpoint
+
+    def _watch_backward(self, i: int, inputs: set[Node], made: range, y: Value) -> None:
+        """See ``B[i,j]``, which is no task of ours. But later: nobody shall wait for that."""
+        if self._run.context.grad_enabled:
+            at, ys = (i, self.j, self._device), differentiable(y)[0]
+            self._after_delivery = partial(watch_backward, self._recorder, *at, inputs, made, ys)
 
     def _deliver(self, y: Value) -> None:
         super()._deliver(y)
         watch, self._after_delivery = self._after_delivery, None
-        if watch is not None:  # now, since the next partition has not waited for it
+        if watch is not None:
             watch()
 
     def _recomputation_of(self, i: int) -> Callable[..., None]:
@@ -118,8 +123,24 @@ class RecordedLane(Lane):
             watch_node(differentiable(y)[0], begin, compute)
         return y
 
-    def __repr__(self) -> str:
-        return f"<RecordedLane {self.j} on {self._device} of {self.progress!r}>"
+
+class RecordedStepLane(RecordedLane, StepLane):
+    """Partition *j* in one step, with its times."""
+
+    def _watch_backward(self, i: int, inputs: set[Node], made: range, y: Value) -> None:
+        """It is a task, and seen as one."""
+
+    def _receive_gradients(self, i: int, turn: Turn) -> Value:
+        if self._arrive is None or self._device.type == "cuda":
+            return super()._receive_gradients(i, turn)
+        with self._recorder.during(WAIT, i, self.j, self._device):
+            return super()._receive_gradients(i, turn)
+
+    def _find_gradients(self, i: int, *args: Any) -> Sequence[Tensor | None]:
+        name = task_name("B", i, self.j)
+        with self._recorder.during(BACKWARD, i, self.j, self._device):
+            with task_range(name, self._device):
+                return super()._find_gradients(i, *args)
 
 
 def _note_layer(moments: list[Stamp], device: torch.device) -> None:

@@ -12,6 +12,7 @@ from pipert.components import ALL, Components
 from pipert.ledger import Account
 from pipert.progress import Progress
 from pipert.schedule import Schedule
+from pipert.schedules import StepSchedule
 from pipert.skip.routes import Mail
 from pipert.stream import CopyStreams
 from pipert.workers.context import CallerContext
@@ -23,13 +24,14 @@ class Run:
     """One mini-batch going through. Made in the caller; dies when the call returns.
 
     Args:
-        schedule: its tasks.
+        schedule: its forward tasks.
         checkpointed: how many micro-batches, from the first, are checkpointed.
         devices: of each partition.
         context: the caller's.
         streams: the pipe's copy streams.
         account: where what happens is told.
         components: the parts of the runtime that it has.
+        posted: all its tasks, if there are others.
     """
 
     __slots__ = (
@@ -46,6 +48,7 @@ class Run:
         streams: CopyStreams,
         account: Account,
         components: Components = ALL,
+        posted: Schedule | StepSchedule | None = None,
     ) -> None:
         self.schedule = schedule
         self.checkpointed = checkpointed
@@ -54,7 +57,7 @@ class Run:
         self.streams = streams
         self.account = account
         self.components = components
-        self.progress = Progress(schedule)
+        self.progress = Progress(posted or schedule)
         self.seed = RunSeed()
         self.mail = Mail()
         self.outputs: list[Value] = []

@@ -26,6 +26,10 @@ class Forward(NamedTuple):
     i: int
     j: int
 
+    @property
+    def kind(self) -> str:
+        return "F"
+
     def __str__(self) -> str:
         return f"F[{self.i},{self.j}]"
 

@@ -14,7 +14,11 @@ __all__ = ["Statistics", "TaskStatus", "WorkerStatistics"]
 
 FORWARD = "forward"
 RECOMPUTATION = "recomputation"
+BACKWARD = "backward"
 WAITING = "waiting for input"
+
+LETTERS = {FORWARD: "F", RECOMPUTATION: "R", BACKWARD: "B"}
+PHASES = {letter: phase for phase, letter in LETTERS.items()}
 
 
 class Doing(NamedTuple):
@@ -33,7 +37,8 @@ class TaskStatus:
     run: int
     """The number of the call it belongs to, counted from 0."""
     phase: str
-    """``'forward'`` or ``'waiting for input'``."""
+    """``'forward'`` or ``'waiting for input'``; in a step of ``forward_backward`` also
+    ``'recomputation'`` or ``'backward'``."""
     partition: int
     micro_batch: int
     seconds: float
@@ -42,13 +47,14 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """One worker. Backward and recomputation run on autograd's threads and are not part of it."""
+    """One worker. What ``loss.backward()`` does is on autograd's threads, and not part of it."""
 
     name: str
     """Of its thread, ``pipert-<device>-<n>``."""
     device: torch.device
     tasks: int
-    """Forward tasks it has completed, failed ones included."""
+    """That it has completed, failed ones included: forward tasks, and those of
+    ``forward_backward`` of every kind."""
     busy_seconds: float
     """What they took on the worker, and the one it is at so far. Waiting for input is not in it. On
     CUDA a task is over when its kernels are queued."""
@@ -81,5 +87,5 @@ class Statistics:
 
     @property
     def tasks(self) -> int:
-        """Forward tasks that have been completed."""
+        """Tasks that workers have completed."""
         return sum(worker.tasks for worker in self.workers)

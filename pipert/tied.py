@@ -70,6 +70,29 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
             )
 
 
+def hooked(partition: nn.Module, others: Weights) -> Weights:
+    """The parameters of a partition that have hooks, but for ``others``.
+
+    Where each micro-batch has a gradient of its own, hooks are to see the sum: layers compute with
+    a stand-in of the parameter.
+
+    Raises:
+        ValueError: a compiled or scripted layer uses such a parameter.
+    """
+    of_others = set(others)
+    weights = tuple(
+        p for p in partition.parameters() if p._backward_hooks and p not in of_others
+    )
+    for name, layer in partition.named_children() if weights else ():
+        if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
+            raise ValueError(
+                f"layer {name!r} is compiled or scripted and has a parameter with a hook, for "
+                "which nothing can stand in; use register_post_accumulate_grad_hook instead, or "
+                "leave this layer uncompiled"
+            )
+    return weights
+
+
 class Substitute(TorchFunctionMode):
     """Hands ``copies`` to the torch functions that are called with ``weights``.
 

@@ -19,15 +19,16 @@ FILES = sorted(ROOT.rglob("*.py"))
 # why they are in this order.
 LAYERS = [
     {"errors", "_typing", "status"},
-    {"value", "device", "microbatch", "schedule", "components"},
+    {"value", "device", "microbatch", "schedule", "schedules", "components"},
     {"queues", "process_lock"},
     {"stream"},
     {"autograd", "recording"},
     {"workers"},
     {"tied", "partition", "progress", "skip", "batchnorm", "observe", "ledger", "overdue"},
     {"computation", "run", "lane"},
+    {"gradients", "step", "step_lane"},
     {"recorded_lane"},
-    {"clock", "runtime"},
+    {"clock", "watch", "runtime"},
     {"balance"},
     {"timeline"},
     {"partitioned", "pipe"},

@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from pipert.clock import ForwardTask, Posting
+from pipert.clock import LaneTask, Posting
 from pipert.lane import Lane
 from pipert.progress import Progress
-from pipert.schedule import Schedule
+from pipert.schedule import Forward, Schedule
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 from pipert.workers.worker import Task
@@ -25,12 +25,12 @@ class FakeLane:
         self.ran: list[int] = []
         self.abandoned: list[tuple[int, BaseException]] = []
 
-    def forward(self, i: int, seat: Seat) -> None:
-        self.ran.append(i)
+    def perform(self, task: Forward, seat: Seat) -> None:
+        self.ran.append(task.i)
 
-    def abandon(self, i: int, error: BaseException) -> None:
-        self.abandoned.append((i, error))
-        self.progress.fail(self.progress.schedule.position(i, self.j), error)
+    def abandon(self, task: Forward, error: BaseException) -> None:
+        self.abandoned.append((task.i, error))
+        self.progress.fail(Schedule(m=3, n=2).position(*task), error)
 
 
 class Fixture:
@@ -46,8 +46,8 @@ class Fixture:
     def put(self, worker: int, task: Task) -> None:
         self.posted.append((worker, task))
 
-    def task(self, i: int, j: int) -> ForwardTask:
-        return ForwardTask(cast(Lane, self.lanes[j]), i)
+    def task(self, i: int, j: int) -> LaneTask:
+        return LaneTask(cast(Lane, self.lanes[j]), Forward(i, j))
 
     def unsettled(self) -> int:
         """How many tasks of the run are not settled yet; settles them."""
@@ -67,12 +67,12 @@ def run() -> Fixture:
 def test_tasks_are_posted_diagonal_by_diagonal(run: Fixture) -> None:
     run.posting.run(run.seat)
     assert [repr(task) for _, task in run.posted] == [
-        "<ForwardTask F[0,0]>",
-        "<ForwardTask F[1,0]>",
-        "<ForwardTask F[0,1]>",
-        "<ForwardTask F[2,0]>",
-        "<ForwardTask F[1,1]>",
-        "<ForwardTask F[2,1]>",
+        "<LaneTask F[0,0]>",
+        "<LaneTask F[1,0]>",
+        "<LaneTask F[0,1]>",
+        "<LaneTask F[2,0]>",
+        "<LaneTask F[1,1]>",
+        "<LaneTask F[2,1]>",
     ]
 
 

@@ -16,7 +16,9 @@ from torch import nn
 
 import pipert
 import pipert.balance
+import pipert.schedules
 import pipert.skip
+import pipert.timeline
 from pipert import Pipe
 
 ROOT = Path(__file__).parents[1]
@@ -86,7 +88,8 @@ def optional(name: str) -> list[ModuleType]:
         return []
 
 
-MODULES = [pipert, pipert.skip, pipert.balance, *optional("pipert.prometheus")]
+MODULES = [pipert, pipert.skip, pipert.balance, pipert.schedules, pipert.timeline]
+MODULES += [*optional("pipert.prometheus")]
 PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
 
@@ -129,7 +132,7 @@ class Table(nn.Module):
 def known(pipe: Pipe) -> dict[str, Any]:
     """What the examples of the reference use and do not make."""
     names: dict[str, Any] = {"torch": torch, "nn": nn}
-    for module in (pipert, pipert.skip, pipert.balance):
+    for module in (pipert, pipert.skip, pipert.balance, pipert.schedules):
         names |= {name: getattr(module, name) for name in module.__all__}
     (skips,) = examples_in(pipert.skip, "pipert.skip")
     for example in skips.examples:
@@ -139,7 +142,7 @@ def known(pipe: Pipe) -> dict[str, Any]:
         "a": a, "b": b, "c": c, "d": d, "body": nn.Identity(), "module": nn.Sequential(a, b, c, d),
         "x": torch.randn(8, 8), "target": torch.randn(8, 8), "mask": torch.ones(8, 1), "s": 2.0,
         "sample": torch.randn(2, 8), "attention_bias": torch.zeros(8), "pipe": pipe,
-        "loss_fn": nn.functional.mse_loss,
+        "loss_fn": nn.functional.mse_loss, "optimizer": torch.optim.SGD(a.parameters(), lr=0.1),
     }  # fmt: skip
 
 
@@ -197,7 +200,8 @@ def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
 
 def test_readme_leads_to_every_page() -> None:
     linked = set(LINK.findall(OUTSIDE[0].read_text()))
-    ours = {"index", "api", "benchmarks", "changelog", "examples", "paper"}  # these are on the site alone
+    # These are on the site alone.
+    ours = {"index", "api", "benchmarks", "changelog", "examples", "paper"}
     assert {f"docs/{page.stem}.md" for page in DOCS.glob("*.md") if page.stem not in ours} <= linked
 
 

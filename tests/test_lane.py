@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
+from pipert.schedule import Forward
 from pipert.skip import pop, skippable, stash
 from pipert.skip.routes import routes
 from pipert.stream import CopyStreams
@@ -122,7 +123,7 @@ def test_a_task_without_an_input_does_not_run() -> None:
 def test_a_task_after_the_failed_one_does_not_run() -> None:
     run = Driven(m=2)
     lane = run.lane([Apply(never)], [1, 1])
-    run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
+    run.progress.fail(run.schedule.position(0, 0), ValueError())
     lane.forward(1, run.seat)
     assert run.sent == [NOT_RUN]
 
@@ -130,7 +131,7 @@ def test_a_task_after_the_failed_one_does_not_run() -> None:
 def test_a_task_after_the_failed_one_does_not_wait_for_its_input() -> None:
     run = Driven(m=2)
     lane = run.lane([Apply(never)], ClosableQueue())
-    run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
+    run.progress.fail(run.schedule.position(0, 0), ValueError())
     lane.forward(1, run.seat)
     assert run.sent == [NOT_RUN]
 
@@ -142,7 +143,7 @@ def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_ru
         """An input that takes its time, in which another task fails."""
 
         def __getitem__(self, i: Any) -> Any:
-            run.progress.fail(run.progress.schedule.position(0, 0), ValueError())
+            run.progress.fail(run.schedule.position(0, 0), ValueError())
             return super().__getitem__(i)
 
     run.lane([Apply(never)], Fails([1, 1])).forward(1, run.seat)
@@ -152,7 +153,7 @@ def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_ru
 def test_a_task_before_the_failed_one_runs() -> None:
     run = Driven(m=2)
     lane = run.lane([nn.Identity()], [1, 1])
-    run.progress.fail(run.progress.schedule.position(1, 0), ValueError())
+    run.progress.fail(run.schedule.position(1, 0), ValueError())
     lane.forward(0, run.seat)
     assert run.sent == [1]
 
@@ -178,7 +179,7 @@ def test_a_task_that_fails_sends_that_there_is_no_output() -> None:
 def test_a_task_that_is_abandoned_fails_and_sends_that_there_is_no_output() -> None:
     run = Driven()
     error = ValueError()
-    run.lane([Apply(never)], [1]).abandon(0, error)
+    run.lane([Apply(never)], [1]).abandon(Forward(0, 0), error)
     assert run.sent == [NOT_RUN] and run.progress.take_error() is error
 
 

@@ -14,12 +14,13 @@ from pipert.progress import NOT_RUN, Progress
 from pipert.schedule import Schedule
 
 TIMEOUT = 3.0  # s
+SCHEDULE = Schedule(m=3, n=2)
 ORDERS = list(itertools.permutations([2, 5, 7]))
 
 
 @pytest.fixture
 def progress() -> Progress:
-    return Progress(Schedule(m=3, n=2))
+    return Progress(SCHEDULE)
 
 
 class RunError(Exception):
@@ -35,7 +36,7 @@ def no_gc() -> Iterator[None]:
 
 
 def test_any_position_may_start_at_first(progress: Progress) -> None:
-    assert all(progress.schedule.position(i, j) < progress.failed_at for i, j in progress.schedule)
+    assert all(SCHEDULE.position(i, j) < progress.failed_at for i, j in SCHEDULE)
 
 
 def test_a_run_without_failures_has_no_error(progress: Progress) -> None:
@@ -89,13 +90,13 @@ def test_an_error_that_was_taken_is_not_referenced_any_more(
 
 def test_after_cancel_nothing_may_start(progress: Progress) -> None:
     progress.cancel()
-    assert progress.failed_at < progress.schedule.position(0, 0)
+    assert progress.failed_at < SCHEDULE.position(0, 0)
 
 
 def test_a_failure_after_cancel_lets_nothing_start(progress: Progress) -> None:
     progress.cancel()
     progress.fail(3, ValueError())
-    assert progress.failed_at < progress.schedule.position(0, 0)
+    assert progress.failed_at < SCHEDULE.position(0, 0)
 
 
 def test_cancel_is_no_error(progress: Progress) -> None:

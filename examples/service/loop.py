@@ -93,7 +93,9 @@ class Service:
     def _serve(self) -> None:
         options, pipe = self.options, self.pipe
         self.corpus = Corpus(options.data, options.context, options.seed)
-        self.trainer = Trainer(pipe, self.corpus, options.batch, options.lr, options.warmup)
+        self.trainer = Trainer(
+            pipe, self.corpus, options.batch, options.lr, options.warmup, options.schedule
+        )
         self.metrics, self.health = Metrics(pipe), Health(pipe, options.stale_after)
         registry, problems = self.metrics.registry, self.health.problems
         with Endpoints(options.host, options.port, registry, problems) as endpoints:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_gpt import ModelConfig, devices, even_balance, integers, positive
+from train_gpt import SCHEDULES, ModelConfig, devices, even_balance, integers, positive
 
 __all__ = ["kept", "model_config", "read_options"]
 
@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
     add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
     add("--chunks", type=positive, default=4, help="micro-batches; more if memory does not suffice")
-    add("--checkpoint", choices=modes, default="except_last", help="micro-batches to recompute")
+    add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
+        " none with 1f1b")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, default="autograd", help="what goes backward when")
     add("--host", default="127.0.0.1", help="address to serve /metrics and /healthz at")
     add("--port", type=int, default=9464, help="0 for any that is free; it is logged")
     add("--stale-after", type=float, default=120, help="unhealthy after seconds without a step")

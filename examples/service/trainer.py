@@ -21,7 +21,7 @@ from service.corpus import Corpus
 from service.log_lines import log_event
 from service.random_state import get_random_state, set_random_state
 from torch import Tensor, nn
-from train_gpt import loss_of
+from train_gpt import loss_with_gradients
 
 from pipert import Pipe
 
@@ -40,12 +40,22 @@ class Trainer:
         lr: the highest learning rate. It is reached after ``warmup`` steps and then falls with the
             square root of the step, since a service does not know its last step.
         warmup: steps.
+        schedule: what goes backward when, as in ``train_gpt``.
     """
 
-    def __init__(self, pipe: Pipe, corpus: Corpus, batch: int, lr: float, warmup: int) -> None:
+    def __init__(
+        self,
+        pipe: Pipe,
+        corpus: Corpus,
+        batch: int,
+        lr: float,
+        warmup: int,
+        schedule: str = "autograd",
+    ) -> None:
         self.pipe, self.corpus, self.batch = pipe, corpus, batch
         self.steps = 0  # that are done
         self.retries = 0
+        self._schedule = schedule
         self._asked = pipe.chunks
         self._optimizer = torch.optim.AdamW(pipe.parameters(), lr=lr, betas=(0.9, 0.95))
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -74,9 +84,7 @@ class Trainer:
         """Compute the gradients; ``None`` if memory did not suffice, and there are more chunks."""
         before = get_random_state()
         try:
-            loss = loss_of(self.pipe, windows)
-            loss.backward()  # type: ignore[no-untyped-call]
-            return loss.item()
+            return loss_with_gradients(self.pipe, windows, self._schedule).item()
         except (torch.OutOfMemoryError, MemoryError) as error:
             if self.pipe.chunks >= self.batch:
                 raise

@@ -58,6 +58,23 @@ class _Join(torch.autograd.Function):
         return (None, *grads)
 
 
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in xs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def enter(xs: Tensors) -> Tensors:
+    """``xs``, leaves all, as results of an operation, which may be changed in place."""
+    entered: Tensors = _Enter.apply(*xs)  # type: ignore[no-untyped-call]
+    return entered
+
+
 def fork(ys: Tensors, token: Tensor | None = None) -> tuple[Tensors, Tensor]:
     """Take a token out of ``ys``, differentiable all; a ``token`` not joined before goes in."""
     out, *rest = _Fork.apply(token, *ys)  # type: ignore[no-untyped-call]

@@ -60,11 +60,12 @@ class Recording:
         devices: the pipe's. Waits until those on CUDA are idle.
     """
 
-    __slots__ = ("is_open", "origin", "spans")
+    __slots__ = ("is_open", "origin", "spans", "steps")
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.origin = Origin(devices)
         self.spans: list[Span] = []
+        self.steps: set[int] = set()  # the runs whose backward is done by the workers
         self.is_open = True
 
     def events(self) -> list[Event]:
@@ -108,6 +109,11 @@ class Recorder:
     def __bool__(self) -> bool:
         """Whether anybody keeps spans."""
         return any(recording.is_open for recording in self._recordings)
+
+    def is_step(self) -> None:
+        """The run is a step: its workers go backward, too."""
+        for recording in self._recordings:
+            recording.steps.add(self.run)
 
     def knows(self, device: torch.device) -> bool:
         """Whether stamps of ``device`` can be dated."""

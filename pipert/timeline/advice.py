@@ -46,15 +46,12 @@ class Seen:
     layers: Sequence[Sequence[float]] | None
     outside: float
     """The share of time in which the pipe was not at work."""
+    one_thread: bool
+    """Whether one thread does the backward of all partitions."""
 
     def step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
         """What a step is predicted to take."""
-        return step_seconds(m or self.m, costs or self.costs, self.workers, self.devices)
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether all of it is: then the backward is done by one thread."""
-        return all(device.type == "cpu" for device in self.devices)
+        return step_seconds(m or self.m, costs or self.costs, self.workers, self.one_thread)
 
 
 def advise(seen: Seen) -> tuple[Advice, ...]:
@@ -73,9 +70,9 @@ def _balance(seen: Seen) -> Iterator[Advice]:
     if n == 1 or len(seen.lanes) < n or seen.m == 1 or 0 < cpus < n:
         return  # nothing to move, nothing to gain, or unlike devices
     # What partitions do at the same time: on CPU the forward.
-    sizes = [cost.forward if seen.on_cpu else cost.whole for cost in seen.costs]
+    sizes = [cost.forward if seen.one_thread else cost.whole for cost in seen.costs]
     slowest = max(range(n), key=lambda j: sizes[j])
-    where = " in the forward" if seen.on_cpu else ""
+    where = " in the forward" if seen.one_thread else ""
     text = (
         f"partition {slowest} on {seen.lanes[seen.workers[slowest]]} is the slowest{where}: "
         f"{1e3 * sizes[slowest]:.2f} ms for a micro-batch, {sizes[slowest] * n / sum(sizes):.2f} "
@@ -88,7 +85,7 @@ def _balance(seen: Seen) -> Iterator[Advice]:
         return
     now = [len(of_partition) for of_partition in seen.layers]
     each = _layer_costs(seen.costs, seen.layers)
-    better = balance_by_cost([one.forward if seen.on_cpu else one.whole for one in each], n)
+    better = balance_by_cost([one.forward if seen.one_thread else one.whole for one in each], n)
     gain = 1 - seen.step(costs=_blocks(each, better)) / seen.step()
     if gain < _WORTH:
         yield Advice("balance", f"{text}, and no other balance of these layers saves much")

@@ -42,6 +42,10 @@ class LiveTimeline(Timeline):
         return events
 
     @property
+    def steps(self) -> frozenset[int]:
+        return frozenset(self._recording.steps)
+
+    @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
         layers = []
         seconds = self._recording.layer_seconds()

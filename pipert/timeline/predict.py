@@ -1,17 +1,16 @@
 """How long a step would take, from what its tasks take: what advice is measured by.
 
 Forward tasks are done in the clock's order, each when its input is there and its worker free. A
-backward goes the opposite way. On CUDA each device does its part when it is free; on CPU one thread
-of autograd does the parts of all partitions, one after the other. Copies are free. The loss, the
-optimizer and the data are not in it.
+backward goes the opposite way: each device does its part when it is free, or, on CPU, one thread of
+autograd does the parts of all partitions, one after the other. A step that goes forward and back
+at once takes as long as one that does so in turn, if partitions are alike. Copies are free. The
+loss, the optimizer and the data are not in it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 __all__ = ["Costs"]
 
@@ -43,16 +42,16 @@ class Costs:
 
 
 def step_seconds(
-    m: int, costs: Sequence[Costs], workers: Sequence[int], devices: Sequence[torch.device]
+    m: int, costs: Sequence[Costs], workers: Sequence[int], one_thread: bool
 ) -> float:
-    """From the first forward to the last backward task of ``m`` micro-batches."""
+    """From the first forward to the last backward task of ``m`` micro-batches.
+
+    ``one_thread``: of autograd does the backward of all partitions.
+    """
     n = len(costs)
     there = _grid(m, range(n), [cost.forward for cost in costs], workers)
-    # What the one thread of the CPU does counts as one more worker.
-    served = zip(workers, devices, strict=True)
-    threads = [-1 if device.type == "cpu" else worker for worker, device in served]
     back = [cost.recompute + cost.backward for cost in costs]
-    return there + _grid(m, range(n - 1, -1, -1), back, threads)
+    return there + _grid(m, range(n - 1, -1, -1), back, [0] * n if one_thread else workers)
 
 
 def _grid(m: int, way: range, seconds: Sequence[float], workers: Sequence[int]) -> float:

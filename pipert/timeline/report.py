@@ -58,9 +58,10 @@ class Report:
     devices: tuple[DeviceTimes, ...]
     bubble: float
     """The share of the devices' time in which they did not compute, from 0 to 1."""
-    forward_bubble: float
+    forward_bubble: float | None
+    """``None`` for steps of ``forward_backward``, where backward is not apart from it."""
     backward_bubble: float | None
-    """``None`` if there was no backward."""
+    """``None`` likewise, or if there was no backward."""
     ideal_bubble: float
     """What equal partitions and free copies would leave of :attr:`bubble`: ``(n-1)/(m+n-1)``
     (section 2.1 of the paper); of CPU partitions, whose backward is done by one thread, more."""
@@ -83,16 +84,20 @@ def make_report(
     devices: Sequence[torch.device],
     layers: Sequence[Sequence[float]] | None,
     chunks: int | None,
+    steps: frozenset[int],
 ) -> Report:
     """See :meth:`Timeline.report`."""
-    sizes, broken = _calls(events, len(devices))
+    sizes, broken = _calls(events, len(devices), steps)
     events = [event for event in events if event.run in sizes]
     if not events:
         raise ValueError(
             f"there is no complete call in this timeline, and {len(broken)} that failed or were "
             "cut off; call the pipe inside of 'with pipe.record() as timeline'"
         )
-    forward, backward = (_phases(events, kinds) for kinds in ((FORWARD,), (RECOMPUTE, BACKWARD)))
+    # In a step both are under way at once.
+    stepped = steps.issuperset(sizes)
+    kinds: tuple[tuple[str, ...], ...] = (FORWARD,), (RECOMPUTE, BACKWARD)
+    forward, backward = (_phases(events, COMPUTE if stepped else of) for of in kinds)
     work = union([*forward, *backward])
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
@@ -101,8 +106,8 @@ def make_report(
     outside = max(0.0, seconds - length(work))
     share = outside / seconds if seconds else 0.0
     of_forward = length(union(forward)) / (length(work) or 1.0)
-    serial = (n - 1) / n if all(device.type == "cpu" for device in devices) else None
-    ideal = (n - 1) / (m + n - 1)
+    one_thread = not stepped and all(device.type == "cpu" for device in devices)
+    back = (n - 1) / n if one_thread else (n - 1) / (m + n - 1)
     return Report(
         calls=len(sizes),
         incomplete=len(broken),
@@ -111,25 +116,33 @@ def make_report(
         outside=outside,
         devices=tuple(_device(name, k, events, workers, work) for k, name in enumerate(lanes)),
         bubble=_bubble(busy, work),
-        forward_bubble=_bubble(busy, union(forward)),
-        backward_bubble=_bubble(busy, union(backward)) if backward else None,
-        ideal_bubble=ideal if serial is None else of_forward * ideal + (1 - of_forward) * serial,
+        forward_bubble=None if stepped else _bubble(busy, union(forward)),
+        backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
+        ideal_bubble=of_forward * (n - 1) / (m + n - 1) + (1 - of_forward) * back,
         costs=costs,
-        advice=advise(Seen(m, chunks, costs, lanes, workers, devices, layers, share)),
+        advice=advise(Seen(m, chunks, costs, lanes, workers, devices, layers, share, one_thread)),
     )
 
 
-def _calls(events: Sequence[Event], n: int) -> tuple[dict[int, int], set[int]]:
+def _calls(
+    events: Sequence[Event], n: int, steps: frozenset[int]
+) -> tuple[dict[int, int], set[int]]:
     """How many micro-batches each complete call has; and the calls that are not complete.
 
-    A call without a backward is complete, one with a part of its last backward is not.
+    A call has all its forward tasks, a step goes back to the first partition with each of them.
     """
     forward: dict[int, set[tuple[int, int]]] = {}
     for event in events:
         if event.kind == FORWARD:
             forward.setdefault(event.run, set()).add((event.i, event.j))
     sizes = {run: 1 + max(i for i, _ in tasks) for run, tasks in forward.items()}
-    whole = {run: m for run, m in sizes.items() if len(forward[run]) == m * n}
+    back = {(event.run, event.i) for event in events if event.kind == BACKWARD}
+    whole = {
+        run: m
+        for run, m in sizes.items()
+        if len(forward[run]) == m * n
+        and (run not in steps or all((run, i) in back for i in range(m)))
+    }
     return whole, {event.run for event in events} - set(whole)
 
 
@@ -239,11 +252,11 @@ def _table(report: Report) -> Iterator[str]:
 
 
 def _bubble_line(report: Report) -> str:
-    parts = [f"forward {100 * report.forward_bubble:.0f}%"]
-    if report.backward_bubble is not None:
-        parts.append(f"backward {100 * report.backward_bubble:.0f}%")
+    phases = (("forward", report.forward_bubble), ("backward", report.backward_bubble))
+    parts = [f"{name} {100 * share:.0f}%" for name, share in phases if share is not None]
+    apart = f" ({', '.join(parts)})" if parts else ""
     return (
-        f"Bubble: {100 * report.bubble:.0f}% of the devices' time ({', '.join(parts)}); "
+        f"Bubble: {100 * report.bubble:.0f}% of the devices' time{apart}; "
         f"equal partitions would leave {100 * report.ideal_bubble:.0f}%."
     )
 

@@ -30,6 +30,7 @@ class Timeline:
             comes the better balance in the report. Default: unknown.
         chunks: the number of micro-batches that were asked for; a call with fewer had no more rows.
             Default: unknown.
+        steps: the calls of ``forward_backward``, by number. Default: none.
 
     Raises:
         ValueError: what is given does not fit together; the first event that does not is named.
@@ -42,12 +43,14 @@ class Timeline:
         workers: Sequence[int] | None = None,
         layers: Sequence[Sequence[float]] | None = None,
         chunks: int | None = None,
+        steps: Iterable[int] = (),
     ) -> None:
         self._events = tuple(sorted(events, key=lambda event: (event.start, event.end)))
         self._devices = tuple(torch.device(device) for device in devices)
         self._workers = tuple(assign_workers(list(self._devices)) if workers is None else workers)
         self._layers = layers
         self._chunks = chunks
+        self._steps = frozenset(steps)
         n = len(self._devices)
         if len(self._workers) != n or {*self._workers} != {*range(len({*self._workers}))}:
             raise ValueError(
@@ -85,6 +88,11 @@ class Timeline:
         return self._workers[event.j]
 
     @property
+    def steps(self) -> frozenset[int]:
+        """The calls of ``forward_backward``, in which workers go backward, too."""
+        return self._steps
+
+    @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
         """For each partition how long its layers take in a forward task, the median; if known."""
         return self._layers
@@ -98,8 +106,9 @@ class Timeline:
             ValueError: there is no forward task in the timeline.
         """
         return make_report(
-            self.events, self.lanes, self._workers, self._devices, self.layer_seconds, self._chunks
-        )
+            self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
+            self._chunks, self.steps,
+        )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.

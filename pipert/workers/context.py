@@ -134,6 +134,19 @@ class CallerContext:
         finally:
             torch._C._set_grad_enabled(True)
 
+    def run_backward(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)`` for ``B[i,j]``, on a worker: as the caller, but for autocast.
+
+        What was cast in the forward is cast back by the graph.
+        """
+        if torch.get_num_threads() != self._threads_share:
+            set_own_threads(self._threads_share)
+        modes = self._function_modes, self._dispatch_modes
+        if not (self._streams or any(modes)):
+            return self._variables.copy().run(function, *args)
+        with _current_streams(self._streams), _modes(*modes):
+            return self._variables.copy().run(function, *args)
+
     def run_recomputation(self, function: Callable[..., T], *args: Any) -> T:
         """``function(*args)`` for ``R[i,j]``, on the thread of a backward."""
         threads = torch.get_num_threads()
@@ -181,6 +194,9 @@ class CallerContext:
 
 @contextlib.contextmanager
 def _current_streams(streams: list[torch.cuda.Stream]) -> Iterator[None]:
+    if not streams:
+        yield
+        return
     device = torch.cuda.current_device()
     before = [torch.cuda.current_stream(stream.device) for stream in streams]
     _set_streams(streams, device)

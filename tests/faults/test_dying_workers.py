@@ -18,7 +18,7 @@ DEATHS = """
 import gc
 import pipert.runtime
 gc.disable()
-pipert.runtime._LOOK = 0.05
+pipert.watch._LOOK = 0.05
 logging.getLogger("pipert").addHandler(logging.NullHandler())
 logging.getLogger("pipert").propagate = False
 threading.excepthook = lambda args: None

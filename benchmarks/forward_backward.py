@@ -1,0 +1,316 @@
+"""A whole step, ``pipe.forward_backward``, beside ``loss.backward()`` and beside other runtimes.
+
+**Convolutions.** Nine of them, 32 channels of 64x64, a mini-batch of 32 rows in 8 micro-batches,
+two partitions. Eight runtimes take turns: the plain module in one thread, torchgpipe in its three
+modes, ``Schedule1F1B`` of ``torch.distributed.pipelining`` in two processes over gloo, and pipert
+with ``loss.backward()`` (*autograd*), with ``'gpipe'`` and with ``'1f1b'``. Everybody has one
+intra-op thread for each worker. Half of the plain time by ``(m + n - 1) / m`` is what two cores
+could do if the partitions were equal and nothing cost anything.
+
+**Sleeping stages** sleep ``T`` forward and ``2T`` backward, so that no core is needed and only the
+order counts: with equal stages no schedule of whole tasks ends before ``(m + n - 1) * 3T``, and
+both schedules could end then. With *autograd* the backward of all partitions is in one thread.
+
+**Live activations.** Each output of a layer is a storage that its backward needs. They are counted
+whenever a layer has returned, all partitions together, and so is what the C library has given out
+(``_malloc.py``), in which gradients on their way are, too. With ``'1f1b'`` partition *j* may have
+``min(n - j, m)`` micro-batches, however many there are.
+
+**Host cost.** As in ``overhead.py``: partitions of one ``nn.Linear(4, 4)``, one row for each
+micro-batch, microseconds for each of the ``n * m`` pairs of a forward and a backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from _malloc import bytes_in_use, check_counter
+from _measure import Row, report, rows, start, take_turns
+from _schedule1f1b import BALANCE, CHUNKS, batch, convolutions, processes
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torchgpipe import GPipe
+
+from pipert import Pipe
+
+__all__ = ["main"]
+
+OF_TORCHGPIPE, OF_PROCESSES, OF_IDEAL = 0.6, 0.9, 1.1  # of their time, at most
+OF_NOMINAL = 1.06  # of (m + n - 1) * 3T, at most
+OF_AUTOGRAD = 1.0  # of the host cost of forward and loss.backward(), at most
+
+N, M = 8, 32  # of the sleeping stages
+T = 0.02
+
+WAYS = ("autograd", "gpipe", "1f1b")
+MODES = ("never", "except_last", "always")
+BLOCKS, ROWS, WIDTH = 3, 256, 256  # (Linear, GELU) in a partition, rows of a micro-batch
+
+Step = Callable[[], Any]
+Timed = Callable[[], tuple[float, float]]
+
+
+def step_of(pipe: Pipe, way: str, x: Tensor, target: Tensor) -> Step:
+    """One step of a pipe, which returns the loss."""
+    if way != "autograd":
+        return partial(
+            pipe.forward_backward, x, target=target, loss_fn=functional.mse_loss, schedule=way
+        )
+    return partial(by_autograd, pipe, x, target)
+
+
+def by_autograd(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
+    """One step of any model."""
+    loss = functional.mse_loss(model(x), target)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach()
+
+
+def timed(step: Step) -> tuple[float, float]:
+    """The seconds it took, and the loss."""
+    begin = time.perf_counter()
+    loss = step()
+    return time.perf_counter() - begin, float(loss)
+
+
+# Convolutions -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def runtimes() -> Iterator[dict[str, Timed]]:
+    """Each takes a step, and returns its seconds and its loss."""
+    x, target = batch()
+    devices = ["cpu"] * len(BALANCE)
+    found: dict[str, Timed] = {}
+    models: list[nn.Module] = []
+    with ExitStack() as stack:
+
+        def add(name: str, model: nn.Module, step: Step) -> None:
+            models.append(model)
+            found[name] = partial(timed, step)
+
+        plain = convolutions()
+        add("plain, one thread", plain, partial(by_autograd, plain, x, target))
+        for mode in MODES:
+            peer = GPipe(
+                convolutions(), BALANCE, devices=devices, chunks=CHUNKS, checkpoint=mode
+            )
+            add(f"torchgpipe, {mode}", peer, partial(by_autograd, peer, x, target))
+        found["Schedule1F1B, two processes"] = stack.enter_context(processes())
+        for way in WAYS:
+            pipe = Pipe(
+                convolutions(), BALANCE, devices=devices, chunks=CHUNKS, checkpoint="never"
+            )
+            stack.enter_context(closing(pipe))
+            add(f"pipert, {way}", pipe, step_of(pipe, way, x, target))
+        yield {name: partial(_afresh, models, step) for name, step in found.items()}
+
+
+def _afresh(models: Sequence[nn.Module], step: Timed) -> tuple[float, float]:
+    for model in models:
+        model.zero_grad()
+    return step()
+
+
+def convolving(repeats: int, slack: float) -> list[Row]:
+    """Milliseconds of a step of each, and what the default of pipert takes of that."""
+    with runtimes() as steps:
+        samples = take_turns(lambda name: steps[name](), tuple(steps), repeats=repeats, warm_up=1)
+    losses = [loss for found in samples.values() for _, loss in found]
+    assert max(losses) - min(losses) < 1e-4, "they do not compute the same"
+    seconds = {name: median(took for took, _ in found) for name, found in samples.items()}
+    ours, plain = seconds["pipert, 1f1b"], seconds["plain, one thread"]
+    n = len(BALANCE)
+    seconds["half of plain, by (m+n-1)/m"] = plain / n * (CHUNKS + n - 1) / CHUNKS
+    best = min((name for name in seconds if name.startswith("torchgpipe")), key=seconds.__getitem__)
+    bars = {
+        best: OF_TORCHGPIPE,
+        "Schedule1F1B, two processes": OF_PROCESSES,
+        "half of plain, by (m+n-1)/m": OF_IDEAL,
+    }
+    table = []
+    for name, took in seconds.items():
+        ratio, bar = ours / took, bars.get(name, 0.0) * slack
+        missed = (f"1f1b takes {ratio:.2f} of {name}, the bar is {bar:.2f}",) * (0 < bar < ratio)
+        cells = (name, f"{1e3 * took:.0f}", f"{took / plain:.2f}", f"{ratio:.2f}")
+        table.append(Row((*cells, f"{bar:.2f}" if bar else ""), missed))
+    return table
+
+
+# Sleeping stages ----------------------------------------------------------------------------------
+
+
+class Sleep(torch.autograd.Function):
+    """Takes ``T`` forward and twice that backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        time.sleep(T)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        time.sleep(2 * T)
+        return grads[0], grads[0].sum()
+
+
+class Stage(nn.Module):
+    """A partition that does nothing but sleep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Sleep.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+
+def sleeping(repeats: int, slack: float) -> list[Row]:
+    """Milliseconds of a step, and what they are of the shortest there could be."""
+    x, target = torch.zeros(M, 1), torch.zeros(M, 1)
+    stages = nn.Sequential(*(Stage() for _ in range(N)))
+    with closing(
+        Pipe(stages, [1] * N, devices=["cpu"] * N, chunks=M, checkpoint="never")
+    ) as pipe:
+        steps = {way: step_of(pipe, way, x, target) for way in WAYS}
+        samples = take_turns(lambda way: timed(steps[way])[0], WAYS, repeats=repeats, warm_up=1)
+    shortest, table = (M + N - 1) * 3 * T, []
+    for way in WAYS:
+        took = median(samples[way])
+        ratio, bar = took / shortest, 1 + (OF_NOMINAL - 1) * slack
+        is_ours = way != "autograd"
+        missed = (f"{way}: {ratio:.3f} of the shortest, the bar is {bar:.2f}",)
+        cells = (way, f"{1e3 * shortest:.0f}", f"{1e3 * took:.0f}", f"{ratio:.3f}")
+        row = (*cells, f"{bar:.2f}" if is_ours else "")
+        table.append(Row(row, missed * (is_ours and ratio > bar)))
+    return table
+
+
+# Live activations ---------------------------------------------------------------------------------
+
+
+class Alive:
+    """The storages that layers have returned, and the most that were alive at a time."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.most, self.highest = 0, 0
+        self.known: list[Any] = []
+        self.before = bytes_in_use()
+
+    def note(self, _layer: nn.Module, _args: object, y: Tensor) -> None:
+        """A hook: a layer has returned ``y``. On any worker."""
+        self.known.append(StorageWeakRef(y.untyped_storage()))  # type: ignore[no-untyped-call]
+        self.most = max(self.most, sum(not known.expired() for known in list(self.known)))
+        self.highest = max(self.highest, bytes_in_use() - self.before)
+
+
+def living(n: int, m: int) -> list[Row]:
+    """The most micro-batches that were alive, summed over the partitions, and the bytes."""
+    torch.manual_seed(0)
+    x, target, alive = torch.randn(m * ROWS, WIDTH), torch.randn(m * ROWS, WIDTH), Alive()
+    layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU())[k % 2] for k in range(2 * BLOCKS * n)]
+    for layer in layers:
+        layer.register_forward_hook(alive.note)
+    found = {}
+    with closing(
+        Pipe(
+            nn.Sequential(*layers), [2 * BLOCKS] * n, devices=["cpu"] * n, chunks=m,
+            checkpoint="never",
+        )  # fmt: skip
+    ) as pipe:
+        for way in WAYS * 2:  # once to warm up
+            pipe.zero_grad()
+            alive.clear()
+            step_of(pipe, way, x, target)()
+            found[way] = alive.most / (2 * BLOCKS), alive.highest
+    bar = sum(min(n - j, m) for j in range(n))
+    most = found["1f1b"][0]
+    missed = (f"n={n} m={m}: {most:.1f} alive under 1f1b, the bar is {bar}",) * (most > bar)
+    counts = (f"{found[way][0]:.1f}" for way in WAYS)
+    sizes = (f"{found[way][1] / 2**20:.1f}" for way in WAYS)
+    return [Row((f"n={n} m={m}", *counts, str(bar), *sizes), missed)]
+
+
+# Host cost ----------------------------------------------------------------------------------------
+
+
+def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> list[Row]:
+    """Microseconds for each micro-batch and partition, and their ratio to autograd's."""
+    torch.manual_seed(0)
+    x, target = torch.randn(m, 4), torch.randn(m, 4)
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
+    with closing(
+        Pipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint)
+    ) as pipe:
+        steps = {way: step_of(pipe, way, x, target) for way in WAYS}
+
+        def measure(way: str) -> float:
+            pipe.zero_grad()
+            return timed(steps[way])[0]
+
+        samples = take_turns(measure, WAYS, repeats=repeats)
+    cost = {way: 1e6 * median(found) / (n * m) for way, found in samples.items()}
+    case, bar = f"n={n} m={m}, {checkpoint}", OF_AUTOGRAD * slack
+    ratios = {way: cost[way] / cost["autograd"] for way in WAYS[1:]}
+    missed = tuple(
+        f"{case}: {way} costs {ratio:.2f} of autograd, the bar is {bar:.2f}"
+        for way, ratio in ratios.items()
+        if ratio > bar
+    )
+    cells = (*(f"{cost[way]:.0f}" for way in WAYS), *(f"{ratio:.2f}" for ratio in ratios.values()))
+    return [Row((case, *cells, f"{bar:.1f}"), missed)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the four tables. 1 when ``--check`` was asked for and a bar was missed."""
+    arguments = start(argv, __doc__)
+    short, slack, held = arguments.short, arguments.slack, True
+
+    def show(
+        title: str, columns: Sequence[str], cases: Sequence[Callable[[], list[Row]]]
+    ) -> None:
+        nonlocal held
+        table = [row for case in cases for row in rows(case, check=arguments.check)]
+        held &= report(title, columns, table)
+
+    show(
+        f"A step of nine convolutions, n={len(BALANCE)} m={CHUNKS}, milliseconds",
+        ("runtime", "step", "of plain", "1f1b takes", "bar"),
+        [partial(convolving, 5 if short else 11, slack)],
+    )
+    show(
+        f"A step of sleeping stages, n={N} m={M}, T={1e3 * T:.0f} ms, milliseconds",
+        ("schedule", "(m+n-1)*3T", "measured", "ratio", "bar"),
+        [partial(sleeping, 1 if short else 5, slack)],
+    )
+    reason = check_counter(ROWS * WIDTH * 4)
+    if reason:
+        print(f"Bytes are not to be trusted: {reason}.")
+    show(
+        "Live activations, micro-batches of all partitions, and MiB at the highest",
+        ("case", *WAYS, "bar of 1f1b", *(f"{way} MiB" for way in WAYS)),
+        [partial(living, n, m) for n, m in ((4, 2), (4, 8), (4, 32))],
+    )
+    sizes = [(n, m, mode) for n, m in ((4, 8), (8, 32)) for mode in MODES[:2]]
+    show(
+        "Host cost of a forward and a backward of a trivial task, microseconds",
+        ("case", *WAYS, *(f"{way}/autograd" for way in WAYS[1:]), "bar"),
+        [partial(host_cost, *size, 7 if short else 31, slack) for size in sizes],
+    )
+    return int(arguments.check and not held)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""Sums of gradients of one partition in one step, and how they become ``.grad``.
+
+The standard way is to let autograd add to ``.grad`` in each ``B[i,j]``. Then a step that fails
+leaves some of it behind, hooks on parameters see a part of a gradient ``m`` times, and partitions
+that share a parameter add in the order in which they happen to come by. So here:
+
+1. Each partition has sums of its own, which its worker alone adds to, in the order of its schedule.
+2. When the step has succeeded the caller takes the sums of all partitions, in their order.
+3. They are delivered by autograd, in a graph that has nothing but them (:func:`deliver`). So hooks
+   of parameters and of ``DistributedDataParallel`` are called as always, a sum becomes ``.grad``
+   without a copy where that is possible, and callers on other threads do no harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+
+
+class Gradients:
+    """The sums of one partition. Its worker's; the caller's when all is over."""
+
+    __slots__ = ("_is_own", "sums")
+
+    def __init__(self) -> None:
+        self.sums: dict[Tensor, Tensor] = {}
+        self._is_own: set[Tensor] = set()  # whose sum is a tensor that nobody else has
+
+    def add(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one micro-batch; ``None`` for a weight that was not used."""
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is None:
+                continue
+            before = self.sums.get(weight)
+            if before is None:
+                self.sums[weight] = gradient
+            elif weight in self._is_own:
+                before.add_(gradient)
+            elif before.layout == gradient.layout == torch.strided:
+                # In the memory format of the weight, as autograd does.
+                self.sums[weight] = torch.add(before, gradient, out=torch.empty_like(weight))
+                self._is_own.add(weight)
+            else:
+                self.sums[weight] = before + gradient
+
+    def take(self) -> dict[Tensor, Tensor]:
+        """The sum for each weight; leaves nothing behind."""
+        sums, self.sums = self.sums, {}
+        self._is_own.clear()
+        return sums
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.sums.clear()
+        self._is_own.clear()
+
+    def __repr__(self) -> str:
+        return f"<Gradients of {len(self.sums)} weights>"
+
+
+class _Deliver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return tensors[0].new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        result = (None, *ctx.gradients)
+        ctx.gradients.clear()
+        return result
+
+
+def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
+    """Let autograd go on from tensors, which all require grad, with the gradient of each.
+
+    Empties the list: a gradient that nobody else has becomes ``.grad`` as it is.
+    """
+    devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+    while gradients:
+        tensor, gradient = gradients.pop()
+        of_device = devices.setdefault(tensor.device, ([], []))
+        of_device[0].append(tensor)
+        of_device[1].append(gradient)
+        del gradient
+    ends = []
+    for reached, brought in devices.values():
+        ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
+    torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+
+
+def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
+    """Each weight and its sum, on its own device, of one partition after the other.
+
+    A weight that several use is there several times: autograd adds, also sparse to dense.
+    """
+    return [
+        (weight, total.to(weight.device))
+        for of_partition in sums
+        for weight, total in of_partition.take().items()
+    ]
+
+
+def leaves_behind(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves that ``ys`` are made of, but for ``xs``: whatever the layers use.
+
+    Not only their parameters: a layer may train a tensor that it keeps for itself.
+    """
+    seen: set[Any] = {y.grad_fn for y in ys}
+    left: list[Any] = [*seen - {None}]
+    known, leaves = {id(x) for x in xs}, list[Tensor]()
+
+    def add(leaf: Tensor) -> None:
+        if id(leaf) not in known and leaf.requires_grad:
+            known.add(id(leaf))
+            leaves.append(leaf)
+
+    for y in ys:
+        if y.grad_fn is None:
+            add(y)
+    while left:
+        for child, _ in left.pop().next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                left.append(child)
+                if isinstance(child, _AccumulateGrad):
+                    add(child.variable)
+    return leaves

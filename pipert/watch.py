@@ -1,0 +1,176 @@
+"""Waiting for a run: until nothing of it is queued or executing, whatever happens meanwhile.
+
+Guarantees:
+
+* **R2** when :meth:`Watch.execute` returns, raises or is interrupted, no task of the run is queued
+  or executing; what that means for a layer that never returns is in ``overdue``.
+* **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what
+  its successor waits for. One that was ended in the middle of that is found out by looking.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from time import monotonic
+
+from pipert.clock import Posting
+from pipert.errors import PipeClosedError, PipelineTimeout, PipertError, WorkerDiedError
+from pipert.overdue import Overdue, still_busy, timed_out
+from pipert.run import Run
+from pipert.status import WAITING, TaskStatus, WorkerStatistics
+from pipert.workers.activity import State
+from pipert.workers.pool import Pool, WorkerView
+from pipert.workers.worker import WorkerThread
+
+__all__: list[str] = []
+
+_log = logging.getLogger("pipert")
+
+_LOOK = 0.5  # s; how often a caller looks whether all workers are alive
+_LOOK_AGAIN = 0.02  # s; and, when one is not, whether the others are done with the run
+
+
+class Watch:
+    """Over the runs of one pipe. Any thread.
+
+    Args:
+        pool: the workers, and the clock behind them.
+        clock: which of the pool's threads is the clock.
+    """
+
+    __slots__ = ("_clock", "_overdue", "_pool")
+
+    def __init__(self, pool: Pool, clock: int) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._overdue = Overdue()
+
+    def crew(self) -> list[WorkerThread]:
+        """The threads, started if need be.
+
+        Raises:
+            PipeClosedError: the pipe was closed.
+            WorkerBusyError: a layer of a call that was given up has not returned.
+        """
+        crew = self._pool.start()
+        busy = self.stuck()
+        if busy:
+            raise still_busy(busy)
+        return crew
+
+    def workers(self) -> tuple[WorkerStatistics, ...]:
+        """What each worker is doing."""
+        return tuple(_statistics(view) for view in self._pool.look()[: self._clock])
+
+    def stuck(self) -> list[WorkerStatistics]:
+        """The workers that are busy with a call that was given up."""
+        return [] if self._overdue.is_empty() else self._overdue.busy(self.workers())
+
+    def execute(
+        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
+    ) -> None:
+        """Post the run and wait for it."""
+        try:
+            self._pool.put(self._clock, posting)
+            if self._wait(run, posting, crew, timeout):
+                return
+            error = self.timed_out("a call of the pipe was not over", timeout)
+            self._give_up(run, posting)
+        except BaseException:
+            try:
+                self._call_off(run, posting, crew, timeout)
+            except BaseException:  # noqa: B036  at its very beginning, or between two of its rounds
+                self._call_off(run, posting, crew, timeout)
+            raise
+        try:
+            raise error
+        finally:
+            del error  # it references this frame
+
+    def _wait(
+        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
+    ) -> bool:
+        """Wait until nothing of the run is queued or executing, or the time is over (R6).
+
+        A worker that dies settles its tasks, but for those that something outside ended it right in
+        the middle of taking or settling. So every now and then it is looked whether all are alive.
+        If one is not, and twice in a row nobody works on the run, it is lost.
+        """
+        deadline = math.inf if timeout is None else monotonic() + timeout
+        look, lost = _LOOK, 0
+        while not run.progress.wait(max(0.0, min(look, deadline - monotonic()))):
+            if monotonic() >= deadline:
+                return False
+            needed = crew[: self._clock] if posting.is_done else crew
+            dead = [thread.name for thread in needed if not thread.is_alive()]
+            if lost < 2 and (not dead or any(state.works for state in self._at(run))):
+                look, lost = _LOOK, 0
+                continue
+            look, lost = _LOOK_AGAIN, lost + 1
+            if lost == 2:
+                run.progress.fail(0, self._died(dead))
+                for lane in posting.lanes:
+                    lane.give_up()  # so that nobody waits for what does not come
+            elif lost > 2 and not self._at(run):
+                return True
+        return True
+
+    def _at(self, run: Run) -> list[State]:
+        """The workers that work on a task of the run, or wait for its input."""
+        number = run.account.run.number
+        states = [view.state for view in self._pool.look()]
+        return [state for state in states if state.what is not None and state.what.run == number]
+
+    def _died(self, dead: list[str]) -> PipertError:
+        if self._pool.closed:
+            return PipeClosedError("the pipe was closed during the call")
+        return WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
+
+    def _call_off(
+        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
+    ) -> None:
+        """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
+        interrupts = 0
+        while True:
+            try:
+                run.progress.cancel()
+                if interrupts == 1:  # once: it may be the log's own handler that raises
+                    _log.warning("interrupted again; waiting for the layers that are executing")
+                # Again, since nobody knows how far the interrupted call came. It posts once.
+                self._pool.put(self._clock, posting)
+                if not self._wait(run, posting, crew, timeout):
+                    self._give_up(run, posting)
+                    _log.warning("an interrupted call leaves a layer behind that does not return")
+                return
+            except BaseException:  # noqa: B036  the first interrupt is being raised
+                interrupts += 1
+
+    def _give_up(self, run: Run, posting: Posting) -> None:
+        """R2 as far as it goes when a layer does not return; see ``overdue``. Again: no-op."""
+        run.progress.cancel()
+        self._overdue.add(run.progress, run.account.run.number)
+        for lane in posting.lanes:
+            lane.give_up()
+
+    def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
+        workers = self.workers()
+        stacks = {
+            worker.name: self._pool.stack(k)
+            for k, worker in enumerate(workers)
+            if worker.doing is not None and worker.doing.phase != WAITING
+        }
+        return timed_out(what, timeout or 0.0, workers, stacks)
+
+    def __repr__(self) -> str:
+        return f"<Watch over {self._pool!r}>"
+
+
+def _statistics(view: WorkerView) -> WorkerStatistics:
+    doing, what = None, view.state.what
+    if what is not None:
+        seconds = max(0.0, view.now - view.state.since)
+        doing = TaskStatus(what.run, what.phase, what.partition, what.micro_batch, seconds)
+    return WorkerStatistics(
+        view.name, view.device, view.state.tasks, view.busy, view.depth, doing
+    )

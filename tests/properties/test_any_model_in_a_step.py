@@ -1,0 +1,225 @@
+"""A step is the plain module's for models, balances and choices that nobody thought of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.schedules import Action
+from pipert.skip import pop, skippable, stash
+from tests.layers import Apply
+
+pytestmark = pytest.mark.slow
+
+same = torch.testing.assert_close
+
+
+class Scale(nn.Module):
+    """Multiplies by a parameter, in place where that is asked for."""
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.rand(3, dtype=torch.float64) + 0.5)
+        self.in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.factor) if self.in_place else x * self.factor
+
+
+class Hands(Scale):
+    """Hands its parameter on, beside what it makes with it."""
+
+    def forward(self, x: Any) -> Any:
+        return x * self.factor, self.factor, None, len(x)
+
+
+@skippable(stash=["skip"])
+class Stash(Scale):
+    """Puts aside what its own parameter makes of its input."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:  # type: ignore[override]
+        yield stash("skip", (x * self.factor, self.factor))
+        return x  # noqa: B901  what the decorator takes
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    """Adds what was put aside."""
+
+    def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
+        skip = yield pop("skip")
+        return x + skip[0] * skip[1]  # noqa: B901  what the decorator takes
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 3, dtype=torch.float64)
+
+
+# What an in-place layer changes must not be what the layer before it has saved.
+UNITS: dict[str, Callable[[], list[nn.Module]]] = {
+    "linear": lambda: [linear()],
+    "linear, in place": lambda: [linear(), nn.ReLU(inplace=True)],
+    "tanh": lambda: [nn.Tanh()],
+    "scale": lambda: [Scale()],
+    "linear, scale in place": lambda: [nn.Identity(), linear(), Scale(in_place=True)],
+    "dict": lambda: [
+        Apply(lambda x: {"x": x, "others": (x * 2, None, "twice")}),
+        Apply(lambda value: value["x"] + value["others"][0]),
+    ],
+    "some cut": lambda: [
+        Apply(lambda x: (x, x.detach(), x.argmax(1))),
+        Apply(lambda value: value[0] * value[1] + value[2][:, None]),
+    ],
+    "parameter": lambda: [Hands(), Apply(lambda value: value[0] * value[1])],
+    "unused": lambda: [Apply(lambda x: (x.exp(), x)), Apply(lambda value: value[1])],
+    "detach": lambda: [Apply(torch.detach)],
+}
+
+
+@st.composite
+def models(draw: st.DrawFn) -> nn.Sequential:
+    """Layers in any order, a skip or none, shared parameters, some frozen, some with hooks."""
+    names = draw(st.lists(st.sampled_from(sorted(UNITS)), min_size=1, max_size=5))
+    units = [UNITS[name]() for name in names]
+    if draw(st.booleans()):
+        places = st.integers(0, len(units))
+        first, last = sorted((draw(places), draw(places)))
+        units = [*units[:first], [Stash()], *units[first:last], [Pop()], *units[last:]]
+    model = nn.Sequential(*(layer for unit in units for layer in unit))
+    linears = [layer for layer in model if isinstance(layer, nn.Linear)]
+    if draw(st.booleans()):
+        for layer in linears[1:]:
+            layer.weight = linears[0].weight
+    for parameter in model.parameters():
+        parameter.requires_grad_(draw(st.integers(0, 4)) > 0)
+    return model
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> Callable[[int, int, tuple[int, ...]], Iterator[list[Action]]]:
+    """A schedule that does any action that can be done, one in a tick."""
+    dice = draw(st.randoms(use_true_random=False))
+    state = dice.getstate()
+
+    def maker(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+        dice.setstate(state)
+        there, back = list(range(m)), list(range(m))
+        dice.shuffle(there)
+        dice.shuffle(back)
+        left = {
+            ("F", j): [Action("F", i, j) for i in there] for j in range(n)
+        } | {("B", j): [Action(k, i, j) for i in back for k in "RB"] for j in range(n)}
+        done: set[Action] = set()
+        while any(left.values()):
+            ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]
+            action = left[dice.choice(ready)].pop(0)
+            done.add(action)
+            yield [action]
+
+    return maker
+
+
+def _can(action: Action, n: int, done: set[Action]) -> bool:
+    kind, i, j = action
+    if kind == "F":
+        return j == 0 or Action("F", i, j - 1) in done
+    return Action("F", i, j) in done and (
+        kind == "R" or j == n - 1 or Action("B", i, j + 1) in done
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step may differ in from the one before."""
+
+    rows: int
+    chunks: int
+    checkpoint: str
+    schedule: Any
+    mean: bool
+    input_requires_grad: bool
+    of_a_graph: bool
+
+
+steps = st.builds(
+    Step,
+    rows=st.integers(1, 7),
+    chunks=st.integers(1, 5),
+    checkpoint=st.sampled_from(["always", "except_last", "never"]),
+    schedule=st.one_of(st.sampled_from(["gpipe", "1f1b"]), orders()),
+    mean=st.booleans(),
+    input_requires_grad=st.booleans(),
+    of_a_graph=st.booleans(),
+)
+
+
+@st.composite
+def balances(draw: st.DrawFn, layers: int) -> list[int]:
+    """A composition of ``layers`` into up to four partitions."""
+    cuts = draw(st.sets(st.integers(1, max(1, layers - 1)), max_size=3)) - {layers}
+    ends = [0, *sorted(cuts), layers]
+    return [end - start for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def loss_of(mean: bool, always: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    """Depends on ``always``, so there is something to go backward through."""
+    rows = (output * target).square().sum(1) * always
+    return rows.mean() if mean else rows.sum()
+
+
+def outcome(step: Step, run: Callable[[Tensor, Tensor, Any], Tensor]) -> list[Any]:
+    """Loss and gradients of a step that ``run`` does."""
+    always = torch.ones((), dtype=torch.float64, requires_grad=True)
+    x = torch.linspace(-1, 1, 3 * step.rows, dtype=torch.float64).reshape(step.rows, 3)
+    target = torch.linspace(1, 2, 3 * step.rows, dtype=torch.float64).reshape(step.rows, 3)
+    x.requires_grad_(step.input_requires_grad)
+    given = x.exp() if step.of_a_graph else x * 1  # an in-place layer may not change a leaf
+    loss = run(given * 1, target, functools.partial(loss_of, step.mean, always))
+    return [loss.detach(), x.grad, always.grad]
+
+
+@settings(max_examples=80)
+@given(model=models(), data=st.data(), several=st.lists(steps, min_size=1, max_size=3))
+def test_every_step_is_the_plain_modules(
+    model: nn.Sequential, data: st.DataObject, several: list[Step]
+) -> None:
+    balance = data.draw(balances(len(model)))
+    plain = copy.deepcopy(model)
+    hooked = data.draw(st.sets(st.integers(0, 9)))
+    handed = {id(layer.factor) for layer in model if isinstance(layer, Hands | Stash)}
+    for k, (one, other) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        if k in hooked and one.requires_grad and id(one) not in handed:
+            hooked_ones: Any = (one, other)
+            for parameter in hooked_ones:
+                parameter.register_hook(lambda grad: grad.clamp(max=0.3) * 2)
+
+    def without(x: Tensor, target: Tensor, loss_fn: Any) -> Tensor:
+        loss: Tensor = loss_fn(plain(x), target)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    with Pipe(model, balance, devices=["cpu"] * len(balance)) as pipe:
+        for step in several:
+            pipe.chunks, pipe.checkpoint = step.chunks, step.checkpoint
+            in_pipe = functools.partial(_in_pipe, pipe, step)
+            same(outcome(step, in_pipe), outcome(step, without))
+            for ours, theirs in zip(pipe.parameters(), plain.parameters(), strict=True):
+                same(ours.grad, theirs.grad)
+
+
+def _in_pipe(pipe: Pipe, step: Step, x: Tensor, target: Tensor, loss_fn: Any) -> Tensor:
+    loss: Tensor = pipe.forward_backward(
+        x, target=target, loss_fn=loss_fn, schedule=step.schedule,
+        reduction="mean" if step.mean else "sum",
+    )  # fmt: skip
+    return loss

@@ -1,0 +1,98 @@
+"""What the schedule of a step promises, for any numbers and any placement."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipert.schedules import Action, StepSchedule, plan
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> StepSchedule:
+    """Of both kinds, over workers that serve any partitions."""
+    m, n = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+    workers = draw(st.integers(1, n))
+    placement = draw(st.lists(st.integers(0, workers - 1), min_size=n, max_size=n))
+    name = draw(st.sampled_from(["gpipe", "1f1b"]))
+    return plan(name, m, n, placement, draw(st.integers(0, m)))
+
+
+@given(schedules())
+def test_each_action_is_there_once(schedule: StepSchedule) -> None:
+    counts = {"F": schedule.m, "R": schedule.recomputed, "B": schedule.m}
+    expected = {
+        Action(kind, i, j)
+        for kind, m in counts.items()
+        for i in range(m)
+        for j in range(schedule.n)
+    }
+    assert len(schedule) == len(expected)
+    assert set(schedule) == expected
+
+
+@given(schedules())
+def test_what_an_action_needs_comes_in_an_earlier_tick(schedule: StepSchedule) -> None:
+    tick_of = {action: k for k, tick in enumerate(schedule.ticks) for action in tick}
+    for action in schedule:
+        assert all(tick_of[needed] < tick_of[action] for needed in schedule.needs(action))
+
+
+@given(schedules())
+def test_a_worker_has_one_action_in_a_tick(schedule: StepSchedule) -> None:
+    for tick in schedule.ticks:
+        workers = [schedule.placement[action.j] for action in tick]
+        assert len(set(workers)) == len(workers)
+
+
+@settings(max_examples=30)
+@given(schedules(), st.data())
+def test_workers_that_take_their_actions_in_order_never_wait_in_a_circle(
+    schedule: StepSchedule, data: st.DataObject
+) -> None:
+    """Whoever of them comes first."""
+    queues: dict[int, deque[Action]] = {worker: deque() for worker in schedule.placement}
+    for action in schedule:
+        queues[schedule.placement[action.j]].append(action)
+    done: set[Action] = set()
+    while len(done) < len(schedule):
+        ready = [q for q in queues.values() if q and done.issuperset(schedule.needs(q[0]))]
+        assert ready, f"every worker waits: {[queue[0] for queue in queues.values() if queue]}"
+        done.add(data.draw(st.sampled_from(ready)).popleft())
+
+
+@given(schedules())
+def test_neighbours_take_the_micro_batches_in_one_order(schedule: StepSchedule) -> None:
+    """Values and gradients go from one partition to the next through queues."""
+    for kind in "FB":
+        orders = [
+            [action.i for action in schedule if (action.kind, action.j) == (kind, j)]
+            for j in range(schedule.n)
+        ]
+        assert orders == orders[:1] * schedule.n
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.data())
+def test_one_f_one_b_keeps_no_more_than_n_minus_j_micro_batches(
+    m: int, n: int, data: st.DataObject
+) -> None:
+    placement = data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
+    alive = [0] * n
+    for kind, _, j in plan("1f1b", m, n, placement, data.draw(st.integers(0, m))):
+        alive[j] += {"F": 1, "R": 0, "B": -1}[kind]
+        assert alive[j] <= min(m, n - j)
+
+
+@given(schedules())
+def test_the_grid_shows_each_action_in_the_row_of_its_worker_and_the_column_of_its_tick(
+    schedule: StepSchedule,
+) -> None:
+    head, *rows = str(schedule).splitlines()
+    assert head.split() == ["tick", *map(str, range(len(schedule.ticks)))]
+    by_worker = {int(row.split()[0].removeprefix("w=")): row for row in rows}
+    for k, tick in enumerate(schedule.ticks):
+        for action in tick:
+            place = by_worker[schedule.placement[action.j]].index(str(action))
+            assert head[place:].split()[0] == str(k)

@@ -1,0 +1,113 @@
+"""One training step of a pipe, beside the same of the plain module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pipert import Pipe
+
+__all__ = [
+    "MODES", "SCHEDULES", "Way", "assert_equal", "batch", "call", "grads_of", "inputs", "linear",
+    "mean", "same", "ways",
+]  # fmt: skip
+
+MODES = ["always", "except_last", "never"]
+SCHEDULES = ["gpipe", "1f1b"]
+
+same = torch.testing.assert_close
+same(0, 0)  # the first call imports for half a second, which is no test's fault
+
+
+class Way(NamedTuple):
+    """How a step is done; the result is to be the same in all."""
+
+    schedule: str
+    checkpoint: str
+
+
+WAYS = [Way(schedule, mode) for schedule in SCHEDULES for mode in MODES]
+ways = pytest.mark.parametrize("way", WAYS, ids=["-".join(way) for way in WAYS])
+"""Lets a test be about all of them."""
+
+
+def linear(inputs: int, outputs: int) -> Any:
+    return nn.Linear(inputs, outputs, dtype=torch.float64)
+
+
+def batch(rows: int, requires_grad: bool = False) -> Any:
+    return torch.randn(rows, 3, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def mean(output: Any, target: Any) -> Any:  # torch does not type Tensor.backward
+    """The mean of the squares over the rows, in which each entry counts differently."""
+    columns = torch.arange(1, output[0].numel() + 1, dtype=torch.float64).view(output[0].shape)
+    return (output * columns).square().flatten(1).sum(1).mean()
+
+
+def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
+    }
+
+
+def inputs(values: Any) -> Any:
+    """A copy of a call's arguments whose tensors are leaves."""
+    if isinstance(values, Tensor):
+        return values.detach().clone().requires_grad_(values.requires_grad)
+    if isinstance(values, tuple):
+        return tuple(map(inputs, values))
+    return {k: inputs(v) for k, v in values.items()} if isinstance(values, dict) else values
+
+
+def assert_equal(
+    module: nn.Sequential,
+    balance: list[int],
+    way: Way,
+    *args: Any,
+    loss_fn: Callable[[Any, Any], Any] = mean,
+    target: Any = None,
+    chunks: int = 3,
+    steps: int = 1,
+    **kwargs: Any,
+) -> Pipe:
+    """Loss and gradients of ``steps`` steps are those of the plain module; returns the pipe."""
+    plain = copy.deepcopy(module)
+    devices = ["cpu"] * len(balance)
+    own, piped = (inputs((args, kwargs)) for _ in range(2))
+    with Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=way.checkpoint) as pipe:
+        for _ in range(steps):
+            loss = pipe.forward_backward(
+                *piped[0], loss_fn=loss_fn, target=target, schedule=way.schedule, **piped[1]
+            )
+            expected = loss_fn(call(plain, *own[0], **own[1]), target)
+            expected.backward()
+            same(loss, expected.detach().reshape(()))
+    same(grads_of(module), grads_of(plain))
+    wanted = [leaf.requires_grad for leaf in _tensors((args, kwargs))]  # before a layer changed it
+    found = [_grads_of_some(values, wanted) for values in (piped, own)]
+    same(*found)
+    return pipe
+
+
+def call(module: nn.Sequential, *args: Any, **kwargs: Any) -> Any:
+    """A plain module, whose first layer may take any arguments."""
+    first, *others = module
+    value = first(*args, **kwargs)
+    for layer in others:
+        value = layer(value)
+    return value
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _grads_of_some(values: Any, wanted: list[bool]) -> list[Tensor | None]:
+    return [x.grad for x, wants in zip(_tensors(values), wanted, strict=True) if wants]

@@ -1,0 +1,208 @@
+"""Tasks of a step run on the workers, at the same time; how many micro-batches are kept is limited.
+
+Each test here fails when one thread does all the work: a barrier breaks.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, is_recomputing
+from tests.layers import Apply
+from tests.step.compare import SCHEDULES, linear, mean
+
+PATIENCE = 10.0  # s
+
+Task = tuple[str, int, int]
+
+
+class Meeting:
+    """Two tasks that wait for each other.
+
+    Args:
+        tasks: which; others pass.
+    """
+
+    def __init__(self, *tasks: Task) -> None:
+        self.tasks = tasks
+        self.threads: list[str] = []
+        self._barrier = threading.Barrier(len(tasks))
+
+    def __call__(self, task: Task) -> None:
+        if task in self.tasks:
+            self.threads.append(threading.current_thread().name)
+            self._barrier.wait(PATIENCE)
+
+
+class _Watched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meeting: Meeting, i: int, j: int) -> Tensor:
+        meeting(("R" if is_recomputing() else "F", i, j))
+        ctx.args = meeting, i, j
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        meeting, i, j = ctx.args
+        meeting(("B", i, j))
+        return grad, None, None, None
+
+
+class Watched(nn.Module):
+    """Partition ``j``: its tasks go to the meeting. A row begins with its micro-batch."""
+
+    def __init__(self, meeting: Meeting, j: int) -> None:
+        super().__init__()
+        self.meeting, self.j = meeting, j
+        self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number, rest = x[:, :1].detach(), x[:, 1:]
+        i, apply = int(number[0, 0]), _Watched.apply
+        y = apply(rest * self.weight, self.meeting, i, self.j)  # type: ignore[no-untyped-call]
+        return torch.cat([number, y], 1)
+
+
+def meet(schedule: str, *tasks: Task, checkpoint: str = "never", n: int = 2) -> list[str]:
+    """The threads of two tasks of a step of four micro-batches that were there together."""
+    meeting = Meeting(*tasks)
+    rows = torch.arange(4, dtype=torch.float64).view(4, 1).expand(4, 3)
+    module = nn.Sequential(*[Watched(meeting, j) for j in range(n)])
+    options: dict[str, Any] = {"chunks": 4, "checkpoint": checkpoint}
+    with Pipe(module, [1] * n, devices=["cpu"] * n, **options) as pipe:
+        pipe.forward_backward(rows, loss_fn=mean, schedule=schedule)
+    return sorted(meeting.threads)
+
+
+BOTH = ["pipert-cpu-0", "pipert-cpu-1"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "one", "other"),
+    [
+        ("gpipe", ("B", 3, 0), ("B", 2, 1)),
+        ("gpipe", ("B", 1, 0), ("B", 0, 1)),
+        ("1f1b", ("B", 0, 0), ("B", 1, 1)),
+        ("1f1b", ("B", 2, 0), ("B", 3, 1)),
+    ],
+)
+def test_two_partitions_go_backward_at_the_same_time(schedule: str, one: Task, other: Task) -> None:
+    assert meet(schedule, one, other) == BOTH
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_partitions_go_forward_at_the_same_time(schedule: str) -> None:
+    assert meet(schedule, ("F", 1, 0), ("F", 0, 1)) == BOTH
+
+
+def test_one_partition_goes_forward_while_another_goes_backward() -> None:
+    assert meet("1f1b", ("F", 2, 0), ("B", 1, 1)) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("schedule", "one", "other"),
+    [("gpipe", ("R", 2, 0), ("R", 1, 1)), ("1f1b", ("R", 0, 0), ("R", 0, 1))],
+)
+def test_two_partitions_recompute_at_the_same_time(schedule: str, one: Task, other: Task) -> None:
+    assert meet(schedule, one, other, checkpoint="always") == BOTH
+
+
+def test_a_partition_recomputes_before_the_gradient_is_there() -> None:
+    """While the next partition is in the backward that the gradient comes from."""
+    assert meet("gpipe", ("R", 1, 0), ("B", 1, 1), checkpoint="always") == BOTH
+
+
+def test_four_partitions_go_backward_at_the_same_time() -> None:
+    found = meet("gpipe", *[("B", 3 - j, j) for j in range(4)], n=4)
+    assert found == [f"pipert-cpu-{j}" for j in range(4)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_each_task_runs_on_the_worker_of_its_partition(schedule: str, checkpoint: str) -> None:
+    tasks = [
+        (kind, i, j)
+        for kind in ("FRB" if checkpoint == "always" else "FB")
+        for i in range(4)
+        for j in range(2)
+    ]
+    seen: dict[Task, set[str]] = {}
+
+    class Notes(Meeting):
+        def __call__(self, task: Task) -> None:
+            seen.setdefault(task, set()).add(threading.current_thread().name)
+
+    rows = torch.arange(4, dtype=torch.float64).view(4, 1).expand(4, 3)
+    module = nn.Sequential(*[Watched(Notes(), j) for j in range(2)])
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
+        pipe.forward_backward(rows, loss_fn=mean, schedule=schedule)
+    assert seen == {task: {f"pipert-cpu-{task[2]}"} for task in tasks}
+
+
+def test_the_loss_is_computed_on_the_last_worker() -> None:
+    threads = []
+
+    def loss(y: Tensor, target: Any) -> Tensor:
+        threads.append(threading.current_thread().name)
+        return y.mean()
+
+    module = nn.Sequential(linear(3, 3), linear(3, 3), linear(3, 3))
+    with Pipe(module, [1, 1, 1], devices=["cpu"] * 3, chunks=2) as pipe:
+        pipe.forward_backward(torch.randn(4, 3, dtype=torch.float64), loss_fn=loss)
+    assert threads == ["pipert-cpu-2"] * 2
+
+
+# How much is kept.
+
+
+class Kept:
+    """Counts the activations of a partition that are alive, at each of its forwards."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._alive: list[weakref.ref[Tensor]] = []
+
+    def __call__(self, x: Tensor) -> Tensor:
+        activation = x * 2
+        self._alive.append(weakref.ref(activation))
+        self.most = max(self.most, sum(one() is not None for one in self._alive))
+        y: Tensor = _Keeps.apply(x, activation)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, activation: Tensor) -> Tensor:
+        ctx.activation = activation  # lives as long as the graph
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def most_kept(schedule: str, m: int, n: int, make: Callable[[], Kept] = Kept) -> list[int]:
+    kept = [make() for _ in range(n)]
+    layers = [nn.Sequential(linear(3, 3), Apply(one)) for one in kept]
+    x = torch.randn(m, 3, dtype=torch.float64)
+    with Pipe(
+        nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, chunks=m, checkpoint="never"
+    ) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
+    return [one.most for one in kept]
+
+
+@pytest.mark.parametrize(("m", "n"), [(8, 3), (2, 3), (1, 2), (12, 1), (5, 4)])
+def test_one_f_one_b_keeps_n_minus_j_micro_batches_of_partition_j(m: int, n: int) -> None:
+    assert most_kept("1f1b", m, n) == [min(m, n - j) for j in range(n)]
+
+
+def test_gpipe_keeps_all_micro_batches() -> None:
+    assert most_kept("gpipe", 8, 3) == [8, 8, 8]

@@ -1,0 +1,93 @@
+"""Compiled layers in a step: each is compiled, then wrapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
+
+pytestmark = [
+    pytest.mark.slow,  # the first compilation imports for seconds
+    # Of dynamo: about itself, and of NumPy, which need not be there.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Block(nn.Module):
+    """What one would compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(3, 3), linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def step(module: nn.Sequential, way: Way, x: Tensor, **options: Any) -> Tensor:
+    balance = [2, len(module) - 2]
+    with Pipe(module, balance, devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        loss: Tensor = pipe.forward_backward(
+            x, schedule=way.schedule, **{"loss_fn": mean, **options}
+        )
+    return loss
+
+
+@ways
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_step_of_compiled_layers_is_that_of_the_plain_module(backend: str, way: Way) -> None:
+    module, x = nn.Sequential(*[Block() for _ in range(4)]), batch(7, requires_grad=True)
+    plain, own = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    for layer in module:
+        layer.compile(backend=backend)
+    loss = step(module, way, x)
+    expected = mean(plain(own), None)
+    expected.backward()
+    same(loss, expected.detach())
+    same(grads_of(module), grads_of(plain))
+    same(x.grad, own.grad)
+
+
+def test_the_loss_may_be_compiled() -> None:
+    module, x, way = nn.Sequential(*[Block() for _ in range(4)]), batch(7), Way("1f1b", "never")
+    plain = copy.deepcopy(module)
+    step(module, way, x, loss_fn=torch.compile(mean, backend="aot_eager"))
+    mean(plain(x), None).backward()
+    same(grads_of(module), grads_of(plain))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_compiled_layer_that_draws_gives_the_same_bits_from_a_seed(schedule: str) -> None:
+    def gradients() -> Any:
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        drawing = nn.Sequential(Block(), nn.Dropout(0.5))
+        module, x = nn.Sequential(Block(), drawing, nn.Dropout(0.5), Block()), batch(8)
+        module[1].compile(backend="aot_eager")
+        torch.manual_seed(5)
+        return step(module, Way(schedule, "never"), x), grads_of(module)
+
+    same(gradients(), gradients(), rtol=0, atol=0)
+
+
+def test_a_compiled_layer_with_a_hook_on_its_parameter_is_refused() -> None:
+    module: Any = nn.Sequential(*[Block() for _ in range(4)])
+    module[1].compile(backend="eager")
+    module[1].first.weight.register_hook(lambda grad: grad * 2)
+    with pytest.raises(ValueError, match="layer '1' is compiled .* has a parameter with a hook"):
+        step(module, Way("1f1b", "never"), batch(7))

@@ -1,0 +1,370 @@
+"""Hooks are called in a step as in ``loss.backward()``; of a parameter once, with the whole."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.step.compare import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+def model() -> Any:
+    return nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), nn.ReLU(inplace=True), linear(4, 2))
+
+
+def not_in_place() -> Any:
+    """What full backward hooks can be registered on."""
+    return nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), nn.Tanh(), linear(4, 2))
+
+
+def step(module: nn.Sequential, way: Way, x: Tensor, **options: Any) -> None:
+    balance = [2, len(module) - 2]
+    with Pipe(module, balance, devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        pipe.forward_backward(x, schedule=way.schedule, **{"loss_fn": mean, **options})
+
+
+def plain_step(module: nn.Sequential, x: Tensor) -> None:
+    mean(module(x), None).backward()
+
+
+def both(way: Way, hook: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """The pipe's module and the plain one after a step, both with hooks."""
+    module, x = model(), batch(7)
+    plain = copy.deepcopy(module)
+    hook(module)
+    hook(plain)
+    step(module, way, x)
+    plain_step(plain, x)
+    return module, plain
+
+
+@ways
+def test_a_tensor_hook_of_a_parameter_gets_the_whole_gradient_once(way: Way) -> None:
+    seen: dict[int, list[Tensor]] = {}
+
+    def hook(module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.register_hook(seen.setdefault(id(parameter), []).append)
+
+    module, plain = both(way, hook)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert len(seen[id(one)]) == 1
+        same(seen[id(one)], seen[id(other)])
+
+
+@ways
+def test_a_tensor_hook_may_change_the_gradient(way: Way) -> None:
+    def hook(module: Any) -> None:
+        module[0].weight.register_hook(lambda grad: grad * 2)
+        module[4].bias.register_hook(lambda grad: grad.clamp(max=0.1))
+
+    module, plain = both(way, hook)
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(way: Way) -> None:
+    seen: dict[int, list[Any]] = {}
+
+    def note(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        seen.setdefault(id(parameter), []).append(parameter.grad.clone())
+
+    def hook(module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(note)
+
+    module, plain = both(way, hook)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert len(seen[id(one)]) == 1
+        same(seen[id(one)], seen[id(other)])
+
+
+@ways
+def test_a_hook_may_update_its_parameter(way: Way) -> None:
+    """As an optimizer does that steps in the backward."""
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.data.sub_(parameter.grad, alpha=0.1)
+        parameter.grad = None
+
+    def hook(module: Any) -> None:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+
+    module, plain = both(way, hook)
+    same(dict(module.state_dict()), dict(plain.state_dict()))
+    assert set(grads_of(module).values()) == {None}
+
+
+@ways
+def test_a_hook_of_the_node_that_accumulates_is_called_once(way: Way) -> None:
+    calls: list[int] = []
+    nodes = []  # such a node lives as long as somebody has it
+
+    def hook(module: Any) -> None:
+        for parameter in module.parameters():
+            grad_fn = parameter.expand_as(parameter).grad_fn
+            assert grad_fn is not None
+            node: Any = grad_fn.next_functions[0][0]
+            node.register_hook(lambda *_, of=id(parameter): calls.append(of))
+            nodes.append(node)
+
+    module, plain = both(way, hook)
+    assert sorted(calls) == sorted(id(p) for m in (module, plain) for p in m.parameters())
+
+
+@ways
+def test_a_hook_of_several_parameters_is_called_once(way: Way) -> None:
+    calls: list[list[bool]] = []
+
+    def hook(module: Any) -> None:
+        torch.autograd.graph.register_multi_grad_hook(
+            list(module.parameters()), lambda grads: calls.append([g is not None for g in grads])
+        )
+
+    both(way, hook)
+    assert calls == [[True] * 6] * 2
+
+
+@ways
+def test_hooks_are_called_on_the_thread_of_the_caller_after_all_layers(way: Way) -> None:
+    where: list[str] = []
+    module = model()
+    module[4].weight.register_hook(lambda _: where.append(threading.current_thread().name))
+    step(module, way, batch(7))
+    assert where == [threading.current_thread().name]
+
+
+@ways
+@pytest.mark.parametrize("in_turn", [False, True], ids=["neighbours", "first and last"])
+def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
+    in_turn: bool, way: Way
+) -> None:
+    def tied() -> Any:
+        torch.manual_seed(4)
+        layers = [linear(3, 3) for _ in range(4)]
+        for k in (0, 3) if in_turn else (1, 2):
+            layers[k].weight = layers[0 if in_turn else 1].weight
+        return nn.Sequential(*layers)
+
+    seen: list[Tensor] = []
+    module, plain, x = tied(), tied(), batch(7)
+    for one in (module, plain):
+        one[0 if in_turn else 1].weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    step(module, way, x)
+    plain_step(plain, x)
+    assert len(seen) == 2
+    same(seen[0], seen[1])
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_a_hook_that_was_removed_is_not_called(way: Way) -> None:
+    def hook(module: Any) -> None:
+        module[0].weight.register_hook(lambda grad: grad * 2).remove()
+
+    module, plain = both(way, hook)
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_a_parameter_with_a_hook_may_be_frozen(way: Way) -> None:
+    def hook(module: Any) -> None:
+        module[2].weight.register_hook(lambda grad: grad * 2)
+        module[2].weight.requires_grad_(False)
+
+    module, plain = both(way, hook)
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> None:
+    """They come to torch in a list."""
+    class Outputs(nn.Module):
+        def forward(self, value: tuple[Tensor, Any]) -> Tensor:
+            return value[0][:, -1]
+
+    def recurrent() -> Any:
+        torch.manual_seed(4)
+        lstm = nn.LSTM(3, 4, batch_first=True, dtype=torch.float64)
+        return nn.Sequential(nn.Identity(), lstm, Outputs(), linear(4, 2))
+
+    module, plain = recurrent(), recurrent()
+    x = torch.randn(6, 5, 3, dtype=torch.float64)
+    for one in (module, plain):
+        for parameter in one.parameters():
+            parameter.register_hook(lambda grad: grad * 2)
+    step(module, way, x)
+    plain_step(plain, x)
+    same(grads_of(module), grads_of(plain))
+
+
+# Where nothing can stand in for the parameter.
+
+
+class Product(torch.autograd.Function):
+    """Multiplies, unseen by torch functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0)
+
+
+class Custom(nn.Module):
+    """A layer around a custom function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        product: Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return product
+
+
+class Hands(Custom):
+    """Hands its parameter on."""
+
+    def forward(self, x: Tensor) -> Any:
+        return x, self.weight
+
+
+class Times(nn.Module):
+    """What to do with it."""
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        return value[0] * value[1]
+
+
+class Own(nn.Module):
+    """Trains a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+UNSEEN: dict[str, Callable[[], list[nn.Module]]] = {
+    "custom function": lambda: [linear(3, 3), Custom(), nn.Tanh(), linear(3, 2)],
+    "returned": lambda: [linear(3, 3), Hands(), Times(), linear(3, 2)],
+    "no parameter": lambda: [linear(3, 3), Own(), nn.Tanh(), linear(3, 2)],
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_a_hook_that_would_see_parts_is_refused_or_called_once(kind: str, schedule: str) -> None:
+    module: Any = nn.Sequential(*UNSEEN[kind]())
+    x = batch(7)
+    (expected,) = torch.autograd.grad(mean(module(x), None), module[1].weight)
+    calls: list[Tensor] = []
+    module[1].weight.register_hook(lambda grad: calls.append(grad) or grad * 2)
+    try:
+        step(module, Way(schedule, "never"), x)
+    except (RuntimeError, ValueError) as error:
+        assert "hook" in str(error)
+        assert module[0].weight.grad is None
+    else:
+        assert len(calls) == 1
+        same(module[1].weight.grad, expected * 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_hook_of_a_parameter_of_the_loss_is_refused_or_called_once(schedule: str) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, y: Tensor, target: Any) -> Any:
+            return mean(y * self.scale, None)
+
+    loss: Any = Scaled()
+    module, x = model(), batch(7)
+    (expected,) = torch.autograd.grad(loss(module(x), None), loss.scale)
+    calls: list[Tensor] = []
+    loss.scale.register_hook(lambda grad: calls.append(grad) or grad * 2)
+    try:
+        step(module, Way(schedule, "never"), x, loss_fn=loss)
+    except (RuntimeError, ValueError) as error:
+        assert "hook" in str(error)
+        assert module[0].weight.grad is None
+    else:
+        assert len(calls) == 1
+        same(loss.scale.grad, expected * 2)
+
+
+# Hooks of modules, which see micro-batches as in a call of the pipe.
+
+
+@ways
+def test_forward_hooks_of_a_layer_are_called_for_each_micro_batch(way: Way) -> None:
+    rows: list[int] = []
+    module = model()
+    module[2].register_forward_hook(lambda _, args, output: rows.append(len(output)))
+    step(module, Way(way.schedule, "never"), batch(7))
+    assert sorted(rows) == [2, 2, 3]
+
+
+@ways
+@pytest.mark.parametrize("layer", [0, 2, 4])
+def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(
+    layer: int, way: Way
+) -> None:
+    parts: list[tuple[Tensor, Tensor]] = []
+    module, x = not_in_place(), batch(7, requires_grad=True)
+    plain = copy.deepcopy(module)
+    module[layer].register_full_backward_hook(lambda _, dx, dy: parts.append((*dx, *dy)))
+    step(module, way, x)
+    whole: list[tuple[Tensor, Tensor]] = []
+    plain[layer].register_full_backward_hook(lambda _, dx, dy: whole.append((*dx, *dy)))
+    plain_step(plain, x)
+    if way.schedule == "gpipe":
+        parts.reverse()  # it goes back from the last micro-batch
+    assert [len(dy) for _, dy in parts] == [3, 2, 2]
+    same([torch.cat(part) for part in zip(*parts, strict=True)], list(whole[0]))
+
+
+@ways
+def test_a_full_backward_hook_may_change_the_gradient_of_the_input(way: Way) -> None:
+    module, x = not_in_place(), batch(7)
+    plain = copy.deepcopy(module)
+    for one in (module, plain):
+        one[2].register_full_backward_hook(lambda _, dx, dy: (dx[0] * 2,))
+    step(module, way, x)
+    plain_step(plain, x)
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_hooks_of_activations_see_those_of_their_micro_batch(way: Way) -> None:
+    class Hooked(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Any = x * 1
+            y.register_hook(lambda grad: grad * 2)
+            return y  # type: ignore[no-any-return]
+
+    module, x = nn.Sequential(linear(3, 4), nn.Tanh(), Hooked(), linear(4, 2)), batch(7)
+    plain = copy.deepcopy(module)
+    step(module, way, x)
+    plain_step(plain, x)
+    same(grads_of(module), grads_of(plain))

@@ -1,0 +1,378 @@
+"""What goes into a step: arguments, their gradients through the caller's graph, and targets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe, Replicate
+from tests.layers import Apply
+from tests.step.compare import (
+    Way,
+    assert_equal,
+    batch,
+    call,
+    grads_of,
+    linear,
+    mean,
+    same,
+    ways,
+)
+
+
+def model(layers: int = 5) -> Any:
+    every = [linear(3, 4), nn.Tanh(), linear(4, 4), nn.ReLU(inplace=True), linear(4, 2)]
+    return nn.Sequential(*every[:layers])
+
+
+mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
+
+
+def piped(module: nn.Sequential, way: Way, chunks: int = 3) -> Pipe:
+    return Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=chunks, checkpoint=way.checkpoint)
+
+
+def step(pipe: Pipe, way: Way, *args: Any, **options: Any) -> Any:
+    return pipe.forward_backward(*args, schedule=way.schedule, **{"loss_fn": mean, **options})
+
+
+# Arguments.
+
+
+@ways
+def test_several_positional_arguments_reach_the_first_layer(way: Way) -> None:
+    module = nn.Sequential(nn.Bilinear(3, 3, 4, dtype=torch.float64), nn.Tanh(), linear(4, 2))
+    xs = batch(7, requires_grad=True), batch(7, requires_grad=True)
+    assert_equal(module, [1, 2], way, *xs)
+
+
+@ways
+def test_keyword_arguments_reach_the_first_layer(way: Way) -> None:
+    first = Apply(lambda x, *, shift, factor: x * factor + shift["by"])
+    module = nn.Sequential(first, linear(3, 4), linear(4, 2))
+    shift = {"by": batch(7, requires_grad=True)}
+    assert_equal(module, [2, 1], way, batch(7, requires_grad=True), shift=shift, factor=2)
+
+
+@ways
+def test_arguments_that_are_no_tensors_reach_each_micro_batch(way: Way) -> None:
+    first = Apply(lambda x, power, flag, nothing: x**power if flag and nothing is None else x)
+    module = nn.Sequential(first, linear(3, 4))
+    assert_equal(module, [1, 1], way, batch(7, requires_grad=True), 3, True, None)
+
+
+@ways
+def test_one_of_two_arguments_may_want_a_gradient(way: Way) -> None:
+    module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
+    assert_equal(module, [2, 1], way, batch(7), batch(7, requires_grad=True))
+
+
+@ways
+def test_an_argument_that_is_not_used_has_no_gradient(way: Way) -> None:
+    module = nn.Sequential(Apply(lambda x, unused: x), linear(3, 4))
+    unused = batch(7, requires_grad=True)
+    assert_equal(module, [1, 1], way, batch(7, requires_grad=True), unused)
+
+
+@ways
+def test_one_tensor_may_be_two_arguments(way: Way) -> None:
+    module = nn.Sequential(Apply(lambda x, y: x * y.exp()), linear(3, 4))
+    plain, x = copy.deepcopy(module), batch(7, requires_grad=True)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        step(pipe, way, x, x)
+    (expected,) = torch.autograd.grad(mean(call(plain, x, x), None), x)
+    same(x.grad, expected)
+
+
+@ways
+def test_a_replicated_argument_gets_the_gradient_of_all_micro_batches(way: Way) -> None:
+    layers = [Apply(lambda x, w: x @ w), linear(4, 2)]
+    weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    own = weight.detach().clone().requires_grad_()
+    module, x = nn.Sequential(*layers), batch(7)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        step(pipe, way, x, Replicate(weight))
+    mean(layers[1](x @ own), None).backward()
+    same(weight.grad, own.grad)
+
+
+@ways
+def test_a_0_dimensional_argument_gets_the_gradient_of_all_micro_batches(way: Way) -> None:
+    module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
+    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    assert_equal(module, [1, 2], way, batch(7), factor)
+
+
+# The caller's graph.
+
+
+@ways
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_inputs_go_on_into_the_callers_graph(way: Way, chunks: int) -> None:
+    before, module, x = linear(3, 3), model(), batch(7)
+    plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
+    with piped(module, way, chunks) as pipe:
+        step(pipe, way, before(x).tanh())
+    mean(plain(plain_before(x).tanh()), None).backward()
+    same(grads_of(before), grads_of(plain_before))
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_the_callers_graph_gets_its_gradient_once_and_whole(way: Way) -> None:
+    module, x, seen = model(), batch(7, requires_grad=True), list[Tensor]()
+    hidden = x * 2
+    hidden.register_hook(seen.append)
+    with piped(module, way) as pipe:
+        step(pipe, way, hidden)
+    assert x.grad is not None
+    same(seen, [x.grad / 2])
+
+
+@ways
+def test_hooks_of_a_leaf_input_are_called_once_and_may_change_its_gradient(way: Way) -> None:
+    module, x, calls = model(), batch(7, requires_grad=True), list[str]()
+    x.register_hook(lambda grad: calls.append("tensor") or grad * 2)
+    x.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    own = x.detach().clone().requires_grad_()
+    mean(copy.deepcopy(module)(own), None).backward()
+    with piped(module, way) as pipe:
+        step(pipe, way, x)
+    assert own.grad is not None
+    same(x.grad, own.grad * 2)
+    assert calls == ["tensor", "accumulated"]
+
+
+@ways
+def test_two_inputs_of_one_graph_go_back_together(way: Way) -> None:
+    """The graph between them is freed by the first backward that goes through it."""
+    layers = [Apply(torch.mul), linear(3, 4), linear(4, 2)]
+    x = batch(7, requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    hidden, other = x.exp(), own.exp()
+    with Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=3) as pipe:
+        step(pipe, way, hidden.sin(), hidden.cos())
+    output = layers[2](layers[1](other.sin() * other.cos()))
+    mean(output, None).backward()
+    same(x.grad, own.grad)
+
+
+@ways
+def test_an_input_that_is_a_parameter_of_the_model_gets_both_gradients(way: Way) -> None:
+    module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), nn.Tanh(), linear(3, 2))
+    plain = copy.deepcopy(module)
+    with piped(module, way) as pipe:
+        step(pipe, way, module[0].weight)
+    mean(plain(plain[0].weight), None).backward()
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_an_input_of_the_callers_graph_may_be_changed_in_place(way: Way, chunks: int) -> None:
+    before, x = linear(3, 4), batch(7)
+    module = nn.Sequential(nn.ReLU(inplace=True), linear(4, 4), nn.Tanh(), linear(4, 2))
+    plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
+    with Pipe(
+        module, [2, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=way.checkpoint
+    ) as pipe:
+        step(pipe, way, before(x))
+    mean(plain(plain_before(x)), None).backward()
+    same(grads_of(before), grads_of(plain_before))
+
+
+@ways
+def test_hooks_of_a_parameter_that_the_callers_graph_uses_too_see_the_sum_once(way: Way) -> None:
+    """As of an embedding outside of the pipe that its last layer shares."""
+    def tied() -> Any:
+        torch.manual_seed(4)
+        layers = [linear(3, 3) for _ in range(3)]
+        layers[2].weight = layers[0].weight
+        return nn.Sequential(*layers)
+
+    x, seen = batch(7), list[Tensor]()
+    for in_pipe in (True, False):
+        outer, *inner = tied()
+        outer.weight.register_hook(seen.append)
+        outer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        if not in_pipe:
+            mean(nn.Sequential(outer, *inner)(x), None).backward()
+            continue
+        module = nn.Sequential(*inner)
+        with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+            step(pipe, way, outer(x))
+    assert len(seen) == 4
+    same(seen[:2], seen[2:])
+
+
+# Targets.
+
+
+@ways
+def test_a_target_may_be_a_pytree(way: Way) -> None:
+    target = {"y": torch.randn(7, 2, dtype=torch.float64), "more": [torch.rand(7, 1).double(), 3]}
+
+    def loss(y: Tensor, t: Any) -> Any:
+        return ((y - t["y"]) * t["more"][0]).pow(t["more"][1] - 1).mean()
+
+    assert_equal(model(), [2, 3], way, batch(7), target=target, loss_fn=loss)
+
+
+@ways
+def test_integer_targets_are_split_by_rows(way: Way) -> None:
+    target = torch.randint(0, 2, (7,))
+    assert_equal(model(), [2, 3], way, batch(7), target=target, loss_fn=F.cross_entropy)
+
+
+@ways
+def test_a_replicated_target_is_there_whole_in_each_micro_batch(way: Way) -> None:
+    prototypes = torch.randn(9, 2, dtype=torch.float64)
+
+    def nearest(y: Tensor, t: Any) -> Tensor:
+        return torch.cdist(y, t.value if isinstance(t, Replicate) else t).amin(1).mean()
+
+    assert_equal(
+        model(), [2, 3], way, batch(7), target=Replicate(prototypes), loss_fn=nearest
+    )
+
+
+@pytest.mark.parametrize("given", [{}, {"target": None}], ids=["left out", "None"])
+def test_without_a_target_the_loss_gets_none(given: dict[str, Any]) -> None:
+    seen = []
+
+    def loss(y: Tensor, target: Any) -> Tensor:
+        seen.append(target)
+        return y.mean()
+
+    with piped(model(), Way("1f1b", "never")) as pipe:
+        pipe.forward_backward(batch(7), loss_fn=loss, **given)
+    assert seen == [None] * 3
+
+
+@ways
+def test_a_leaf_target_that_wants_a_gradient_gets_it(way: Way) -> None:
+    module, x = model(), batch(7)
+    target = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
+    own = target.detach().clone().requires_grad_()
+    plain = copy.deepcopy(module)
+    with piped(module, way) as pipe:
+        step(pipe, way, x, target=target, loss_fn=F.mse_loss)
+    mse_loss(plain(x), own).backward()
+    same(target.grad, own.grad)
+
+
+@ways
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_gradients_of_targets_go_on_into_the_callers_graph(way: Way, chunks: int) -> None:
+    teacher, module, x = linear(3, 2), model(), batch(7)
+    plain_teacher, plain = copy.deepcopy(teacher), copy.deepcopy(module)
+    with piped(module, way, chunks) as pipe:
+        step(pipe, way, x, target=teacher(x).exp(), loss_fn=F.mse_loss)
+    mse_loss(plain(x), plain_teacher(x).exp()).backward()
+    same(grads_of(teacher), grads_of(plain_teacher))
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_input_and_target_may_come_from_one_graph(way: Way) -> None:
+    before, module, x = linear(3, 3), model(3), batch(7)
+    plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
+    hidden, own = before(x).exp(), plain_before(x).exp()
+    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        target = hidden[:, :1].cos()
+        step(pipe, way, hidden.sin(), target=target, loss_fn=lambda y, t: mean(y * t, None))
+    mean(plain(own.sin()) * own[:, :1].cos(), None).backward()
+    same(grads_of(before), grads_of(plain_before))
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_rows_of_arguments_and_target_must_agree(way: Way) -> None:
+    with piped(model(), way) as pipe:
+        with pytest.raises(ValueError, match=r"args\[0\] has 7 and .*target.* has 6"):
+            step(pipe, way, batch(7), target=torch.zeros(6, 2), loss_fn=F.mse_loss)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("reduction", ["max", None, "none"])
+def test_another_reduction_is_refused(reduction: Any) -> None:
+    with piped(model(), Way("1f1b", "never")) as pipe:
+        with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'"):
+            pipe.forward_backward(batch(7), loss_fn=mean, reduction=reduction)
+
+
+def test_a_loss_that_is_no_function_is_refused() -> None:
+    with piped(model(), Way("1f1b", "never")) as pipe:
+        with pytest.raises(TypeError, match="loss_fn must be a function of output and target"):
+            pipe.forward_backward(batch(7), loss_fn=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "returned", [lambda y: y, lambda y: 3.0, lambda y: None], ids=["rows", "number", "None"]
+)
+def test_a_loss_that_is_no_tensor_of_one_element_is_refused(returned: Any) -> None:
+    with piped(model(), Way("1f1b", "never")) as pipe:
+        with pytest.raises(TypeError, match="loss_fn must return a tensor of one element"):
+            pipe.forward_backward(batch(7), loss_fn=lambda y, _: returned(y))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["all frozen", "loss detaches"])
+def test_a_loss_that_depends_on_nothing_is_refused(frozen: bool) -> None:
+    with piped(model().requires_grad_(not frozen), Way("1f1b", "never")) as pipe:
+        with pytest.raises(RuntimeError, match="the loss does not require grad"):
+            pipe.forward_backward(batch(7), loss_fn=lambda y, _: y.detach().mean())
+
+
+def test_a_complex_loss_is_refused() -> None:
+    module = nn.Sequential(linear(3, 4), linear(4, 2))
+    with Pipe(module, [1, 1], devices=["cpu"] * 2) as pipe:
+        with pytest.raises(TypeError, match="loss_fn must return a real number"):
+            pipe.forward_backward(batch(7), loss_fn=lambda y, _: (y * 1j).mean())
+
+
+@ways
+def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
+    """As where none of its rows count."""
+
+    def loss(y: Tensor, counts: Tensor) -> Any:
+        return y[counts].square().sum() if counts.any() else y.new_zeros(())
+
+    module, x = model(), batch(7, requires_grad=True)
+    counts = torch.tensor([False] * 3 + [True, False, True, True])
+    own, plain = x.detach().clone().requires_grad_(), copy.deepcopy(module)
+    with piped(module, way) as pipe:
+        step(pipe, way, x, target=counts, loss_fn=loss, reduction="sum")
+    loss(plain(own), counts).backward()
+    same(grads_of(module), grads_of(plain))
+    same(x.grad, own.grad)
+
+
+def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
+    """It would not get it."""
+
+    class Takes(nn.Module):
+        def forward(self, x: Tensor, target: Any = None) -> Tensor:
+            return x
+
+    with Pipe(nn.Sequential(Takes(), linear(3, 2)), [1, 1], devices=["cpu"] * 2) as pipe:
+        with pytest.raises(TypeError, match="target"):
+            pipe.forward_backward(batch(7), target=batch(7), loss_fn=mse_loss)
+
+
+def test_a_pipe_without_layers_is_refused() -> None:
+    with Pipe(nn.Sequential(), [], devices=["cpu"]) as pipe:
+        with pytest.raises(ValueError, match="a pipe without layers"):
+            pipe.forward_backward(batch(7), loss_fn=mean)
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with piped(model(), Way("1f1b", "never")) as pipe:
+        with pytest.raises(ValueError, match=r"schedule must be one of \['gpipe', '1f1b'\]"):
+            pipe.forward_backward(batch(7), loss_fn=mean, schedule="2f2b")

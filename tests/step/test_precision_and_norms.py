@@ -1,0 +1,247 @@
+"""Autocast, loss scaling, and running statistics in a step."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.step.compare import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
+
+half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+loss_of: Any = F.mse_loss
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(2)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 16), nn.Linear(16, 3)
+    )
+
+
+def rows(count: int = 7) -> tuple[Tensor, Tensor]:
+    return torch.randn(count, 6), torch.randn(count, 3)
+
+
+def piped(module: nn.Sequential, way: Way, chunks: int = 3, **options: Any) -> Pipe:
+    balance = [2, len(module) - 2]
+    mode = way.checkpoint
+    return Pipe(module, balance, devices=["cpu"] * 2, chunks=chunks, checkpoint=mode, **options)
+
+
+# Autocast.
+
+
+@half
+@ways
+def test_under_autocast_one_micro_batch_gives_the_bits_of_the_plain_module(
+    dtype: torch.dtype, way: Way
+) -> None:
+    module, plain = perceptron(), perceptron()
+    x, y = rows()
+    with piped(module, way, chunks=1) as pipe, torch.autocast("cpu", dtype):
+        loss = pipe.forward_backward(x, target=y, loss_fn=loss_of, schedule=way.schedule)
+    with torch.autocast("cpu", dtype):
+        expected = loss_of(plain(x), y)
+    expected.backward()
+    same(loss, expected.detach(), rtol=0, atol=0)
+    same(grads_of(module), grads_of(plain), rtol=0, atol=0)
+
+
+@half
+@ways
+def test_under_autocast_micro_batches_give_the_gradients_of_a_forward_and_a_backward(
+    dtype: torch.dtype, way: Way
+) -> None:
+    module, other = perceptron(), perceptron()
+    x, y = rows(8)
+    with piped(module, way, chunks=4) as pipe, torch.autocast("cpu", dtype):
+        pipe.forward_backward(x, target=y, loss_fn=loss_of, schedule=way.schedule)
+    with piped(other, way, chunks=4) as pipe:
+        with torch.autocast("cpu", dtype):
+            loss = loss_of(pipe(x), y)
+        loss.backward()
+    same(grads_of(module), grads_of(other), rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_layers_and_the_loss_run_under_the_callers_autocast(cache: bool) -> None:
+    dtypes: dict[str, set[Any]] = {"layer": set(), "loss": set()}
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            dtypes["layer"].add((x @ x.t()).dtype)
+            return x
+
+    def loss(y: Tensor, target: Tensor) -> Any:
+        dtypes["loss"].add((y @ y.t()).dtype)
+        return loss_of(y, target)
+
+    module = nn.Sequential(nn.Linear(6, 6), Notes(), nn.Linear(6, 3))
+    x, y = rows()
+    with piped(module, Way("1f1b", "always")) as pipe:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            pipe.forward_backward(x, target=y, loss_fn=loss)
+    assert dtypes == {"layer": {torch.bfloat16}, "loss": {torch.bfloat16}}
+
+
+@ways
+def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) -> None:
+    """No cast of a weight is kept from one to the other."""
+    module, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), rows()[0]
+    with piped(module, way, chunks=2) as pipe:
+        losses = []
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                losses.append(
+                    pipe.forward_backward(x, loss_fn=lambda y, _: y.float().square().mean())
+                )
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.zero_()
+    assert losses[0] > 0
+    assert losses[1] == 0
+
+
+# Loss scaling.
+
+
+@ways
+@pytest.mark.parametrize(
+    "scale", [8, 8.0, torch.tensor(8.0), torch.tensor(8), torch.tensor([8.0])],
+    ids=["int", "float", "tensor", "integer tensor", "tensor of shape (1,)"],
+)  # fmt: skip
+def test_gradients_are_scaled_and_the_loss_is_not(scale: Any, way: Way) -> None:
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 2))
+    plain, x = copy.deepcopy(module), batch(7, requires_grad=True)
+    own = x.detach().clone().requires_grad_()
+    with piped(module, way) as pipe:
+        loss = pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule, loss_scale=scale)
+    expected = mean(plain(own), None)
+    (expected * 8).backward()
+    same(loss, expected.detach())
+    same(grads_of(module), grads_of(plain))
+    same(x.grad, own.grad)
+
+
+@pytest.mark.parametrize("scale", [None, "8", torch.ones(3)], ids=["None", "text", "three"])
+def test_a_loss_scale_that_is_no_number_is_refused_by_name(scale: Any) -> None:
+    called: list[Tensor] = []
+
+    class Notes(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            called.append(x)
+            return x
+
+    module = nn.Sequential(Notes(), linear(3, 3), linear(3, 2))
+    with piped(module, Way("1f1b", "never")) as pipe:
+        with pytest.raises((TypeError, ValueError), match="loss_scale"):
+            pipe.forward_backward(batch(7), loss_fn=mean, loss_scale=scale)
+    assert not called
+
+
+class Descent:
+    """Plain gradient descent. An optimizer of torch's imports for half a second."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.param_groups = [{"params": list(parameters)}]
+
+    def step(self) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+
+
+def train_scaled(module: nn.Module, poisoned: int, step: Any) -> list[float]:
+    """The scale after each of four steps; inputs of one are infinite."""
+    torch.manual_seed(6)
+    optimizer: Any = Descent(module.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales = []
+    for k in range(4):
+        x, y = rows()
+        if k == poisoned:
+            x[-1] = torch.inf
+        step(scaler, x, y)
+        scaler.step(optimizer)
+        scaler.update()
+        module.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@ways
+@pytest.mark.parametrize("poisoned", [-1, 0, 2])
+def test_a_grad_scaler_scales_skips_and_grows_as_without_a_pipe(poisoned: int, way: Way) -> None:
+    module, plain = perceptron(), perceptron()
+
+    def in_pipe(scaler: Any, x: Tensor, y: Tensor) -> None:
+        pipe.forward_backward(
+            x, target=y, loss_fn=loss_of, schedule=way.schedule, loss_scale=scaler
+        )
+
+    def without(scaler: Any, x: Tensor, y: Tensor) -> None:
+        scaler.scale(loss_of(plain(x), y)).backward()
+
+    with piped(module, way) as pipe:
+        scales = train_scaled(module, poisoned, in_pipe)
+    assert scales == train_scaled(plain, poisoned, without)
+    same(dict(module.state_dict()), dict(plain.state_dict()))
+
+
+def test_a_grad_scaler_that_is_off_scales_nothing() -> None:
+    module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 2))
+    plain, x = copy.deepcopy(module), batch(7)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    with piped(module, Way("1f1b", "never")) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, loss_scale=scaler)
+    mean(plain(x), None).backward()
+    same(grads_of(module), grads_of(plain))
+
+
+# BatchNorm.
+
+
+def normalised() -> nn.Sequential:
+    torch.manual_seed(2)
+    norms = [nn.BatchNorm1d(4, dtype=torch.float64) for _ in range(2)]
+    return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
+
+
+@ways
+@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
+def test_running_statistics_are_those_of_a_call(deferred: bool, way: Way) -> None:
+    module, other = normalised(), normalised()
+    xs = [batch(8), batch(7)]
+    with piped(module, way, 3, deferred_batch_norm=deferred) as pipe:
+        for x in xs:
+            pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+    with piped(other, way, 3, deferred_batch_norm=deferred) as pipe:
+        for x in xs:
+            mean(pipe(x), None).backward()
+    same(dict(module.named_buffers()), dict(other.named_buffers()), rtol=0, atol=0)
+    same(grads_of(module), grads_of(other))
+
+
+@ways
+def test_deferred_statistics_are_those_of_the_mini_batch(way: Way) -> None:
+    module, plain = (nn.Sequential(*list(normalised())[:3]) for _ in range(2))
+    x = batch(8)
+    with piped(module, way, 4, deferred_batch_norm=True) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+    plain(x)
+    same(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_micro_batch_is_normalised_for_itself(schedule: str) -> None:
+    module, plain, x = normalised(), normalised(), batch(8)
+    with piped(module, Way(schedule, "always"), 2, deferred_batch_norm=True) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
+    for part in x.chunk(2):
+        (mean(plain(part), None) / 2).backward()
+    same(grads_of(module), grads_of(plain))

@@ -1,0 +1,213 @@
+"""Random numbers in a step: the same from a seed, whatever the threads do and is recomputed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.layers import Apply
+from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
+
+PATIENCE = 5.0  # s
+
+
+def piped(module: nn.Sequential, balance: list[int], way: Way, **options: Any) -> Pipe:
+    devices = ["cpu"] * len(balance)
+    return Pipe(module, balance, devices=devices, checkpoint=way.checkpoint, **options)
+
+
+class InTurn(nn.Module):
+    """Draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
+
+    def __init__(self, j: int, first: tuple[int, int], drawn: threading.Event) -> None:
+        super().__init__()
+        self.j, self.first, self.drawn = j, first, drawn
+        self.weight = nn.Parameter(torch.ones(8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = x[:, :1].detach()
+        task = int(number[0, 0].item()), self.j
+        if task in {(1, 0), (0, 1)} and task != self.first:
+            assert self.drawn.wait(PATIENCE)
+        y = torch.cat([number, (x * self.weight)[:, 1:] * torch.rand_like(x[:, 1:])], 1)
+        if task == self.first:
+            self.drawn.set()
+        return y
+
+
+@ways
+def test_random_numbers_do_not_depend_on_the_order_in_which_threads_draw(way: Way) -> None:
+    def gradients(first: tuple[int, int]) -> Any:
+        drawn = threading.Event()
+        module = nn.Sequential(*[InTurn(j, first, drawn) for j in range(2)])
+        rows = torch.arange(4.0, dtype=torch.float64).view(4, 1).expand(4, 8)
+        torch.manual_seed(7)
+        with piped(module, [1, 1], way, chunks=4) as pipe:
+            loss = pipe.forward_backward(rows, loss_fn=mean, schedule=way.schedule)
+        return loss, grads_of(module)
+
+    same(gradients((1, 0)), gradients((0, 1)), rtol=0, atol=0)
+
+
+def dropping() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        linear(3, 8), nn.Dropout(0.5), linear(8, 8), nn.Dropout(0.5), linear(8, 2)
+    )
+
+
+@ways
+def test_dropout_is_that_of_a_forward_and_a_backward_from_the_same_seed(way: Way) -> None:
+    x, losses, grads = batch(8), [], []
+    for in_one in (True, False):
+        module = dropping()
+        with piped(module, [2, 3], way, chunks=4) as pipe:
+            torch.manual_seed(5)
+            if in_one:
+                loss = pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+            else:
+                loss = mean(pipe(x), None)
+                loss.backward()
+        losses.append(loss.detach())
+        grads.append(grads_of(module))
+    same(*losses)
+    same(*grads)
+
+
+@ways
+def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> None:
+    def gradients(seed: int) -> Any:
+        module = dropping()
+        torch.manual_seed(4)
+        x = batch(8)
+        with piped(module, [2, 3], way, chunks=4) as pipe:
+            torch.manual_seed(seed)
+            pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+        return grads_of(module)
+
+    same(gradients(5), gradients(5), rtol=0, atol=0)
+    with pytest.raises(AssertionError):
+        same(gradients(5), gradients(6))
+
+
+def test_recomputations_draw_what_their_forwards_drew() -> None:
+    found = []
+    for checkpoint in ("always", "except_last", "never"):
+        module = dropping()
+        torch.manual_seed(4)
+        x = batch(8)
+        with piped(module, [2, 3], Way("1f1b", checkpoint), chunks=4) as pipe:
+            pipe.forward_backward(x, loss_fn=mean)
+        found.append(grads_of(module))
+    same(found[0], found[2], rtol=0, atol=0)
+    same(found[1], found[2], rtol=0, atol=0)
+
+
+class Noisy(nn.Module):
+    """A loss that draws."""
+
+    def forward(self, y: Tensor, target: Any) -> Tensor:
+        return nn.functional.dropout(y, 0.5).square().mean()
+
+
+def random_weights(y: Tensor, target: Any) -> Tensor:
+    return (y * torch.rand(2)).mean()
+
+
+@ways
+@pytest.mark.parametrize("kind", ["module", "method", "function"])
+def test_a_loss_that_draws_draws_the_same_from_a_seed(kind: str, way: Way) -> None:
+    loss: Any = {"module": Noisy(), "method": Noisy().forward, "function": random_weights}[kind]
+
+    def outcome(balance: list[int]) -> Any:
+        module = dropping()
+        torch.manual_seed(4)
+        x = batch(8)
+        with piped(module, balance, way, chunks=4) as pipe:
+            torch.manual_seed(5)
+            found = pipe.forward_backward(x, loss_fn=loss, schedule=way.schedule)
+        return found, grads_of(module)
+
+    same(outcome([2, 3]), outcome([2, 3]), rtol=0, atol=0)
+
+
+class DrawsInSecond(nn.Module):
+    """Draws random numbers in the second micro-batch, before or after the loss of the first."""
+
+    def __init__(self, before: bool, drawn: threading.Event) -> None:
+        super().__init__()
+        self.before, self.drawn = before, drawn
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x[0, 0].item() != 1:
+            return x * 1
+        if not self.before:
+            assert self.drawn.wait(PATIENCE)
+        y = torch.cat([x[:, :1], x[:, 1:] * torch.rand_like(x[:, 1:])], 1)
+        if self.before:
+            self.drawn.set()
+        return y
+
+
+@ways
+def test_what_a_loss_draws_does_not_depend_on_the_order_in_which_threads_draw(way: Way) -> None:
+    def outcome(before: bool) -> Any:
+        drawn = threading.Event()
+
+        def loss(y: Tensor, number: Tensor) -> Tensor:
+            if number[0] == 0 and before:
+                assert drawn.wait(PATIENCE)
+            found = (y * torch.rand_like(y)).mean()
+            if number[0] == 0 and not before:
+                drawn.set()
+            return found
+
+        torch.manual_seed(3)
+        rows = torch.arange(4.0, dtype=torch.float64)
+        module = nn.Sequential(DrawsInSecond(before, drawn), linear(3, 3))
+        torch.manual_seed(7)
+        with piped(module, [1, 1], way, chunks=4) as pipe:
+            found = pipe.forward_backward(
+                rows.view(4, 1).expand(4, 3), target=rows, loss_fn=loss, schedule=way.schedule
+            )
+        return found, grads_of(module)
+
+    same(outcome(True), outcome(False), rtol=0, atol=0)
+
+
+def test_each_micro_batch_has_a_loss_that_draws_for_itself() -> None:
+    drawn = []
+
+    def loss(y: Tensor, target: Any) -> Tensor:
+        drawn.append(torch.rand(1).item())
+        return y.mean()
+
+    module = nn.Sequential(linear(3, 3), linear(3, 3))
+    with piped(module, [1, 1], Way("1f1b", "never"), chunks=4) as pipe:
+        pipe.forward_backward(batch(8), loss_fn=loss)
+    assert len(set(drawn)) == 4
+
+
+def test_a_step_without_random_numbers_leaves_the_generator_alone() -> None:
+    before = torch.get_rng_state()
+    x = torch.ones(8, 3, dtype=torch.float64)
+    module = nn.Sequential(*[Apply(torch.sin), Weight(), Apply(torch.tanh)])
+    with piped(module, [2, 1], Way("1f1b", "never"), chunks=4) as pipe:
+        pipe.forward_backward(x, loss_fn=nn.functional.mse_loss, target=x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class Weight(nn.Module):
+    """Multiplies by a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight

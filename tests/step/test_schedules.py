@@ -1,0 +1,355 @@
+"""Schedules of a step are data: three rules, each refused by name; grids; two that come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from pipert.schedules import Action, StepSchedule, gpipe, one_f_one_b, plan
+
+PLACEMENTS = {
+    "one each": (0, 1, 2, 3),
+    "in turn": (0, 1, 0, 1),
+    "in blocks": (0, 0, 1, 1),
+    "there and back": (0, 1, 1, 0),
+    "all on one": (0, 0, 0, 0),
+}
+placed = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+named = pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+
+
+def actions(text: str) -> list[Action]:
+    """``'F00 B10'`` as actions."""
+    return [Action(word[0], int(word[1]), int(word[2])) for word in text.split()]
+
+
+def ticks(*texts: str) -> tuple[tuple[Action, ...], ...]:
+    return tuple(tuple(actions(text)) for text in texts)
+
+
+def schedule(*texts: str, m: int = 1, n: int = 2, recomputed: int = 0) -> StepSchedule:
+    return StepSchedule(m, n, tuple(range(n)), recomputed, ticks(*texts))
+
+
+def grid(*rows: str) -> str:
+    """Rows of a grid, whose columns are as wide as its longest cell and two spaces apart."""
+    return "\n".join(row.rstrip() for row in rows)
+
+
+# The rules.
+
+
+def test_rule_1_an_action_that_is_twice_in_two_ticks_is_named() -> None:
+    with pytest.raises(ValueError, match=r"each action once, but F\[0,0\] is in it twice"):
+        schedule("F00", "F00", "F01", "B01", "B00")
+
+
+def test_rule_1_an_action_that_is_twice_in_one_tick_is_named() -> None:
+    with pytest.raises(ValueError, match=r"each action once, but F\[0,0\] is in it twice"):
+        schedule("F00 F00", "F01", "B01", "B00")
+
+
+@pytest.mark.parametrize(
+    ("left_out", "rest"),
+    [("F[1,0]", "F00 F01 B01 B00"), ("B[0,0]", "F00 F01 B01 F10 F11 B11")],
+)
+def test_rule_1_an_action_that_is_missing_is_named(left_out: str, rest: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        schedule(*rest.split(), m=2)
+    assert str(caught.value) == f"a schedule has each action once, but {left_out} is not in it"
+
+
+def test_rule_1_a_missing_recomputation_is_named() -> None:
+    with pytest.raises(ValueError, match=r"R\[0,0\]"):
+        schedule("F00", "B00", n=1, recomputed=1)
+
+
+@pytest.mark.parametrize("stranger", ["F10", "F02", "R00", "B10", "X00"])
+def test_an_action_that_the_step_does_not_have_is_named(stranger: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        schedule("F00", stranger, "F01", "B01", "B00")
+    assert f"{actions(stranger)[0]} in tick 1 is no action of 1 micro-batches" in str(caught.value)
+
+
+def test_a_negative_index_is_no_action() -> None:
+    with pytest.raises(ValueError, match=r"F\[-1,0\] in tick 0 is no action"):
+        StepSchedule(1, 1, (0,), 0, ((Action("F", -1, 0),),))
+
+
+@pytest.mark.parametrize(
+    ("broken", "texts", "recomputed"),
+    [
+        ("F[0,1] is in tick 0 and needs F[0,0]", "F01 F00 B01 B00", 0),
+        ("B[0,1] is in tick 1 and needs F[0,1]", "F00 B01 F01 B00", 0),
+        ("B[0,0] is in tick 2 and needs B[0,1]", "F00 F01 B00 B01", 0),
+        ("R[0,0] is in tick 0 and needs F[0,0]", "R00 F00 F01 R01 B01 B00", 1),
+        ("B[0,1] is in tick 2 and needs R[0,1]", "F00 F01 B01 R01 R00 B00", 1),
+    ],
+)
+def test_rule_2_what_comes_before_what_it_needs_is_named(
+    broken: str, texts: str, recomputed: int
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        schedule(*texts.split(), recomputed=recomputed)
+    assert str(caught.value) == f"{broken} before it"
+
+
+def test_rule_2_the_same_tick_is_not_early_enough() -> None:
+    with pytest.raises(ValueError, match=r"F\[0,1\] is in tick 0 and needs F\[0,0\] before it"):
+        schedule("F00 F01", "B01", "B00")
+
+
+def test_rule_3_two_actions_of_one_worker_in_a_tick_are_named() -> None:
+    with pytest.raises(ValueError) as caught:
+        schedule("F00 F10", "F01", "F11", "B01", "B11 B00", "B10", m=2)
+    expected = "a worker does one action in a tick; tick 0 has F[0,0], F[1,0]"
+    assert str(caught.value) == expected
+
+
+def test_rule_3_counts_workers_and_not_partitions() -> None:
+    lines = ticks("F00", "F01", "F10", "F11 B01", "B11", "B00", "B10")
+    with pytest.raises(ValueError, match=r"tick 3 has F\[1,1\], B\[0,1\]"):
+        StepSchedule(2, 2, (0, 0), 0, lines)
+
+
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_rule_4_neighbours_that_differ_in_the_order_of_micro_batches_are_named(kind: str) -> None:
+    there, back = ["F00", "F10", "F01", "F11"], ["B01", "B11", "B00", "B10"]
+    if kind == "F":
+        there[2:] = reversed(there[2:])
+    else:
+        back[2:] = reversed(back[2:])
+    with pytest.raises(ValueError, match=rf"all partitions do {kind} .* in the same order"):
+        schedule(*there, *back, m=2)
+
+
+# The order, and what a schedule is asked for.
+
+
+def test_positions_are_the_places_in_the_order() -> None:
+    one = plan("1f1b", 3, 2, recomputed=1)
+    assert [one.position(action) for action in one] == list(range(len(one)))
+    assert [one.task_at(k) for k in range(len(one))] == list(one)
+
+
+@pytest.mark.parametrize(
+    ("action", "needs"),
+    [("F00", ""), ("F01", "F00"), ("R01", "F01"), ("B02", "F02 R02"), ("B11", "F11 B12")],
+)
+def test_what_an_action_needs(action: str, needs: str) -> None:
+    one = plan("gpipe", 2, 3, recomputed=1)
+    assert list(one.needs(actions(action)[0])) == actions(needs)
+
+
+# Those that come with it, as text.
+
+
+def test_one_f_one_b_as_a_grid() -> None:
+    assert str(plan("1f1b", 3, 2)) == grid(
+        "tick  0       1       2       3       4       5       6       7",
+        "w=0   F[0,0]  F[1,0]          B[0,0]  F[2,0]  B[1,0]          B[2,0]",
+        "w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]  F[2,1]  B[2,1]",
+    )
+
+
+def test_gpipe_as_a_grid() -> None:
+    assert str(plan("gpipe", 2, 2)) == grid(
+        "tick  0       1       2       3       4       5",
+        "w=0   F[0,0]  F[1,0]                  B[1,0]  B[0,0]",
+        "w=1           F[0,1]  F[1,1]  B[1,1]  B[0,1]",
+    )
+
+
+def test_recomputations_in_the_grid_of_gpipe() -> None:
+    assert str(plan("gpipe", 2, 2, recomputed=1)) == grid(
+        "tick  0       1       2       3       4       5       6",
+        "w=0   F[0,0]  F[1,0]                  B[1,0]  R[0,0]  B[0,0]",
+        "w=1           F[0,1]  F[1,1]  B[1,1]  R[0,1]  B[0,1]",
+    )
+
+
+def test_recomputations_in_the_grid_of_one_f_one_b() -> None:
+    assert str(plan("1f1b", 2, 2, recomputed=2)) == grid(
+        "tick  0       1       2       3       4       5       6       7",
+        "w=0   F[0,0]  F[1,0]  R[0,0]          B[0,0]  R[1,0]          B[1,0]",
+        "w=1           F[0,1]  R[0,1]  B[0,1]  F[1,1]  R[1,1]  B[1,1]",
+    )
+
+
+def test_two_partitions_of_one_worker_share_its_row() -> None:
+    assert str(plan("1f1b", 1, 3, (0, 0, 1))) == grid(
+        "tick  0       1       2       3       4       5",
+        "w=0   F[0,0]  F[0,1]                  B[0,1]  B[0,0]",
+        "w=1                   F[0,2]  B[0,2]",
+    )
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 4), (4, 1), (3, 2), (2, 3), (8, 4)])
+def test_with_a_worker_each_both_take_as_long_as_can_be(m: int, n: int) -> None:
+    for name in ("gpipe", "1f1b"):
+        assert len(plan(name, m, n).ticks) == 2 * (m + n - 1)
+
+
+# Whatever the placement.
+
+
+@placed
+@named
+@pytest.mark.parametrize("m", [1, 3, 6])
+@pytest.mark.parametrize("recomputed", [0, 1, -1])
+def test_each_action_is_there_once(
+    name: str, placement: tuple[int, ...], m: int, recomputed: int
+) -> None:
+    count = m if recomputed < 0 else recomputed
+    one = plan(name, m, 4, placement, count)
+    expected = [Action(kind, i, j) for kind in "FB" for i in range(m) for j in range(4)]
+    expected += [Action("R", i, j) for i in range(count) for j in range(4)]
+    assert sorted(one) == sorted(expected)
+
+
+@placed
+@pytest.mark.parametrize("m", [1, 2, 5, 9])
+def test_one_f_one_b_keeps_no_more_than_n_minus_j_micro_batches(
+    placement: tuple[int, ...], m: int
+) -> None:
+    alive, most = [0] * 4, [0] * 4
+    for kind, _, j in plan("1f1b", m, 4, placement):
+        alive[j] += {"F": 1, "R": 0, "B": -1}[kind]
+        most[j] = max(most[j], alive[j])
+    assert most == [min(m, 4 - j) for j in range(4)]
+
+
+@placed
+def test_gpipe_keeps_all_micro_batches(placement: tuple[int, ...]) -> None:
+    one = plan("gpipe", 5, 4, placement)
+    for j in range(4):
+        kinds = "".join(action.kind for action in one if action.j == j)
+        assert kinds == "FFFFFBBBBB"
+
+
+@placed
+@named
+def test_neighbours_take_the_micro_batches_in_one_order(
+    name: str, placement: tuple[int, ...]
+) -> None:
+    """Values go from one to the other through a queue."""
+    one = plan(name, 6, 4, placement, recomputed=2)
+    for kind in "FB":
+        orders = [[a.i for a in one if (a.kind, a.j) == (kind, j)] for j in range(4)]
+        assert orders == orders[:1] * 4
+
+
+def test_gpipe_goes_back_from_the_last_micro_batch() -> None:
+    backward = [a.i for a in plan("gpipe", 4, 2) if a.kind == "B" and a.j == 0]
+    assert backward == [3, 2, 1, 0]
+
+
+def test_a_recomputation_stands_right_before_its_backward_in_its_partition() -> None:
+    for name in ("gpipe", "1f1b"):
+        one = plan(name, 4, 3, recomputed=4)
+        for j in range(3):
+            own = [action for action in one if action.j == j]
+            for at, action in enumerate(own):
+                if action.kind == "R":
+                    assert own[at + 1] == Action("B", action.i, j)
+
+
+@named
+@pytest.mark.parametrize("recomputed", range(5))
+def test_the_first_micro_batches_are_those_that_are_recomputed(name: str, recomputed: int) -> None:
+    one = plan(name, 4, 2, recomputed=recomputed)
+    assert sorted(a for a in one if a.kind == "R") == [
+        Action("R", i, j) for i in range(recomputed) for j in range(2)
+    ]
+
+
+@named
+def test_leaving_recomputations_out_makes_it_shorter(name: str) -> None:
+    assert len(plan(name, 4, 3).ticks) < len(plan(name, 4, 3, recomputed=4).ticks)
+
+
+# Schedules of one's own.
+
+
+def one_by_one(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+    """Each micro-batch all the way there and back before the next: the plain loop."""
+    for i in range(m):
+        yield from ([Action("F", i, j)] for j in range(n))
+        for j in reversed(range(n)):
+            yield [Action("R", i, j)]
+            yield [Action("B", i, j)]
+
+
+def test_a_schedule_may_be_made_by_a_function() -> None:
+    assert str(plan(one_by_one, 2, 2)) == grid(
+        "tick  0       1       2       3       4       5       6       7",
+        "w=0   F[0,0]                  B[0,0]  F[1,0]                  B[1,0]",
+        "w=1           F[0,1]  B[0,1]                  F[1,1]  B[1,1]",
+    )
+
+
+def test_a_function_that_makes_one_gets_the_placement() -> None:
+    seen: list[Any] = []
+
+    def maker(m: int, n: int, placement: tuple[int, ...]) -> Iterable[Iterable[Action]]:
+        seen.append((m, n, placement))
+        return one_f_one_b(m, n, placement)
+
+    plan(maker, 3, 2, [0, 0])
+    assert seen == [(3, 2, (0, 0))]
+
+
+def test_functions_that_come_with_it_may_be_passed_themselves() -> None:
+    assert plan(gpipe, 3, 2) == plan("gpipe", 3, 2)
+    assert plan(one_f_one_b, 3, 2, recomputed=2) == plan("1f1b", 3, 2, recomputed=2)
+
+
+def test_a_schedule_of_ones_own_is_checked_before_recomputations_are_left_out() -> None:
+    def without(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+        yield [Action("F", 0, 0)]
+        yield [Action("B", 0, 0)]
+
+    with pytest.raises(ValueError, match=r"B\[0,0\] is in tick 1 and needs R\[0,0\] before it"):
+        plan(without, 1, 1)
+
+
+def test_the_result_of_a_function_is_kept() -> None:
+    assert plan(one_by_one, 3, 2) is plan(one_by_one, 3, 2)
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize("given", [3, None, ["1f1b"], {}])
+def test_what_is_neither_a_name_nor_a_function_is_refused(given: Any) -> None:
+    with pytest.raises(TypeError, match="schedule must be a name or a function that makes one"):
+        plan(given, 2, 2)
+
+
+@pytest.mark.parametrize("made", [3, [3], [Action("F", 0, 0)], [[("F", 0)]]])
+def test_a_function_that_makes_something_else_is_refused(made: Any) -> None:
+    with pytest.raises(TypeError, match=r"returns ticks, each a list of Action\(kind, i, j\)"):
+        plan(lambda m, n, placement: made, 1, 1)
+
+
+def test_plain_tuples_are_made_actions() -> None:
+    def plain(m: int, n: int, placement: tuple[int, ...]) -> Any:
+        return [[tuple(action) for action in tick] for tick in gpipe(m, n, placement)]
+
+    for recomputed in (0, 3):
+        assert all(type(action) is Action for action in plan(plain, 3, 2, recomputed=recomputed))
+
+
+def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ValueError, match=r"one of \['gpipe', '1f1b'\].*got 'interleaved'"):
+        plan("interleaved", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "recomputed"), [(0, 1, 0), (1, 0, 0), (-1, 2, 0), (2, 2, 3), (2, 2, -1)]
+)
+def test_bad_numbers_are_refused(m: int, n: int, recomputed: int) -> None:
+    with pytest.raises(ValueError, match=f"m={m}, n={n} and recomputed={recomputed}"):
+        plan("1f1b", m, n, recomputed=recomputed)

@@ -1,0 +1,296 @@
+"""Steps, calls and backwards of several callers at once, pipes in pipes, asyncio: with failures."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe, ReentrantCallError, is_recomputing
+from tests.callers import Caller
+from tests.faults.injector import Activations, Failure
+from tests.layers import Apply
+from tests.step.faulty import acting
+
+WAIT = 20.0  # s
+MODES = ("always", "except_last", "never")
+SCHEDULES = ("gpipe", "1f1b")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gc() -> Iterator[None]:
+    """Nor does any test pay for what the first step imports."""
+    with Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"]) as pipe:
+        pipe.forward_backward(torch.ones(1, 1), loss_fn=lambda y, _: y.sum())
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Scale(nn.Module):
+    """Its rows hold the number of their caller in the first column; fails where it is told to."""
+
+    def __init__(self, j: int, fails: dict[tuple[int, str, int], Exception]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.6 + 0.2 * j, -1.1]))
+        self.j, self.fails, self.seen = j, fails, Activations()
+
+    def at(self, caller: int, phase: str) -> None:
+        if (caller, phase, self.j) in self.fails:
+            raise self.fails[caller, phase, self.j]
+
+    def forward(self, x: Tensor) -> Tensor:
+        caller = int(x.detach()[0, 0].item())
+        self.at(caller, "recomputation" if is_recomputing() else "forward")
+        y = acting(x[:, 1:] * self.weight, partial(self.at, caller, "backward"))
+        return torch.cat([x[:, :1], self.seen.add(y.tanh())], 1)
+
+
+def loss(y: Tensor, target: Any) -> Tensor:
+    return y[:, 1:].square().sum()
+
+
+def batch(caller: int, rows: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(caller)
+    columns = torch.rand(rows, 2, generator=generator)
+    return torch.cat([torch.full((rows, 1), float(caller)), columns], 1)
+
+
+def act(pipe: Pipe, what: str, caller: int, schedule: str) -> tuple[Tensor, Tensor]:
+    """The loss of the caller's batch, and the gradient of its input: one way or the other."""
+    x = batch(caller).requires_grad_()
+    if what == "step":
+        total = pipe.forward_backward(x, loss_fn=loss, reduction="sum", schedule=schedule)
+    else:
+        total = loss(pipe(x), None)
+        total.backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return total.detach(), x.grad
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_callers_that_step_or_go_backward_themselves_are_right_while_others_fail(
+    seed: int,
+) -> None:
+    draw = random.Random(seed)
+    callers = range(6)
+    checkpoint = draw.choice(MODES)
+    phases = ["forward", "backward"] + ["recomputation"] * (checkpoint == "always")
+    failing = set(draw.sample(callers, 2))
+    fails = {
+        (caller, draw.choice(phases), draw.randrange(3)): Failure(str(caller)) for caller in failing
+    }
+    layers = [Scale(j, fails) for j in range(3)]  # type: ignore[arg-type]
+    plain = nn.Sequential(*layers)
+    whats = {caller: draw.choice(["step", "step", "backward"]) for caller in callers}
+    schedules = {caller: draw.choice(SCHEDULES) for caller in callers}
+    with Pipe(plain, [1] * 3, devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
+        began = [
+            Caller(partial(act, pipe, whats[caller], caller, schedules[caller]), WAIT)
+            for caller in callers
+        ]
+        for caller, thread in zip(callers, began, strict=True):
+            if caller in failing:
+                with pytest.raises(Failure) as caught:
+                    thread.result()
+                assert str(caught.value) == str(caller)
+                continue
+            total, dx = thread.result()
+            x = batch(caller).requires_grad_()
+            expected = loss(plain(x), None)
+            (grad,) = torch.autograd.grad(expected, x)
+            assert torch.allclose(total, expected.detach(), atol=1e-6)
+            assert torch.allclose(dx, grad, atol=1e-6)
+
+
+def test_the_gradients_of_steps_and_backwards_of_several_callers_add_up() -> None:
+    plain = nn.Sequential(*[Scale(j, {}) for j in range(2)])
+    with Pipe(plain, [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        whats = ["step", "backward", "step", "backward", "step"]
+        began = [
+            Caller(partial(act, pipe, what, caller, SCHEDULES[caller % 2]), WAIT)
+            for caller, what in enumerate(whats)
+        ]
+        for caller in began:
+            caller.result()
+        found = [parameter.grad for parameter in plain.parameters()]
+        plain.zero_grad()
+        total = torch.stack([loss(plain(batch(caller)), None) for caller in range(5)]).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        for grad, parameter in zip(found, plain.parameters(), strict=True):
+            assert grad is not None and parameter.grad is not None
+            assert torch.allclose(grad, parameter.grad, atol=1e-5)
+
+
+def has_failed(pipe: Pipe, caller: int) -> bool:
+    """Whether its step has; the error is dropped where it was raised."""
+    try:
+        act(pipe, "step", caller, "1f1b")
+    except Failure:
+        return True
+    return False
+
+
+def test_when_all_steps_at_once_have_failed_nothing_of_them_is_left() -> None:
+    fails = {(caller, "backward", caller % 2): Failure() for caller in range(4)}
+    layers = [Scale(j, fails) for j in range(2)]  # type: ignore[arg-type]
+    with Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        began = [Caller(partial(has_failed, pipe, caller), WAIT) for caller in range(4)]
+        assert [caller.result() for caller in began] == [True] * 4
+        fails.clear()
+        assert [layer.seen.left() for layer in layers] == [0, 0]
+        assert [layer.weight.grad for layer in layers] == [None, None]
+
+
+# Pipes in pipes -----------------------------------------------------------------------------------
+
+
+def nested(inner_mode: str, outer_mode: str) -> tuple[Pipe, Pipe, nn.Sequential]:
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)]
+    inner = Pipe(
+        nn.Sequential(*layers[1:3]), [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint=inner_mode
+    )
+    outer = Pipe(
+        nn.Sequential(layers[0], inner, layers[3]), [1, 1, 1], devices=["cpu"] * 3, chunks=3,
+        checkpoint=outer_mode,
+    )  # fmt: skip
+    return inner, outer, nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("inner_mode", ["always", "never"])
+@pytest.mark.parametrize("outer_mode", ["always", "never"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_of_a_pipe_with_a_pipe_in_it_is_right(
+    inner_mode: str, outer_mode: str, schedule: str
+) -> None:
+    inner, outer, plain = nested(inner_mode, outer_mode)
+    x = torch.rand(12, 3)
+    with inner, outer:
+        total = outer.forward_backward(
+            x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule, timeout=WAIT
+        )
+        found = [parameter.grad for parameter in plain.parameters()]
+        expected = plain(x).square().mean()
+        grads = torch.autograd.grad(expected, list(plain.parameters()))
+        assert torch.allclose(total, expected.detach())
+        for mine, grad in zip(found, grads, strict=True):
+            assert mine is not None and torch.allclose(mine, grad, atol=1e-6)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("call", ["forward", "step"])
+def test_a_layer_that_calls_its_own_pipe_is_refused(phase: str, call: str) -> None:
+    def again() -> None:
+        x = torch.rand(2, 3)
+        with torch.enable_grad():  # a backward is without
+            if call == "step":
+                pipe.forward_backward(x, loss_fn=lambda y, _: y.sum())
+            else:
+                pipe(x)
+
+    def function(x: Tensor) -> Tensor:
+        if phase == "forward":
+            again()
+        return acting(x, again)
+
+    with Pipe(nn.Sequential(nn.Linear(3, 3), Apply(function)), [1, 1], devices=["cpu"] * 2) as pipe:
+        with pytest.raises(ReentrantCallError, match="would wait for itself"):
+            pipe.forward_backward(torch.rand(2, 3), loss_fn=lambda y, _: y.sum())
+        assert pipe[0].weight.grad is None
+
+
+def test_a_hook_of_a_parameter_may_take_a_step_of_its_pipe() -> None:
+    """Hooks are called in the caller, when the step is over."""
+    x = torch.rand(4, 3)
+    totals: list[Tensor] = []
+
+    def once(grad: Tensor) -> None:
+        handle.remove()
+        with torch.enable_grad():  # a backward is without
+            totals.append(pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), timeout=WAIT))
+
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
+        handle = next(pipe[0].parameters()).register_hook(once)  # type: ignore[no-untyped-call]
+        total = pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), timeout=WAIT)
+    assert torch.equal(total, totals[0])
+
+
+def test_a_step_in_a_hook_of_the_callers_own_backward_is_right() -> None:
+    x = torch.rand(4, 3)
+    totals: list[Tensor] = []
+
+    def step(grad: Tensor) -> None:
+        with torch.enable_grad():  # a backward is without
+            totals.append(pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), timeout=WAIT))
+
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
+        y = torch.ones(3, requires_grad=True) * 2
+        y.register_hook(step)  # type: ignore[no-untyped-call]
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        assert torch.allclose(totals[0], nn.Sequential(*pipe)(x).mean().detach())
+
+
+# asyncio ------------------------------------------------------------------------------------------
+
+
+def test_tasks_of_asyncio_take_steps_while_some_of_them_fail() -> None:
+    fails = {(1, "backward", 0): Failure("1"), (3, "forward", 1): Failure("3")}
+    layers = nn.Sequential(*[Scale(j, fails) for j in range(2)])  # type: ignore[arg-type]
+
+    async def run(pipe: Pipe) -> list[Any]:
+        steps = [asyncio.to_thread(act, pipe, "step", caller, "1f1b") for caller in range(5)]
+        return await asyncio.gather(*steps, return_exceptions=True)
+
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        results = asyncio.run(run(pipe))
+    for caller, result in enumerate(results):
+        if caller in (1, 3):
+            assert isinstance(result, Failure) and str(result) == str(caller)
+        else:
+            assert torch.allclose(result[0], loss(layers(batch(caller)), None).detach(), atol=1e-6)
+
+
+# Stress -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_of_many_steps_some_of_which_fail_the_good_ones_are_the_plain_modules(seed: int) -> None:
+    draw = random.Random(seed)
+    fails: dict[tuple[int, str, int], Exception] = {}
+    layers = [Scale(j, fails) for j in range(3)]
+    plain = nn.Sequential(*layers)
+    before = threading.active_count()
+    with Pipe(plain, [1] * 3, devices=["cpu"] * 3, chunks=4) as pipe:
+        for caller in range(60):
+            pipe.checkpoint = draw.choice(MODES)
+            pipe.zero_grad()
+            fails.clear()
+            fails_now = draw.random() < 0.4
+            if fails_now:
+                fails[caller, draw.choice(["forward", "backward"]), draw.randrange(3)] = Failure()
+            try:
+                total, dx = act(pipe, "step", caller, draw.choice(SCHEDULES))
+            except Failure:
+                assert fails_now and [p.grad for p in plain.parameters()] == [None] * 3
+                continue
+            assert not fails_now
+            x = batch(caller).requires_grad_()
+            expected = loss(plain(x), None)
+            grads = torch.autograd.grad(expected, [x, *plain.parameters()])
+            assert torch.allclose(total, expected.detach(), atol=1e-6)
+            found = [dx, *(parameter.grad for parameter in plain.parameters())]
+            for mine, grad in zip(found, grads, strict=True):
+                assert mine is not None and torch.allclose(mine, grad, atol=1e-5)
+        fails.clear()
+        assert [layer.seen.left() for layer in layers] == [0] * 3
+        assert threading.active_count() == before + 4

@@ -1,0 +1,354 @@
+"""R3 to R5 of a whole step, one fact each: which error is raised, what runs, what is left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipert import Pipe, is_recomputing
+from pipert.schedules import plan
+from tests.faults.injector import Activations
+from tests.layers import Apply
+from tests.step.faulty import Acts, acting
+
+WAIT = 10.0  # s
+SCHEDULES = ("gpipe", "1f1b")
+
+schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def rows(m: int) -> Tensor:
+    """``m`` micro-batches of one row, whose first column is its number."""
+    return torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
+
+
+class Steps:
+    """A pipe of ``n`` partitions; ``act(phase, i, j)`` is called in each F, B and R."""
+
+    def __init__(
+        self, act: Callable[[str, int, int], None], n: int = 2, m: int = 4, **options: Any
+    ) -> None:
+        def of(j: int) -> Acts:
+            def act_of_layer(phase: str, i: int) -> None:
+                again = phase == "forward" and is_recomputing()
+                act("recomputation" if again else phase, i, j)
+
+            return Acts(act_of_layer)
+
+        self.x = rows(m)
+        layers = nn.Sequential(*map(of, range(n)))
+        self.pipe = Pipe(layers, [1] * n, devices=["cpu"] * n, chunks=m, **options)
+
+    def step(self, schedule: str = "1f1b", **options: Any) -> Any:
+        return self.pipe.forward_backward(
+            self.x, loss_fn=sum_of_squares, reduction="sum", schedule=schedule, **options
+        )
+
+
+def sum_of_squares(y: Tensor, target: Any) -> Tensor:
+    return y[:, 1:].square().sum()
+
+
+# Which one is raised ------------------------------------------------------------------------------
+
+
+def fails_late_at(first: tuple[str, int, int], later: tuple[str, int, int], schedule: str) -> str:
+    """What a step raises where ``first`` waits until ``later`` has failed, if that runs at all."""
+    failed = threading.Event()
+
+    def act(*task: Any) -> None:
+        if task == later:
+            failed.set()
+            raise ValueError("later")
+        if task == first:
+            failed.wait(0.2)
+            raise ValueError("first")
+
+    steps = Steps(act)
+    with steps.pipe, pytest.raises(ValueError) as caught:
+        steps.step(schedule)
+    return str(caught.value)
+
+
+PAIRS = [
+    (("forward", 1, 0), ("backward", 0, 1), "1f1b"),
+    (("forward", 2, 0), ("forward", 1, 1), "gpipe"),
+    (("backward", 0, 0), ("backward", 1, 1), "1f1b"),
+    (("backward", 3, 0), ("backward", 2, 1), "gpipe"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other", "schedule"), PAIRS)
+def test_of_two_failures_the_first_in_the_schedule_is_raised_though_the_other_came_first(
+    one: tuple[str, int, int], other: tuple[str, int, int], schedule: str
+) -> None:
+    letters = {"forward": "F", "backward": "B"}
+    order = [str(action) for action in plan(schedule, 4, 2).order]
+    first, later = sorted(
+        (one, other), key=lambda task: order.index(f"{letters[task[0]]}[{task[1]},{task[2]}]")
+    )
+    assert fails_late_at(first, later, schedule) == "first"
+
+
+@schedules
+def test_what_stands_before_the_failure_runs_and_nothing_behind_it_on_the_same_worker(
+    schedule: str,
+) -> None:
+    done: list[tuple[str, int, int]] = []
+
+    def act(*task: Any) -> None:
+        done.append(task)
+        if task == ("backward", 1, 1):
+            raise ValueError
+
+    steps = Steps(act, checkpoint="never")
+    with steps.pipe, pytest.raises(ValueError):
+        steps.step(schedule)
+    names = {"F": "forward", "B": "backward"}
+    order = [(names[kind], i, j) for kind, i, j in plan(schedule, 4, 2).order]
+    before = order[: order.index(("backward", 1, 1)) + 1]
+    of_worker = [task for task in before if task[2] == 1]
+    assert [task for task in done if task[2] == 1] == of_worker
+    assert set(before) <= set(done)
+
+
+def test_after_the_first_task_failed_nothing_runs() -> None:
+    done: list[tuple[str, int, int]] = []
+
+    def act(*task: Any) -> None:
+        done.append(task)
+        raise ValueError
+
+    steps = Steps(act, n=3)
+    with steps.pipe, pytest.raises(ValueError):
+        steps.step()
+    assert done == [("forward", 0, 0)]
+
+
+# What it says -------------------------------------------------------------------------------------
+
+
+def error_of(
+    phase: str, i: int, j: int, mode: str = "never", **options: Any
+) -> pytest.ExceptionInfo[ValueError]:
+    def act(*task: Any) -> None:
+        if task == (phase, i, j):
+            raise ValueError("no")
+
+    steps = Steps(act, n=3, checkpoint=mode)
+    with steps.pipe, pytest.raises(ValueError, match="no") as caught:
+        steps.step(**options)
+    return caught
+
+
+def test_an_error_of_a_backward_says_which_task_it_was() -> None:
+    error = error_of("backward", 2, 1).value
+    assert error.__notes__ == ["in backward B[2,1]: partition 1 on cpu, micro-batch 2 of 4"]
+
+
+def test_an_error_of_a_recomputation_says_which_layer_it_was() -> None:
+    (note,) = error_of("recomputation", 2, 1, "always").value.__notes__
+    assert note == (
+        "in recomputation R[2,1]: partition 1 on cpu, layer '1' (Acts), micro-batch 2 of 4, input "
+        "float32[1, 3]"
+    )
+
+
+def test_an_error_of_the_loss_says_which_task_it_was() -> None:
+    def no(*_: Any) -> Tensor:
+        raise ValueError("no")
+
+    with Steps(lambda *_: None).pipe as pipe, pytest.raises(ValueError) as caught:
+        pipe.forward_backward(rows(4), loss_fn=no)
+    assert caught.value.__notes__ == ["in forward F[0,1]: partition 1 on cpu, micro-batch 0 of 4"]
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
+def test_the_traceback_ends_where_it_was_raised(phase: str) -> None:
+    caught = error_of(phase, 1, 1, "always")
+    assert traceback.extract_tb(caught.tb)[-1].name == "act"
+
+
+def test_a_recomputation_that_saves_something_else_is_refused_with_its_note() -> None:
+    def other(x: Tensor) -> Tensor:
+        return x.exp().sin() if is_recomputing() else x.exp()
+
+    model = nn.Sequential(nn.Linear(3, 3), Apply(other))
+    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
+        with pytest.raises(RuntimeError, match="where its forward saved nothing more") as caught:
+            pipe.forward_backward(rows(4), target=rows(4), loss_fn=functional.mse_loss)
+    (note,) = caught.value.__notes__
+    assert note.startswith("in recomputation R[0,1]: partition 1 on cpu")
+
+
+def test_an_error_that_is_raised_again_has_the_notes_of_both_places_once_each() -> None:
+    error = ValueError("the same one")
+    failing = ["backward", "forward"]
+
+    def act(phase: str, i: int, j: int) -> None:
+        if (i, j) == (1, 1) and failing and phase == failing[0]:
+            raise error
+
+    steps = Steps(act)
+    with steps.pipe:
+        for _ in range(2):
+            with pytest.raises(ValueError):
+                steps.step()
+        failing.pop(0)
+        with pytest.raises(ValueError):
+            steps.step()
+    assert [note[: note.index(":")] for note in error.__notes__] == [
+        "in backward B[1,1]", "in forward F[1,1]",
+    ]  # fmt: skip
+
+
+# What is left -------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Saves activations in two branches; the backward of one of them calls ``act``."""
+
+    def __init__(self, seen: Activations, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen = seen
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = torch.tanh(x * self.weight), torch.exp(x * self.weight)
+        for kept in (one, other):
+            self.seen.add(kept)
+        return acting(one, self.act) + other.exp().sin()
+
+
+@pytest.mark.parametrize("checkpoint", ["always", "never"])
+def test_what_autograd_was_about_to_do_is_not_kept_by_a_worker_whose_backward_failed(
+    checkpoint: str, no_gc: None
+) -> None:
+    seen = Activations()
+
+    def no() -> None:
+        raise ValueError
+
+    model = nn.Sequential(nn.Linear(3, 3), Branches(seen, no), nn.Linear(3, 3))
+    with Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint) as pipe:
+        with pytest.raises(ValueError):
+            pipe.forward_backward(rows(8), target=rows(8), loss_fn=functional.mse_loss)
+        assert seen.left() == 0
+
+
+def test_the_mini_batch_of_a_failed_step_is_not_kept(no_gc: None) -> None:
+    seen = Activations()
+
+    def act(*task: Any) -> None:
+        if task == ("backward", 1, 0):
+            raise ValueError
+
+    steps = Steps(act)
+    with steps.pipe:
+        seen.add(steps.x)
+        with pytest.raises(ValueError):
+            steps.step()
+        del steps.x
+        assert seen.left() == 0
+
+
+@schedules
+def test_a_failed_step_leaves_grad_none_where_it_was_none(schedule: str) -> None:
+    def act(*task: Any) -> None:
+        if task == ("backward", 3 if schedule == "1f1b" else 0, 0):
+            raise ValueError
+
+    steps = Steps(act)
+    with steps.pipe:
+        steps.x.requires_grad_()
+        with pytest.raises(ValueError):
+            steps.step(schedule)
+        assert [p.grad for p in steps.pipe.parameters()] == [None, None]
+        assert steps.x.grad is None
+
+
+def test_after_a_hook_that_raised_the_pipe_takes_steps() -> None:
+    def no(grad: Tensor) -> None:
+        raise ValueError
+
+    steps = Steps(lambda *_: None, n=3)
+    with steps.pipe as pipe:
+        handle = next(pipe[1].parameters()).register_hook(no)  # type: ignore[no-untyped-call]
+        with pytest.raises(ValueError):
+            steps.step()
+        handle.remove()
+        pipe.zero_grad()
+        steps.step()
+        assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_an_error_in_the_graph_of_the_inputs_leaves_the_gradients_of_parameters_alone() -> None:
+    def no() -> None:
+        raise ValueError("no")
+
+    steps = Steps(lambda *_: None, n=3)
+    with steps.pipe as pipe:
+        steps.x = acting(steps.x.requires_grad_(), no)
+        with pytest.raises(ValueError, match="no"):
+            steps.step()
+        assert [p.grad for p in pipe.parameters()] == [None, None, None]
+
+
+def test_outputs_that_cannot_be_joined_leave_every_gradient_alone() -> None:
+    def ragged(x: Tensor) -> Tensor:
+        return x[:, : 2 + int(x.detach()[0, 0].item() > 0)]
+
+    model = nn.Sequential(Acts(lambda *_: None), Apply(ragged))
+    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(ValueError):
+            pipe.forward_backward(rows(2), loss_fn=sum_of_squares, return_outputs=True)
+        assert pipe[0].weight.grad is None
+        pipe.forward_backward(rows(2), loss_fn=sum_of_squares)  # nobody joins them
+        assert pipe[0].weight.grad is not None
+
+
+def test_a_failed_step_does_not_update_deferred_statistics() -> None:
+    failing = [True]
+
+    def act(*task: Any) -> None:
+        if failing and task == ("backward", 3, 0):
+            raise ValueError
+
+    norm = nn.BatchNorm1d(3)
+    layers = nn.Sequential(Acts(lambda phase, i: act(phase, i, 0)), norm)
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=4, deferred_batch_norm=True) as pipe:
+        x = torch.cat([torch.arange(4.0).repeat_interleave(2).unsqueeze(1), torch.rand(8, 2)], 1)
+        before = norm.running_mean.clone() if norm.running_mean is not None else None
+        assert before is not None and norm.running_mean is not None
+        with pytest.raises(ValueError):
+            pipe.forward_backward(x, loss_fn=sum_of_squares)
+        assert torch.equal(norm.running_mean, before)
+        failing.clear()
+        pipe.forward_backward(x, loss_fn=sum_of_squares)
+        assert not torch.equal(norm.running_mean, before)
+
+
+def test_a_pipe_that_was_closed_takes_no_step() -> None:
+    steps = Steps(lambda *_: None)
+    steps.pipe.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        steps.step()
+    assert [p.grad for p in steps.pipe.parameters()] == [None, None]

@@ -1,0 +1,357 @@
+"""What a whole step keeps alive, and what it does not. The collector of cycles is off.
+
+Counted is data, not tensor objects, as in ``tests/test_memory.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+from pipert import Pipe, is_recomputing
+from pipert.skip import Skippable, pop, skippable, stash
+from tests.faults.injector import Activations
+from tests.step.faulty import acting
+
+MODES = ("always", "except_last", "never")
+SCHEDULES = ("gpipe", "1f1b")
+
+modes = pytest.mark.parametrize("checkpoint", MODES)
+schedules = pytest.mark.parametrize("schedule", SCHEDULES)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Tanh(nn.Module):
+    """Saves what it computes for the backward, and reports it with its micro-batch."""
+
+    def __init__(self, seen: Kept, outputs: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen, self.outputs = seen, outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        number = int(x.detach()[0, 0].item())
+        y = torch.tanh(x[:, 1:] * self.weight)
+        y = acting(self.seen.add(number, y), self.seen.look)
+        self.seen.look()
+        y = torch.cat([x[:, :1], y], 1)
+        return self.seen.add(number, y) if self.outputs else y
+
+
+class Kept:
+    """Of which micro-batches one partition has activations; the most there were at once.
+
+    It is looked when a forward or a backward of the partition begins or ends, on its worker: of
+    itself, since others may go on at any moment.
+    """
+
+    def __init__(self) -> None:
+        self._data: list[tuple[int, Any]] = []
+        self.most = 0
+
+    def add(self, i: int, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self._data.append((i, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+        return tensor
+
+    def now(self) -> int:
+        return len({i for i, data in self._data if not data.expired()})
+
+    def look(self) -> None:
+        self.most = max(self.most, self.now())
+
+
+def rows(m: int) -> Tensor:
+    """``m`` micro-batches of two rows, whose first column is the number of the micro-batch."""
+    numbers = torch.arange(float(m)).repeat_interleave(2).unsqueeze(1)
+    return torch.cat([numbers, torch.rand(2 * m, 3)], 1)
+
+
+def most_kept(
+    schedule: str, checkpoint: str, n: int, m: int, outputs: bool = True
+) -> list[int]:
+    """Of each partition, of how many micro-batches it had activations at once.
+
+    ``outputs`` says whether what layers return counts, too.
+    """
+    kept = [Kept() for _ in range(n)]
+    model = nn.Sequential(*[Tanh(kept[j // 2], outputs) for j in range(2 * n)])
+    with Pipe(model, [2] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint) as pipe:
+        for _ in range(2):
+            pipe.forward_backward(rows(m), loss_fn=total, reduction="sum", schedule=schedule)
+    return [of.most for of in kept]
+
+
+def total(y: Tensor, target: Any) -> Tensor:
+    return y[:, 1:].sum()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_1f1b_keeps_at_most_as_many_micro_batches_as_partitions_are_left(n: int, m: int) -> None:
+    assert most_kept("1f1b", "never", n, m) == [min(n - j, m) for j in range(n)]
+
+
+@pytest.mark.slow
+def test_what_1f1b_keeps_does_not_grow_with_the_number_of_micro_batches() -> None:
+    assert most_kept("1f1b", "never", 4, 64) == [4, 3, 2, 1]
+
+
+def test_gpipe_keeps_all_micro_batches_in_each_partition() -> None:
+    assert most_kept("gpipe", "never", 3, 6) == [6, 6, 6]
+
+
+@schedules
+def test_with_checkpointing_a_partition_has_activations_of_one_micro_batch_at_once(
+    schedule: str,
+) -> None:
+    assert most_kept(schedule, "always", 3, 6, outputs=False) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("schedule", "kept"), [("gpipe", [6, 6, 1]), ("1f1b", [3, 2, 1])])
+def test_with_checkpointing_what_a_partition_has_sent_is_kept_by_the_next_one(
+    schedule: str, kept: list[int]
+) -> None:
+    assert most_kept(schedule, "always", 3, 6) == kept
+
+
+class Inputs:
+    """Counts what the partitions send each other, which is what a checkpoint keeps."""
+
+    def __init__(self, n: int, m: int, checkpoint: str) -> None:
+        self.between = Activations()
+        self.counts: list[int] = []
+        layers: list[nn.Module] = []
+        for j in range(n):
+            layers += [nn.Linear(3, 3), _Sends(self, j == n - 1)]
+        self.pipe = Pipe(
+            nn.Sequential(*layers), [2] * n, devices=["cpu"] * n, chunks=m, checkpoint=checkpoint
+        )
+
+
+class _Sends(nn.Module):
+    def __init__(self, inputs: Inputs, is_last: bool) -> None:
+        super().__init__()
+        self.inputs, self.is_last = inputs, is_last
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.tanh()
+        if self.is_last or is_recomputing():
+            return y
+        return self.inputs.between.add(y)
+
+
+def test_with_gpipe_and_checkpointing_the_inputs_of_all_micro_batches_wait() -> None:
+    setting = Inputs(2, 5, "always")
+
+    def loss(y: Tensor, target: Any) -> Tensor:
+        setting.counts.append(setting.between.now())
+        return y.sum()
+
+    with setting.pipe as pipe:
+        pipe.forward_backward(torch.rand(5, 3), loss_fn=loss, schedule="gpipe")
+        assert setting.counts[-1] == 5
+
+
+# When all is over ---------------------------------------------------------------------------------
+
+
+class Seen(nn.Module):
+    def __init__(self, seen: Activations) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.seen.add(torch.tanh(x * self.weight))
+
+
+@skippable(stash=["skip"])
+class Stash(Skippable):
+    def __init__(self, seen: Activations) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", self.seen.add(x * 2))
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(Skippable):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip
+
+
+class Setting:
+    """A pipe of 3 partitions with a skip past the middle one."""
+
+    def __init__(self, checkpoint: str, **options: Any) -> None:
+        self.seen = Activations()
+        layers = [Seen(self.seen), Stash(self.seen), Seen(self.seen), Pop(), Seen(self.seen)]
+        self.pipe = Pipe(
+            nn.Sequential(*layers), [2, 1, 2], devices=["cpu"] * 3, chunks=4,
+            checkpoint=checkpoint, **options,
+        )  # fmt: skip
+
+    def step(self, schedule: str = "1f1b", x: Tensor | None = None, **options: Any) -> Any:
+        x = self.seen.add(torch.rand(8, 3)) if x is None else x
+        target = self.seen.add(torch.rand(8, 3))
+        return self.pipe.forward_backward(
+            x, target=target, loss_fn=functional.mse_loss, schedule=schedule, **options
+        )
+
+
+@modes
+@schedules
+def test_after_a_step_nothing_of_it_is_left(checkpoint: str, schedule: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe:
+        loss = setting.step(schedule)
+        assert setting.seen.left() == 0
+        assert not loss.requires_grad
+
+
+@modes
+def test_after_a_step_whose_outputs_are_kept_nothing_else_is_left(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe:
+        loss, outputs = setting.step(return_outputs=True)
+        assert setting.seen.left() == 0
+        assert not outputs.requires_grad
+
+
+def test_after_a_step_whose_input_gets_a_gradient_nothing_else_is_left() -> None:
+    setting = Setting("never")
+    with setting.pipe:
+        x = torch.rand(8, 3, requires_grad=True)
+        setting.step(x=x.exp())
+        assert x.grad is not None and setting.seen.left() == 0
+
+
+@modes
+def test_after_a_step_that_was_recorded_nothing_of_it_is_left(checkpoint: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe, setting.pipe.record() as timeline:
+        setting.step()
+        assert setting.seen.left() == 0
+    assert timeline.events
+
+
+def test_after_a_step_with_hooked_parameters_nothing_of_it_is_left() -> None:
+    setting = Setting("never")
+    with setting.pipe as pipe:
+        weight = next(pipe[2].parameters())
+        weight.register_hook(lambda grad: grad * 2)  # type: ignore[no-untyped-call]
+        setting.step()
+        assert setting.seen.left() == 0
+
+
+def test_a_gradient_shares_no_memory_with_what_the_step_has_computed() -> None:
+    """Such as with the gradient of a sum, which is one number that is seen many times."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.weight
+
+    with Pipe(nn.Sequential(Adds(), Adds()), [1, 1], devices=["cpu"] * 2) as pipe:
+        pipe.forward_backward(torch.rand(2, 3), loss_fn=lambda y, _: y.sum(), reduction="sum")
+        one, other = (parameter.grad for parameter in pipe.parameters())
+    assert one is not None and other is not None
+    one.add_(1.0)
+    assert torch.equal(one, torch.full((2, 3), 2.0)) and torch.equal(other, torch.ones(2, 3))
+
+
+@modes
+def test_an_idle_worker_keeps_nothing_of_the_step_while_others_are_at_work(
+    checkpoint: str,
+) -> None:
+    """Partition 1 is done with its last micro-batch when partition 0 goes back with it."""
+    seen = Activations()
+    counts: list[bool] = []
+
+    def look() -> None:
+        counts.append(seen.left() == 0)
+
+    class Acts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return acting(x * self.weight, look)
+
+    with Pipe(
+        nn.Sequential(Acts(), Seen(seen), Seen(seen)), [1, 2], devices=["cpu"] * 2, chunks=1,
+        checkpoint=checkpoint,
+    ) as pipe:  # fmt: skip
+        pipe.forward_backward(torch.rand(2, 3), loss_fn=lambda y, _: y.exp().sum())
+    assert counts == [True]
+
+
+@pytest.mark.slow
+@modes
+@schedules
+def test_a_step_makes_no_cycles(checkpoint: str, schedule: str) -> None:
+    setting = Setting(checkpoint)
+    with setting.pipe:
+        setting.step(schedule)
+        setting.seen.left()
+        gc.collect()
+        for _ in range(3):
+            setting.step(schedule)
+        setting.seen.left()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            gc.collect()
+            found = [one for one in gc.garbage if type(one).__module__.startswith("pipert")]
+            tensors = [one for one in gc.garbage if isinstance(one, Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+    assert found == [] and tensors == []
+
+
+def test_a_step_does_not_keep_its_pipe_alive() -> None:
+    setting = Setting("always")
+    setting.step(schedule="1f1b")
+    pipe, threads = weakref.ref(setting.pipe), threading.enumerate()
+    workers = [thread for thread in threads if thread.name.startswith("pipert-")]
+    del setting, threads
+    for thread in workers:
+        thread.join(5.0)
+    assert pipe() is None and not any(thread.is_alive() for thread in workers)
+
+
+def test_the_error_of_a_step_does_not_keep_its_pipe_alive_when_it_is_dropped() -> None:
+    def no(*_: Any) -> Tensor:
+        raise ValueError
+
+    def fail(of: Callable[[], Pipe]) -> weakref.ref[Pipe]:
+        one = of()
+        with pytest.raises(ValueError):
+            one.forward_backward(torch.rand(4, 3), loss_fn=no)
+        return weakref.ref(one)
+
+    assert fail(lambda: Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"]))() is None

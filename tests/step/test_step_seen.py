@@ -1,0 +1,388 @@
+"""What is seen of a whole step: by observers, statistics, timelines, profilers and Prometheus."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _ExperimentalConfig
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from pipert import Event, Observer, Pipe, RunInfo, TaskInfo, Timeline, is_recomputing
+from pipert.schedules import plan
+from tests.layers import Apply
+from tests.step.faulty import acting
+from tests.test_observe import Log
+
+CPU = torch.device("cpu")
+M, N = 4, 3
+EACH = {(i, j) for i in range(M) for j in range(N)}
+MODES = [("always", M), ("except_last", M - 1), ("never", 0)]
+WAIT = 10.0  # s
+X, Y = torch.arange(24.0).reshape(8, 3) / 24, torch.ones(8, 3)
+
+schedules = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+modes = pytest.mark.parametrize(("checkpoint", "recomputed"), MODES)
+
+
+def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:
+    n = len(layers)
+    return Pipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, **{"chunks": M, **options})
+
+
+def three(checkpoint: str | None = None) -> Pipe:
+    return pipe_of(*[nn.Linear(3, 3) for _ in range(N)], checkpoint=checkpoint)
+
+
+def step(pipe: Pipe, **options: Any) -> Any:
+    return pipe.forward_backward(
+        X, **{"target": Y, "loss_fn": functional.mse_loss, **options}
+    )
+
+
+def raising(phase: str) -> nn.Module:
+    """A layer that raises a ``ValueError`` in that phase."""
+
+    def no() -> None:
+        raise ValueError("no")
+
+    def function(x: Tensor) -> Tensor:
+        if phase == ("recomputation" if is_recomputing() else "forward"):
+            no()
+        return acting(x, no) if phase == "backward" else x.exp()
+
+    return Apply(function)
+
+
+# Observers ----------------------------------------------------------------------------------------
+
+
+@modes
+@schedules
+def test_each_task_is_told_once_when_it_begins_and_ends(
+    checkpoint: str, recomputed: int, schedule: str
+) -> None:
+    log = Log()
+    with three(checkpoint) as pipe:
+        pipe.add_observer(log)
+        step(pipe, schedule=schedule)
+    again = {(i, j) for i, j in EACH if i < recomputed}
+    expected = Counter(
+        TaskInfo(0, phase, j, i, CPU)
+        for phase, tasks in (("forward", EACH), ("recomputation", again), ("backward", EACH))
+        for i, j in tasks
+    )
+    for event in ("task_started", "task_finished"):
+        assert Counter(log.of(event)) == expected
+    assert log.of("run_started") == [RunInfo(0, M, N)]
+    assert log.of("run_finished") == [[RunInfo(0, M, N), "succeeded"]]
+    assert log.events[0][0] == "run_started" and log.events[-1][0] == "run_finished"
+
+
+def test_tasks_are_told_on_the_worker_of_their_partition() -> None:
+    class Threads(Observer):
+        def __init__(self) -> None:
+            self.seen: set[tuple[str, int, str]] = set()
+
+        def task_started(self, task: TaskInfo) -> None:
+            self.seen.add((task.phase, task.partition, threading.current_thread().name))
+
+    threads = Threads()
+    with three("always") as pipe:
+        pipe.add_observer(threads)
+        step(pipe)
+    phases = ("forward", "recomputation", "backward")
+    assert threads.seen == {(phase, j, f"pipert-cpu-{j}") for phase in phases for j in range(N)}
+
+
+@schedules
+def test_a_worker_is_told_of_its_tasks_in_the_order_of_the_schedule(schedule: str) -> None:
+    log = Log()
+    with three("always") as pipe:
+        pipe.add_observer(log)
+        step(pipe, schedule=schedule)
+    phases = {"F": "forward", "R": "recomputation", "B": "backward"}
+    order = plan(schedule, M, N, recomputed=M).order
+    for k in range(N):
+        told = [(t.phase, t.micro_batch) for t in log.of("task_started") if t.partition == k]
+        assert told == [(phases[kind], i) for kind, i, j in order if j == k]
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
+def test_a_failure_is_told_once_with_its_phase(phase: str) -> None:
+    log = Log()
+    with pipe_of(nn.Linear(3, 3), raising(phase), checkpoint="always") as pipe:
+        pipe.add_observer(log)
+        with pytest.raises(ValueError, match="no"):
+            step(pipe)
+    assert log.of("failed") == [[TaskInfo(0, phase, 1, 0, CPU), ValueError]]
+    assert log.of("run_finished") == [[RunInfo(0, M, 2), "failed"]]
+    assert TaskInfo(0, phase, 1, 0, CPU) in log.of("task_finished")
+
+
+@pytest.mark.parametrize("event", ["task_started", "task_finished"])
+def test_an_observer_that_raises_in_a_backward_is_dropped_and_the_step_is_right(
+    event: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(task: TaskInfo, *_: Any) -> None:
+        if task.phase == "backward":
+            raise ValueError("broken observer")
+
+    bad = Observer()
+    setattr(bad, event, broken)
+    with three() as pipe:
+        pipe.add_observer(bad)
+        loss = step(pipe)
+        plain = functional.mse_loss(nn.Sequential(*pipe)(X), Y)
+        assert torch.allclose(loss, plain.detach())
+    assert len(caplog.records) == 1 and "broken observer" in caplog.text
+
+
+def test_an_observer_that_calls_the_pipe_in_a_backward_is_refused_and_dropped(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Calls(Observer):
+        def task_started(self, task: TaskInfo) -> None:
+            if task.phase == "backward":
+                pipe(X)
+
+    with three() as pipe:
+        pipe.add_observer(Calls())
+        step(pipe)
+    assert "ReentrantCallError" in caplog.text
+
+
+# Statistics ---------------------------------------------------------------------------------------
+
+
+@modes
+def test_tasks_of_all_kinds_are_counted(checkpoint: str, recomputed: int) -> None:
+    with three(checkpoint) as pipe:
+        step(pipe)
+        step(pipe)
+        seen = pipe.statistics()
+    assert (seen.runs, seen.succeeded, seen.in_flight, seen.failures) == (2, 2, 0, 0)
+    assert [worker.tasks for worker in seen.workers] == [2 * (2 * M + recomputed)] * N
+    assert seen.recomputations == 2 * recomputed * N
+    assert all(worker.busy_seconds > 0 and worker.doing is None for worker in seen.workers)
+
+
+@pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
+def test_a_failure_is_counted(phase: str) -> None:
+    with pipe_of(nn.Linear(3, 3), raising(phase), checkpoint="always") as pipe:
+        with pytest.raises(ValueError):
+            step(pipe)
+        seen = pipe.statistics()
+    assert (seen.runs, seen.failures, seen.cancellations, seen.in_flight) == (1, 1, 0, 0)
+
+
+def test_a_worker_that_waits_for_a_gradient_waits_for_input() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        assert go_on.wait(WAIT)
+
+    with pipe_of(nn.Linear(3, 3), Apply(lambda x: acting(x, block)), chunks=1) as pipe:
+        caller = threading.Thread(target=step, args=(pipe,))
+        caller.start()
+        assert entered.wait(WAIT)
+        for _ in range(1000):
+            first, second = (worker.doing for worker in pipe.statistics().workers)
+            if first is not None:
+                break
+            threading.Event().wait(0.001)
+        go_on.set()
+        caller.join(WAIT)
+    assert first is not None and second is not None
+    assert (first.phase, first.partition, first.micro_batch) == ("waiting for input", 0, 0)
+    assert (second.phase, second.partition, second.micro_batch) == ("backward", 1, 0)
+
+
+# Timelines ----------------------------------------------------------------------------------------
+
+
+def record_step(pipe: Pipe, **options: Any) -> Timeline:
+    with pipe.record() as timeline:
+        step(pipe, **options)
+    return timeline
+
+
+def tasks(timeline: Timeline, kind: str) -> Counter[tuple[int, int]]:
+    return Counter((event.i, event.j) for event in timeline.events if event.kind == kind)
+
+
+@modes
+@schedules
+def test_each_task_is_recorded_once(checkpoint: str, recomputed: int, schedule: str) -> None:
+    with three(checkpoint) as pipe:
+        timeline = record_step(pipe, schedule=schedule)
+    assert tasks(timeline, "forward") == tasks(timeline, "backward") == Counter(EACH)
+    again = Counter((i, j) for i, j in EACH if i < recomputed)
+    assert tasks(timeline, "recompute") == again
+
+
+@schedules
+def test_tasks_of_a_device_are_recorded_one_after_the_other_in_the_order_of_the_schedule(
+    schedule: str,
+) -> None:
+    with three("always") as pipe:
+        timeline = record_step(pipe, schedule=schedule)
+    for k in range(N):
+        own = [e for e in timeline.events if e.j == k and e.kind not in ("wait", "copy")]
+        expected = [a for a in plan(schedule, M, N, recomputed=M).order if a.j == k]
+        assert [event.name for event in own] == [str(action) for action in expected]
+        assert all(one.end <= next.start for one, next in zip(own, own[1:], strict=False))
+
+
+def test_a_backward_is_recorded_after_what_it_needs() -> None:
+    with three("always") as pipe:
+        events = record_step(pipe).events
+    at = {event.name: event for event in events if event.kind != "wait"}
+    for i, j in EACH:
+        back = at[f"B[{i},{j}]"]
+        assert at[f"F[{i},{j}]"].end <= at[f"R[{i},{j}]"].start
+        assert at[f"R[{i},{j}]"].end <= back.start
+        assert j == N - 1 or at[f"B[{i},{j + 1}]"].end <= back.start
+
+
+def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
+    with three("never") as pipe:
+        waits = tasks(record_step(pipe), "wait")
+    ahead = {(i, j) for i, j in EACH if j > 0}
+    back = {(i, j) for i, j in EACH if j < N - 1}
+    assert waits == Counter(ahead) + Counter(back)
+
+
+def meet(schedule: str, one: tuple[int, int], other: tuple[int, int]) -> Timeline:
+    """A step in which the backwards of two tasks wait for each other."""
+    barrier = threading.Barrier(2)
+
+    class Meets(nn.Linear):
+        def __init__(self, j: int) -> None:
+            super().__init__(3, 3)
+            self.j, self.done = j, 0
+
+        def wait(self, i: int) -> None:
+            if (i, self.j) in (one, other):
+                barrier.wait(WAIT)
+
+        def forward(self, x: Tensor) -> Tensor:
+            i, self.done = self.done, self.done + 1
+            return acting(super().forward(x), lambda: self.wait(i))
+
+    with pipe_of(Meets(0), Meets(1), Meets(2), checkpoint="never") as pipe:
+        return record_step(pipe, schedule=schedule)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "one", "other"),
+    [("1f1b", (0, 1), (1, 2)), ("gpipe", (3, 0), (2, 1)), ("1f1b", (2, 0), (3, 1))],
+)
+def test_backwards_of_two_partitions_happen_at_the_same_time(
+    schedule: str, one: tuple[int, int], other: tuple[int, int]
+) -> None:
+    at = {event.name: event for event in meet(schedule, one, other).events}
+    first, second = at["B[%d,%d]" % one], at["B[%d,%d]" % other]
+    assert first.start < second.end and second.start < first.end
+
+
+@schedules
+def test_a_report_can_be_made(schedule: str) -> None:
+    with three("except_last") as pipe:
+        timeline = record_step(pipe, schedule=schedule)
+    report = timeline.report()
+    assert report.calls == 1 and report.micro_batches == M
+    assert report.ideal_bubble == pytest.approx((N - 1) / (M + N - 1))
+    assert 0 <= report.bubble < 1
+    assert all(of.forward > 0 and of.backward > 0 for of in report.devices)
+    for times in report.devices:
+        assert times.forward + times.recomputing + times.backward == pytest.approx(times.busy)
+    assert "1 call of 4 micro-batches on 3 devices" in str(report)
+
+
+@pytest.mark.slow
+@schedules
+def test_the_bubble_of_equal_stages_is_near_the_ideal_one(schedule: str) -> None:
+    """Stages that sleep once forward and twice backward."""
+    pause = threading.Event()
+
+    def sleeps(x: Tensor) -> Tensor:
+        pause.wait(0.02)
+        return acting(x, lambda: bool(pause.wait(0.04)))
+
+    layers = [nn.Sequential(Apply(sleeps), nn.Linear(3, 3)) for _ in range(N)]
+    with pipe_of(*layers, checkpoint="never") as pipe:
+        step(pipe, schedule=schedule)
+        report = record_step(pipe, schedule=schedule).report()
+    ideal = (N - 1) / (M + N - 1)  # one after the other would leave (N - 1) / N
+    assert ideal - 0.1 < report.bubble < ideal + 0.2
+
+
+def test_the_loss_is_part_of_the_forward_of_the_last_partition() -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        names.append({event.name for event in timeline.events})
+        return functional.mse_loss(y, target)
+
+    names: list[set[str]] = []
+    with three("never") as pipe, pipe.record() as timeline:
+        step(pipe, loss_fn=loss)
+    # An event is there when it is over, and the forward is not over while the loss is computed.
+    assert [f"F[{i},{N - 1}]" in seen for i, seen in enumerate(names)] == [False] * M
+
+
+def only(events: list[Event], name: str) -> Event:
+    (event,) = (event for event in events if event.name == name)
+    return event
+
+
+def test_a_task_that_failed_is_recorded_to_its_end() -> None:
+    with pipe_of(nn.Linear(3, 3), raising("backward")) as pipe:
+        with pipe.record() as timeline, pytest.raises(ValueError):
+            step(pipe)
+    assert only(list(timeline.events), "B[0,1]").seconds >= 0
+
+
+# Profilers ----------------------------------------------------------------------------------------
+
+
+def trace(path: Path) -> list[dict[str, Any]]:
+    """The events that torch.profiler writes about a step."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with pipe_of(nn.Linear(3, 3), nn.Linear(3, 3), chunks=2, checkpoint="always") as pipe:
+        step(pipe)
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
+            step(pipe)
+            profiler.step()
+    profiler.export_chrome_trace(str(path))
+    events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+@pytest.mark.slow
+def test_each_task_is_a_range_on_its_worker_with_its_operations_inside(tmp_path: Path) -> None:
+    events = trace(tmp_path / "trace.json")
+    operations = {"F": "aten::linear", "R": "aten::linear", "B": "AddmmBackward0"}
+    threads: dict[int, set[int]] = {0: set(), 1: set()}
+    for letter, operation in operations.items():
+        for i, j in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+            (task,) = (event for event in events if event["name"] == f"{letter}[{i},{j}]")
+            threads[j].add(task["tid"])
+            end = task["ts"] + task["dur"]
+            inside = [
+                event["name"]
+                for event in events
+                if event["tid"] == task["tid"]
+                and task["ts"] <= event["ts"]
+                and event["ts"] + event["dur"] <= end
+            ]
+            assert operation in inside, (letter, i, j)
+    assert len(threads[0]) == len(threads[1]) == 1
+    assert threads[0] != threads[1] and threading.get_native_id() not in threads[0] | threads[1]

@@ -1,0 +1,355 @@
+"""What layers hand on across a border, and what they are made of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.layers import Apply
+from tests.step.compare import (
+    SCHEDULES,
+    Way,
+    assert_equal,
+    batch,
+    grads_of,
+    linear,
+    mean,
+    same,
+    ways,
+)
+
+
+class With(nn.Module):
+    """A layer of one parameter and a function of it."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Any], rows: int = 1) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, 3, dtype=torch.float64))
+        self.function = function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, self.weight)
+
+
+cross_entropy: Any = F.cross_entropy  # torch does not type Tensor.backward
+
+
+def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:
+    """Four layers; what goes from the second to the third is up to the functions."""
+    return nn.Sequential(linear(3, 3), Apply(make), Apply(take), linear(3, 2))
+
+
+BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tuple": (lambda x: (x.sin(), x.cos()), lambda v: v[0] * v[1]),
+    "dict": (lambda x: {"a": x.sin(), "b": [x.cos()]}, lambda v: v["a"] * v["b"][0]),
+    "one of two unused": (lambda x: (x.sin(), x.exp()), lambda v: v[0]),
+    "one detached": (lambda x: (x, x.detach()), lambda v: v[0] * v[1]),
+    "one integer": (lambda x: (x, x.argmax(1)), lambda v: v[0] * v[1][:, None]),
+    "None and a number": (lambda x: (x, None, 2), lambda v: v[0] * v[2]),
+    "0-dimensional": (lambda x: (x, x.new_tensor(2.0)), lambda v: v[0] * v[1]),
+    "one twice": (lambda x: (x, x), lambda v: v[0] * v[1].exp()),
+    "view": (lambda x: x.t(), lambda v: v.t()),
+    "views of one": (lambda x: x.chunk(3, 1), lambda v: torch.cat([v[0] * 2, v[2], v[1]], 1)),
+    "expanded": (lambda x: x[:, :1].expand(-1, 3), lambda v: v * 2),
+    "size": (lambda x: (x, x.shape), lambda v: v[0] * v[1][1]),
+    "empty": (lambda x: (x, x[:0]), lambda v: v[0] + v[1].sum()),
+    "all unused": (lambda x: (x,), lambda v: torch.ones_like(v[0])),
+    "complex": (lambda x: torch.complex(x, x.exp()), lambda v: (v * v.conj()).real + v.imag),
+    "float32": (lambda x: x.float(), lambda v: v.double()),
+}
+
+
+@ways
+@pytest.mark.parametrize("kind", BORDERS)
+@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [4]], ids=len)
+def test_what_crosses_a_border_brings_its_gradient_back(
+    kind: str, balance: list[int], way: Way
+) -> None:
+    assert_equal(between(*BORDERS[kind]), balance, way, batch(7, requires_grad=True))
+
+
+@ways
+@pytest.mark.parametrize("kind", ["tuple", "dict", "one integer", "one detached", "0-dimensional"])
+def test_the_output_may_be_any_pytree(kind: str, way: Way) -> None:
+    make, take = BORDERS[kind]
+    module = nn.Sequential(linear(3, 3), nn.Tanh(), Apply(make))
+    assert_equal(module, [1, 2], way, batch(7), loss_fn=lambda y, _: mean(take(y), None))
+
+
+@ways
+def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way: Way) -> None:
+    last = Apply(lambda x: {"rows": x, "sum": x.sum(), "best": x.argmax(1), "none": None})
+    module, x = nn.Sequential(linear(3, 3), last), batch(7)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        _, outputs = pipe.forward_backward(
+            x, loss_fn=lambda y, _: mean(y["rows"], None), schedule=way.schedule,
+            return_outputs=True,
+        )  # fmt: skip
+        with torch.no_grad():
+            same(outputs, pipe(x))
+
+
+# Layers that work in place, at the beginning of a partition.
+
+
+class AddInPlace(nn.Module):
+    """Changes its input in place, and the graph with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(self.bias)
+
+
+IN_PLACE: dict[str, Callable[[], nn.Module]] = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "parameter": AddInPlace,
+    "mul": lambda: Apply(lambda x: x.mul_(2)),
+    "some entries": lambda: Apply(lambda x: x[:, 0].mul_(2) is x or x),
+    "unsqueezed": lambda: Apply(lambda x: x.unsqueeze_(1).squeeze_(1)),
+}
+
+
+@ways
+@pytest.mark.parametrize("kind", IN_PLACE)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_partition_may_begin_in_place(kind: str, chunks: int, way: Way) -> None:
+    module = nn.Sequential(linear(3, 3), IN_PLACE[kind](), linear(3, 2))
+    assert_equal(module, [1, 2], way, batch(7), chunks=chunks)
+
+
+@ways
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_the_first_layer_may_work_in_place_on_an_input_without_grad(kind: str, way: Way) -> None:
+    module = nn.Sequential(IN_PLACE[kind](), linear(3, 3), linear(3, 2))
+    assert_equal(module, [2, 1], way, batch(7))
+
+
+@ways
+def test_each_of_two_values_may_be_changed_in_place(way: Way) -> None:
+    module = between(lambda x: (x * 2, x * 3), lambda v: v[0].add_(v[1]) * v[1].mul_(3))
+    assert_equal(module, [2, 2], way, batch(7))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_the_plain_module_refuses_in_place_is_refused(schedule: str) -> None:
+    """Tanh has saved what the next layer changes."""
+    module = nn.Sequential(linear(3, 3), nn.Tanh(), nn.ReLU(inplace=True), linear(3, 2))
+    with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            pipe.forward_backward(batch(7), loss_fn=mean, schedule=schedule)
+    assert set(grads_of(module).values()) == {None}
+
+
+# Layers that return what they got, or what they have.
+
+
+@ways
+def test_a_partition_may_return_its_input(way: Way) -> None:
+    module = nn.Sequential(linear(3, 3), nn.Identity(), nn.Identity(), linear(3, 2))
+    assert_equal(module, [1, 1, 1, 1], way, batch(7, requires_grad=True))
+
+
+@ways
+def test_the_whole_model_may_be_the_identity(way: Way) -> None:
+    module = nn.Sequential(nn.Identity(), nn.Identity())
+    assert_equal(module, [1, 1], way, batch(7, requires_grad=True))
+
+
+@ways
+def test_a_partition_may_return_its_input_beside_what_it_makes_of_it(way: Way) -> None:
+    module = between(lambda x: (x, x.exp()), lambda v: v[0] * v[1])
+    assert_equal(module, [1, 1, 2], way, batch(7, requires_grad=True))
+
+
+RETURNED: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "alone": (lambda x, w: (x, w), lambda v: v[0] * v[1]),
+    "and used": (lambda x, w: (x * w, w), lambda v: v[0] * v[1]),
+    "twice": (lambda x, w: (x, w, w), lambda v: v[0] * v[1] * v[2]),
+    "and a view": (lambda x, w: (x, w, w.t()), lambda v: v[0] * v[1] * v[2].t()),
+    "instead of the input": (lambda x, w: w.expand(len(x), 3), lambda v: v * 2),
+}
+
+
+@ways
+@pytest.mark.parametrize("kind", RETURNED)
+def test_a_layer_may_return_its_parameter(kind: str, way: Way) -> None:
+    make, take = RETURNED[kind]
+    module = nn.Sequential(linear(3, 3), With(make), Apply(take), linear(3, 2))
+    assert_equal(module, [2, 2], way, batch(7))
+
+
+@ways
+def test_the_output_may_be_a_parameter(way: Way) -> None:
+    module = nn.Sequential(linear(3, 3), With(lambda x, w: (x, w)))
+    assert_equal(module, [1, 1], way, batch(7), loss_fn=lambda y, _: mean(y[0] * y[1], None))
+
+
+# Tensors that are trained.
+
+
+@ways
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_tensor_that_a_layer_keeps_for_itself_is_trained(chunks: int, way: Way) -> None:
+    tensor = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    layers = [linear(3, 3), Apply(lambda x: x * tensor), linear(3, 2)]
+    x, module = batch(7), nn.Sequential(*layers)
+    expected = torch.autograd.grad(mean(module(x), None), [tensor, *module.parameters()])
+    options: dict[str, Any] = {"chunks": chunks, "checkpoint": way.checkpoint}
+    with Pipe(module, [1, 2], devices=["cpu"] * 2, **options) as pipe:
+        pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+    same([tensor.grad, *[p.grad for p in module.parameters()]], list(expected))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> None:
+    class Freezes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.requires_grad_(True)
+            y = x * self.weight
+            self.weight.requires_grad_(False)
+            return y
+
+    module: Any = nn.Sequential(linear(3, 3), Freezes(), linear(3, 2))
+    assert_equal(module, [1, 2], Way(schedule, "never"), batch(7))
+    assert module[1].weight.grad is None
+
+
+@ways
+def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
+    first, second = linear(3, 3), linear(3, 3)
+    second.weight = first.weight
+    module = nn.Sequential(first, nn.Tanh(), second, linear(3, 2))
+    assert_equal(module, [3, 1], way, batch(7))
+
+
+@ways
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) -> None:
+    layers = [linear(3, 3) for _ in range(4)]
+    for layer in layers[1:]:
+        layer.weight = layers[0].weight
+    assert_equal(
+        nn.Sequential(*layers), [1, 1, 1, 1], way, batch(7), chunks=chunks, steps=steps
+    )
+
+
+@ways
+def test_a_layer_that_is_there_twice(way: Way) -> None:
+    layer = linear(3, 3)
+    assert_equal(nn.Sequential(layer, nn.Tanh(), layer), [1, 2], way, batch(7))
+
+
+@ways
+def test_a_layer_may_go_through_a_custom_function(way: Way) -> None:
+    module = nn.Sequential(linear(3, 3), With(product), linear(3, 2))
+    assert_equal(module, [1, 2], way, batch(7))
+
+
+def product(x: Tensor, w: Tensor) -> Any:
+    return Product.apply(x, w)  # type: ignore[no-untyped-call]
+
+
+class Product(torch.autograd.Function):
+    """Multiplies, unseen by torch functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grad * w, (grad * x).sum(0, keepdim=True)
+
+
+# Kinds of numbers and layouts.
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64])
+def test_gradients_have_the_dtype_of_their_parameters(
+    dtype: torch.dtype, schedule: str
+) -> None:
+    module = nn.Sequential(nn.Linear(3, 4, dtype=dtype), nn.Tanh(), nn.Linear(4, 2, dtype=dtype))
+    x, plain = torch.randn(8, 3).to(dtype), copy.deepcopy(module)
+
+    def loss(y: Tensor, _: Any) -> Any:
+        return y.abs().square().sum(1).mean()
+
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=2) as pipe:
+        found = pipe.forward_backward(x, loss_fn=loss, schedule=schedule)
+    expected = loss(plain(x), None)
+    expected.backward()
+    assert found.dtype == expected.dtype
+    same(grads_of(module), grads_of(plain), rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+def test_grad_has_the_memory_format_of_the_plain_modules(
+    schedule: str, chunks: int, shared: bool
+) -> None:
+    first, second = (nn.Conv2d(3, 3, 3, padding=1, bias=False) for _ in range(2))
+    if shared:
+        second.weight = first.weight
+    layout: Any = torch.channels_last
+    module: Any = nn.Sequential(first, second)
+    module.to(memory_format=layout)
+    plain, x = copy.deepcopy(module), torch.randn(6, 3, 4, 4)
+    plain(x).square().mean().backward()
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=chunks) as pipe:
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
+    for own, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        assert own.grad.stride() == other.grad.stride()
+
+
+@ways
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_sparse_gradient_stays_sparse(steps: int, way: Way) -> None:
+    embedding = nn.Embedding(9, 3, sparse=True, dtype=torch.float64)
+    module: Any = nn.Sequential(embedding, linear(3, 9))
+    tokens, plain = torch.randint(0, 9, (7,)), copy.deepcopy(module)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        for _ in range(steps):
+            pipe.forward_backward(
+                tokens, target=tokens, loss_fn=F.cross_entropy, schedule=way.schedule
+            )
+            cross_entropy(plain(tokens), tokens).backward()
+    assert module[0].weight.grad.is_sparse
+    same(module[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
+@ways
+def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> None:
+    def tied() -> nn.Sequential:
+        torch.manual_seed(3)
+        first, last = nn.Embedding(9, 3, sparse=True, dtype=torch.float64), linear(3, 9)
+        last.weight = first.weight
+        return nn.Sequential(first, nn.Tanh(), last)
+
+    module, plain, tokens = tied(), tied(), torch.randint(0, 9, (7,))
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        for _ in range(2):
+            pipe.forward_backward(
+                tokens, target=tokens, loss_fn=F.cross_entropy, schedule=way.schedule
+            )
+            cross_entropy(plain(tokens), tokens).backward()
+    same(grads_of(module), grads_of(plain))
