@@ -75,7 +75,7 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
             "each updates the running statistics. Choose deferred_batch_norm=True to update them "
             "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to leave it "
             "at that",
-            stacklevel=3,
+            stacklevel=4,  # Partitioned, Pipe, and whoever makes one
         )
 
 
