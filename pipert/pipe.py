@@ -262,7 +262,7 @@ class Pipe(Partitioned):
         target: Value = None,
         schedule: str | Maker = "1f1b",
         reduction: str = "mean",
-        loss_scale: float | Tensor | torch.amp.GradScaler = 1.0,
+        loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
         timeout: float | None = None,
         **kwargs: Any,
@@ -292,7 +292,7 @@ class Pipe(Partitioned):
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds up; use it
                 where rows count differently, as with ``ignore_index``, and divide in ``loss_fn``.
             loss_scale: gradients are those of the loss times this; or the ``GradScaler`` that
-                knows. Default 1.
+                knows. Default: not scaled.
             return_outputs: whether to return the outputs, too; default no.
             timeout: as in :meth:`forward`.
 

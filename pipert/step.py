@@ -65,9 +65,11 @@ _TARGET = "target of forward_backward"  # no keyword that a layer could have
 
 
 def scale_of(
-    scale: float | Tensor | torch.amp.GradScaler, devices: Sequence[torch.device]
+    scale: float | Tensor | torch.amp.GradScaler | None, devices: Sequence[torch.device]
 ) -> float | Tensor:
     """What gradients are multiplied by; a ``GradScaler`` says, and remembers that it was asked."""
+    if scale is None:
+        return 1.0
     if isinstance(scale, torch.amp.GradScaler):
         one = torch.ones((), device=devices[0] if devices else None)
         return scale.scale(one)
