@@ -44,8 +44,9 @@ class Gradients:
             elif weight in self._is_own:
                 before.add_(gradient)
             elif before.layout == gradient.layout == torch.strided:
-                # In the memory format of the weight, as autograd does.
-                self.sums[weight] = torch.add(before, gradient, out=torch.empty_like(weight))
+                # In the memory format of the weight, which may live on another device.
+                own = torch.empty_like(weight, device=gradient.device)
+                self.sums[weight] = torch.add(before, gradient, out=own)
                 self._is_own.add(weight)
             else:
                 self.sums[weight] = before + gradient

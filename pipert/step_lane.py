@@ -194,7 +194,7 @@ class StepLane(Lane):
         return rebuild(tuple([tensor.detach().requires_grad_() for tensor in ys]))
 
     def _lose(self, i: int, y: Value) -> Tensor:
-        """The loss of micro-batch ``i``, scaled."""
+        """The loss of micro-batch ``i``, unscaled; its share of the whole is noted."""
         step, loss = self._step, self._step.loss
         target, copied = self._copy_value(i, leaf_inputs(loss.targets[i]), None)
         if copied is not None:
