@@ -276,9 +276,9 @@ class Pipe(Partitioned):
         >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
         >>> optimizer.step()  # doctest: +SKIP
 
-        Gradients are added to ``.grad`` when the whole step has succeeded: one that fails changes
-        none. Hooks of a parameter see its whole gradient, once. Inputs that require grad get
-        theirs, through the graph that they come from.
+        Gradients are added to ``.grad`` when all tasks have succeeded: a step that fails changes
+        none, unless it is a hook of a parameter that fails while they are added. Hooks see the
+        whole gradient, once. Inputs that require grad get theirs through the caller's graph.
 
         Args:
             *args: as in :meth:`forward`.
