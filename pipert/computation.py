@@ -24,7 +24,7 @@ from pipert.microbatch import Arguments
 from pipert.schedule import Schedule
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.skip.store import of_task
-from pipert.status import FORWARD, LETTERS, RECOMPUTATION
+from pipert.status import FORWARD, LETTERS, RECOMPUTATION, task_name
 from pipert.tied import Substitute, Weights
 from pipert.value import describe, version
 from pipert.workers.context import CallerContext
@@ -250,8 +250,8 @@ class Computation:
 
     def _note(self, i: int, phase: str, where: str = "") -> str:
         return (
-            f"in {phase} {LETTERS[phase]}[{i},{self._j}]: partition {self._j} on {self._place}"
-            f"{where}, micro-batch {i} of {self._schedule.m}"
+            f"in {phase} {task_name(LETTERS[phase], i, self._j)}: partition {self._j} on "
+            f"{self._place}{where}, micro-batch {i} of {self._schedule.m}"
         )
 
     def __repr__(self) -> str:

@@ -175,12 +175,16 @@ class Lane:
 
     def _receive_input(self, i: int, turn: Turn) -> Value:
         if not isinstance(self._receive, list):
-            try:
-                return self._receive.get(turn.give_up)
-            except QueueClosed:  # the run was given up
-                return NOT_RUN
+            return self._take(self._receive, turn)
         x, self._receive[i] = self._receive[i], None
         return x
+
+    def _take(self, queue: ClosableQueue[Any], turn: Turn) -> Any:
+        """The next of ``queue``; ``NOT_RUN`` if the run was given up."""
+        try:
+            return queue.get(turn.give_up)
+        except QueueClosed:
+            return NOT_RUN
 
     def _forward(self, i: int, x: Value, turn: Turn) -> Value:
         return self._run.context.run_forward(self._observed_forward, i, x, turn)
@@ -361,12 +365,7 @@ class Lane:
         return tuple(results)
 
     def _move(
-        self,
-        i: int,
-        tensors: Tensors,
-        source: Stream,
-        target: Stream,
-        origin: int | None,
+        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
     ) -> Tensors:
         """Copy ``tensors``, all on one device and all in the graph or none, to this one."""
         in_graph = tensors[0].requires_grad and self._run.context.grad_enabled

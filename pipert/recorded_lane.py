@@ -27,10 +27,11 @@ from pipert.recording.backward import (
     watch_backward,
     watch_node,
 )
-from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, task_name
+from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.recording.ranges import task_range
 from pipert.recording.recorder import Recorder, Span
 from pipert.recording.stamp import Stamp, stamp
+from pipert.status import task_name
 from pipert.step_lane import StepLane
 from pipert.value import differentiable
 from pipert.workers.turn import Turn

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipert.status import task_name
+
 __all__: list[str] = []
 
 
@@ -31,7 +33,7 @@ class Forward(NamedTuple):
         return "F"
 
     def __str__(self) -> str:
-        return f"F[{self.i},{self.j}]"
+        return task_name(self.kind, self.i, self.j)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from pipert.status import task_name
+
 __all__ = ["Action", "StepSchedule", "gpipe", "one_f_one_b", "plan"]
 
 FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
@@ -45,7 +47,7 @@ class Action(NamedTuple):
     """The partition."""
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.i},{self.j}]"
+        return task_name(self.kind, self.i, self.j)
 
 
 Ticks = Iterable[Iterable[Action]]

@@ -17,6 +17,12 @@ RECOMPUTATION = "recomputation"
 BACKWARD = "backward"
 WAITING = "waiting for input"
 
+
+def task_name(letter: str, i: int, j: int) -> str:
+    """How a task is called everywhere: ``F[3,1]``."""
+    return f"{letter}[{i},{j}]"
+
+
 LETTERS = {FORWARD: "F", RECOMPUTATION: "R", BACKWARD: "B"}
 PHASES = {letter: phase for phase, letter in LETTERS.items()}
 

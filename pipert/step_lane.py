@@ -29,7 +29,6 @@ from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.transfer import Stream
-from pipert.errors import QueueClosed
 from pipert.gradients import Gradients, leaves_behind
 from pipert.lane import Lane
 from pipert.progress import NOT_RUN
@@ -227,12 +226,7 @@ class StepLane(Lane):
                 self._computation.on_worker = False
 
     def _receive_gradients(self, i: int, turn: Turn) -> Any:
-        if self._arrive is None:
-            return ()
-        try:
-            return self._arrive.get(turn.give_up)
-        except QueueClosed:  # the step was given up
-            return NOT_RUN
+        return () if self._arrive is None else self._take(self._arrive, turn)
 
     def _backward(self, i: int, arrived: Arrived, turn: Turn) -> Any:
         return self._run.context.run_backward(self._observed_backward, i, arrived)

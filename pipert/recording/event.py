@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pipert.status import task_name
+
 __all__ = ["Event"]
 
 FORWARD = "forward"
@@ -66,8 +68,3 @@ class Event:
         if self.kind == COPY and self.origin is not None:
             return f"copy {self.i}: {self.origin} to {self.j}"
         return f"{self.kind} {self.i}"
-
-
-def task_name(letter: str, i: int, j: int) -> str:
-    """``F[3,1]``."""
-    return f"{letter}[{i},{j}]"
