@@ -1,0 +1,55 @@
+"""Eight GPUs that are not there: torch's CUDA devices, simulated, with every missing wait reported.
+
+::
+
+    from tests import simulated_gpus
+    gpus = simulated_gpus.start()          # before ``import torch``
+    import torch                           # torch.cuda.device_count() == 8
+    ...
+    for report in gpus.reports():          # races, and memory reused too early
+        print(report)
+
+README.md in this folder says what is modelled, and what cannot be seen here. A program that knows
+nothing of it is run by ``python -m tests.simulated_gpus program.py``, and the tests by
+``python -m pytest --simulated-gpus``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.simulated_gpus.simulation import Simulation
+
+__all__ = ["running", "start"]
+
+_running: list[Simulation] = []
+
+
+def start(devices: int = 8) -> Simulation:
+    """Make torch believe in ``devices`` GPUs, for the rest of the process.
+
+    Builds the library on first use, which takes half a minute. A second call returns the first's.
+
+    Raises:
+        RuntimeError: if torch has been imported before, or there is no g++.
+    """
+    if not _running:
+        if "torch" in sys.modules:
+            raise RuntimeError("simulated_gpus.start() must come before `import torch`")
+        from tests.simulated_gpus.build import library
+        from tests.simulated_gpus.simulation import Simulation
+
+        simulation = Simulation(library(), devices)  # loaded before torch is
+
+        from tests.simulated_gpus.pretend import pretend
+
+        pretend(simulation)
+        _running.append(simulation)
+    return _running[0]
+
+
+def running() -> Simulation | None:
+    """The simulation of this process, if there is one."""
+    return _running[0] if _running else None

@@ -1,0 +1,77 @@
+"""Builds the library with g++ on first use and keeps it, by torch's version and the sources' hash."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["library", "why_not"]
+
+SOURCES = Path(__file__).parent / "src"
+FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -shared -w".split()
+
+
+def why_not() -> str | None:
+    """What is missing to build the library, in one line; ``None`` if nothing is."""
+    if shutil.which("g++") is None:
+        return "simulated GPUs need g++: install it (Debian: apt install g++)"
+    return None
+
+
+def library() -> Path:
+    """The library for this torch, built if it is not in the cache. Imports no torch.
+
+    Raises:
+        RuntimeError: if there is no g++, or it fails.
+    """
+    torch = _torch()
+    folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "pipert"
+    path = folder / f"simulated_gpus-{_version(torch)}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "simulated_gpus.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one test run may want it at once
+        if not path.exists():
+            _build(torch, path)
+    return path
+
+
+def _torch() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("simulated GPUs need torch")
+    return Path(spec.origin).parent
+
+
+def _version(torch: Path) -> str:
+    """torch's version, and a hash of everything that the library is made from."""
+    found = hashlib.sha256(" ".join([*FLAGS, str(torch)]).encode())
+    for file in sorted(SOURCES.iterdir()):
+        found.update(file.read_bytes())
+    return f"{importlib.metadata.version('torch')}-{found.hexdigest()[:16]}"
+
+
+def _build(torch: Path, path: Path) -> None:
+    missing = why_not()
+    if missing is not None:
+        raise RuntimeError(missing)
+    print(f"building simulated GPUs for this torch, once: {path}", file=sys.stderr, flush=True)
+    draft = path.with_suffix(f".{os.getpid()}")
+    include = torch / "include"
+    command = [
+        "g++", *FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
+        str(SOURCES / "simulation.cpp"), "-o", str(draft),
+        f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"g++ failed to build simulated GPUs:\n{done.stderr[-4000:]}")
+    draft.rename(path)

@@ -1,0 +1,189 @@
+"""The Python side of torch's CUDA: what a build without CUDA has no functions for."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import torch
+import torch._utils
+import torch.cuda
+import torch.cuda.graphs
+import torch.cuda.streams
+import torch.storage
+
+from tests.simulated_gpus.simulation import Simulation
+
+__all__ = ["pretend"]
+
+C: Any = torch._C
+MEMORY = 80 << 30
+
+
+class _Properties(types.SimpleNamespace):
+    __hash__ = object.__hash__  # torch.compile looks things up by what they are
+
+
+def pretend(simulation: Simulation) -> None:
+    """Let ``torch.cuda`` say that the simulated devices are there."""
+    _classes(simulation)
+    _functions(simulation)
+    _module(simulation)
+    _storages()
+
+
+def _classes(simulation: Simulation) -> None:
+    class StreamBase(torch.Stream):
+        def __new__(
+            cls: Any,
+            priority: int = 0,
+            stream_id: int | None = None,
+            device_index: int | None = None,
+            device_type: int | None = None,
+            stream_ptr: int | None = None,
+        ) -> Any:
+            if stream_id is not None:
+                return torch.Stream.__new__(
+                    cls, stream_id=stream_id, device_index=device_index, device_type=device_type
+                )
+            here = torch.device("cuda", simulation.c.sim_current_device())
+            return torch.Stream.__new__(cls, device=here, priority=priority)
+
+        cuda_stream = property(lambda self: self.stream_id)
+        priority = property(lambda self: 0)
+
+    class EventBase(torch.Event):
+        def __new__(
+            cls: Any,
+            enable_timing: bool = False,
+            blocking: bool = False,
+            interprocess: bool = False,
+            external: bool = False,
+        ) -> Any:
+            return torch.Event.__new__(
+                cls, device=torch.device("cuda"), enable_timing=enable_timing
+            )
+
+        cuda_event = property(lambda self: self.event_id)
+
+        def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no subclass
+            if not self.event_id or not other.event_id:
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+            return float(simulation.c.sim_elapsed(self.event_id, other.event_id))
+
+    C._CudaStreamBase, C._CudaEventBase = StreamBase, EventBase
+    importlib.reload(torch.cuda.streams)
+    for name in ("Stream", "Event", "ExternalStream"):
+        setattr(torch.cuda, name, getattr(torch.cuda.streams, name))
+
+
+def _functions(simulation: Simulation) -> None:
+    c = simulation.c
+    kind = int(C._autograd.DeviceType.CUDA)
+
+    def current(device: int | None) -> tuple[int, int, int]:
+        here = c.sim_current_device() if device is None or device < 0 else device
+        stream = torch.accelerator.current_stream(here)
+        return stream.stream_id, stream.device_index, kind
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        stream: Any = torch.Stream
+        torch.accelerator.set_stream(
+            stream(stream_id=stream_id, device_index=device_index, device_type=device_type)
+        )
+        torch.accelerator.set_device_index(device_index)
+
+    def stats(device: int) -> dict[str, Any]:
+        live, peak = c.sim_live(device), c.sim_peak(device)
+        one = {"current": live, "peak": peak, "allocated": live, "freed": 0}
+        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+        return {name: {"all": dict(one)} for name in names}
+
+    functions: dict[str, Any] = dict(
+        _cuda_getDeviceCount=lambda: simulation.devices,
+        _cuda_init=lambda: None,
+        _cuda_setDevice=torch.accelerator.set_device_index,
+        _cuda_getDevice=c.sim_current_device,
+        _cuda_synchronize=lambda: torch.accelerator.synchronize(c.sim_current_device()),
+        _cuda_getCurrentStream=current,
+        _cuda_getDefaultStream=lambda i: (0, i, kind),
+        _cuda_setStream=set_stream,
+        _cuda_sleep=lambda cycles: c.sim_sleep(cycles / 2000.0),
+        _cuda_emptyCache=lambda: None,
+        _cuda_memoryStats=stats,
+        _cuda_resetPeakMemoryStats=c.sim_reset_peak,
+        _cuda_resetAccumulatedMemoryStats=lambda device: None,
+        _cuda_isCurrentStreamCapturing=lambda: False,
+        _cuda_getCompiledVersion=lambda: 12000,
+        _cuda_canDeviceAccessPeer=lambda a, b: True,
+        _cuda_getCurrentRawStream=lambda i: current(i)[0],
+        _cuda_isInBadFork=lambda: False,
+    )
+    for name, function in functions.items():
+        setattr(C, name, function)
+    C._has_cuda = True
+
+
+def _module(simulation: Simulation) -> None:
+    c, cuda = simulation.c, torch.cuda
+
+    def exchange(device: int) -> int:
+        before = int(c.sim_current_device())
+        if device >= 0:
+            torch.accelerator.set_device_index(device)
+        return before
+
+    properties = _Properties(
+        name="simulated GPU", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
+    )
+    replaced: dict[str, Any] = dict(
+        _exchange_device=exchange,
+        _maybe_exchange_device=exchange,
+        _lazy_init=lambda: None,
+        _initialized=True,
+        _is_in_bad_fork=lambda: False,
+        is_available=lambda: True,
+        device_count=lambda: simulation.devices,
+        is_bf16_supported=lambda *args, **kwargs: True,
+        mem_get_info=lambda device=None: (MEMORY, MEMORY),
+        get_device_properties=lambda device=None: properties,
+        get_device_name=lambda device=None: properties.name,
+        get_device_capability=lambda device=None: (properties.major, properties.minor),
+        is_current_stream_capturing=lambda: False,
+    )
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(cuda.nvtx, name, lambda *args: None)
+    setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
+    c.sim_hand_out_default(1)
+    cuda.default_generators = tuple(
+        torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)
+    )
+    c.sim_hand_out_default(0)
+    for device in range(simulation.devices):
+        simulation.limit_memory(device, MEMORY)
+
+
+def _storages() -> None:
+    """``torch.UntypedStorage(n, device="cuda")`` is compiled out of a build without CUDA."""
+
+    def storage(size: int, device: Any) -> torch.UntypedStorage:
+        return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+
+    def clone(self: torch.UntypedStorage) -> Any:
+        if self.device.type == "cuda":
+            return storage(self.nbytes(), self.device).copy_(self)
+        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self)
+
+    plain: Any = torch._utils._to  # type: ignore[attr-defined]
+
+    def to(self: Any, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type == "cuda" and self.device.type != "cuda":
+            return storage(self.nbytes(), device).copy_(self)
+        return plain(self, device, non_blocking)
+
+    setattr(torch.UntypedStorage, "clone", clone)  # noqa: B010
+    setattr(torch._utils, "_to", to)  # noqa: B010
+    setattr(torch.storage, "_to", to)  # noqa: B010
