@@ -1,4 +1,4 @@
-"""Builds the library with g++ on first use and keeps it, by torch's version and the sources' hash."""
+"""Builds the library with g++ on first use; keeps it by torch's version and the sources' hash."""
 
 from __future__ import annotations
 

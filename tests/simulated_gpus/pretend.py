@@ -22,7 +22,8 @@ MEMORY = 80 << 30
 
 
 class _Properties(types.SimpleNamespace):
-    __hash__ = object.__hash__  # torch.compile looks things up by what they are
+    def __hash__(self) -> int:  # torch.compile looks things up by what they are
+        return id(self)
 
 
 def pretend(simulation: Simulation) -> None:
@@ -34,13 +35,15 @@ def pretend(simulation: Simulation) -> None:
 
 
 def _classes(simulation: Simulation) -> None:
+    kind = int(C._autograd.DeviceType.CUDA)
+
     class StreamBase(torch.Stream):
         def __new__(
             cls: Any,
             priority: int = 0,
             stream_id: int | None = None,
-            device_index: int | None = None,
-            device_type: int | None = None,
+            device_index: int = 0,
+            device_type: int = kind,
             stream_ptr: int | None = None,
         ) -> Any:
             if stream_id is not None:
@@ -158,9 +161,8 @@ def _module(simulation: Simulation) -> None:
         setattr(cuda.nvtx, name, lambda *args: None)
     setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
     c.sim_hand_out_default(1)
-    cuda.default_generators = tuple(
-        torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)
-    )
+    generators = [torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)]
+    setattr(cuda, "default_generators", tuple(generators))  # noqa: B010
     c.sim_hand_out_default(0)
     for device in range(simulation.devices):
         simulation.limit_memory(device, MEMORY)
@@ -175,9 +177,10 @@ def _storages() -> None:
     def clone(self: torch.UntypedStorage) -> Any:
         if self.device.type == "cuda":
             return storage(self.nbytes(), self.device).copy_(self)
-        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self)
+        return plain_clone(self)
 
-    plain: Any = torch._utils._to  # type: ignore[attr-defined]
+    plain_clone: Any = torch.UntypedStorage.clone
+    plain: Any = torch._utils._to
 
     def to(self: Any, device: Any, non_blocking: bool = False) -> Any:
         if torch.device(device).type == "cuda" and self.device.type != "cuda":

@@ -134,7 +134,7 @@ class Simulation:
     # Memory ---------------------------------------------------------------------------------------
 
     def limit_memory(self, device: int, bytes: int) -> None:
-        """Let allocations beyond this many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
+        """Let allocations beyond so many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
         self.c.sim_limit(device, bytes)
 
     def live_bytes(self, device: int) -> int:
