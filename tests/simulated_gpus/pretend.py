@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import types
 from typing import Any
 
 import torch
@@ -21,9 +20,11 @@ C: Any = torch._C
 MEMORY = 80 << 30
 
 
-class _Properties(types.SimpleNamespace):
-    def __hash__(self) -> int:  # torch.compile looks things up by what they are
-        return id(self)
+class _Properties:  # hashable, since torch.compile looks things up by what they are
+    name = "simulated GPU"
+    major, minor = 9, 0
+    total_memory = MEMORY
+    multi_processor_count = 132
 
 
 def pretend(simulation: Simulation) -> None:
@@ -73,7 +74,7 @@ def _classes(simulation: Simulation) -> None:
         def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no subclass
             if not self.event_id or not other.event_id:
                 raise ValueError("Both events must be recorded before calculating elapsed time.")
-            return float(simulation.c.sim_elapsed(self.event_id, other.event_id))
+            return float(simulation.c.sim_elapsed_ms(self.event_id, other.event_id))
 
     C._CudaStreamBase, C._CudaEventBase = StreamBase, EventBase
     importlib.reload(torch.cuda.streams)
@@ -98,10 +99,14 @@ def _functions(simulation: Simulation) -> None:
         torch.accelerator.set_device_index(device_index)
 
     def stats(device: int) -> dict[str, Any]:
-        live, peak = c.sim_live(device), c.sim_peak(device)
-        one = {"current": live, "peak": peak, "allocated": live, "freed": 0}
-        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        return {name: {"all": dict(one)} for name in names}
+        m = simulation.memory(device)
+        bytes_ = {"current": m["live"], "peak": m["peak"], "allocated": m["live"], "freed": 0}
+        blocks = {"current": m["blocks"], "peak": m["blocks"], "allocated": m["allocations"],
+                  "freed": m["allocations"] - m["blocks"]}  # fmt: skip
+        found: dict[str, Any] = {f"{name}_bytes": {"all": bytes_} for name in
+                                 ("allocated", "reserved", "active", "requested")}  # fmt: skip
+        found |= {name: {"all": blocks} for name in ("allocation", "segment", "active")}
+        return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
     functions: dict[str, Any] = dict(
         _cuda_getDeviceCount=lambda: simulation.devices,
@@ -137,9 +142,11 @@ def _module(simulation: Simulation) -> None:
             torch.accelerator.set_device_index(device)
         return before
 
-    properties = _Properties(
-        name="simulated GPU", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
-    )
+    def free(device: Any = None) -> tuple[int, int]:
+        m = simulation.memory(torch.cuda._utils._get_device_index(device, optional=True))
+        return m["limit"] - m["live"], m["limit"]
+
+    properties = _Properties()
     replaced: dict[str, Any] = dict(
         _exchange_device=exchange,
         _maybe_exchange_device=exchange,
@@ -149,7 +156,7 @@ def _module(simulation: Simulation) -> None:
         is_available=lambda: True,
         device_count=lambda: simulation.devices,
         is_bf16_supported=lambda *args, **kwargs: True,
-        mem_get_info=lambda device=None: (MEMORY, MEMORY),
+        mem_get_info=free,
         get_device_properties=lambda device=None: properties,
         get_device_name=lambda device=None: properties.name,
         get_device_capability=lambda device=None: (properties.major, properties.minor),
@@ -160,10 +167,10 @@ def _module(simulation: Simulation) -> None:
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *args: None)
     setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
-    c.sim_hand_out_default(1)
+    c.sim_hand_out_default_generators(1)
     generators = [torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)]
     setattr(cuda, "default_generators", tuple(generators))  # noqa: B010
-    c.sim_hand_out_default(0)
+    c.sim_hand_out_default_generators(0)
     for device in range(simulation.devices):
         simulation.limit_memory(device, MEMORY)
 
