@@ -55,7 +55,7 @@ def _classes(simulation: Simulation) -> None:
             return torch.Stream.__new__(cls, device=here, priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
-        priority = property(lambda self: 0)
+        priority = property(lambda self: -1 if self.stream_id > 32 else 0)
 
     class EventBase(torch.Event):
         def __new__(
@@ -72,9 +72,7 @@ def _classes(simulation: Simulation) -> None:
         cuda_event = property(lambda self: self.event_id)
 
         def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no subclass
-            if not self.event_id or not other.event_id:
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            return float(simulation.c.sim_elapsed_ms(self.event_id, other.event_id))
+            return simulation.elapsed_ms(self.event_id, other.event_id)
 
     C._CudaStreamBase, C._CudaEventBase = StreamBase, EventBase
     importlib.reload(torch.cuda.streams)
@@ -108,11 +106,12 @@ def _functions(simulation: Simulation) -> None:
         found |= {name: {"all": blocks} for name in ("allocation", "segment", "active")}
         return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
+    # Functions of Python's, not of ctypes': torch.compile hashes them.
     functions: dict[str, Any] = dict(
         _cuda_getDeviceCount=lambda: simulation.devices,
         _cuda_init=lambda: None,
         _cuda_setDevice=torch.accelerator.set_device_index,
-        _cuda_getDevice=c.sim_current_device,
+        _cuda_getDevice=lambda: c.sim_current_device(),
         _cuda_synchronize=lambda: torch.accelerator.synchronize(c.sim_current_device()),
         _cuda_getCurrentStream=current,
         _cuda_getDefaultStream=lambda i: (0, i, kind),
@@ -120,7 +119,7 @@ def _functions(simulation: Simulation) -> None:
         _cuda_sleep=lambda cycles: c.sim_sleep(cycles / 2000.0),
         _cuda_emptyCache=lambda: None,
         _cuda_memoryStats=stats,
-        _cuda_resetPeakMemoryStats=c.sim_reset_peak,
+        _cuda_resetPeakMemoryStats=lambda device: c.sim_reset_peak(device),
         _cuda_resetAccumulatedMemoryStats=lambda device: None,
         _cuda_isCurrentStreamCapturing=lambda: False,
         _cuda_getCompiledVersion=lambda: 12000,
