@@ -55,7 +55,7 @@ def _classes(simulation: Simulation) -> None:
             return torch.Stream.__new__(cls, device=here, priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
-        priority = property(lambda self: 0)
+        priority = property(lambda self: -1 if self.stream_id > 32 else 0)
 
     class EventBase(torch.Event):
         def __new__(
@@ -72,9 +72,7 @@ def _classes(simulation: Simulation) -> None:
         cuda_event = property(lambda self: self.event_id)
 
         def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no subclass
-            if not self.event_id or not other.event_id:
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            return float(simulation.c.sim_elapsed_ms(self.event_id, other.event_id))
+            return simulation.elapsed_ms(self.event_id, other.event_id)
 
     C._CudaStreamBase, C._CudaEventBase = StreamBase, EventBase
     importlib.reload(torch.cuda.streams)
@@ -108,6 +106,7 @@ def _functions(simulation: Simulation) -> None:
         found |= {name: {"all": blocks} for name in ("allocation", "segment", "active")}
         return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
+    # Functions of Python's, not of ctypes': torch.compile hashes them.
     functions: dict[str, Any] = dict(
         _cuda_getDeviceCount=lambda: simulation.devices,
         _cuda_init=lambda: None,

@@ -72,10 +72,13 @@ class Simulation:
         size, number = ctypes.c_size_t, ctypes.c_double
         for function in (c.sim_reports, c.sim_trace):
             function.restype = ctypes.c_void_p
-        for function in (c.sim_time, c.sim_host_time, c.sim_elapsed_ms):
+        for function in (c.sim_time, c.sim_host_time):
             function.restype = number
-        c.sim_count.restype = size
-        c.sim_elapsed_ms.argtypes = [size, size]
+        for function in (c.sim_count, c.sim_allocations):
+            function.restype = size
+        c.sim_elapsed_ms.restype = ctypes.c_void_p
+        c.sim_elapsed_ms.argtypes = [size, size, ctypes.POINTER(number)]
+        c.sim_fail_allocation.argtypes = [ctypes.c_int, size]
         c.sim_limit.argtypes = [ctypes.c_int, size]
         c.sim_memory.argtypes = [ctypes.c_int, ctypes.POINTER(size)]
         c.sim_sleep.argtypes = [number]
@@ -131,8 +134,8 @@ class Simulation:
             launch_us: what each operation takes beside its bytes and floating-point operations.
             memory_gbps: bytes that an operation reads and writes, in 1e9 a second.
             link_gbps: bytes from one device to another, or between a device and the host, in 1e9 a
-                second. Each direction between two is a link of its own, and carries one copy after
-                the other.
+                second. The way out of a device carries one copy after the other, and so does the
+                way into it.
             tflops: floating-point operations of matrix products and convolutions, in 1e12 a second.
             host_us: what it costs the host to launch an operation, on one clock for all threads,
                 since they share the interpreter's lock. An operation begins after its launch.
@@ -155,6 +158,18 @@ class Simulation:
         """When the last operation of any device ends, in microseconds of virtual time."""
         return max(self.time(device) for device in range(self.devices))
 
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Milliseconds of virtual time from one event to another, given by their addresses."""
+        elapsed = ctypes.c_double()
+        error = self.c.sim_elapsed_ms(start, end, ctypes.byref(elapsed))
+        if error is not None:
+            try:
+                message = ctypes.string_at(error).decode()
+            finally:
+                self.c.sim_free_text(ctypes.c_void_p(error))
+            raise (RuntimeError if message.startswith("CUDA error") else ValueError)(message)
+        return elapsed.value
+
     def trace(self) -> list[Span]:
         """Each operation since ``reset_time``, if ``detect(trace=True)``."""
         return [Span(*span) for span in self._read(self.c.sim_trace)]
@@ -164,6 +179,14 @@ class Simulation:
     def limit_memory(self, device: int, bytes: int) -> None:
         """Let allocations beyond so many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
         self.c.sim_limit(device, bytes)
+
+    def fail_allocation(self, device: int, number: int) -> None:
+        """Let one allocation raise ``torch.OutOfMemoryError``, counted from now on; 0: none."""
+        self.c.sim_fail_allocation(device, number)
+
+    def allocations(self, device: int) -> int:
+        """How many there have been since ``fail_allocation``; those of no bytes do not count."""
+        return int(self.c.sim_allocations(device))
 
     def live_bytes(self, device: int) -> int:
         """The bytes that are allocated now."""

@@ -5,10 +5,10 @@
 //   * It takes `launch_us`, and the longer one of moving its bytes at the memory's rate and doing
 //     its floating-point operations at the device's. Streams of one device do not slow each other
 //     down: they overlap freely.
-//   * A copy between devices, or a device and the host, also needs the link of that direction,
-//     which carries one copy after the other: it begins in the link's first gap that is long enough.
-//     (By gaps, and not in the order of launching, since threads launch in an order that has
-//     nothing to do with virtual time.)
+//   * A copy between devices also needs the way out of its source and the way into its target, and
+//     one between a device and the host the way out of or into the device. Each carries one copy
+//     after the other. A copy begins in the first gap that is long enough. (By gaps, and not in the
+//     order of launching, since threads launch in an order that has nothing to do with virtual time.)
 //   * To launch costs the host `host_us`. All threads share the host's one clock, as they share
 //     Python's lock.
 #pragma once
@@ -33,16 +33,16 @@ struct Span {
 inline bool tracing = false;
 inline std::vector<Span> spans;
 
-// When a link is busy: start and end of each copy, in order. (source device, target device), where
-// the host is -1.
+// When a way is busy: the start and end of each copy, in order.
 using Busy = std::map<double, double>;
-inline std::map<std::pair<int, int>, Busy> links;
+inline Busy ways_out[kMostDevices], ways_in[kMostDevices];
 
 inline double operation_us(double bytes, double flops) {
   return rates.launch_us + std::max(bytes / (rates.memory_gbps * 1e3), flops / (rates.tflops * 1e6));
 }
 
-inline double first_gap(Busy& busy, double earliest, double length) {
+// The first time, not before `earliest`, from which the way is free for so long.
+inline double first_gap(const Busy& busy, double earliest, double length) {
   auto next = busy.upper_bound(earliest);
   double start = earliest;
   if (next != busy.begin()) start = std::max(start, std::prev(next)->second);
@@ -50,7 +50,19 @@ inline double first_gap(Busy& busy, double earliest, double length) {
     start = std::max(start, next->second);
     ++next;
   }
-  if (length > 0) busy[start] = start + length;
+  return start;
+}
+
+inline double reserve(std::vector<Busy*> ways, double earliest, double length) {
+  double start = earliest;
+  for (bool moved = true; moved;) {  // until all of them are free at once
+    double before = start;
+    for (Busy* way : ways) start = first_gap(*way, start, length);
+    moved = start != before;
+  }
+  if (length > 0) {
+    for (Busy* way : ways) (*way)[start] = start + length;
+  }
   return start;
 }
 
@@ -73,11 +85,14 @@ inline void spend(double us, const Operation& operation) {
   spend_from(launch_time(*streams[operation.stream]), us, operation);
 }
 
+// A copy; the host is device -1.
 inline void spend_on_link(double bytes, int source, int target, const Operation& operation) {
-  double us = bytes / (rates.link_gbps * 1e3);
-  double ready = launch_time(*streams[operation.stream]) + rates.launch_us;
-  double start = first_gap(links[{source, target}], ready, us);
-  spend_from(start - rates.launch_us, rates.launch_us + us, operation);
+  double us = rates.launch_us + bytes / (rates.link_gbps * 1e3);
+  std::vector<Busy*> ways;
+  if (source >= 0) ways.push_back(&ways_out[source]);
+  if (target >= 0) ways.push_back(&ways_in[target]);
+  double start = reserve(ways, launch_time(*streams[operation.stream]), us);
+  spend_from(start, us, operation);
 }
 
 }  // namespace simulated

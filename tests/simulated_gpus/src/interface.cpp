@@ -171,7 +171,8 @@ void sim_reset_time() {
   Locked locked(state_mutex);
   host_time = 0;
   for (Stream* stream : streams) stream->time = 0;
-  links.clear();
+  for (Busy& busy : ways_out) busy.clear();
+  for (Busy& busy : ways_in) busy.clear();
   spans.clear();
 }
 double sim_time(int device) {
@@ -186,7 +187,15 @@ double sim_host_time() {
   Locked locked(state_mutex);
   return host_time;
 }
-double sim_elapsed_ms(size_t from, size_t to) { return Guard().elapsedTime((void*)from, (void*)to, 0); }
+// An error is a text for Python to raise and to free.
+char* sim_elapsed_ms(size_t from, size_t to, double* out) {
+  try {
+    *out = Guard().elapsedTime((void*)from, (void*)to, 0);
+    return nullptr;
+  } catch (const c10::Error& error) {
+    return give_text(error.what_without_backtrace());
+  }
+}
 void sim_sleep(double us) {
   OperationPtr operation = describe("sleep");
   Locked locked(state_mutex);
@@ -203,12 +212,22 @@ char* sim_trace() {
 
 // Memory
 void sim_limit(int device, size_t bytes) { device_memory[device].limit = bytes; }
+// Of the allocations from now on the `number`th fails; 0: none.
+void sim_fail_allocation(int device, size_t number) {
+  Locked locked(state_mutex);
+  device_memory[device].failing = number;
+  device_memory[device].since = 0;
+}
+size_t sim_allocations(int device) {
+  Locked locked(state_mutex);
+  return device_memory[device].since;
+}
 void sim_reset_peak(int device) { allocator.resetPeakStats(device); }
 // bytes live, most bytes live, limit, allocations so far, blocks live, refusals
 void sim_memory(int device, size_t* out) {
   Locked locked(state_mutex);
   const DeviceMemory& m = device_memory[device];
-  size_t all[] = {m.live, m.peak, m.limit, m.allocations, m.blocks, m.out_of_memory};
+  size_t all[] = {m.live, m.peak, m.limit, m.allocations, m.blocks, m.refusals};
   std::copy(std::begin(all), std::end(all), out);
 }
 

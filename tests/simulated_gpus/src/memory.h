@@ -53,7 +53,8 @@ struct FreedBlock {
 };
 
 struct DeviceMemory {
-  size_t live = 0, peak = 0, limit = 0, allocations = 0, blocks = 0, out_of_memory = 0;
+  size_t live = 0, peak = 0, limit = 0, allocations = 0, blocks = 0, refusals = 0;
+  size_t failing = 0, since = 0;  // the allocation that is to fail, and how many there have been
 };
 
 inline DeviceMemory device_memory[kMostDevices];
@@ -142,8 +143,14 @@ inline c10::DataPtr give_memory(c10::DataPtr memory, size_t size, int device) {
   OperationPtr operation = describe("allocate");
   Locked locked(state_mutex);
   DeviceMemory& account = device_memory[device];
+  account.allocations++;
+  if (++account.since == account.failing) {
+    account.refusals++;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated: allocation ",
+                     account.failing, " of device ", device, " was to fail).");
+  }
   if (account.limit && account.live + size > account.limit) {
-    account.out_of_memory++;
+    account.refusals++;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated). Tried to allocate ",
                      size, " bytes on device ", device, "; ", account.live, " of ", account.limit,
                      " are in use.");
@@ -159,7 +166,6 @@ inline c10::DataPtr give_memory(c10::DataPtr memory, size_t size, int device) {
     block->accesses.push_back(
         {stream, operation->epoch, Region::all(size), true, true, operation});
   }
-  account.allocations++;
   account.blocks++;
   account.live += size;
   account.peak = std::max(account.peak, account.live);

@@ -19,7 +19,11 @@ namespace simulated {
 
 struct Event {
   Clock clock;
-  double time = 0;
+  double time;
+  int device;
+  int stream;
+  uint64_t epoch;  // of its stream
+  bool has_timing;
 };
 
 // Lets the host wait as `wait` says, then see what copies to pinned memory have brought.
@@ -121,12 +125,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
     delete (Event*)event;
   }
-  void record(void** event, const c10::Stream& on, c10::DeviceIndex, c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& on, c10::DeviceIndex device,
+              c10::EventFlag flag) const override {
+    TORCH_CHECK(device == -1 || device == on.device_index(), "Event device index ", (int)device,
+                " does not match recording stream's device index ", (int)on.device_index(), ".");
     Locked locked(state_mutex);
     if (!*event) *event = new Event;
     Stream& stream = state_of(on);
     catch_up_with_host(stream);
-    *(Event*)*event = {stream.clock, std::max(stream.time, host_time)};
+    int number = stream_number(stream.device, stream.id);
+    *(Event*)*event = {stream.clock, std::max(stream.time, host_time), stream.device, number,
+                       stream.clock.of(number), flag == c10::EventFlag::BACKEND_DEFAULT};
   }
   void block(void* event, const c10::Stream& waiter) const override {
     if (!event) return;
@@ -142,7 +151,16 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return true;
   }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
-    TORCH_CHECK(from && to, "Both events must be recorded before calculating elapsed time.");
+    TORCH_CHECK_VALUE(from && to, "Both events must be recorded before calculating elapsed time.");
+    Locked locked(state_mutex);
+    for (auto* event : {(Event*)from, (Event*)to}) {
+      TORCH_CHECK_VALUE(event->has_timing,
+                        "Both events must be created with argument 'enable_timing=True'.");
+      bool ready = host_clock.of(event->stream) >= event->epoch;
+      TORCH_CHECK(ready, "CUDA error: device not ready (simulated: the host has not waited)");
+    }
+    bool same_device = ((Event*)from)->device == ((Event*)to)->device;
+    TORCH_CHECK(same_device, "CUDA error: invalid resource handle (events of two devices)");
     return (((Event*)to)->time - ((Event*)from)->time) / 1e3;
   }
 };
