@@ -1,0 +1,247 @@
+"""What a user does in a step, the same for a pipe and for the plain module.
+
+Nothing here lets the host wait for a device before all steps are done, or the races that the user
+provokes would be hidden: tensors are made before, kept as copies on their devices, and compared
+behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert import Replicate
+from pipert.schedules import Action
+from tests.fuzz.case import Case, Step
+
+__all__ = [
+    "Batch", "Found", "Order", "allocate", "batches", "chunks_of", "circumstances", "clear_up",
+    "keep", "loss_of", "take",
+]  # fmt: skip
+
+GPUS = 4
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule that does any action that can be done, one in a tick."""
+
+    seed: int
+    ordered: bool
+    """Whether the first partition takes the micro-batches in order, as BatchNorm would notice."""
+
+    def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+        dice = Random(self.seed)
+        there, back = list(range(m)), list(range(m))
+        if not self.ordered:
+            dice.shuffle(there)
+        dice.shuffle(back)
+        left = {
+            ("F", j): [Action("F", i, j) for i in there] for j in range(n)
+        } | {("B", j): [Action(k, i, j) for i in back for k in "RB"] for j in range(n)}
+        done: set[Action] = set()
+        while any(left.values()):
+            ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]
+            action = left[dice.choice(ready)].pop(0)
+            done.add(action)
+            yield [action]
+
+
+def _can(action: Action, n: int, done: set[Action]) -> bool:
+    kind, i, j = action
+    if kind == "F":
+        return j == 0 or Action("F", i, j - 1) in done
+    return Action("F", i, j) in done and (
+        kind == "R" or j == n - 1 or Action("B", i, j + 1) in done
+    )
+
+
+@dataclass
+class Batch:
+    """What one step is called with."""
+
+    x: Tensor
+    """A leaf."""
+    scale: Tensor
+    ids: Tensor
+    target: Tensor
+    always: Tensor
+    """What a loss depends on in any case, so that there is something to go backward through."""
+
+    def arguments(self, case: Case, step: Step, rows: slice | None = None) -> Any:
+        """Positional and named, of all rows in a pipe, and of some in the plain module."""
+        x = self.x.sigmoid() if step.wants == "graph" else self.x
+        scale: Any = Replicate(self.scale) if rows is None else self.scale
+        ids = self.ids if rows is None else self.ids[rows]
+        x = x if rows is None else x[rows]
+        if not case.several:
+            return (x,), {}
+        return (x, scale), {"more": {"ids": ids, "others": (None, "name")}}
+
+    def overwrite(self, target: bool = True) -> None:
+        """What a user does with his buffers when he reads the next rows into them."""
+        with torch.no_grad():
+            for tensor in (self.x, self.scale, *([self.target] if target else [])):
+                tensor.fill_(float("nan"))
+            self.ids.fill_(0)
+
+
+@dataclass
+class Found:
+    """Copies of what a user sees in the steps, on their devices."""
+
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    buffers: dict[int, list[Tensor]] = field(default_factory=dict)
+    """After the steps that failed."""
+
+
+def keep(found: Found, name: str, value: Any) -> None:
+    """Keep a copy; in training, reading is what a user may do."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value = value.clone()
+    found.values.append((name, value))
+
+
+def batches(case: Case, last: str | None) -> list[Batch]:
+    """Of each step, on the devices where the user has them; ``None``: all on the CPU."""
+    generator = torch.Generator().manual_seed(case.seed)
+    made = []
+    for step in case.steps:
+        rows = rows_of(case, step)
+        x, target = (
+            torch.rand(rows, 3, dtype=torch.float64, generator=generator) * 2 - 1 for _ in "xt"
+        )
+        ids = torch.randint(5, (rows,), generator=generator)
+        scale = torch.rand(3, dtype=torch.float64, generator=generator) + 0.5
+        x_on, target_on = (step.x_on, step.target_on) if last else ("cpu", "cpu")
+        always = torch.ones((), dtype=torch.float64, device=last or "cpu", requires_grad=True)
+        x = x.to(x_on).requires_grad_(step.wants != "nothing")
+        made.append(Batch(x, scale.to(x_on), ids.to(x_on), target.to(target_on), always))
+    return made
+
+
+def rows_of(case: Case, step: Step) -> int:
+    """At least two for each micro-batch where BatchNorm needs them."""
+    return max(step.rows, 2) if "batch norm" in case.units else step.rows
+
+
+def chunks_of(case: Case, step: Step) -> int:
+    """The number of micro-batches, at most."""
+    limit = rows_of(case, step) // (2 if "batch norm" in case.units else 1)
+    return min(step.chunks, limit)
+
+
+def loss_of(always: Tensor, output: Tensor, target: Tensor) -> Tensor:
+    """Sum over micro-batches, so that their number does not matter."""
+    return (output * target).square().sum() * always
+
+
+@functools.cache
+def own_streams() -> list[torch.cuda.Stream]:
+    """The user's own streams, one for each device."""
+    make: Any = torch.cuda.Stream
+    return [make(device) for device in range(GPUS)]
+
+
+@contextlib.contextmanager
+def circumstances(step: Step) -> Iterator[None]:
+    """The user's current device and streams, ordered with what he does before and behind."""
+    with contextlib.ExitStack() as stack:
+        if step.streams:
+            pairs = [(own, torch.cuda.current_stream(own.device)) for own in own_streams()]
+            for own, other in pairs:
+                own.wait_stream(other)
+                stack.enter_context(torch.cuda.stream(own))
+        with torch.cuda.device(step.current):
+            yield
+        if step.streams:
+            for own, other in pairs:
+                other.wait_stream(own)
+
+
+def take(
+    step: Step,
+    batch: Batch,
+    found: Found,
+    forward: Callable[[], Tensor],
+    whole: Callable[[], Tensor],
+    before_backward: Callable[[], object],
+) -> None:
+    """The forward and backward of a step: ``forward`` one by one, or ``whole`` does both."""
+    if step.how in ("no_grad", "inference", "evaluation"):
+        with torch.inference_mode() if step.how == "inference" else torch.no_grad():
+            y = forward()
+            before_backward()
+            keep(found, "output", y)
+            keep(found, "is inference", y.is_inference())
+        return
+    if step.how in ("gpipe", "1f1b", "own order"):
+        keep(found, "loss", whole().detach())
+    else:
+        _by_autograd(step, batch, found, forward, before_backward)
+    keep(found, "gradient of x", batch.x.grad)
+    keep(found, "gradient of always", batch.always.grad)
+
+
+def _by_autograd(
+    step: Step,
+    batch: Batch,
+    found: Found,
+    forward: Callable[[], Tensor],
+    before_backward: Callable[[], object],
+) -> None:
+    outputs = [forward() for _ in range(2 if step.how == "two calls" else 1)]
+    before_backward()
+    for y in outputs:
+        keep(found, "output", y)
+        keep(found, "requires grad", y.requires_grad)
+    losses: list[Any] = [
+        loss_of(batch.always, y, batch.target.to(y.device, non_blocking=True)) for y in outputs
+    ]
+    del outputs, y
+    if step.how == "penalty" and batch.x.requires_grad:
+        (gradient,) = torch.autograd.grad(
+            losses[0], batch.x, create_graph=True, allow_unused=True
+        )
+        if gradient is not None:
+            losses[0] = losses[0] + gradient.square().sum().to(losses[0].device)
+    if step.how == "twice":
+        losses[0].backward(retain_graph=True)
+    while losses:  # the second call's first
+        losses.pop().backward()
+
+
+def clear_up(
+    case: Case, k: int, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> None:
+    """What the user does after step ``k``, in his order.
+
+    Gradients go before he changes his streams: they may be in memory of a copy stream, of which
+    the allocator knows that the streams of the call use it, and no others.
+    """
+    actions: dict[str, Callable[[], object]] = {
+        "refill": batch.overwrite,
+        "step": optimizer.step,
+        "zero": functools.partial(module.zero_grad, set_to_none=False),
+        "none": functools.partial(module.zero_grad, set_to_none=True),
+    }
+    for what in case.steps[k].then:
+        if what in actions:
+            actions[what]()
+    if k + 1 < len(case.steps) and case.steps[k].streams != case.steps[k + 1].streams:
+        module.zero_grad(set_to_none=True)
+
+
+def allocate() -> None:
+    """Take memory on every device and write to it: that of what has just been dropped."""
+    for device in range(GPUS):
+        for size in (1, 3, 9, 12, 24):
+            torch.full((size,), float("nan"), dtype=torch.float64, device=f"cuda:{device}")
