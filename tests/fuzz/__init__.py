@@ -20,8 +20,9 @@ strategies of hypothesis, for three reasons:
 * A case is a line in a log that still means the same when the generator has changed.
 
 The reference is the plain module on the CPU. For a model with BatchNorm it goes through the
-micro-batches one by one, and for one that draws random numbers, which are other numbers in a pipe,
-it is the same pipe from the same seed with nothing recomputed.
+micro-batches one by one. For one that draws random numbers, which are other numbers in a pipe, and
+under autocast, which has other rules on the CPU, it is the same pipe, from the same seed, with
+nothing recomputed.
 
 Left out, since it is known and documented: values at a boundary that share memory and are changed
 in place behind it. The gradients of tied weights are added in no fixed order, so everything is

@@ -115,13 +115,14 @@ def kinds_of(case: Case) -> list[str]:
     """What to count a case under."""
     kinds = [f"layers: {unit}" for unit in set(case.units)]
     kinds += [f"step: {step.how}" for step in case.steps]
-    kinds += [f"model: {name}" for name in ("tied", "deferred", "several") if getattr(case, name)]
+    kinds += [f"model: {name}" for name in ("tied", "autocast", "several") if getattr(case, name)]
     kinds += [f"model: {name}" for name in ("skips", "frozen", "hooked") if getattr(case, name)]
     kinds += [f"partitions: {min(len(case.devices), 1 + len(set(case.cuts)))}"]
     kinds += ["devices: with the CPU"] * ("cpu" in case.devices)
     kinds += ["devices: one twice"] * (len(set(case.devices)) < len(case.devices))
     for step in case.steps:
-        kinds += [f"step: {name}" for name in ("streams", "recorded", "fault", "late")
+        kinds += ["step: fault"] * (step.fault is not None and "fragile" in case.units)
+        kinds += [f"step: {name}" for name in ("streams", "recorded", "late", "loss_there")
                   if getattr(step, name)]  # fmt: skip
         kinds += [f"then: {what}" for what in step.then]
     return kinds

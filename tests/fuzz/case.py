@@ -8,8 +8,8 @@ from random import Random
 __all__ = ["Case", "Step", "draw"]
 
 HOWS = {  # how a step is done, and how often
-    "call": 6, "gpipe": 3, "1f1b": 4, "own order": 3, "two calls": 2, "twice": 1, "penalty": 1,
-    "no_grad": 2, "inference": 2, "evaluation": 1,
+    "call": 6, "gpipe": 3, "1f1b": 4, "own order": 3, "two calls": 2, "two threads": 1,
+    "twice": 1, "penalty": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
 }  # fmt: skip
 UNITS = {  # layers that belong together, and how often; see layers.py
     "linear": 6, "linear, in place": 3, "linear, scale in place": 2, "tanh": 3, "scale": 3,
@@ -41,6 +41,8 @@ class Step:
     recorded: bool = False
     fault: tuple[str, int] | None = None
     """In ``'F'`` or ``'B'``, and in the how-manieth, the fragile layer fails."""
+    loss_there: bool = False
+    """Whether the loss of a call is computed where the target is."""
     late: bool = False
     """Whether the inputs are overwritten before the backward, where a plain GPU would allow it."""
     then: tuple[str, ...] = ()
@@ -66,7 +68,9 @@ class Case:
     """Which parameters do not train, and which have a hook that changes their gradient."""
     deferred: bool = False
     several: bool = False
-    """Whether the first layer takes several arguments."""
+    """Whether the first layer takes several arguments, and the last one returns several values."""
+    autocast: bool = False
+    """Whether it is in single precision, and bfloat16 where autocast says so."""
     steps: tuple[Step, ...] = (Step(),)
 
 
@@ -89,6 +93,7 @@ def draw(seed: int, number: int) -> Case:
         hooked=_some(dice, 0.2),
         deferred=dice.random() < 0.5,
         several=dice.random() < 0.25,
+        autocast=dice.random() < 0.1,
         steps=tuple(_step(dice, devices) for _ in range(dice.randint(1, 4))),
     )
 
@@ -112,6 +117,7 @@ def _step(dice: Random, devices: tuple[str, ...]) -> Step:
         current=dice.choice([0, 0, 1, 3]),
         recorded=dice.random() < 0.1,
         fault=(dice.choice("FB"), dice.randrange(4)) if dice.random() < 0.15 else None,
+        loss_there=dice.random() < 0.3,
         late=dice.random() < 0.3,
         then=tuple(what for what in then if what),
     )
@@ -122,7 +128,9 @@ def _weighted(dice: Random, weights: dict[str, int]) -> str:
 
 
 def _some(dice: Random, chance: float) -> tuple[int, ...]:
-    """Some of the first nine numbers, mostly none at all."""
+    """Some of the first nine numbers, mostly none at all, seldom all there may be."""
     if dice.random() > chance:
         return ()
+    if dice.random() < 0.1:
+        return tuple(range(50))
     return tuple(k for k in range(9) if dice.random() < 0.4)

@@ -48,6 +48,10 @@ def check(case: Case) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            if "fragile" in case.units:
+                # After a backward that failed autograd keeps some nodes until the next one; if
+                # that is on other streams, it warns of what it finds, without a pipe as well.
+                warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream", UserWarning)
             found = in_pipe(case)
             expected = reference(case, found)
     except Exception as error:
@@ -58,18 +62,20 @@ def check(case: Case) -> None:
         reports = gpus.reports()
         if reports:
             raise Failure("reported", "\n".join(map(str, reports[:4])))
-    _compare(found, expected)
+    _compare(found, expected, 0.02 if case.autocast else 1e-6)
 
 
-def _compare(found: Found, expected: Found) -> None:
+def _compare(found: Found, expected: Found, tolerance: float) -> None:
     names = [name for name, _ in found.values], [name for name, _ in expected.values]
     if names[0] != names[1]:
         raise Failure("differs", f"found {names[0]}, expected {names[1]}")
     for (name, one), (_, other) in zip(found.values, expected.values, strict=True):
         if isinstance(one, Tensor) and isinstance(other, Tensor):
+            one, other = one.detach().cpu(), other.detach().cpu()
+            size = max(other.abs().max().item(), 0.01) if other.numel() else 1.0
             try:
                 torch.testing.assert_close(
-                    one.detach().cpu(), other.detach().cpu(), rtol=1e-6, atol=1e-8, equal_nan=True
+                    one, other, rtol=tolerance, atol=tolerance * size, equal_nan=True
                 )
             except AssertionError as error:
                 raise Failure("differs", f"{name}: {error}") from None

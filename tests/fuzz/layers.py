@@ -177,7 +177,8 @@ def build(case: Case, piped: bool) -> Model:
     layers = [layer for unit in units for layer in unit]
     if case.several:
         layers.insert(0, Several())
-    model = nn.Sequential(*layers).double()
+        layers.append(Apply(lambda x: {"y": x, "top": x.argmax(1), "none": None}))
+    model = nn.Sequential(*layers).to(torch.float32 if case.autocast else torch.float64)
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if case.tied:
         for layer in linears[1:]:

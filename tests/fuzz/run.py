@@ -76,34 +76,47 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
 
     def forward() -> Any:
         args, kwargs = batch.arguments(case, step)
-        return pipe(*args, **kwargs)
+        with precision(case):
+            return pipe(*args, **kwargs)
 
     def before_backward() -> None:
         if step.late and step.x_on != str(pipe.devices[0]):
             batch.overwrite(target=False)
 
-    schedule: Any = step.how
-    if schedule == "own order":
+    schedule: Any = step.how if step.how == "gpipe" else "1f1b"
+    if step.how == "own order":
         schedule = Order(case.seed, ordered="batch norm" in case.units)
 
     def whole() -> Tensor:
         args, kwargs = batch.arguments(case, step)
-        loss: Tensor = pipe.forward_backward(
-            *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
-            schedule=schedule, reduction="sum", **kwargs,
-        )  # fmt: skip
+        with precision(case):
+            loss: Tensor = pipe.forward_backward(
+                *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
+                schedule=schedule, reduction="sum", **kwargs,
+            )  # fmt: skip
         return loss
 
+    at_once = not set(case.units) & {"batch norm", *RANDOM}  # or their order would be seen
     values = list(found.values)
     with armed(pipe, step), pipe.record() if step.recorded else contextlib.nullcontext() as seen:
         try:
-            take(step, batch, found, forward, whole, before_backward)
+            take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
             found.values = values
             pipe.zero_grad(set_to_none=True)
             found.buffers[k] = [buffer.clone() for buffer in pipe.buffers()]
     if seen is not None and k not in found.buffers:
         assert str(seen.report())
+
+
+@contextlib.contextmanager
+def precision(case: Case) -> Iterator[None]:
+    """Autocast, where the case has it."""
+    with (
+        torch.autocast("cuda", torch.bfloat16, enabled=case.autocast),
+        torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -124,7 +137,7 @@ def armed(module: nn.Module, step: Step) -> Iterator[None]:
 
 def reference(case: Case, found: Found) -> Found:
     """What a user should have found."""
-    if set(case.units) & set(RANDOM):
+    if case.autocast or set(case.units) & set(RANDOM):
         steps = [dataclasses.replace(step, checkpoint="never") for step in case.steps]
         return in_pipe(dataclasses.replace(case, steps=tuple(steps)))
     expected = Found()
@@ -153,7 +166,7 @@ def _whole(forward: Any, batch: Batch) -> Tensor:
     return loss.detach()  # type: ignore[no-any-return]
 
 
-def _forward(case: Case, step: Step, plain: nn.Sequential, batch: Batch) -> Tensor:
+def _forward(case: Case, step: Step, plain: nn.Sequential, batch: Batch) -> Any:
     """The output for all rows; micro-batch by micro-batch where that makes a difference."""
     rows = range(len(batch.x))
     parts = [slice(0, len(rows))]
@@ -169,6 +182,9 @@ def _forward(case: Case, step: Step, plain: nn.Sequential, batch: Batch) -> Tens
             for layer in others:
                 value = layer(value)
             outputs.append(value)
+    if case.several:
+        y, top = (torch.cat([output[name] for output in outputs]) for name in ("y", "top"))
+        return {"y": y, "top": top, "none": None}
     return torch.cat(outputs)
 
 

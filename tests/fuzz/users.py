@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from random import Random
@@ -103,11 +104,17 @@ class Found:
 
 
 def keep(found: Found, name: str, value: Any) -> None:
-    """Keep a copy; in training, reading is what a user may do."""
+    """Keep a copy of a tensor, of all in a dictionary, or of anything else itself."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            keep(found, f"{name} {key}", one)
+        return
+    found.values.append((name, value))
     if isinstance(value, Tensor):
         with torch.no_grad():
-            value = value.clone()
-    found.values.append((name, value))
+            found.values[-1] = name, value.clone()
+        found.values.append((f"{name} wants a gradient", value.requires_grad))
+        found.values.append((f"{name} is of inference mode", value.is_inference()))
 
 
 def batches(case: Case, last: str | None) -> list[Batch]:
@@ -116,13 +123,12 @@ def batches(case: Case, last: str | None) -> list[Batch]:
     made = []
     for step in case.steps:
         rows = rows_of(case, step)
-        x, target = (
-            torch.rand(rows, 3, dtype=torch.float64, generator=generator) * 2 - 1 for _ in "xt"
-        )
+        dtype = torch.float32 if case.autocast else torch.float64
+        x, target = (torch.rand(rows, 3, dtype=dtype, generator=generator) * 2 - 1 for _ in "xt")
         ids = torch.randint(5, (rows,), generator=generator)
-        scale = torch.rand(3, dtype=torch.float64, generator=generator) + 0.5
+        scale = torch.rand(3, dtype=dtype, generator=generator) + 0.5
         x_on, target_on = (step.x_on, step.target_on) if last else ("cpu", "cpu")
-        always = torch.ones((), dtype=torch.float64, device=last or "cpu", requires_grad=True)
+        always = torch.ones((), dtype=dtype, device=last or "cpu", requires_grad=True)
         x = x.to(x_on).requires_grad_(step.wants != "nothing")
         made.append(Batch(x, scale.to(x_on), ids.to(x_on), target.to(target_on), always))
     return made
@@ -139,9 +145,44 @@ def chunks_of(case: Case, step: Step) -> int:
     return min(step.chunks, limit)
 
 
-def loss_of(always: Tensor, output: Tensor, target: Tensor) -> Tensor:
+def _loss_of_call(step: Step, batch: Batch, output: Any) -> Any:
+    """On the last device, or where the target is."""
+    y: Tensor = output["y"] if isinstance(output, dict) else output
+    if step.loss_there:
+        there = batch.target.device
+        return loss_of(batch.always.to(there), y.to(there), batch.target)
+    return loss_of(batch.always, y, batch.target.to(y.device))
+
+
+def _two_users(
+    step: Step, batch: Batch, forward: Callable[[], Any], whole: Callable[[], Any], at_once: bool
+) -> None:
+    """One does a whole step, the other by autograd, on a thread of his own."""
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            with of_thread(step):
+                _loss_of_call(step, batch, forward()).backward()
+        except BaseException as error:  # noqa: B036  raised by the first
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    if not at_once:
+        thread.join()
+    try:
+        whole()
+    finally:
+        thread.join()
+    if errors:
+        raise errors.pop()
+
+
+def loss_of(always: Tensor, output: Any, target: Tensor) -> Tensor:
     """Sum over micro-batches, so that their number does not matter."""
-    return (output * target).square().sum() * always
+    y: Tensor = output["y"] if isinstance(output, dict) else output
+    return (y.to(target.dtype) * target).square().sum() * always
 
 
 @functools.cache
@@ -154,17 +195,25 @@ def own_streams() -> list[torch.cuda.Stream]:
 @contextlib.contextmanager
 def circumstances(step: Step) -> Iterator[None]:
     """The user's current device and streams, ordered with what he does before and behind."""
+    pairs = [(own, torch.cuda.current_stream(own.device)) for own in own_streams()]
+    if step.streams:
+        for own, other in pairs:
+            own.wait_stream(other)
+    with of_thread(step):
+        yield
+    if step.streams:
+        for own, other in pairs:
+            other.wait_stream(own)
+
+
+@contextlib.contextmanager
+def of_thread(step: Step) -> Iterator[None]:
+    """The current device and streams, for one thread."""
     with contextlib.ExitStack() as stack:
-        if step.streams:
-            pairs = [(own, torch.cuda.current_stream(own.device)) for own in own_streams()]
-            for own, other in pairs:
-                own.wait_stream(other)
-                stack.enter_context(torch.cuda.stream(own))
-        with torch.cuda.device(step.current):
-            yield
-        if step.streams:
-            for own, other in pairs:
-                other.wait_stream(own)
+        for own in own_streams() if step.streams else ():
+            stack.enter_context(torch.cuda.stream(own))
+        stack.enter_context(torch.cuda.device(step.current))
+        yield
 
 
 def take(
@@ -174,6 +223,7 @@ def take(
     forward: Callable[[], Tensor],
     whole: Callable[[], Tensor],
     before_backward: Callable[[], object],
+    at_once: bool = False,
 ) -> None:
     """The forward and backward of a step: ``forward`` one by one, or ``whole`` does both."""
     if step.how in ("no_grad", "inference", "evaluation"):
@@ -181,10 +231,11 @@ def take(
             y = forward()
             before_backward()
             keep(found, "output", y)
-            keep(found, "is inference", y.is_inference())
         return
     if step.how in ("gpipe", "1f1b", "own order"):
         keep(found, "loss", whole().detach())
+    elif step.how == "two threads":
+        _two_users(step, batch, forward, whole, at_once)
     else:
         _by_autograd(step, batch, found, forward, before_backward)
     keep(found, "gradient of x", batch.x.grad)
@@ -200,13 +251,12 @@ def _by_autograd(
 ) -> None:
     outputs = [forward() for _ in range(2 if step.how == "two calls" else 1)]
     before_backward()
-    for y in outputs:
+    losses: list[Any] = []
+    while outputs:
+        y = outputs.pop(0)
         keep(found, "output", y)
-        keep(found, "requires grad", y.requires_grad)
-    losses: list[Any] = [
-        loss_of(batch.always, y, batch.target.to(y.device, non_blocking=True)) for y in outputs
-    ]
-    del outputs, y
+        losses.append(_loss_of_call(step, batch, y))
+        del y
     if step.how == "penalty" and batch.x.requires_grad:
         (gradient,) = torch.autograd.grad(
             losses[0], batch.x, create_graph=True, allow_unused=True
