@@ -60,7 +60,7 @@ def in_pipe(case: Case) -> Found:
                 batch = left.pop(0)
                 _step_of_pipe(case, k, pipe, batch, found)
                 keep_gradients(found, pipe)
-                clear_up(case, k, pipe, optimizer, batch)
+                clear_up(step, pipe, optimizer, batch)
                 del batch
                 if "drop" in step.then:
                     allocate()
@@ -155,7 +155,7 @@ def reference(case: Case, found: Found) -> Found:
                 step, batch, expected, forward, functools.partial(_whole, forward, batch), int
             )
         keep_gradients(expected, plain)
-        clear_up(case, k, plain, optimizer, batch)
+        clear_up(step, plain, optimizer, batch)
     keep_state(expected, plain)
     return expected
 

@@ -270,24 +270,18 @@ def _by_autograd(
 
 
 def clear_up(
-    case: Case, k: int, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+    step: Step, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> None:
-    """What the user does after step ``k``, in his order.
-
-    Gradients go before he changes his streams: they may be in memory of a copy stream, of which
-    the allocator knows that the streams of the call use it, and no others.
-    """
+    """What the user does after a step, in his order."""
     actions: dict[str, Callable[[], object]] = {
         "refill": batch.overwrite,
         "step": optimizer.step,
         "zero": functools.partial(module.zero_grad, set_to_none=False),
         "none": functools.partial(module.zero_grad, set_to_none=True),
     }
-    for what in case.steps[k].then:
+    for what in step.then:
         if what in actions:
             actions[what]()
-    if k + 1 < len(case.steps) and case.steps[k].streams != case.steps[k + 1].streams:
-        module.zero_grad(set_to_none=True)
 
 
 def allocate() -> None:
