@@ -39,6 +39,23 @@ class CopyStreams:
                 self._streams[device, i] = stream
             return stream
 
+    def follow_the_caller(self) -> None:
+        """Let what they do next come after all that the caller's streams have been given so far.
+
+        What a run has returned, or left in ``.grad``, may be in memory of a copy stream. The
+        allocator knows that the streams of that run have used it, and no others: if the caller
+        reads it on another one and drops it, the copies of the next run must not be written there
+        before that is done. He orders his own streams; these he does not know.
+        """
+        with self._lock:
+            streams = list(self._streams.items())
+        events: dict[torch.device, torch.cuda.Event] = {}
+        for (device, _), copying in streams:
+            event = events.get(device)
+            if event is None:
+                event = events[device] = torch.cuda.current_stream(device).record_event()
+            copying.wait_event(event)
+
     def __repr__(self) -> str:
         return f"<CopyStreams, {len(self._streams)} made>"
 
