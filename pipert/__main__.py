@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 
 from pipert import traced_script
+from pipert.check import command
 
 __all__: list[str] = []
 
-_TOOLS = (traced_script,)
+_TOOLS = (traced_script, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

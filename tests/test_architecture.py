@@ -33,7 +33,7 @@ LAYERS = [
     {"timeline"},
     {"partitioned", "pipe"},
     {"prometheus", "__init__"},
-    {"traced_script"},
+    {"check", "traced_script"},
     {"__main__"},
 ]
 
