@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipert.check.finding import Finding, judged
-from pipert.check.models import even
 from pipert.check.values import difference, gradients
 from pipert.check.ways import CALL, Devices, Way, step
 from pipert.pipe import Pipe
@@ -62,12 +61,13 @@ def check_errors(devices: Devices) -> Iterator[Finding]:
     """A failure in each phase of the last partition; after each the step is what it was."""
     torch.manual_seed(0)
     failing = _Failing()
-    layers = [nn.Linear(8, 8) for _ in range(max(2, devices.n))]
-    module = nn.Sequential(*layers, failing, nn.Linear(8, 1))
+    others = devices.n - 1
+    layers = [nn.Linear(8, 8) for _ in range(others)]
+    module = nn.Sequential(*layers, nn.Linear(8, 8), failing, nn.Linear(8, 1))
     x = torch.randn(2 * CHUNKS, 8).to(devices.partitions[0])
     target = torch.randn(2 * CHUNKS, 1)
     faults = []
-    with devices.pipe(module, even(len(module), devices.n), CHUNKS) as pipe:
+    with devices.pipe(module, [1] * others + [3], CHUNKS) as pipe:
         before = _works(pipe, x, target)
         for schedule, phase in ((CALL, "forward"), ("1f1b", "forward"), ("1f1b", "backward")):
             failing.arm(phase)

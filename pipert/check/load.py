@@ -43,9 +43,13 @@ class Load:
         """The layers, on the CPU."""
         return chain(self.n, self.layers, self.width)
 
-    def batch(self, device: torch.device) -> Tensor:
-        """A mini-batch; it serves as target too."""
-        return torch.randn(self.m * self.rows, self.width).to(device)
+    def pair(self, first: torch.device, last: torch.device) -> tuple[Tensor, Tensor]:
+        """An input and a target.
+
+        The input wants its gradient: else the first partition would have less to do than others.
+        """
+        x, target = (torch.randn(self.m * self.rows, self.width) for _ in range(2))
+        return x.to(first).requires_grad_(), target.to(last)
 
     def fits(self, devices: Devices) -> bool:
         """Whether one GPU has the memory for all activations of the plain module."""

@@ -37,7 +37,7 @@ def check_memory(
     if not devices.gpus:
         yield Finding("peak memory", NOT_CHECKED, "no CUDA device: torch does not count on a CPU")
         return
-    x, target = load.batch(devices.partitions[0]), load.batch(devices.partitions[-1])
+    x, target = load.pair(devices.partitions[0], devices.partitions[-1])
     with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
         for schedule in SCHEDULES:  # what is made once: workspaces of libraries, streams
             _peaks(pipe, Way(schedule, "except_last"), x, target, devices)

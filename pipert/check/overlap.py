@@ -40,7 +40,7 @@ from pipert.check.finding import (
     judged,
 )
 from pipert.check.load import Load
-from pipert.check.ways import CALL, TIMEOUT, Devices, Way, step
+from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way, step
 from pipert.recording.event import COMPUTE, COPY, FORWARD, Event
 from pipert.timeline.intervals import Interval, length, overlap, union
 from pipert.timeline.timeline import Timeline
@@ -51,6 +51,7 @@ SLEEP = 50_000_000  # cycles, some 25 to 50 ms
 ATTEMPTS = 4
 LONG_ENOUGH = 1e-3  # seconds for a task: clocks of two GPUs are compared to some 50 us
 NONE = 0.01  # of the time
+WAYS = [Way(schedule, "never") for schedule in SCHEDULES]
 COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
 PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several of them"
 
@@ -138,9 +139,9 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
 def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[Finding]:
     """How much of a step partitions compute at the same time, and copy while they compute."""
     rows, together, shortest = [], [], []
-    x, target = load.batch(devices.partitions[0]), load.batch(devices.partitions[-1])
+    x, target = load.pair(devices.partitions[0], devices.partitions[-1])
     with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
-        for way in (Way(CALL, "never"), Way("gpipe", "never"), Way("1f1b", "never")):
+        for way in WAYS:
             once = partial(step, pipe, way, x, target, mse_loss)
             once()
             devices.synchronize()

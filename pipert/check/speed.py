@@ -32,7 +32,7 @@ def check_speed(
     """Rounds in which each has its turn, for about so many seconds."""
     first = devices.partitions[0]
     plain = load.chain().to(first)
-    x, target = load.batch(first), load.batch(first)
+    x, target = load.pair(first, first)
     target_of_pipe = target.to(devices.partitions[-1])
     ways = [Way(CALL, "never"), Way(CALL, "except_last"), Way("gpipe", "never"),
             Way("1f1b", "never")]  # fmt: skip
