@@ -7,7 +7,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
@@ -16,6 +16,7 @@ import torch
 from pipert.check import machine, table
 from pipert.check.errors import check_errors
 from pipert.check.finding import BROKEN, NOT_CHECKED, Finding, Findings
+from pipert.check.links import check_links
 from pipert.check.load import Load, busy, fitting
 from pipert.check.memory import check_memory, load_for_memory
 from pipert.check.overlap import check_copies, check_overlap
@@ -49,11 +50,19 @@ class Effort:
     """Of a micro-batch, to begin with."""
     grow: bool
     """Until the device is busy."""
+    link_bytes: int
+    """Of a copy by torch alone."""
 
 
-QUICK = Effort((torch.float64,), 2, 4, 0.0, 32, 64, grow=False)
-ON_CPU = Effort((torch.float64, torch.float32), 5, 0, 15.0, 256, 32, grow=True)
-ON_GPUS = Effort((torch.float64, torch.float32), 5, 20, 25.0, 2048, 256, grow=True)
+QUICK = Effort(
+    dtypes=(torch.float64,), repeats=2, steps=4, seconds=0.0, width=32, rows=64, grow=False,
+    link_bytes=1 << 20,
+)  # fmt: skip
+ON_GPUS = Effort(
+    dtypes=(torch.float64, torch.float32), repeats=5, steps=20, seconds=25.0, width=2048, rows=256,
+    grow=True, link_bytes=1 << 26,
+)  # fmt: skip
+ON_CPU = replace(ON_GPUS, seconds=15.0, width=256, rows=32)
 
 
 def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -123,6 +132,7 @@ def run(devices: Devices, effort: Effort) -> Findings:
     if gpus is not None:
         findings.tables.append(gpus)
     memory = load_for_memory(devices.n, min(256, effort.width), 16 * effort.rows)
+    _run(findings, "links", check_links(devices, effort.link_bytes, findings))
     with deterministic():
         _run(findings, "values", check_values(devices, effort.dtypes))
         _run(findings, "errors of layers", check_errors(devices))

@@ -21,10 +21,11 @@ compute at the same time, though their tasks are long enough to tell, something 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from functools import partial
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,7 @@ from pipert.check.finding import (
     Measurement,
     judged,
 )
+from pipert.check.links import links
 from pipert.check.load import Load
 from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way, step
 from pipert.recording.event import COMPUTE, COPY, FORWARD, Event
@@ -62,17 +64,18 @@ PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several 
 def check_copies(devices: Devices) -> Iterator[Finding]:
     """Between each two GPUs that follow each other."""
     check = "copies beside computation"
-    pairs = {
-        (a, b) for a, b in pairwise(devices.partitions) if a != b and a.type == b.type == "cuda"
-    }
-    if not pairs:
-        yield Finding(check, NOT_CHECKED, _why_not(devices) or "no two GPUs follow each other")
+    pairs = links(devices)
+    why_not = _why_not(devices) or _why_not_side_by_side()
+    if why_not is None and not pairs:
+        why_not = "no two GPUs follow each other"
+    if why_not is not None:
+        yield Finding(check, NOT_CHECKED, why_not)
         return
     faults = []
-    for a, b in sorted(pairs, key=str):
+    for a, b in pairs:
         if not _overlap(a, b):
             faults.append(f"from {a} to {b} in none of {ATTEMPTS} attempts")
-    seen = f"while both GPUs compute: {', '.join(f'{a} to {b}' for a, b in sorted(pairs, key=str))}"
+    seen = f"while both GPUs compute: {', '.join(f'{a} to {b}' for a, b in pairs)}"
     yield judged(check, faults, seen, COPIES_MEAN)
 
 
@@ -176,6 +179,14 @@ def _judge_together(devices: Devices, share: float, task: float, seen: str) -> F
 
 def _why_not(devices: Devices) -> str | None:
     return ("no CUDA device", "there is one GPU", None)[min(2, len(devices.gpus))]
+
+
+def _why_not_side_by_side() -> str | None:
+    """What the user has chosen, if with that no kernel runs beside a copy."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        if os.environ.get(name) == "1":
+            return f"{name}=1 keeps apart what could run side by side"
+    return None
 
 
 def _title(load: Load) -> str:

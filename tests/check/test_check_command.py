@@ -41,16 +41,18 @@ def test_all_checks_hold_on_two_cpu_workers(
     path = tmp_path / "report.json"
     assert main(["check", "--quick", "--devices", "cpu,cpu", "--json", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert "Everything that was checked holds. Not checked: 2 of 10." in out
+    assert "Everything that was checked holds. Not checked: 3 of 11." in out
     data: dict[str, Any] = json.loads(path.read_text())
     assert data["holds"] and data["devices"] == ["cpu", "cpu"]
     outcomes = {row["check"]: row["outcome"] for row in data["checks"]}
     assert list(outcomes.values()).count(HOLDS) == 6
     assert {name for name, outcome in outcomes.items() if outcome == NOT_CHECKED} == {
-        "peak memory", "copies beside computation",
+        "peak memory", "copies beside computation", "copies by torch alone",
     }  # fmt: skip
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     for name in outcomes:
         assert f"| {name} " in out and f"  {name}: " in err
+        assert name.partition(" (")[0].removeprefix("values ") in page
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
@@ -117,9 +119,9 @@ def test_a_check_that_raises_is_a_finding_and_the_others_are_run(
     def fail(*_: object) -> Any:
         raise RuntimeError("the device is gone\nand more")
 
-    others = ("check_values", "check_repeats", "check_memory", "check_copies", "check_overlap")
+    others = ("links", "values", "repeats", "memory", "copies", "overlap")
     for name in others:
-        monkeypatch.setattr(command, name, lambda *_: iter(()))
+        monkeypatch.setattr(command, f"check_{name}", lambda *_: iter(()))
     monkeypatch.setattr(command, "check_speed", fail)
     findings = run(Devices((CPU, CPU)), QUICK)
     assert [row.check for row in findings.rows] == ["errors of layers", "speed"]

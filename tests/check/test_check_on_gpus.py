@@ -15,6 +15,7 @@ from pipert.__main__ import main
 from pipert._typing import Tensors
 from pipert.check import overlap
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings
+from pipert.check.links import check_links
 from pipert.check.load import Load
 from pipert.check.memory import check_memory, load_for_memory
 from pipert.check.overlap import check_copies, check_overlap
@@ -59,6 +60,15 @@ def test_all_checks_hold(n: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert "Everything that was checked holds." in out
     assert "| copies beside computation " in out
     assert ("Not checked" in out) == (n == 1)
+
+
+@pytest.mark.multi_gpu
+def test_copies_that_torch_does_not_do_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row.outcome for row in check_links(TWO, 1 << 10, Findings())] == [HOLDS]
+    monkeypatch.setattr(Tensor, "copy_", lambda self, source: self)
+    (found,) = check_links(TWO, 1 << 10, Findings())
+    assert found.outcome == BROKEN
+    assert found.seen.startswith("cuda:0 to cuda:1: something else arrives; cuda:1 to cuda:0: ")
 
 
 # Values -------------------------------------------------------------------------------------------
@@ -158,6 +168,16 @@ def test_copies_beside_computation_hold_in_both_directions() -> None:
     (found,) = check_copies(Devices((GPUS[0], GPUS[1], GPUS[0])))
     assert found.outcome == HOLDS
     assert found.seen == "while both GPUs compute: cuda:0 to cuda:1, cuda:1 to cuda:0"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_copies_are_not_judged_where_the_user_wants_no_overlap(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    (found,) = check_copies(TWO)
+    assert found.outcome == NOT_CHECKED and found.seen.startswith(f"{name}=1 ")
 
 
 @pytest.mark.cuda
