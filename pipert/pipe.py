@@ -36,7 +36,7 @@ _log = logging.getLogger("pipert")
 _MODES = ("always", "except_last", "never")
 
 when_made: list[Callable[[Pipe], None]] = []
-"""Called with each pipe that is made. For programs that start others, see ``__main__``."""
+"""Called with each pipe that is made. For programs that start others, see ``traced_script``."""
 
 
 class Pipe(Partitioned):
