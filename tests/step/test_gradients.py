@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from pipert.gradients import Gradients
+from pipert.gradients import Gradients, deliver
 
 META = torch.device("meta")
 
@@ -31,3 +34,19 @@ def test_a_weight_that_was_not_used_has_no_sum() -> None:
     gradients = Gradients()
     gradients.add([weight], [None])
     assert not gradients.take()
+
+
+@pytest.mark.cuda
+def test_anomaly_detection_finds_nothing_in_memory_that_was_used_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty_like = torch.empty_like
+
+    def used_before(*args: Any, **kwargs: Any) -> Any:
+        return empty_like(*args, **kwargs).fill_(float("nan"))
+
+    monkeypatch.setattr(torch, "empty_like", used_before)
+    weights = [torch.ones(2, device=device, requires_grad=True) for device in ("cpu", "cuda")]
+    with torch.autograd.set_detect_anomaly(True):
+        deliver([(weight, torch.ones_like(weight)) for weight in weights])
+    assert [weight.grad is not None and weight.grad.tolist() for weight in weights] == [[1, 1]] * 2
