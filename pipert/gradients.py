@@ -70,13 +70,30 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
         ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
         return tensors[0].new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         result = (None, *ctx.gradients)
         ctx.gradients.clear()
         return result
+
+
+class _End(torch.autograd.Function):
+    """One end in place of one for each device, of which anomaly detection would read the gradients.
+
+    On whatever stream it is. This one has none to read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *ends: Tensor) -> Tensor:
+        ctx.count = len(ends)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return (None,) * int(ctx.count)
 
 
 def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
@@ -94,7 +111,7 @@ def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
     ends = []
     for reached, brought in devices.values():
         ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
-    torch.autograd.backward(ends, [torch.empty_like(end) for end in ends])
+    _End.apply(*ends).backward()  # type: ignore[no-untyped-call]
 
 
 def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:

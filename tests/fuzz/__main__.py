@@ -122,8 +122,8 @@ def kinds_of(case: Case) -> list[str]:
     kinds += ["devices: one twice"] * (len(set(case.devices)) < len(case.devices))
     for step in case.steps:
         kinds += ["step: fault"] * (step.fault is not None and "fragile" in case.units)
-        kinds += [f"step: {name}" for name in ("streams", "recorded", "late", "loss_there")
-                  if getattr(step, name)]  # fmt: skip
+        flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on")
+        kinds += [f"step: {name}" for name in flags if getattr(step, name)]
         kinds += [f"then: {what}" for what in step.then]
     return kinds
 

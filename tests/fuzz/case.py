@@ -41,6 +41,10 @@ class Step:
     recorded: bool = False
     fault: tuple[str, int] | None = None
     """In ``'F'`` or ``'B'``, and in the how-manieth, the fragile layer fails."""
+    anomaly: bool = False
+    """Whether autograd looks for anomalies."""
+    scale_on: str | None = None
+    """The device of a loss scale, where ``forward_backward`` is given one."""
     loss_there: bool = False
     """Whether the loss of a call is computed where the target is."""
     late: bool = False
@@ -117,6 +121,8 @@ def _step(dice: Random, devices: tuple[str, ...]) -> Step:
         current=dice.choice([0, 0, 1, 3]),
         recorded=dice.random() < 0.1,
         fault=(dice.choice("FB"), dice.randrange(4)) if dice.random() < 0.15 else None,
+        anomaly=dice.random() < 0.1,
+        scale_on=place() if dice.random() < 0.2 else None,
         loss_there=dice.random() < 0.3,
         late=dice.random() < 0.3,
         then=tuple(what for what in then if what),

@@ -92,13 +92,14 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
         with precision(case):
             loss: Tensor = pipe.forward_backward(
                 *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
-                schedule=schedule, reduction="sum", **kwargs,
+                schedule=schedule, reduction="sum", loss_scale=batch.loss_scale, **kwargs,
             )  # fmt: skip
         return loss
 
     at_once = not set(case.units) & {"batch norm", *RANDOM}  # or their order would be seen
     values = list(found.values)
-    with armed(pipe, step), pipe.record() if step.recorded else contextlib.nullcontext() as seen:
+    record = pipe.record() if step.recorded else contextlib.nullcontext()
+    with anomalies(step), armed(pipe, step), record as seen:
         try:
             take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
@@ -107,6 +108,18 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
             found.buffers[k] = [buffer.clone() for buffer in pipe.buffers()]
     if seen is not None and k not in found.buffers:
         assert str(seen.report())
+
+
+@contextlib.contextmanager
+def anomalies(step: Step) -> Iterator[None]:
+    """Autograd looks for anomalies, where the step has it."""
+    before = torch.is_anomaly_enabled()
+    set_detect_anomaly: Any = torch.autograd.set_detect_anomaly
+    set_detect_anomaly(step.anomaly)
+    try:
+        yield
+    finally:
+        set_detect_anomaly(before)
 
 
 @contextlib.contextmanager
@@ -162,7 +175,7 @@ def reference(case: Case, found: Found) -> Found:
 
 def _whole(forward: Any, batch: Batch) -> Tensor:
     loss: Any = loss_of(batch.always, forward(), batch.target)
-    loss.backward()
+    (loss if batch.loss_scale is None else loss * batch.loss_scale).backward()
     return loss.detach()  # type: ignore[no-any-return]
 
 

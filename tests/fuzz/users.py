@@ -73,6 +73,7 @@ class Batch:
     scale: Tensor
     ids: Tensor
     target: Tensor
+    loss_scale: Tensor | None
     always: Tensor
     """What a loss depends on in any case, so that there is something to go backward through."""
 
@@ -89,8 +90,9 @@ class Batch:
     def overwrite(self, target: bool = True) -> None:
         """What a user does with his buffers when he reads the next rows into them."""
         with torch.no_grad():
-            for tensor in (self.x, self.scale, *([self.target] if target else [])):
-                tensor.fill_(float("nan"))
+            for tensor in (self.x, self.scale, *([self.target, self.loss_scale] if target else [])):
+                if tensor is not None:
+                    tensor.fill_(float("nan"))
             self.ids.fill_(0)
 
 
@@ -130,7 +132,11 @@ def batches(case: Case, last: str | None) -> list[Batch]:
         x_on, target_on = (step.x_on, step.target_on) if last else ("cpu", "cpu")
         always = torch.ones((), dtype=dtype, device=last or "cpu", requires_grad=True)
         x = x.to(x_on).requires_grad_(step.wants != "nothing")
-        made.append(Batch(x, scale.to(x_on), ids.to(x_on), target.to(target_on), always))
+        loss_scale = None
+        if step.scale_on is not None:
+            loss_scale = torch.tensor(2.0, dtype=dtype).to(step.scale_on if last else "cpu")
+        scale, ids, target = scale.to(x_on), ids.to(x_on), target.to(target_on)
+        made.append(Batch(x, scale, ids, target, loss_scale, always))
     return made
 
 
