@@ -23,7 +23,7 @@ from pipert.check.overlap import check_copies, check_overlap
 from pipert.check.repeats import check_repeats
 from pipert.check.settings import deterministic, limited, settled
 from pipert.check.speed import check_speed
-from pipert.check.values import check_values
+from pipert.check.values import check_values, check_values_under_load
 from pipert.check.ways import Devices
 from pipert.device import parse_devices
 
@@ -115,7 +115,7 @@ def _devices(named: str | None) -> tuple[Devices, list[str]]:
     if named is not None:
         devices = parse_devices(name.strip() for name in named.split(","))
     elif torch.cuda.is_available():
-        devices = parse_devices(range(min(MOST, torch.cuda.device_count())))
+        devices = parse_devices(range(torch.cuda.device_count()))[:MOST]
     else:
         return Devices((torch.device("cpu"),) * 2), [NO_GPU]
     if len(devices) > MOST:
@@ -135,9 +135,11 @@ def run(devices: Devices, effort: Effort) -> Findings:
     _run(findings, "links", check_links(devices, effort.link_bytes, findings))
     with deterministic():
         _run(findings, "values", check_values(devices, effort.dtypes))
+        load_of_copies = effort.width, 4 * effort.rows
+        _run(findings, "values under load", check_values_under_load(devices, *load_of_copies))
         _run(findings, "errors of layers", check_errors(devices))
-        _run(findings, "repeated steps",
-             check_repeats(devices, effort.repeats, effort.width, 4 * effort.rows))  # fmt: skip
+        repeats = check_repeats(devices, effort.repeats, *load_of_copies)
+        _run(findings, "repeated steps", repeats)
     memory = fitting(memory, devices)
     _run(findings, "memory", check_memory(devices, memory, effort.steps, findings))
     _run(findings, "copies", check_copies(devices))

@@ -33,11 +33,19 @@ def links(devices: Devices) -> list[Link]:
     return sorted({(a, b) for a, b in pairs if a != b and a.type == b.type == "cuda"}, key=str)
 
 
+def why_no_links(devices: Devices) -> str | None:
+    """What is missing for a link between GPUs, if there is none."""
+    if len(devices.gpus) < 2:
+        return ("no CUDA device", "there is one GPU")[len(devices.gpus)]
+    return None if links(devices) else "no two GPUs follow each other"
+
+
 def check_links(devices: Devices, size: int, findings: Findings) -> Iterator[Finding]:
     """Copies of ``size`` bytes over each link, there and back."""
     check = "copies by torch alone"
-    if not links(devices):
-        yield Finding(check, NOT_CHECKED, "no two GPUs follow each other")
+    why_not = why_no_links(devices)
+    if why_not is not None:
+        yield Finding(check, NOT_CHECKED, why_not)
         return
     faults, rows = [], []
     for a, b in links(devices):

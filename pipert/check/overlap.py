@@ -40,7 +40,7 @@ from pipert.check.finding import (
     Measurement,
     judged,
 )
-from pipert.check.links import links
+from pipert.check.links import links, why_no_links
 from pipert.check.load import Load
 from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way, step
 from pipert.recording.event import COMPUTE, COPY, FORWARD, Event
@@ -64,14 +64,11 @@ PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several 
 def check_copies(devices: Devices) -> Iterator[Finding]:
     """Between each two GPUs that follow each other."""
     check = "copies beside computation"
-    pairs = links(devices)
-    why_not = _why_not(devices) or _why_not_side_by_side()
-    if why_not is None and not pairs:
-        why_not = "no two GPUs follow each other"
+    why_not = why_no_links(devices) or _why_not_side_by_side()
     if why_not is not None:
         yield Finding(check, NOT_CHECKED, why_not)
         return
-    faults = []
+    faults, pairs = [], links(devices)
     for a, b in pairs:
         if not _overlap(a, b):
             faults.append(f"from {a} to {b} in none of {ATTEMPTS} attempts")
@@ -167,7 +164,7 @@ def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[
 
 def _judge_together(devices: Devices, share: float, task: float, seen: str) -> Finding:
     check = "partitions at the same time"
-    why_not = _why_not(devices)
+    why_not = why_no_links(devices) if len(devices.gpus) < 2 else None
     if why_not is None and task < LONG_ENOUGH:
         why_not = "tasks are too short to tell"
     if why_not is not None:
@@ -175,10 +172,6 @@ def _judge_together(devices: Devices, share: float, task: float, seen: str) -> F
     if share < NONE:
         return Finding(check, BROKEN, seen, PARTITIONS_MEAN)
     return Finding(check, REPORTED, seen)
-
-
-def _why_not(devices: Devices) -> str | None:
-    return ("no CUDA device", "there is one GPU", None)[min(2, len(devices.gpus))]
 
 
 def _why_not_side_by_side() -> str | None:

@@ -21,9 +21,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from pipert.check.finding import Finding, judged
-from pipert.check.models import Model, small_models
+from pipert.check.models import Model, chain, small_models
 from pipert.check.ways import WAYS, Devices, backward, step
 
 __all__: list[str] = []
@@ -39,14 +40,22 @@ def check_values(devices: Devices, dtypes: Sequence[torch.dtype]) -> Iterator[Fi
     """Each model in each way, against the plain module on the first device."""
     for dtype in dtypes:
         for model in small_models(devices.n, dtype):
-            yield _compare(model, devices, dtype)
+            yield _compare(model, devices, dtype, CHUNKS)
 
 
-def _compare(model: Model, devices: Devices, dtype: torch.dtype) -> Finding:
+def check_values_under_load(devices: Devices, width: int, rows: int) -> Iterator[Finding]:
+    """A chain whose copies take their time: what is read too early is not there yet."""
+    m = 2 * devices.n
+    x, target = (torch.randn(m * rows, width) for _ in range(2))
+    model = Model("chain under load", chain(devices.n, 1, width), x, target, mse_loss)
+    yield _compare(model, devices, torch.float32, m)
+
+
+def _compare(model: Model, devices: Devices, dtype: torch.dtype, chunks: int) -> Finding:
     plain = copy.deepcopy(model.layers).to(devices.partitions[0])
     expected = plain_results(plain, model)
     faults, worst = [], 0.0
-    with devices.pipe(model.layers, model.balance(devices.n), CHUNKS) as pipe:
+    with devices.pipe(model.layers, model.balance(devices.n), chunks) as pipe:
         with torch.no_grad():
             evaluated: Results = {"output": pipe(model.x.to(devices.partitions[0]))}
         found = {"without gradients": difference(evaluated, {"output": expected["output"]})}
@@ -108,8 +117,10 @@ def _difference(found: Tensor | None, expected: Tensor | None, floor: float) -> 
         return 0.0 if found is expected else math.inf
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
-    a, b = found.cpu().double(), expected.cpu().double()
-    return float((a - b).abs().max()) / max(_size(b), floor, 1e-300)
+    # By way of the CPU: a link between GPUs is among what may be broken.
+    there = found.cpu().to(expected.device).double()
+    largest = float((there - expected).abs().max())
+    return largest / max(_size(expected), floor, 1e-300)
 
 
 def _size(tensor: Tensor | None) -> float:

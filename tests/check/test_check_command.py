@@ -41,11 +41,11 @@ def test_all_checks_hold_on_two_cpu_workers(
     path = tmp_path / "report.json"
     assert main(["check", "--quick", "--devices", "cpu,cpu", "--json", str(path)]) == 0
     out, err = capsys.readouterr()
-    assert "Everything that was checked holds. Not checked: 3 of 11." in out
+    assert "Everything that was checked holds. Not checked: 3 of 12." in out
     data: dict[str, Any] = json.loads(path.read_text())
     assert data["holds"] and data["devices"] == ["cpu", "cpu"]
     outcomes = {row["check"]: row["outcome"] for row in data["checks"]}
-    assert list(outcomes.values()).count(HOLDS) == 6
+    assert list(outcomes.values()).count(HOLDS) == 7
     assert {name for name, outcome in outcomes.items() if outcome == NOT_CHECKED} == {
         "peak memory", "copies beside computation", "copies by torch alone",
     }  # fmt: skip
@@ -119,7 +119,7 @@ def test_a_check_that_raises_is_a_finding_and_the_others_are_run(
     def fail(*_: object) -> Any:
         raise RuntimeError("the device is gone\nand more")
 
-    others = ("links", "values", "repeats", "memory", "copies", "overlap")
+    others = ("links", "values", "values_under_load", "repeats", "memory", "copies", "overlap")
     for name in others:
         monkeypatch.setattr(command, f"check_{name}", lambda *_: iter(()))
     monkeypatch.setattr(command, "check_speed", fail)

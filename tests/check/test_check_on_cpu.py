@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipert import Event, Timeline
 from pipert.check import load as loads
-from pipert.check import repeats
+from pipert.check import overlap, repeats, speed
 from pipert.check.errors import check_errors
-from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, Finding
+from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding
 from pipert.check.load import LONG_ENOUGH, Load, busy
 from pipert.check.models import even, small_models
 from pipert.check.repeats import check_repeats
-from pipert.check.values import check_values, difference
+from pipert.check.values import check_values, check_values_under_load, difference
 from pipert.check.ways import Devices
 from pipert.computation import Computation
 from pipert.gradients import Gradients
@@ -54,6 +55,11 @@ def test_a_gradient_that_is_wrong_by_a_millionth_is_seen(monkeypatch: pytest.Mon
     assert "gpipe, checkpoint='never': the gradient of " in found[0].seen
     assert "differs by 1.0e-06 of its largest entry" in found[0].seen
     assert "loss.backward()" not in found[0].seen  # does not go that way
+
+
+def test_values_under_load_hold() -> None:
+    (found,) = check_values_under_load(TWO, 8, 4)
+    assert found.outcome == HOLDS
 
 
 @pytest.mark.slow
@@ -187,3 +193,54 @@ def test_a_load_is_halved_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_chain_has_equal_partitions() -> None:
     layers = Load(3, 8, layers=2, width=4, rows=16).chain()
     assert len(layers) == 6 and all(isinstance(layer, nn.Module) for layer in layers)
+
+
+# What is seen in a timeline -----------------------------------------------------------------------
+
+A, B = (torch.device("cuda", k) for k in range(2))
+GPUS = Devices((A, B))
+
+
+def computing(device: torch.device, start: float, end: float) -> Event:
+    return Event("forward", 0, device.index, device, start, end)
+
+
+def copying(start: float, end: float) -> Event:
+    return Event("copy", 0, 1, B, start, end, source=A, origin=0)
+
+
+def test_the_share_in_which_partitions_compute_at_once() -> None:
+    timeline = Timeline([computing(A, 0, 2), computing(B, 1, 4)], [A, B])
+    assert overlap._together(timeline) == pytest.approx(1 / 4)
+
+
+def test_copies_are_hidden_while_the_gpu_that_they_come_from_computes() -> None:
+    events = [computing(A, 0, 2), computing(B, 1, 9), copying(1.5, 4)]
+    assert overlap._hidden(Timeline(events, [A, B])) == (2.5, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "share", "task", "outcome"),
+    [
+        (GPUS, 0.02, 0.01, REPORTED),  # such as GPUs of different speed
+        (GPUS, 0.0, 0.01, BROKEN),
+        (GPUS, 0.0, 0.0001, REPORTED),  # too short to tell
+        (Devices((A, A)), 0.0, 0.01, REPORTED),
+        (TWO, 0.0, 0.01, REPORTED),
+    ],
+)
+def test_only_gpus_that_take_turns_without_need_are_a_fault(
+    devices: Devices, share: float, task: float, outcome: str
+) -> None:
+    assert overlap._judge_together(devices, share, task, "seen").outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("devices", "ideal"),
+    [(GPUS, "1.78"), (Devices((A, A)), "-"), (TWO, "-")],
+    ids=["two GPUs", "one twice", "CPU"],
+)
+def test_the_ideal_is_that_of_a_device_for_each_partition(devices: Devices, ideal: str) -> None:
+    load = Load(2, 8, layers=1, width=4, rows=4)
+    assert speed._ideal("loss.backward(), checkpoint='never'", load, devices) == ideal
+    assert speed._ideal("loss.backward(), checkpoint='always'", load, devices) == "-"
