@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
+from pipert.components import Components
 from pipert.skip import Skippable, pop, skippable, stash
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
@@ -131,6 +132,18 @@ def test_repeated_calls_without_grad_need_no_synchronisation(
         x = batch()
         for _ in range(3):
             pipe(x)
+
+
+@places
+@ways
+def test_without_copy_streams_a_step_needs_no_synchronisation(
+    train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
+) -> None:
+    with pipe_of(with_skip(), devices) as pipe:
+        pipe._runtime.components = Components(copy_streams=False)
+        x = batch(grad=True)
+        for _ in range(2):
+            train(pipe, x)
 
 
 # Arguments, targets, weights ----------------------------------------------------------------------

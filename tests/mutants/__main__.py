@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from tests.mutants.mutant import Mutant
 from tests.mutants.table import MUTANTS
-from tests.mutants.trial import Tree, Verdict
+from tests.mutants.trial import STAGES, Tree, Verdict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,8 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone; see --list")
     parser.add_argument("--list", action="store_true", help="print their names, and try none")
     parser.add_argument(
-        "--likely", action="store_true", help="run the likely tests alone, not all on a survivor"
-    )
+        "--stages", type=int, default=len(STAGES), choices=range(1, len(STAGES) + 1),
+        help="how far to go with one that survives: 1 runs the tests made for mutants, 2 others "
+        "that look at streams, 3 all tests (default)",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     names = {mutant.name for mutant in MUTANTS}
     for name in options.only or ():
@@ -36,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{mutant.name}: {mutant.what} ({mutant.file})" for mutant in chosen))
         return 0
     verdicts: list[Verdict] = []
-    for mutant, verdict in zip(chosen, _verdicts(chosen, options.jobs, options.likely), strict=True):
+    found = _verdicts(chosen, options.jobs, options.stages)
+    for mutant, verdict in zip(chosen, found, strict=True):
         if not verdict:
             tqdm.write(f"survives: {mutant.name}", file=sys.stderr)
         verdicts.append(verdict)
@@ -44,14 +47,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(verdicts) else 1
 
 
-def _verdicts(mutants: Sequence[Mutant], jobs: int, likely: bool) -> Iterator[Verdict]:
+def _verdicts(mutants: Sequence[Mutant], jobs: int, stages: int) -> Iterator[Verdict]:
     """In the order of ``mutants``."""
     trees: SimpleQueue[Tree] = SimpleQueue()
 
     def try_out(mutant: Mutant) -> Verdict:
         tree = trees.get()
         try:
-            return tree.try_out(mutant, likely)
+            return tree.try_out(mutant, STAGES[:stages])
         finally:
             trees.put(tree)
 
@@ -78,8 +81,8 @@ def table(mutants: Sequence[Mutant], verdicts: Sequence[Verdict]) -> str:
     reports = sum(verdict.how.startswith(("RACE", "ALLOC", "USE")) for verdict in verdicts)
     survivors = sum(not verdict for verdict in verdicts)
     rows += ["", (
-        f"{len(mutants)} mutants, {len(mutants) - survivors} noticed, {reports} of them by a report "
-        f"of the simulation; {survivors} survive. "
+        f"{len(mutants)} mutants, {len(mutants) - survivors} noticed, {reports} of them by a "
+        f"report of the simulation; {survivors} survive. "
         f"{sum(verdict.seconds for verdict in verdicts) / 60:.0f} minutes."
     )]  # fmt: skip
     return "\n".join(rows)

@@ -25,8 +25,6 @@ class Mutant(NamedTuple):
     text: str
     """Occurs in the file exactly once."""
     instead: str
-    tests: tuple[str, ...] = ()
-    """Files or tests to try first."""
 
     def source(self, root: Path = ROOT) -> str:
         """The file as it is."""

@@ -56,6 +56,16 @@ OF_CALLS = [
         "y = self._wait(i, y, stream.compute_stream(self._device), copying)",
     ),
     Mutant(
+        "copy-of-another-waits", LANE, "the copy stream of this micro-batch, to wait for compute",
+        "copying = self._run.streams.get(self._device, i)",
+        "copying = self._run.streams.get(self._device, i + 1)",
+    ),
+    Mutant(
+        "arguments-await-own-device", LANE, "the device of the arguments, whose caller is awaited",
+        "compute = stream.compute_stream(device)",
+        "compute = stream.compute_stream(self._device)",
+    ),
+    Mutant(
         "skips-are-not-copied", LANE, "the copy's wait where only a skip is copied from",
         "readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]",
         "readers = [*range(len(run.devices))[j + 1 : j + 2]]",
@@ -72,6 +82,10 @@ OF_CALLS = [
     Mutant(
         "source-is-compute", LANE, "the copy stream that values are read on",
         "source = self._run.streams.get(device, i)", "source = stream.compute_stream(device)",
+    ),
+    Mutant(
+        "read-and-not-noted", LANE, "the note of what is read of the caller's",
+        "self._run.sources[device, i] = source", "pass",
     ),
     Mutant(
         "target-of-another", LANE, "the copy stream of this micro-batch, for writing",
@@ -157,6 +171,12 @@ OF_STEPS = [
     Mutant(
         "step-compute-waits-to-be-copied", STEP, "the direction of the copy's wait for compute",
         _LET_COPY, "stream.wait(stream.compute_stream(self._device), copying)",
+    ),
+    Mutant(
+        "step-copy-of-another-waits", STEP,
+        "the copy stream of this micro-batch, to wait for compute",
+        "copying = self._run.streams.get(self._device, i)",
+        "copying = self._run.streams.get(self._device, i + 1)",
     ),
     Mutant(
         "step-outputs-are-not-copied", STEP, "the copy's wait where only outputs are copied from",

@@ -23,8 +23,7 @@ MUTANTS = [
     ),
     Mutant(
         "one-copy-stream", STREAM, "a copy stream for each micro-batch",
-        "stream = self._streams.get((device, i))",
-        "i = 0; stream = self._streams.get((device, i))",
+        "self._streams.get((device, i))", "self._streams.get((device, 0))",
     ),
     Mutant(
         "no-compute-streams", STREAM, "the compute stream, when copies have none of their own",
@@ -32,7 +31,13 @@ MUTANTS = [
     ),
     Mutant(
         "compute-is-default", STREAM, "the caller's stream: computing is on the default one",
-        "return torch.cuda.current_stream(device) if", "return torch.cuda.default_stream(device) if",
+        "return torch.cuda.current_stream(device) if",
+        "return torch.cuda.default_stream(device) if",
+    ),
+    Mutant(
+        "own-streams-overlooked", STREAM, "the caller's streams on devices outside of the pipe",
+        "if compute_stream(device) != default(device)",
+        "if default(device) != default(device)",
     ),
     Mutant(
         "no-wait", STREAM, "every wait of a stream for another",
@@ -99,7 +104,28 @@ MUTANTS = [
     ),
     Mutant(
         "no-wait-in-graph", TRANSFER, "the wait of the forward, in the graph",
-        "stream.wait(waiter, awaited)", "pass",
+        "stream.wait(waiter, awaited)\n        return", "return",
+    ),
+    Mutant(
+        "gradients-not-returned", TRANSFER, "the caller waits for gradients of his to be read",
+        "_at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))", "pass",
+    ),
+    Mutant(
+        "gradients-returned-too-soon", TRANSFER, "that wait is at the end, in the caller",
+        "_at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))",
+        "_wait_in_caller(there[0].device, reader)",
+    ),
+    Mutant(
+        "gradients-returned-reversed", TRANSFER, "the direction of that wait",
+        "stream.wait(stream.compute_stream(device), reader)",
+        "stream.wait(reader, stream.compute_stream(device))",
+    ),
+    Mutant(
+        "gradients-not-copied-back", TRANSFER, "the streams of the copy back: the current ones",
+        "copied = iter(stream.copy(there, *ctx.back))",
+        "home = ctx.back[0]\n"
+        "        on = [stream.compute_stream(k) for k in (there[0].device, home)]\n"
+        "        copied = iter(stream.copy(there, home, *on))",
     ),
     Mutant(
         "no-wait-in-backward", TRANSFER, "the wait of the backward",

@@ -7,7 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
-RUNTIME, RANDOM = "pipert/runtime.py", "pipert/autograd/random_state.py"
+RUNTIME, RUN = "pipert/runtime.py", "pipert/run.py"
+RANDOM = "pipert/autograd/random_state.py"
 
 _CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
 _FORWARD = "with _current_streams(self._streams):\n                return"
@@ -35,6 +36,15 @@ MUTANTS = [
         "_set_streams(before, device)", "pass",
     ),
     Mutant(
+        "streams-not-put-on", CONTEXT, "putting the caller's streams on before a task",
+        "_set_streams(streams, device)\n    try", "try",
+    ),
+    Mutant(
+        "default-streams-put-back", CONTEXT, "the streams of before: default ones are put back",
+        "before = [torch.cuda.current_stream(stream.device) for stream in streams]",
+        "before = [torch.cuda.default_stream(stream.device) for stream in streams]",
+    ),
+    Mutant(
         "streams-not-set", CONTEXT, "putting streams on",
         "torch.cuda.set_stream(stream)", "continue",
     ),
@@ -52,8 +62,20 @@ MUTANTS = [
         "on_cuda = set[torch.device]()",
     ),
     Mutant(
-        "input-streams-not-carried", RUNTIME, "the caller's streams on the inputs' devices",
-        "on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])", "pass",
+        "other-streams-not-carried", RUNTIME, "the caller's streams on devices outside of the pipe",
+        "on_cuda.update(devices_with_own_streams())", "pass",
+    ),
+    Mutant(
+        "nothing-returned", RUNTIME, "the caller waits for what has been read of his, after a run",
+        "run.return_what_was_read()", "pass",
+    ),
+    Mutant(
+        "returned-without-wait", RUN, "the wait for what has been read of the caller's",
+        "wait(compute_stream(device), source)", "pass",
+    ),
+    Mutant(
+        "returned-reversed", RUN, "the direction of the wait for what has been read",
+        "wait(compute_stream(device), source)", "wait(source, compute_stream(device))",
     ),
     Mutant(
         "device-generator-not-lent", RANDOM, "the device's generator, lent to a task",
@@ -61,11 +83,10 @@ MUTANTS = [
     ),
     Mutant(
         "time-while-busy", "pipert/balance/by_time.py", "times are read when a device is idle",
-        "torch.cuda.synchronize(device)", "pass", ("tests/balance",),
+        "torch.cuda.synchronize(device)", "pass",
     ),
     Mutant(
         "probe-moves-generator", "pipert/balance/probe.py", "the device's generator is put back",
-        'generators = [where.index] if where.type == "cuda" else []', "generators = list[int]()",
-        ("tests/balance",),
+        "torch.random.fork_rng(generators)", "torch.random.fork_rng([])",
     ),
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tests.mutants.mutant import ROOT, Mutant, Span
 
-__all__ = ["Site", "sites", "without_mutant"]
+__all__ = ["REASONS", "Site", "sites", "without_mutant"]
 
 ANYWHERE = {
     "wait_stream", "wait_event", "record_stream", "record_event", "elapsed_time", "query",
@@ -35,9 +35,13 @@ OF = {
 }
 """Names that say it when they are called on a module or a variable of this name."""
 
-WITHOUT = {
-    "default_streams": "",
-}
+REASONS = {
+    ("pipert/watch.py", "self._wait(run, posting, crew, timeout)"):
+        "the caller waits for the run, not a stream for another",
+    ("pipert/recorded_lane.py", "self._recorder.during(WAIT, i, self.j, self._device)"):
+        "on CPU alone, by the process's clock",
+}  # fmt: skip
+"""Why a place needs no mutant."""
 
 
 class Site(NamedTuple):
@@ -46,11 +50,11 @@ class Site(NamedTuple):
     file: str
     line: int
     call: str
-    """What is called: ``stream.wait``."""
+    """In full: ``stream.wait(waiter, awaited)``."""
     span: Span
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line} {self.call}(...)"
+        return f"{self.file}:{self.line} {self.call}"
 
 
 def sites(root: Path = ROOT) -> list[Site]:
@@ -70,7 +74,7 @@ def _sites_in(source: str, file: str) -> Iterator[Site]:
             assert node.end_lineno is not None and node.end_col_offset is not None
             begin = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
-            yield Site(file, node.lineno, ast.unparse(node.func), (begin, end))
+            yield Site(file, node.lineno, ast.unparse(node), (begin, end))
 
 
 def _asks(called: ast.expr) -> bool:
