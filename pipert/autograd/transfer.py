@@ -35,11 +35,22 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         there = tuple(grad for grad in grads if grad is not None)
-        copied = iter(stream.copy(there, *ctx.back))
-        reader = ctx.back[1]
+        moved = stream.copy(there, *ctx.back)
+        if torch.is_anomaly_enabled():
+            _let_autograd_read(moved, ctx.back[2])
+        copied, reader = iter(moved), ctx.back[1]
         if reader is not None and there:
             _at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))
         return (None, None, None, *[None if g is None else next(copied) for g in grads])
+
+
+def _let_autograd_read(moved: Tensors, target: Stream) -> None:
+    """Anomaly detection reads what a node returns at once: before ``Wait'`` has waited for it."""
+    for tensor in moved:
+        reader = stream.compute_stream(tensor.device)
+        stream.wait(reader, target)
+        if reader is not None:
+            tensor.record_stream(reader)
 
 
 def _wait_in_caller(device: torch.device, reader: Stream) -> None:
