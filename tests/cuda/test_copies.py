@@ -208,6 +208,15 @@ def test_recomputations_and_layers_are_recorded_by_the_device_s_clock(gpus: Simu
     assert [round(1e6 * seconds) for (seconds,) in layers] == [COMPUTE] * 2
 
 
+@ways
+def test_copies_without_streams_of_their_own_are_recorded_too(pipe: Pipe, train: Train) -> None:
+    pipe._runtime.components = Components(copy_streams=False)
+    with pipe.record() as timeline:
+        train(pipe, batch())
+    took = microseconds(of(timeline, COPY)).values()  # each until what is computed there is done
+    assert all(one >= MOVE and one % MOVE == 0 for one in took)
+
+
 def test_a_recording_begins_when_the_devices_are_idle(gpus: Simulation, pipe: Pipe) -> None:
     for k in range(N):
         with torch.cuda.device(k):

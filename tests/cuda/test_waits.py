@@ -187,10 +187,10 @@ def test_a_tied_weight_needs_no_synchronisation(
 ) -> None:
     first = Scale()
     with pipe_of(nn.Sequential(first, Times(first)), devices) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         for _ in range(2):
             train(pipe, batch())
-            optimizer.step()
+            with torch.no_grad():
+                first.weight.sub_(first.weight)
 
 
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]], ids=",".join)

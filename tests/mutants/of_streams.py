@@ -48,12 +48,8 @@ MUTANTS = [
         "waiter.wait_stream(awaited)", "awaited.wait_stream(waiter)",
     ),
     Mutant(
-        "copies-block", STREAM, "non_blocking between GPUs",
-        "non_blocking=between_gpus", "non_blocking=False",
-    ),
-    Mutant(
         "copies-never-block", STREAM, "blocking from and to the CPU",
-        "non_blocking=between_gpus", "non_blocking=True",
+        "tensor.to(device)", "tensor.to(device, non_blocking=True)",
     ),
     Mutant(
         "copy-not-on-source", STREAM, "the source's copy stream: read on the current one",

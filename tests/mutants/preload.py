@@ -10,5 +10,11 @@ from tests import simulated_gpus
 
 simulated_gpus.start()
 
-import pytest  # noqa: E402, F401  isort: skip
-import torch  # noqa: E402, F401  isort: skip
+import fractions  # noqa: E402, F401
+import statistics  # noqa: E402, F401
+
+import pytest  # noqa: E402, F401
+import sympy  # type: ignore[import-untyped]  # noqa: E402, F401  torch imports it late
+import torch  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401  so does each optimizer
+import torch.fx.experimental.symbolic_shapes  # noqa: E402, F401
