@@ -70,12 +70,13 @@ class Simulation:
         self.c = c = ctypes.CDLL(str(library))
         for function in (c.sim_reports, c.sim_trace):
             function.restype = ctypes.c_void_p
-        for function in (c.sim_live, c.sim_peak, c.sim_stat):
+        for function in (c.sim_live, c.sim_peak, c.sim_stat, c.sim_allocations):
             function.restype = ctypes.c_size_t
         for function in (c.sim_vt, c.sim_host_vt, c.sim_elapsed):
             function.restype = ctypes.c_double
         c.sim_elapsed.argtypes = [ctypes.c_size_t] * 2
         c.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
+        c.sim_fail_allocation.argtypes = [ctypes.c_int, ctypes.c_size_t]
         c.sim_sleep.argtypes = [ctypes.c_double]
         c.sim_rates.argtypes = [ctypes.c_double] * 4
         self.devices = devices
@@ -136,6 +137,14 @@ class Simulation:
     def limit_memory(self, device: int, bytes: int) -> None:
         """Let allocations beyond this many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
         self.c.sim_limit(device, bytes)
+
+    def fail_allocation(self, device: int, number: int) -> None:
+        """Let one allocation raise ``torch.OutOfMemoryError``, counted from now on; 0: none."""
+        self.c.sim_fail_allocation(device, number)
+
+    def allocations(self, device: int) -> int:
+        """How many there have been since ``fail_allocation``; those of no bytes do not count."""
+        return int(self.c.sim_allocations(device))
 
     def live_bytes(self, device: int) -> int:
         """The bytes that are allocated now."""

@@ -68,6 +68,7 @@ static std::vector<Traced> traced;
 static std::vector<int64_t> next_stream(64, 1);
 static uint64_t n_ops = 0, n_blocks = 0, n_syncs = 0, n_waits = 0;
 static size_t live[64], peak[64], limit_[64], live_blocks[64];
+static size_t allocations[64], failing[64];  // since sim_fail_allocation; which of them fails, 0: none
 static std::atomic<bool> g_race_error{false};
 thread_local int t_device = 0;
 thread_local std::vector<int64_t> t_stream;
@@ -171,6 +172,9 @@ struct SimAllocator final : c10::DeviceAllocator {
     OpP op = make_op("alloc");
     std::lock_guard<std::recursive_mutex> g(G);
     int dev = t_device, a = current_actor(dev);
+    if (n && ++allocations[dev] == failing[dev])
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated: allocation ", failing[dev],
+        " of device ", dev, " was to fail).");
     if (limit_[dev] && live[dev] + n > limit_[dev])
       TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated). Tried to allocate ", n,
         " bytes on device ", dev, "; ", live[dev], " of ", limit_[dev], " are in use.");
@@ -650,6 +654,8 @@ void sim_set(int stacks, int detect, int trace) { g_stacks = stacks; g_detect = 
 void sim_shutdown() { std::lock_guard<std::recursive_mutex> g(G); g_alive = g_detect = g_stacks = false; reports.clear(); pending.clear(); }
 void sim_limit(int d, size_t n) { limit_[d] = n; }
 void sim_reset_peak(int d) { std::lock_guard<std::recursive_mutex> g(G); peak[d] = live[d]; }
+void sim_fail_allocation(int d, size_t k) { std::lock_guard<std::recursive_mutex> g(G); allocations[d] = 0; failing[d] = k; }
+size_t sim_allocations(int d) { return allocations[d]; }
 size_t sim_live(int d) { return live[d]; }
 size_t sim_peak(int d) { return peak[d]; }
 size_t sim_stat(int k) { size_t all[] = {n_ops, n_blocks, n_syncs, n_waits, n_reports, actors.size()}; return all[k]; }
