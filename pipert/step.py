@@ -200,7 +200,9 @@ class Step:
             given = zip(xs, self.input_gradients.pop(i, ()), strict=False)
             of_inputs += [(x, dx.to(x.device)) for x, dx in given if dx is not None]
         self.inputs = []
-        for arriving in _in_turn(of_inputs, of_weights):
+        turns = _in_turn(of_inputs, of_weights)
+        del of_inputs, of_weights  # what nobody else has need not be copied
+        for arriving in turns:
             if arriving:
                 deliver(arriving)
         return loss

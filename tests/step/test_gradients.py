@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor, nn
 
+from pipert import Pipe, step
 from pipert.gradients import Gradients
 
 META = torch.device("meta")
@@ -31,3 +34,22 @@ def test_a_weight_that_was_not_used_has_no_sum() -> None:
     gradients = Gradients()
     gradients.add([weight], [None])
     assert not gradients.take()
+
+
+def test_the_sums_of_a_step_become_the_gradients_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copied, all gradients would be there twice at the end of a step."""
+    sums: list[int] = []
+
+    def deliver(arriving: list[tuple[Tensor, Tensor]]) -> None:
+        sums.extend(gradient.data_ptr() for _, gradient in arriving)
+        plain(arriving)
+
+    plain = step.deliver
+    monkeypatch.setattr(step, "deliver", deliver)
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
+        pipe.chunks = 2
+        pipe.forward_backward(torch.rand(4, 3), loss_fn=lambda y, _: y.sum())
+        gradients = [parameter.grad for parameter in pipe.parameters()]
+    assert {gradient.data_ptr() for gradient in gradients if gradient is not None} == set(sums)
