@@ -215,7 +215,8 @@ def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriv
     caller's graph uses as well, hears of it once.
     """
     roots = [tensor for tensor, _ in (*of_inputs, *of_weights) if tensor.grad_fn is not None]
-    reached = {id(tensor) for tensor in (*roots, *leaves_behind(roots, ()))}
+    ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
+    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends))}
     reached.update(id(tensor) for tensor, _ in of_inputs)
     first = [one for one in of_weights if id(one[0]) in reached]
     return [*of_inputs, *first], [one for one in of_weights if id(one[0]) not in reached]
