@@ -235,6 +235,8 @@ class StepLane(Lane):
                 kept.checkpoint.recompute()
             finally:
                 self._computation.on_worker = False
+            # From now on it belongs to its slots, and goes with the last of them.
+            self._kept[i] = kept._replace(checkpoint=None)
 
     def _receive_gradients(self, i: int, turn: Turn) -> Any:
         return () if self._arrive is None else self._take(self._arrive, turn)
@@ -252,6 +254,7 @@ class StepLane(Lane):
         if kept is None:
             return ()
         found = self._find_gradients(i, kept, self._gather(i, arrived, kept))
+        found = tuple([None if gradient is None else alone(gradient) for gradient in found])
         self._let_copy(i)
         return self._scatter(i, found, kept)
 
@@ -322,6 +325,16 @@ class StepLane(Lane):
 def edges_of(tensors: Tensors) -> Edges:
     """Where they are in the graph, which stays alive without them."""
     return tuple([get_gradient_edge(tensor) for tensor in tensors])
+
+
+def alone(gradient: Tensor) -> Tensor:
+    """The same, and not as a part of a larger one, which it would keep while it waits.
+
+    Such as that of a skip, which was concatenated to something, until its stash goes backward.
+    """
+    if gradient.layout != torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes:
+        return gradient
+    return gradient.clone()
 
 
 def _nothing(i: int, turn: Turn) -> None:
