@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 __all__: list[str] = []
 
@@ -126,28 +127,23 @@ def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def leaves_behind(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that ``ys`` are made of, but for ``xs``: whatever the layers use.
+def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves that graphs with these ends are made of, but for those that are known.
 
-    Not only their parameters: a layer may train a tensor that it keeps for itself.
+    Not only parameters of layers: a layer may train a tensor that it keeps for itself.
     """
-    seen: set[Any] = {y.grad_fn for y in ys}
-    left: list[Any] = [*seen - {None}]
-    known, leaves = {id(x) for x in xs}, list[Tensor]()
-
-    def add(leaf: Tensor) -> None:
-        if id(leaf) not in known and leaf.requires_grad:
-            known.add(id(leaf))
-            leaves.append(leaf)
-
-    for y in ys:
-        if y.grad_fn is None:
-            add(y)
+    seen: set[Any] = {*ends}
+    left: list[Any] = [*seen]
+    found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
     while left:
-        for child, _ in left.pop().next_functions:
+        node = left.pop()
+        if isinstance(node, _AccumulateGrad):
+            leaf = node.variable
+            if id(leaf) not in found and leaf.requires_grad:
+                found.add(id(leaf))
+                leaves.append(leaf)
+        for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 left.append(child)
-                if isinstance(child, _AccumulateGrad):
-                    add(child.variable)
     return leaves

@@ -205,7 +205,9 @@ class Step:
             given = zip(xs, self.input_gradients.pop(i, ()), strict=False)
             of_inputs += [(x, dx.to(x.device)) for x, dx in given if dx is not None]
         self.inputs = []
-        for arriving in _in_turn(of_inputs, of_weights):
+        turns = _in_turn(of_inputs, of_weights)
+        del of_inputs, of_weights  # what nobody else has need not be copied
+        for arriving in turns:
             if arriving:
                 deliver(arriving)
         return loss
@@ -218,7 +220,8 @@ def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriv
     caller's graph uses as well, hears of it once.
     """
     roots = [tensor for tensor, _ in (*of_inputs, *of_weights) if tensor.grad_fn is not None]
-    reached = {id(tensor) for tensor in (*roots, *leaves_behind(roots, ()))}
+    ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
+    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends))}
     reached.update(id(tensor) for tensor, _ in of_inputs)
     first = [one for one in of_weights if id(one[0]) in reached]
     return [*of_inputs, *first], [one for one in of_weights if id(one[0]) not in reached]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipert import Pipe
+from pipert import Pipe, step
 from pipert.gradients import Gradients, deliver
 
 META = torch.device("meta")
@@ -69,3 +69,21 @@ def test_anomaly_detection_reads_nothing_of_a_step_on_another_stream_than_the_ca
         ):  # fmt: skip
             pipe.forward_backward(torch.ones(4, 3), loss_fn=lambda y, _: y.sum())
             assert all(p.grad is not None for p in pipe.parameters())
+
+
+def test_the_sums_of_a_step_become_the_gradients_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Copied, all gradients would be there twice at the end of a step."""
+    sums: list[int] = []
+
+    def note(arriving: list[tuple[Tensor, Tensor]]) -> None:
+        sums.extend(gradient.data_ptr() for _, gradient in arriving)
+        deliver(arriving)
+
+    monkeypatch.setattr(step, "deliver", note)
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
+        pipe.chunks = 2
+        pipe.forward_backward(torch.rand(4, 3), loss_fn=lambda y, _: y.sum())
+        gradients = [parameter.grad for parameter in pipe.parameters()]
+    assert {gradient.data_ptr() for gradient in gradients if gradient is not None} == set(sums)
