@@ -241,7 +241,6 @@ class StepLane(Lane):
         if kept is None:
             return ()
         found = self._find_gradients(i, kept, self._gather(i, arrived, kept))
-        self._let_copy(i)
         return self._scatter(i, found, kept)
 
     def _find_gradients(
@@ -267,6 +266,7 @@ class StepLane(Lane):
             # What was ready when a node raised stays with this thread until its next backward.
             torch.autograd.backward(torch.ones((), requires_grad=True))
             raise
+        self._let_copy(i)  # before the sums: the copy needs none of them
         weights = [self._weights.get(leaf, leaf) for leaf in leaves]
         self.gradients.add(weights, found[len(kept.xs) :])
         return found[: len(kept.xs)]
