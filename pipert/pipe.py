@@ -286,9 +286,9 @@ class Pipe(Partitioned):
             loss_fn: called with the output and the target of each micro-batch, on the last worker;
                 returns a tensor of one element.
             target: any pytree; split like the arguments, and moved to the last device.
-            schedule: ``'1f1b'`` (default), ``'eager-1f1b'``, which keeps up to twice as many
-                micro-batches and hides copies behind them, ``'gpipe'``, which fills and drains,
-                or a function that makes one: see :func:`pipert.schedules.plan`.
+            schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps ``2 * (n - j) - 1`` and
+                does not wait for copies between devices; ``'gpipe'``, which fills and drains; or a
+                function that makes one: see :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds up; use it
                 where rows count differently, as with ``ignore_index``, and divide in ``loss_fn``.

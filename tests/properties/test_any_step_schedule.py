@@ -82,10 +82,9 @@ def test_no_more_micro_batches_are_kept_than_is_promised(
 ) -> None:
     placement = data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
     alive = [0] * n
-    most = {"1f1b": lambda j: n - j, "eager-1f1b": lambda j: 2 * (n - j) - 1}[name]
     for kind, _, j in plan(name, m, n, placement, data.draw(st.integers(0, m))):
         alive[j] += {"F": 1, "R": 0, "B": -1}[kind]
-        assert alive[j] <= min(m, most(j))
+        assert alive[j] <= min(m, n - j if name == "1f1b" else 2 * (n - j) - 1)
 
 
 @given(schedules())

@@ -76,10 +76,10 @@ def test_eager_1f1b_is_as_fast_as_fill_and_drain(gpus: Simulation) -> None:
     assert autograd / microseconds(gpus, "eager-1f1b") >= 0.97
 
 
-def test_a_gradient_is_not_kept_back_by_sums_of_those_of_weights(gpus: Simulation) -> None:
-    """Reading and writing takes long here: what a micro-batch adds to takes as long as a copy."""
-    gpus.rates(launch_us=0, memory_gbps=100, link_gbps=1e6, tflops=1e3)
-    assert microseconds(gpus, AUTOGRAD) / microseconds(gpus, "1f1b") >= 0.97
+def test_a_gradient_is_on_its_way_while_those_of_weights_are_added_up(gpus: Simulation) -> None:
+    """What a task adds to its sums takes longer here than both ways over a link."""
+    gpus.rates(launch_us=0, memory_gbps=100, link_gbps=5, tflops=1e3)
+    assert microseconds(gpus, "gpipe") / microseconds(gpus, "1f1b") >= 0.97
 
 
 @pytest.mark.parametrize(("schedule", "grows"), [("eager-1f1b", False), ("gpipe", True)])
@@ -104,4 +104,5 @@ def test_the_gradients_of_eager_1f1b_are_those_of_the_plain_module(gpus: Simulat
         step(pipe, x, "eager-1f1b")
         mean_square(plain(x)).backward()  # type: ignore[no-untyped-call]
         for own, expected in zip(pipe.parameters(), plain.parameters(), strict=True):
+            assert own.grad is not None and expected.grad is not None
             torch.testing.assert_close(own.grad.cpu(), expected.grad.cpu())
