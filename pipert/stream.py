@@ -56,6 +56,15 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
+def devices_with_own_streams() -> set[torch.device]:
+    """The CUDA devices that the current thread computes on by other streams than the default."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking would do it
+        return set()
+    devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
+    default = torch.cuda.default_stream
+    return {device for device in devices if compute_stream(device) != default(device)}
+
+
 def wait(waiter: torch.cuda.Stream | None, awaited: torch.cuda.Stream | None) -> None:
     """Make what comes next on ``waiter`` wait for what is on ``awaited`` now. CPU: no-op."""
     if waiter is not None and awaited is not None:
