@@ -14,9 +14,15 @@ RESERVED = (
     "about what torch's caching allocator keeps reserved: the simulated one gives each block back "
     "when it is freed, so there is nothing to see in its 300 steps"
 )
+PROCESSES = (
+    "processes on GPUs talk by NCCL, which a build of torch without CUDA has not, and whose gloo "
+    "takes the CPU's memory alone"
+)
 
 CANNOT_RUN: dict[str, str] = {
     "tests/cuda/test_cuda.py::test_pitfall_29_reserved_memory_stays_flat*": RESERVED,
+    "tests/skip/test_skips_on_cuda.py::test_reserved_memory_stays_flat*": RESERVED,
+    "tests/examples/test_train_ddp.py::test_the_processes_train_on_gpus_*": PROCESSES,
 }
 """``fnmatch`` patterns of node ids."""
 
