@@ -6,7 +6,7 @@ that share a parameter add in the order in which they happen to come by. So here
 
 1. Each partition has sums of its own, which its worker alone adds to, in the order of its schedule.
 2. When the step has succeeded the caller takes the sums of all partitions, in their order.
-3. They are delivered by autograd, in a graph that has nothing but them (:func:`deliver`). So hooks
+3. They are delivered by autograd, in a graph that has nothing but them (:func:`delivery`). So hooks
    of parameters and of ``DistributedDataParallel`` are called as always, a sum becomes ``.grad``
    without a copy where that is possible, and callers on other threads do no harm.
 """
@@ -97,10 +97,11 @@ class _End(torch.autograd.Function):
         return (None,) * int(ctx.count)
 
 
-def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
-    """Let autograd go on from tensors, which all require grad, with the gradient of each.
+def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The end of a graph whose backward goes on from tensors with the gradient of each.
 
-    Empties the list: a gradient that nobody else has becomes ``.grad`` as it is.
+    The tensors all require grad. All the memory that this takes is allocated here, before any
+    gradient arrives. Empties the list: what nobody else has becomes ``.grad`` as it is.
     """
     devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     while gradients:
@@ -112,7 +113,8 @@ def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
     ends = []
     for reached, brought in devices.values():
         ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
-    _End.apply(*ends).backward()  # type: ignore[no-untyped-call]
+    end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
+    return end
 
 
 def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
-from pipert.gradients import Gradients, deliver, gathered, leaves_behind
+from pipert.gradients import Gradients, delivery, gathered, leaves_behind
 from pipert.microbatch import as_value, gather, scatter_with_sizes
 from pipert.schedules import StepSchedule
 from pipert.skip.namespace import Key
@@ -207,9 +207,8 @@ class Step:
         self.inputs = []
         turns = _in_turn(of_inputs, of_weights)
         del of_inputs, of_weights  # what nobody else has need not be copied
-        for arriving in turns:
-            if arriving:
-                deliver(arriving)
+        for end in [delivery(arriving) for arriving in turns if arriving]:
+            torch.autograd.backward(end)
         return loss
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
@@ -24,4 +25,5 @@ def gpus() -> Iterator[Simulation]:
     yield simulation
     for device in range(simulation.devices):
         simulation.fail_allocation(device, 0)
-        simulation.limit_memory(device, 0)
+        whole = torch.cuda.get_device_properties(device).total_memory
+        simulation.limit_memory(device, whole)
