@@ -77,7 +77,7 @@ class Simulation:
         c.sim_elapsed.argtypes = [ctypes.c_size_t] * 2
         c.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
         c.sim_sleep.argtypes = [ctypes.c_double]
-        c.sim_rates.argtypes = [ctypes.c_double] * 4
+        c.sim_rates.argtypes = [ctypes.c_double] * 5
         self.devices = devices
         atexit.register(c.sim_shutdown)
 
@@ -110,10 +110,14 @@ class Simulation:
     # Virtual time ---------------------------------------------------------------------------------
 
     def rates(
-        self, *, launch_us: float, memory_gbps: float, link_gbps: float, tflops: float
+        self, *, launch_us: float, memory_gbps: float, link_gbps: float, tflops: float,
+        host_us: float = 0.0,
     ) -> None:
-        """Say how fast every device is: an operation takes the longest of what it needs."""
-        self.c.sim_rates(launch_us, memory_gbps, link_gbps, tflops)
+        """Say how fast every device is: an operation takes the longest of what it needs.
+
+        ``host_us`` is what a launch costs the host, which is one for all threads.
+        """
+        self.c.sim_rates(launch_us, memory_gbps, link_gbps, tflops, host_us)
 
     def reset_time(self) -> None:
         """Wait for all devices, and begin at zero."""

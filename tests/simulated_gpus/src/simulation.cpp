@@ -71,7 +71,7 @@ static size_t live[64], peak[64], limit_[64], live_blocks[64];
 static std::atomic<bool> g_race_error{false};
 thread_local int t_device = 0;
 thread_local std::vector<int64_t> t_stream;
-static double us_base = 5, gbps_mem = 1000, gbps_link = 25, tflops = 20;
+static double us_base = 5, gbps_mem = 1000, gbps_link = 25, tflops = 20, us_host = 0;
 
 static int actor(int dev, int64_t id) {
   auto [it, fresh] = actor_of.try_emplace({dev, id}, (int)actors.size());
@@ -108,7 +108,7 @@ static void begin(const OpP& op, int a, double us = -1) {
 }
 static void spend(const OpP& op, int a, double us) {
   auto* s = actors[a];
-  host_vt += 0;  // launches are free in this model
+  host_vt += us_host;  // one host, whichever thread launches: the interpreter lock
   double start = std::max(s->vt, host_vt);
   s->vt = start + us;
   if (g_trace && traced.size() < 1000000) traced.push_back({a, start, s->vt, op->name});
@@ -656,7 +656,7 @@ size_t sim_stat(int k) { size_t all[] = {n_ops, n_blocks, n_syncs, n_waits, n_re
 double sim_vt(int d) { double r = 0; for (auto* s : actors) if (s->device == d) r = std::max(r, s->vt); return r; }
 double sim_elapsed(size_t a, size_t b) { return (((EventState*)b)->vt - ((EventState*)a)->vt) / 1e3; }
 double sim_host_vt() { return host_vt; }
-void sim_rates(double us, double mem, double link, double tf) { us_base = us; gbps_mem = mem; gbps_link = link; tflops = tf; }
+void sim_rates(double us, double mem, double link, double tf, double h) { us_base = us; gbps_mem = mem; gbps_link = link; tflops = tf; us_host = h; }
 void sim_sleep(double us) { OpP op = make_op("sleep"); std::lock_guard<std::recursive_mutex> g(G); int a = current_actor(t_device); begin(op, a); spend(op, a, us); }
 int sim_current_device() { return t_device; }
 void sim_hand_out_default(int x) { t_hand_out_default = x; }
