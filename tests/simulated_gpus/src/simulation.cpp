@@ -113,6 +113,22 @@ static void spend(const OpP& op, int a, double us) {
   s->vt = start + us;
   if (g_trace && traced.size() < 1000000) traced.push_back({a, start, s->vt, op->name});
 }
+// The link of a device carries one copy at a time in each direction. The host's order is not that of
+// virtual time, so a copy takes the first gap after `ready` that is long enough on both engines.
+static std::map<int, std::map<double, double>> busy;  // engine -> begin -> end
+static double reserve(double ready, double us, std::initializer_list<int> engines) {
+  for (bool again = true; again;) {
+    again = false;
+    for (int e : engines)
+      for (auto it = busy[e].lower_bound(ready + us); it != busy[e].begin();) {
+        --it;  // begins before the copy would end; earlier ones end before it
+        if (it->second > ready) { ready = it->second; again = true; }
+        break;
+      }
+  }
+  if (us > 0) for (int e : engines) busy[e][ready] = ready + us;
+  return ready;
+}
 static void touch(Block* b, size_t lo, size_t hi, bool write, const OpP& op, bool is_alloc = false) {
   if (!g_detect || lo >= hi) return;
   int a = op->actor; auto& clock = actors[a]->clock;
@@ -384,6 +400,11 @@ static Tensor& k_copy_(Tensor& self, const Tensor& src, bool non_blocking) {
     if (s) touch(src, false, op);
     if (d) touch(self, true, op);
     bool crosses = !(s && d) || self.device() != src.device();
+    if (crosses) {  // out of a device, or of the host for it; into a device, or the host from it
+      int from = 2 * (s ? src : self).device().index() + !s, to = 2 * (d ? self : src).device().index() + d;
+      auto& vt = actors[on]->vt;
+      vt = reserve(std::max(vt, host_vt + us_host), us_base + bytes_of(self) / (gbps_link * 1e3), {from, to});
+    }
     spend(op, on, us_base + bytes_of(self) / ((crosses ? gbps_link : gbps_mem) * 1e3));
     if (other != on) wait_actor(other, on);
     if (!(s && d) && !non_blocking) host_sync(on);
@@ -645,7 +666,7 @@ char* sim_trace() {
 }
 void sim_free(char* p) { free(p); }
 void sim_clear() { std::lock_guard<std::recursive_mutex> g(G); reports.clear(); seen_reports.clear(); n_reports = 0; traced.clear(); }
-void sim_reset_clock() { std::lock_guard<std::recursive_mutex> g(G); host_vt = 0; for (auto* s : actors) { s->vt = 0; host.join(s->clock); } traced.clear(); }
+void sim_reset_clock() { std::lock_guard<std::recursive_mutex> g(G); host_vt = 0; busy.clear(); for (auto* s : actors) { s->vt = 0; host.join(s->clock); } traced.clear(); }
 void sim_set(int stacks, int detect, int trace) { g_stacks = stacks; g_detect = detect; g_trace = trace; }
 void sim_shutdown() { std::lock_guard<std::recursive_mutex> g(G); g_alive = g_detect = g_stacks = false; reports.clear(); pending.clear(); }
 void sim_limit(int d, size_t n) { limit_[d] = n; }
