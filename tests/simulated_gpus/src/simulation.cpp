@@ -467,6 +467,18 @@ static const std::unordered_set<std::string> SYNCS = {"aten::nonzero", "aten::ma
 static const std::unordered_set<std::string> MIXES = {"aten::index", "aten::index_put_", "aten::_index_put_impl_", "aten::index_put",
   "aten::_foreach_norm", "aten::_amp_update_scale_"};
 
+// Each weight is used once for each sample and place of the output; so it is in each gradient.
+static double conv_flops(const Tensor& y, const Tensor& w) {
+  return y.dim() < 2 ? 0 : 2.0 * w.numel() * y.numel() / std::max<int64_t>(y.size(1), 1);
+}
+static double conv_flops(const std::string& name, const std::vector<IValue>& in, const IValue* out, size_t outs) {
+  bool back = name.find("backward") != std::string::npos, transposed = name.find("transpose") != std::string::npos;
+  if (in.size() < 3 || !in[1].isTensor() || !outs || !out[0].isTensor()) return 0;
+  const Tensor& y = transposed ? in[back].toTensor() : back ? in[0].toTensor() : out[0].toTensor();
+  double times = back ? 0 : 1;
+  for (size_t k = 0; back && k < std::min<size_t>(outs, 2); k++) times += out[k].isTensor() && out[k].toTensor().defined();
+  return times * conv_flops(y, in[1 + back].toTensor());
+}
 static void fallback_as(const c10::OperatorHandle& op, torch::jit::Stack* stack, const c10::OperatorHandle& runs) {
   const auto& schema = op.schema();
   const auto n = schema.arguments().size();
@@ -571,7 +583,7 @@ static void fallback_as(const c10::OperatorHandle& op, torch::jit::Stack* stack,
     double flops = 0; const auto& nm = schema.name();
     if ((nm == "aten::mm" || nm == "aten::addmm" || nm == "aten::bmm") && nret && (*stack)[rbase].isTensor()) {
       const Tensor& x = originals[nm == "aten::addmm" ? 1 : 0].toTensor(); flops = 2.0 * (*stack)[rbase].toTensor().numel() * x.size(-1);
-    }
+    } else if (nm.find("conv") != std::string::npos) flops = conv_flops(nm, originals, stack->data() + rbase, nret);
     spend(info, a, us_base + std::max(bytes / (gbps_mem * 1e3), flops / (tflops * 1e6)));
     if (SYNCS.count(nm)) host_sync(a);
   }
@@ -583,7 +595,12 @@ static void k_conv(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 static std::tuple<Tensor, Tensor, Tensor> k_conv_backward(const Tensor& dy, const Tensor& x, const Tensor& w, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef outpad, int64_t groups, std::array<bool, 3> mask) {
   OpP op = make_op("convolution_backward"); int dev = x.device().index(); c10::DeviceGuard guard(x.device());
-  { std::lock_guard<std::recursive_mutex> g(G); begin(op, current_actor(dev)); for (auto* t : {&dy, &x, &w}) touch(*t, false, op); spend(op, op->actor, us_base); }
+  { std::lock_guard<std::recursive_mutex> g(G); begin(op, current_actor(dev)); for (auto* t : {&dy, &x, &w}) touch(*t, false, op);
+    double bytes = 0, flops = (mask[0] + mask[1]) * conv_flops(transposed ? x : dy, w);
+    for (auto* t : {&dy, &x, &w}) bytes += bytes_of(*t);
+    if (mask[0]) bytes += bytes_of(x);
+    if (mask[1]) bytes += bytes_of(w);
+    spend(op, op->actor, us_base + std::max(bytes / (gbps_mem * 1e3), flops / (tflops * 1e6))); }
   at::AutoDispatchBelowADInplaceOrView below;
   int64_t nb = transposed ? w.size(1) * groups : w.size(0);
   auto [a, b, c] = at::convolution_backward(cpu_alias(dy), cpu_alias(x), cpu_alias(w), c10::OptionalIntArrayRef(c10::IntArrayRef(&nb, 1)), stride, padding, dilation, transposed, outpad, groups, mask);
