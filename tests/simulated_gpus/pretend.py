@@ -104,7 +104,7 @@ def _functions(simulation: Simulation) -> None:
         _cuda_getDeviceCount=lambda: simulation.devices,
         _cuda_init=lambda: None,
         _cuda_setDevice=torch.accelerator.set_device_index,
-        _cuda_getDevice=c.sim_current_device,
+        _cuda_getDevice=lambda: c.sim_current_device(),  # torch.compile hashes it
         _cuda_synchronize=lambda: torch.accelerator.synchronize(c.sim_current_device()),
         _cuda_getCurrentStream=current,
         _cuda_getDefaultStream=lambda i: (0, i, kind),
@@ -112,7 +112,7 @@ def _functions(simulation: Simulation) -> None:
         _cuda_sleep=lambda cycles: c.sim_sleep(cycles / 2000.0),
         _cuda_emptyCache=lambda: None,
         _cuda_memoryStats=stats,
-        _cuda_resetPeakMemoryStats=c.sim_reset_peak,
+        _cuda_resetPeakMemoryStats=lambda device: c.sim_reset_peak(device),
         _cuda_resetAccumulatedMemoryStats=lambda device: None,
         _cuda_isCurrentStreamCapturing=lambda: False,
         _cuda_getCompiledVersion=lambda: 12000,
