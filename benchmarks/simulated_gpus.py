@@ -1,0 +1,164 @@
+"""The experiments of the paper in virtual time: whole steps on simulated GPUs, in one process.
+
+::
+
+    python benchmarks/simulated_gpus.py                       # all tables
+    python benchmarks/simulated_gpus.py speed --only unet,gpt
+    python benchmarks/simulated_gpus.py --short --check       # for CI
+
+The plain module on one device, torchgpipe and pipert take the same step on devices of the same
+speed. What runs are the real runtimes; only the devices' clocks are simulated (``_virtual.py``), so
+nothing in these tables was measured on a GPU. Figures are medians of ``--repeats`` steps. pipert's
+are the same in each: its order does not depend on the timing of threads. *spread* is the largest of
+the row, the longest step over the shortest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+
+from _virtual import GPUS, MODES, PLAIN, Case, Machine, Steps, Way, ideal, measure  # noqa: E402
+
+# isort: split
+import torch  # noqa: E402
+from _measure import Row, header, report  # noqa: E402
+from _virtual_models import WORKLOADS, Workload  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+__all__ = ["main"]
+
+SIZES = ((1, 8), (2, 8), (4, 16), (8, 32))  # n, m
+SHORT = ((4, 8),)
+RUNTIMES = (
+    ("torchgpipe", "autograd"), ("pipert", "autograd"), ("pipert", "gpipe"), ("pipert", "1f1b"),
+)  # fmt: skip
+OF_IDEAL = 0.97  # the speed-up of stages that sleep, of what is possible, at least
+
+Figures = dict[str, Any]
+
+
+def speed(
+    workload: Workload, sizes: Sequence[tuple[int, int]], repeats: int, step: Callable[[], object]
+) -> tuple[list[Row], list[Figures]]:
+    """Speed-ups over the plain module on one device; ``step`` is called after each figure."""
+    machine = workload.rates()
+    table, found = [], []
+    for n, m in sizes:
+        case = workload.case(n, m)
+        plain = measure(case, PLAIN, machine, repeats)
+        for mode in MODES:
+            took = {}
+            for runtime, schedule in RUNTIMES:
+                way = Way(runtime, mode, schedule)
+                took[way] = measure(case, way, machine, repeats)
+                step()
+            ups = [plain.median / of.median for of in took.values()]
+            spread = max(of.spread for of in [plain, *took.values()])
+            cells = (f"n={n} m={m}, {mode}", f"{ideal(m, n):.2f}", *(f"{up:.2f}" for up in ups))
+            table.append(Row((*cells, f"{spread:.0%}"), tuple(_missed(workload, case, mode, ups))))
+            found.append(_figures(workload, case, mode, plain, took))
+    return table, found
+
+
+def _missed(workload: Workload, case: Case, mode: str, ups: Sequence[float]) -> list[str]:
+    """What does not hold, of what must."""
+    peer, autograd, *_ = ups
+    name = f"{workload.name}, n={case.n} m={case.m}, {mode}"
+    missed = []
+    if mode == "never" and autograd < 0.999 * peer:
+        missed.append(f"{name}: pipert has {autograd:.3f}, torchgpipe {peer:.3f}")
+    most = ideal(case.m, case.n)
+    if workload is WORKLOADS["sleeping"] and mode == "never" and autograd < OF_IDEAL * most:
+        missed.append(f"{name}: {autograd:.3f} of {most:.3f}")
+    return missed
+
+
+def _figures(
+    workload: Workload, case: Case, mode: str, plain: Steps, took: dict[Way, Steps]
+) -> Figures:
+    return {
+        "model": workload.name, "n": case.n, "m": case.m, "balance": list(case.balance),
+        "mode": mode, "ideal": ideal(case.m, case.n), "plain_ms": plain.each,
+        "steps_ms": {str(way): steps.each for way, steps in took.items()},
+    }  # fmt: skip
+
+
+def speeds(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print a table for each model."""
+    held, all_found = True, []
+    sizes = SHORT if arguments.short else SIZES
+    for name in arguments.only:
+        workload = WORKLOADS[name]
+        total = len(sizes) * len(MODES) * len(RUNTIMES)
+        with tqdm(total=total, desc=name, unit="figure", mininterval=5) as bar:
+            table, found = speed(workload, sizes, arguments.repeats, bar.update)
+        columns = ("case", "ideal", "torchgpipe", "pipert", "gpipe", "1f1b", "spread")
+        held &= report(_title(workload.name, workload.rates()), columns, table)
+        all_found += found
+    return held, all_found
+
+
+def _title(name: str, machine: Machine) -> str:
+    return f"{name}: simulated, speed-up over the plain module on one device ({machine})"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("tables", nargs="*", default=list(TABLES), metavar="table", help=", ".join(TABLES))
+    add("--only", type=lambda text: text.split(","), default=list(WORKLOADS),
+        help=f"which models, of {','.join(WORKLOADS)}")
+    add("--check", action="store_true", help="exit with 1 when a bar is missed")
+    add("--short", action="store_true", help="fewer sizes, for CI")
+    add("--repeats", type=int, default=3, help="steps of each, after one to warm up")
+    add("--no-detect", action="store_true", help="do not look for missing waits, which is faster")
+    add("--json", type=Path, help="where to write all figures")
+    arguments = parser.parse_args(argv)
+    for name in arguments.tables:
+        if name not in TABLES:
+            parser.error(f"there is no table {name!r}: {', '.join(TABLES)}")
+    for name in arguments.only:
+        if name not in WORKLOADS:
+            parser.error(f"there is no model {name!r}: {', '.join(WORKLOADS)}")
+    return arguments  # fmt: skip
+
+
+TABLES: dict[str, Callable[[argparse.Namespace], tuple[bool, list[Figures]]]] = {"speed": speeds}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    arguments = _arguments(argv)
+    # torchgpipe 0.0.7 asks a tensor for its storage in a way that torch has deprecated.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    torch.set_num_threads(1)
+    print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
+    GPUS.detect(not arguments.no_detect)
+    held, figures = True, {}
+    for name in arguments.tables:
+        good, figures[name] = TABLES[name](arguments)
+        held &= good
+    reports = GPUS.reports()
+    looked = "not looked for" if arguments.no_detect else f"{len(reports)} reports"
+    print(f"Missing waits: {looked}.", *reports[:10], sep="\n")
+    if arguments.json is not None:
+        given = {"versions": header(), "reports": len(reports), "rates": _rates(arguments)}
+        arguments.json.write_text(json.dumps({**given, **figures}, indent=1), encoding="utf-8")
+    return int(bool(reports) or (arguments.check and not held))
+
+
+def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: asdict(WORKLOADS[name].rates()) for name in arguments.only}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
