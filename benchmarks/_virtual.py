@@ -24,6 +24,7 @@ GPUS = simulated_gpus.start()
 
 # isort: split
 import torch  # noqa: E402
+import torchgpipe.pipeline  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
 
@@ -31,12 +32,11 @@ from pipert import Pipe  # noqa: E402
 from pipert.components import ALL, Components  # noqa: E402
 
 __all__ = [
-    "GPUS", "MODES", "PLAIN", "SCHEDULES", "Case", "Machine", "Steps", "Way", "ideal", "measure",
+    "GPUS", "MODES", "PLAIN", "Case", "Machine", "Steps", "Way", "by_autograd", "ideal", "measure",
     "prepared",
 ]  # fmt: skip
 
 MODES = ("never", "except_last", "always")
-SCHEDULES = ("gpipe", "1f1b")
 
 Step = Callable[[], object]
 
@@ -71,8 +71,8 @@ class Machine:
 
     def __str__(self) -> str:
         return (
-            f"{self.tflops:g} TFLOP/s, memory {self.memory_gbps:g} GB/s, "
-            f"links {self.link_gbps:g} GB/s"
+            f"{1e3 * self.tflops:.3g} GFLOP/s, memory {self.memory_gbps:.4g} GB/s, "
+            f"links {self.link_gbps:.3g} GB/s"
         )
 
 
@@ -107,7 +107,7 @@ class Way:
         runtime: ``'plain'``, ``'torchgpipe'`` or ``'pipert'``.
         mode: of checkpointing.
         schedule: ``'autograd'`` is ``loss.backward()``; the others are of ``forward_backward``.
-        components: what pipert has of its parts.
+        components: the parts of the runtime that there are; torchgpipe always has direct skips.
     """
 
     runtime: str
@@ -127,9 +127,10 @@ PLAIN = Way("plain")
 
 @dataclass(frozen=True)
 class Steps:
-    """What some steps took in virtual time, in milliseconds."""
+    """What some steps took in virtual time, in milliseconds, and the launches of one of them."""
 
     each: tuple[float, ...]
+    launches: int
 
     @property
     def median(self) -> float:
@@ -172,13 +173,31 @@ def prepared(case: Case, way: Way) -> Iterator[Step]:
 
             yield whole if way.schedule != "autograd" else lambda: by_autograd(pipe, x)
         return
-    runner: nn.Module = module.to("cuda:0")
-    if way.runtime == "torchgpipe":
-        runner = GPipe(
-            *(case.for_peer(module), list(case.balance)),
-            devices=devices, chunks=case.m, checkpoint=way.mode,
-        )  # fmt: skip
-    yield lambda: by_autograd(runner, x)
+    if way.runtime == "plain":
+        plain = module.to("cuda:0")
+        yield lambda: by_autograd(plain, x)
+        return
+    peer = GPipe(
+        *(case.for_peer(module), list(case.balance)),
+        devices=devices, chunks=case.m, checkpoint=way.mode,
+    )  # fmt: skip
+    if not way.components.copy_streams:
+        own = [torch.cuda.default_stream(device) for device in devices]  # those of computation
+        peer._copy_streams = [[stream] * case.m for stream in own]
+    with _dependencies(way.components.fork_join):
+        yield lambda: by_autograd(peer, x)
+
+
+@contextmanager
+def _dependencies(fork_join: bool) -> Iterator[None]:
+    """Let torchgpipe tie micro-batches together, or not."""
+    tie = torchgpipe.pipeline.depend
+    if not fork_join:
+        torchgpipe.pipeline.depend = lambda *_: None
+    try:
+        yield
+    finally:
+        torchgpipe.pipeline.depend = tie
 
 
 def by_autograd(model: nn.Module, x: Tensor) -> None:
@@ -188,13 +207,14 @@ def by_autograd(model: nn.Module, x: Tensor) -> None:
 
 
 def measure(case: Case, way: Way, machine: Machine, repeats: int = 3) -> Steps:
-    """Do steps, after one to warm up, and see what they take in virtual time."""
+    """Do steps and see what they take in virtual time, in which nothing has to warm up."""
     GPUS.rates(**machine.rates())
     with prepared(case, way) as step:
-        step()
         each = []
         for _ in range(repeats):
             GPUS.reset_time()
+            before = GPUS.counts()["operations"]
             step()
+            launches = GPUS.counts()["operations"] - before
             each.append(1e-3 * GPUS.makespan())
-    return Steps(tuple(each))
+    return Steps(tuple(each), launches)

@@ -2,14 +2,15 @@
 
 A narrow model moves more bytes for each operation than a wide one. So that copies and memory weigh
 here what they weigh for a model of the *full* size on a Tesla P40 with PCIe 3.0 (12 TFLOP/s, 346
-GB/s, 12 GB/s a link and direction), links and memory of the simulated devices are faster by what
-the bytes between layers for each FLOP of the narrow model are more than those of the full one.
+GB/s, 12 GB/s a link and direction), the rates of the simulated devices are those of the P40 times
+what a sample of the narrow model has of a sample of the full one: of its FLOPs, and of the bytes
+between its layers. Then a sample takes as long as one of the full size does on that machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -45,6 +46,7 @@ class Workload:
             the machine is ``machine``.
         machine: the rates, but for what ``full`` corrects.
         for_peer: see :class:`Case`.
+        sizes: n and m of each case; the large models take minutes for each.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Workload:
     full: Callable[[], tuple[nn.Sequential, Tensor]] | None = None
     machine: Machine = P40
     for_peer: Callable[[nn.Sequential], nn.Sequential] = lambda module: module
+    sizes: Sequence[tuple[int, int]] = ((1, 8), (2, 8), (4, 16), (8, 32))
 
     def case(self, n: int, m: int) -> Case:
         """With the best balance for what the layers take in virtual time."""
@@ -66,10 +69,11 @@ class Workload:
         if self.full is None:
             return self.machine
         with torch.device("meta"):
-            small = self.build().eval(), self.batch(1).to("meta")
-            factor = _bytes_per_flop(*small) / _bytes_per_flop(*self.full())
-        memory, link = factor * self.machine.memory_gbps, factor * self.machine.link_gbps
-        return replace(self.machine, memory_gbps=memory, link_gbps=link)
+            small = _work(self.build().eval(), self.batch(1).to("meta"))
+            full = _work(*self.full())
+        flops, size = (of_small / of_full for of_small, of_full in zip(small, full, strict=True))
+        of = self.machine
+        return Machine(flops * of.tflops, size * of.link_gbps, size * of.memory_gbps)
 
     @cache  # noqa: B019
     def times(self) -> Times:
@@ -83,11 +87,12 @@ def _now(device: torch.device) -> float:
     return 1e-6 * GPUS.time(device.index)
 
 
-def _bytes_per_flop(module: nn.Sequential, sample: Tensor) -> float:
+def _work(module: nn.Sequential, sample: Tensor) -> tuple[float, float]:
+    """FLOPs of a forward, and the bytes that the layers hand on."""
     sizes = layer_bytes(module, sample)
     with FlopCounterMode(display=False) as counter:
         module(sample)
-    return sum(sizes.outputs) / int(counter.get_total_flops())
+    return counter.get_total_flops(), sum(sizes.outputs)
 
 
 # Stages that sleep --------------------------------------------------------------------------------
@@ -172,7 +177,8 @@ def _of_paper(model: Model, rows: int) -> Workload:
 
     build = partial(_seeded, partial(model.at_width, SCALE))
     batch = partial(_random, model.image(SCALE))
-    return Workload(model.name, build, batch, rows, full, for_peer=for_torchgpipe)
+    sizes = ((2, 8), (4, 8), (8, 16))
+    return Workload(model.name, build, batch, rows, full, for_peer=for_torchgpipe, sizes=sizes)
 
 
 _LINEAR_MACHINE = Machine(tflops=0.5, memory_gbps=1000, link_gbps=12)
@@ -194,6 +200,6 @@ WORKLOADS = {
         *(partial(_seeded, partial(_gpt, 64, 32)), partial(_tokens, 32), 32),
         _full_gpt,
     ),
-    "unet": _of_paper(UNET, 32),
-    "amoebanet": _of_paper(AMOEBANET, 32),
+    "unet": _of_paper(UNET, 16),
+    "amoebanet": _of_paper(AMOEBANET, 16),
 }

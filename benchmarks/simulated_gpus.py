@@ -29,6 +29,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "exa
 from _virtual import GPUS, MODES, PLAIN, Case, Machine, Steps, Way, ideal, measure  # noqa: E402
 
 # isort: split
+import _virtual_ablation as ablation  # noqa: E402
+import _virtual_host as host  # noqa: E402
 import torch  # noqa: E402
 from _measure import Row, header, report  # noqa: E402
 from _virtual_models import WORKLOADS, Workload  # noqa: E402
@@ -36,8 +38,7 @@ from tqdm import tqdm  # noqa: E402
 
 __all__ = ["main"]
 
-SIZES = ((1, 8), (2, 8), (4, 16), (8, 32))  # n, m
-SHORT = ((4, 8),)
+SHORT = ((4, 8),)  # n, m
 RUNTIMES = (
     ("torchgpipe", "autograd"), ("pipert", "autograd"), ("pipert", "gpipe"), ("pipert", "1f1b"),
 )  # fmt: skip
@@ -95,9 +96,9 @@ def _figures(
 def speeds(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
     """Print a table for each model."""
     held, all_found = True, []
-    sizes = SHORT if arguments.short else SIZES
     for name in arguments.only:
         workload = WORKLOADS[name]
+        sizes = SHORT if arguments.short else workload.sizes
         total = len(sizes) * len(MODES) * len(RUNTIMES)
         with tqdm(total=total, desc=name, unit="figure", mininterval=5) as bar:
             table, found = speed(workload, sizes, arguments.repeats, bar.update)
@@ -119,7 +120,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help=f"which models, of {','.join(WORKLOADS)}")
     add("--check", action="store_true", help="exit with 1 when a bar is missed")
     add("--short", action="store_true", help="fewer sizes, for CI")
-    add("--repeats", type=int, default=3, help="steps of each, after one to warm up")
+    add("--host-us", type=lambda text: None if text == "auto" else float(text), default=None,
+        help="of table host: what a launch costs; auto: as measured here, which is the default")
+    add("--repeats", type=int, default=3, help="steps of each")
     add("--no-detect", action="store_true", help="do not look for missing waits, which is faster")
     add("--json", type=Path, help="where to write all figures")
     arguments = parser.parse_args(argv)
@@ -132,7 +135,32 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments  # fmt: skip
 
 
-TABLES: dict[str, Callable[[argparse.Namespace], tuple[bool, list[Figures]]]] = {"speed": speeds}
+def ablations(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print what each part is worth, for each case."""
+    all_found = []
+    cases = ablation.ABLATIONS[: 1 if arguments.short else None]
+    with tqdm(total=len(cases) * len(ablation.PARTS), desc="ablation", mininterval=5) as bar:
+        for one in cases:
+            table, found = ablation.table(one, arguments.repeats, bar.update)
+            title = f"{one}: simulated, speed-up over the clock alone ({one.machine})"
+            report(title, ablation.COLUMNS, table, bars=False)
+            all_found += found
+    return True, all_found
+
+
+def hosts(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print what a step takes if launches cost time."""
+    us = host.launch_us() if arguments.host_us is None else arguments.host_us
+    print(f"A launch costs {us:.1f} us of the host.", end="\n\n")
+    with tqdm(desc="host", mininterval=5) as bar:
+        table, found = host.table(us, arguments.repeats, bar.update, short=arguments.short)
+    title = "AmoebaNet-D (18, 256), 16 samples, never: simulated, milliseconds of a step"
+    report(title, host.COLUMNS, table, bars=False)
+    return True, found
+
+
+Table = Callable[[argparse.Namespace], tuple[bool, list[Figures]]]
+TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
