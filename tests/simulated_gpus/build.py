@@ -1,4 +1,4 @@
-"""Builds the library with g++ on first use and keeps it, by torch's version and the sources' hash."""
+"""Builds the library with g++ on first use; keeps it by torch's version and the sources' hash."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _build(torch: Path, path: Path) -> None:
     include = torch / "include"
     command = [
         "g++", *FLAGS, f"-I{include}", f"-I{include / 'torch/csrc/api/include'}",
-        str(SOURCES / "simulation.cpp"), "-o", str(draft),
+        str(SOURCES / "interface.cpp"), "-o", str(draft),
         f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
