@@ -15,8 +15,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from _layer_costs import Times, layer_bytes, layer_times
+from _layer_costs import Bytes, Times, layer_bytes, layer_times
 from _models import AMOEBANET, UNET, Model, for_torchgpipe
+from _paper import Setting
+from _predict import Link, Prediction, predict
 from _virtual import GPUS, Case, Machine
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -63,6 +65,11 @@ class Workload:
         balance = tuple(balance_by_cost(self.times().total, n))
         return Case(self.build, partial(self.batch, self.rows), balance, m, self.for_peer)
 
+    def prediction(self, setting: Setting, balance: Sequence[int]) -> Prediction:
+        """By the simulator, from what the layers take in virtual time."""
+        link = Link(1e9 * self.rates().link_gbps, 0.0)
+        return predict(setting, balance, self.times(), self.bytes(), link)
+
     @cache  # noqa: B019  there is one of each for the whole run
     def rates(self) -> Machine:
         """The simulated machine."""
@@ -74,6 +81,12 @@ class Workload:
         flops, size = (of_small / of_full for of_small, of_full in zip(small, full, strict=True))
         of = self.machine
         return Machine(flops * of.tflops, size * of.link_gbps, size * of.memory_gbps)
+
+    @cache  # noqa: B019
+    def bytes(self) -> Bytes:
+        """What each layer keeps and hands on, of one sample."""
+        with torch.device("meta"):
+            return layer_bytes(self.build().eval(), self.batch(1).to("meta"))
 
     @cache  # noqa: B019
     def times(self) -> Times:
@@ -125,7 +138,8 @@ class _Sleep(torch.autograd.Function):
 
 
 def _sleep(us: float) -> None:
-    torch.cuda._sleep(int(us * 2000))  # cycles of the simulated clock
+    sleep: Any = torch.cuda._sleep
+    sleep(int(us * 2000))  # cycles of the simulated clock
 
 
 # The others ---------------------------------------------------------------------------------------

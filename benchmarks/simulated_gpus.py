@@ -33,6 +33,8 @@ import _virtual_ablation as ablation  # noqa: E402
 import _virtual_host as host  # noqa: E402
 import torch  # noqa: E402
 from _measure import Row, header, report  # noqa: E402
+from _paper import AMOEBANET_SPEED, UNET_SPEED  # noqa: E402
+from _predict import best_balance  # noqa: E402
 from _virtual_models import WORKLOADS, Workload  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -159,8 +161,35 @@ def hosts(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
     return True, found
 
 
+def papers(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print the paper's settings, as the simulator has them for the simulated machine."""
+    all_found = []
+    columns = (
+        *("setting", "paper, samples/s", "predicted", "with the paper's balance"),
+        *("paper, speed-up", "predicted", "with the paper's balance"),
+    )
+    for name, settings in (("unet", UNET_SPEED), ("amoebanet", AMOEBANET_SPEED)):
+        workload = WORKLOADS[name]
+        found = []
+        for setting in settings:
+            best = best_balance(workload.times(), setting)
+            both = [workload.prediction(setting, of).throughput for of in (best, setting.balance)]
+            found.append([setting.throughput or 0.0, *both])
+        table = []
+        for setting, throughputs in zip(settings, found, strict=True):
+            ups = [own / first for own, first in zip(throughputs, found[0], strict=True)]
+            cells = (*(f"{t:.1f}" for t in throughputs), *(f"{up:.2f}" for up in ups))
+            table.append(Row((setting.name, *cells)))
+            names = ("paper", "predicted", "with_paper_balance")
+            all_found.append({"model": name, "setting": setting.name,
+                              **dict(zip(names, throughputs, strict=True))})  # fmt: skip
+        title = f"{workload.name}: predicted from its layers, simulated at 1/16 of its width"
+        report(f"{title} ({workload.rates()})", columns, table, bars=False)
+    return True, all_found
+
+
 Table = Callable[[argparse.Namespace], tuple[bool, list[Figures]]]
-TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts}
+TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts, "paper": papers}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
