@@ -130,6 +130,8 @@ def _functions(simulation: Simulation) -> None:
     )
     for name, function in functions.items():
         setattr(C, name, function)
+    # torch._dynamo.reset() imports what CUDA graphs need, wherever CUDA is said to be there.
+    C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     C._has_cuda = True
 
 
