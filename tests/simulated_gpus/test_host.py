@@ -65,6 +65,13 @@ def test_what_the_host_writes_under_a_copy_from_it_is_reported(kinds: Kinds) -> 
     assert kinds() == ["HOST-RACE"]
 
 
+def test_a_number_is_copied_as_well(kinds: Kinds) -> None:
+    there = torch.tensor(3.0).pin_memory().to(DEVICE, non_blocking=True)
+    here = there.to("cpu", non_blocking=True)
+    assert there.item() == here.item() == 3
+    assert kinds() == []
+
+
 def test_what_it_writes_after_it_has_waited_is_not(kinds: Kinds) -> None:
     here = pinned(1)
     here.to(DEVICE, non_blocking=True)

@@ -55,7 +55,8 @@ inline void copy_pinned(at::Tensor& self, const at::Tensor& source, const Operat
                             pinned.detach(), snapshot, operation});
 }
 
-inline void order_copy(const at::Tensor& self, const at::Tensor& source, const OperationPtr& operation) {
+inline void order_copy(
+    const at::Tensor& self, const at::Tensor& source, const OperationPtr& operation) {
   bool from_device = is_simulated(source), to_device = is_simulated(self);
   int source_device = from_device ? source.device().index() : -1;
   int target_device = to_device ? self.device().index() : -1;

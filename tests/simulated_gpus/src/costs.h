@@ -8,7 +8,7 @@
 //   * A copy between devices also needs the way out of its source and the way into its target, and
 //     one between a device and the host the way out of or into the device. Each carries one copy
 //     after the other. A copy begins in the first gap that is long enough. (By gaps, and not in the
-//     order of launching, since threads launch in an order that has nothing to do with virtual time.)
+//     order of launching: threads launch in an order that has nothing to do with virtual time.)
 //   * To launch costs the host `host_us`. All threads share the host's one clock, as they share
 //     Python's lock.
 #pragma once
@@ -38,7 +38,9 @@ using Busy = std::map<double, double>;
 inline Busy ways_out[kMostDevices], ways_in[kMostDevices];
 
 inline double operation_us(double bytes, double flops) {
-  return rates.launch_us + std::max(bytes / (rates.memory_gbps * 1e3), flops / (rates.tflops * 1e6));
+  double moving = bytes / (rates.memory_gbps * 1e3);
+  double computing = flops / (rates.tflops * 1e6);
+  return rates.launch_us + std::max(moving, computing);
 }
 
 // The first time, not before `earliest`, from which the way is free for so long.

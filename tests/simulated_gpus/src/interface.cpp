@@ -7,8 +7,8 @@
 namespace simulated {
 
 // Operators with structured kernels reach a device that has none of its own through
-// CompositeExplicitAutogradNonFunctional: their functional form calls their .out form with an output
-// of ours. CUDA has kernels for all forms, so here, too, each has the fallback.
+// CompositeExplicitAutogradNonFunctional: their functional form calls their .out form with an
+// output of ours. CUDA has kernels for all forms, so here, too, each has the fallback.
 static void register_structured() {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
@@ -173,7 +173,8 @@ size_t sim_count(int which) {
 }
 
 // Virtual time
-void sim_rates(double launch_us, double memory_gbps, double link_gbps, double tflops, double host_us) {
+void sim_rates(
+    double launch_us, double memory_gbps, double link_gbps, double tflops, double host_us) {
   Locked locked(state_mutex);
   rates = {launch_us, memory_gbps, link_gbps, tflops, host_us};
 }

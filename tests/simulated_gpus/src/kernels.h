@@ -8,8 +8,8 @@
 // For one call:
 //   1. find the device, and refuse tensors of two devices, as CUDA's kernels do;
 //   2. put the operation into its stream's order, with the bytes that it reads and writes;
-//   3. replace each tensor by the same memory as a tensor of the CPU's, and call the operator again,
-//      which finds the CPU's kernel;
+//   3. replace each tensor by the same memory as a tensor of the CPU's, and call the operator
+//      again, which finds the CPU's kernel;
 //   4. move results to the device: what was written is the argument itself, a view shares its
 //      memory, all else is new memory.
 //
@@ -23,7 +23,8 @@ namespace simulated {
 
 using torch::jit::Stack;
 
-// What stands in for the CPU's kernel, with the arguments on the CPU, and the generator to draw from.
+// What stands in for the CPU's kernel: called with the arguments on the CPU, and the generator to
+// draw from.
 using Substitute = void (*)(Stack&, const at::Generator&);
 inline std::map<std::string, Substitute>& substitutes() {
   static auto* all = new std::map<std::string, Substitute>;
@@ -259,7 +260,8 @@ class Call {
     if (origin == OperatorInfo::kView) {
       replace_tensors(value, [&](const at::Tensor& t) { return view_of_argument(t); });
     } else {
-      replace_tensors(value, [&](const at::Tensor& t) { return to_device(t, device_, operation_); });
+      replace_tensors(
+          value, [&](const at::Tensor& t) { return to_device(t, device_, operation_); });
     }
     return value;
   }

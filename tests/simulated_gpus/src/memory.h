@@ -5,9 +5,10 @@
 //   RACE            Two operations use a byte, one of them writes, and neither comes before the
 //                   other.
 //   ALLOC-RACE      An operation uses memory and does not come after what its allocating stream had
-//                   launched when it was allocated. torch hands memory out that was freed on the
-//                   same stream while kernels on that stream may still use it ("CUDA semantics",
-//                   "Use of Stream-Ordered memory"); so to allocate is to write, on that stream.
+//                   launched when it was allocated. torch hands memory out again that was freed on
+//                   the same stream while kernels of that stream may still use it (c10/cuda/
+//                   CUDACachingAllocator.cpp: each stream has blocks of its own, and needs no
+//                   synchronization to use them again); so to allocate is to write, on that stream.
 //   USE-AFTER-FREE  An operation used memory on a stream other than the one it was allocated on,
 //                   the memory was freed without record_stream for that stream, and the owner's
 //                   stream allocates again before it has waited for that use. The documentation of

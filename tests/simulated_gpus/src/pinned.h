@@ -90,7 +90,7 @@ inline void finish(std::vector<PendingCopy> finished) {
       copy.pinned.copy_(copy.snapshot);
       continue;
     }
-    auto bytes = [](const at::Tensor& t) { return t.contiguous().view(at::kByte); };
+    auto bytes = [](const at::Tensor& t) { return t.contiguous().view({-1}).view(at::kByte); };
     if (at::equal(bytes(copy.pinned), bytes(copy.snapshot))) continue;
     Locked locked(state_mutex);
     add_report({"HOST-RACE", copy.block->device, copy.block->size, copy.block->era,

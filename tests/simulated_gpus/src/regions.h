@@ -41,7 +41,9 @@ struct Region {
     std::vector<bool> mine(end - begin);
     each_byte([&](size_t byte) { mine[byte - begin] = true; });
     bool found = false;
-    other.each_byte([&](size_t byte) { found |= byte >= begin && byte < end && mine[byte - begin]; });
+    other.each_byte([&](size_t byte) {
+      if (begin <= byte && byte < end) found |= mine[byte - begin];
+    });
     return found;
   }
 

@@ -80,7 +80,8 @@ inline void lstm_cell_backward(Stack& stack, const at::Generator&) {
 inline void gru_cell(Stack& stack, const at::Generator&) {
   size_t first = stack.size() - 5;
   auto from_input = with_bias(tensor_at(stack, first), tensor_at(stack, first + 3)).chunk(3, 1);
-  auto from_hidden = with_bias(tensor_at(stack, first + 1), tensor_at(stack, first + 4)).chunk(3, 1);
+  at::Tensor hidden_gates = with_bias(tensor_at(stack, first + 1), tensor_at(stack, first + 4));
+  auto from_hidden = hidden_gates.chunk(3, 1);
   at::Tensor hx = tensor_at(stack, first + 2);
   at::Tensor reset = (from_input[0] + from_hidden[0]).sigmoid();
   at::Tensor update = (from_input[1] + from_hidden[1]).sigmoid();

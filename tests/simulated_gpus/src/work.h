@@ -6,8 +6,8 @@ namespace simulated {
 
 enum class HostWaits { never, always, for_masks };
 
-// Operators whose result's size depends on values: the host has to wait for it ("CUDA semantics" and
-// the documentation of torch.nonzero: "causes host-device synchronization").
+// Operators whose result's size depends on values: the host has to wait for it (the documentation
+// of torch.nonzero says that it "causes host-device synchronization").
 inline HostWaits host_waits_of(const std::string& name) {
   static const std::set<std::string> always = {
       "aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2", "aten::unique_dim",
@@ -21,7 +21,8 @@ inline HostWaits host_waits_of(const std::string& name) {
 // Indexing by a mask begins with nonzero(), but for x[mask] = one value, which fills.
 inline bool host_waits_now(HostWaits when, const std::vector<c10::IValue>& arguments) {
   if (when != HostWaits::for_masks) return when == HostWaits::always;
-  bool fills = arguments.size() > 3 && arguments[2].toTensor().numel() == 1 && !arguments[3].toBool();
+  bool puts = arguments.size() > 3;  // index_put_(self, indices, values, accumulate)
+  bool fills = puts && arguments[2].toTensor().numel() == 1 && !arguments[3].toBool();
   if (fills) return false;
   for (const std::optional<at::Tensor>& index : arguments[1].toOptionalTensorVector()) {
     bool mask = index && index->defined() && (index->scalar_type() == at::kBool ||
