@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._utils
+import torch.backends.cudnn
 import torch.cuda
 import torch.cuda.graphs
 import torch.cuda.streams
@@ -32,7 +33,7 @@ def pretend(simulation: Simulation) -> None:
     _classes(simulation)
     _functions(simulation)
     _module(simulation)
-    _storages()
+    _storages(simulation)
 
 
 def _classes(simulation: Simulation) -> None:
@@ -167,6 +168,7 @@ def _module(simulation: Simulation) -> None:
         setattr(cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *args: None)
+    setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # noqa: B010
     setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
     c.sim_hand_out_default_generators(1)
     generators = [torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)]
@@ -176,7 +178,7 @@ def _module(simulation: Simulation) -> None:
         simulation.limit_memory(device, MEMORY)
 
 
-def _storages() -> None:
+def _storages(simulation: Simulation) -> None:
     """``torch.UntypedStorage(n, device="cuda")`` is compiled out of a build without CUDA."""
 
     def storage(size: int, device: Any) -> torch.UntypedStorage:
@@ -195,6 +197,15 @@ def _storages() -> None:
             return storage(self.nbytes(), device).copy_(self)
         return plain(self, device, non_blocking)
 
+    plain_resize: Any = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return plain_resize(self, size)
+        simulation.resize_storage(self._cdata, size)
+        return self
+
+    setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
     setattr(torch.UntypedStorage, "clone", clone)  # noqa: B010
     setattr(torch._utils, "_to", to)  # noqa: B010
     setattr(torch.storage, "_to", to)  # noqa: B010
