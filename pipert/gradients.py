@@ -71,17 +71,34 @@ class _Deliver(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *tensors: Tensor) -> Tensor:
         ctx.gradients = gradients
+        ctx.set_materialize_grads(False)
         return tensors[0].new_empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         result = (None, *ctx.gradients)
         ctx.gradients.clear()
         return result
 
 
-def delivery(gradients: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """What ``torch.autograd.backward`` goes on from tensors with, with the gradient of each.
+class _End(torch.autograd.Function):
+    """One end in place of one for each device, of which anomaly detection would read the gradients.
+
+    On whatever stream it is. This one has none to read.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *ends: Tensor) -> Tensor:
+        ctx.count = len(ends)
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:
+        return (None,) * int(ctx.count)
+
+
+def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The end of a graph whose backward goes on from tensors with the gradient of each.
 
     The tensors all require grad. All the memory that this takes is allocated here, before any
     gradient arrives. Empties the list: what nobody else has becomes ``.grad`` as it is.
@@ -96,7 +113,8 @@ def delivery(gradients: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list
     ends = []
     for reached, brought in devices.values():
         ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
-    return ends, [torch.empty_like(end) for end in ends]
+    end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
+    return end
 
 
 def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:

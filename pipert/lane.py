@@ -347,6 +347,8 @@ class Lane:
     ) -> Tensors:
         """Copy those of ``tensors`` that are on ``device``; inside the graph what belongs to it."""
         source = self._run.streams.get(device, i)
+        if source is not None:
+            self._run.sources[device, i] = source
         results = list(tensors)
         for in_graph in (True, False):
             places = [

@@ -14,7 +14,7 @@ from pipert.progress import Progress
 from pipert.schedule import Schedule
 from pipert.schedules import StepSchedule
 from pipert.skip.routes import Mail
-from pipert.stream import CopyStreams
+from pipert.stream import CopyStreams, compute_stream, wait
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
@@ -36,7 +36,7 @@ class Run:
 
     __slots__ = (
         "account", "checkpointed", "components", "context", "devices", "dropped", "mail", "outputs",
-        "progress", "schedule", "seed", "streams",
+        "progress", "schedule", "seed", "sources", "streams",
     )  # fmt: skip
 
     def __init__(
@@ -61,7 +61,17 @@ class Run:
         self.seed = RunSeed()
         self.mail = Mail()
         self.outputs: list[Value] = []
+        self.sources: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
         self.dropped = False
+
+    def return_what_was_read(self) -> None:
+        """D1: the caller's streams wait for all that has been read on other streams of theirs.
+
+        In the caller, when the run is over in whatever way. He may write next what he has passed
+        in: arguments and targets, parameters, and what layers have handed on as it was.
+        """
+        for (device, _), source in list(self.sources.items()):
+            wait(compute_stream(device), source)
 
     def drop(self) -> None:
         """Keep nothing of it: nobody waits for it any more, though a task may be executing."""

@@ -37,9 +37,9 @@ from pipert.skip.routes import routes
 from pipert.status import PHASES, Statistics
 from pipert.step import Step
 from pipert.step_lane import StepLane, leaf_inputs
-from pipert.stream import ComputeStreams, CopyStreams
+from pipert.stream import ComputeStreams, CopyStreams, devices_with_own_streams
 from pipert.tied import borrowed, hooked
-from pipert.value import differentiable, select
+from pipert.value import differentiable
 from pipert.watch import Watch
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool
@@ -161,7 +161,10 @@ class Runtime:
     ) -> None:
         """Run it; raise what failed."""
         posting = Posting(lanes, self.workers, self.pool.put)
-        self.watch.execute(run, posting, crew, timeout)
+        try:
+            self.watch.execute(run, posting, crew, timeout)
+        finally:
+            run.return_what_was_read()
         account, error = run.account, run.progress.take_error()
         if error is None:
             account.outcome = "succeeded"
@@ -188,11 +191,12 @@ class Runtime:
         posted: StepSchedule | None = None,
     ) -> Run:
         on_cuda = {device for device in self.devices if device.type == "cuda"}
-        on_cuda.update(tensor.device for tensor in select(inputs[0], _is_cuda)[0])
+        on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         schedule = Schedule(len(inputs), len(self._partitions))
+        self._streams.follow_the_caller()
         return Run(
             schedule, checkpointed, self.devices, context, self._streams, account,
             self._components, posted,
@@ -264,7 +268,3 @@ class Runtime:
 
 def _nobody(_: Value) -> None:
     """Who gets what the last partition sends, and the first one sends back."""
-
-
-def _is_cuda(tensor: Tensor) -> bool:
-    return tensor.is_cuda

@@ -67,14 +67,19 @@ _TARGET = "target of forward_backward"  # no keyword that a layer could have
 def scale_of(
     scale: float | Tensor | torch.amp.GradScaler | None, devices: Sequence[torch.device]
 ) -> float | Tensor:
-    """What gradients are multiplied by; a ``GradScaler`` says, and remembers that it was asked."""
+    """What gradients are multiplied by; a ``GradScaler`` says, and remembers that it was asked.
+
+    One on a GPU is brought to the device of the loss, in the caller: on his streams it comes after
+    what computes it, and before what writes it next, as ``GradScaler.update`` does.
+    """
     if scale is None:
         return 1.0
     if isinstance(scale, torch.amp.GradScaler):
         one = torch.ones((), device=devices[0] if devices else None)
         return scale.scale(one)
     if isinstance(scale, Tensor) and scale.numel() == 1:
-        return scale.detach().reshape(())
+        scale = scale.detach().reshape(())
+        return scale.to(devices[0]) if scale.is_cuda and devices else scale
     if isinstance(scale, float | int):
         return scale
     raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}")
@@ -202,8 +207,8 @@ class Step:
         self.inputs = []
         turns = _in_turn(of_inputs, of_weights)
         del of_inputs, of_weights  # what nobody else has need not be copied
-        for ends, seeds in [delivery(arriving) for arriving in turns if arriving]:
-            torch.autograd.backward(ends, seeds)
+        for end in [delivery(arriving) for arriving in turns if arriving]:
+            torch.autograd.backward(end)
         return loss
 
 

@@ -254,8 +254,6 @@ class StepLane(Lane):
         if kept is None:
             return ()
         found = self._find_gradients(i, kept, self._gather(i, arrived, kept))
-        found = tuple([None if gradient is None else alone(gradient) for gradient in found])
-        self._let_copy(i)
         return self._scatter(i, found, kept)
 
     def _find_gradients(
@@ -282,9 +280,11 @@ class StepLane(Lane):
             # What was ready when a node raised stays with this thread until its next backward.
             torch.autograd.backward(torch.ones((), requires_grad=True))
             raise
+        dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(kept.xs)]])
+        self._let_copy(i)  # before the sums: the copy needs none of them
         weights = [self._weights.get(leaf, leaf) for leaf in leaves]
         self.gradients.add(weights, found[len(kept.xs) :])
-        return found[: len(kept.xs)]
+        return dxs
 
     def _gather(self, i: int, arrived: Arrived, kept: Kept) -> list[Tensor | None]:
         """The gradient of each output, from all who have used it."""

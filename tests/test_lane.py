@@ -317,6 +317,7 @@ def test_a_backward_goes_the_same_way_back(fake: FakeStreams) -> None:
         "copy from <copy meta 0> to <copy cpu 0>",
         "<compute cpu> waits for <copy cpu 0>",
         "B[0,0]",
+        "<compute meta> waits for <copy meta 0>",  # at the end, in the caller
     ]
 
 
@@ -332,6 +333,7 @@ def test_a_recomputation_runs_while_the_gradient_is_still_being_copied(fake: Fak
         "R[0,0]",
         "<compute cpu> waits for <copy cpu 0>",
         "B[0,0]",
+        "<compute meta> waits for <copy meta 0>",  # at the end, in the caller
     ]
 
 
@@ -582,6 +584,7 @@ def test_the_gradient_of_a_skip_goes_straight_back(naming: NamingStreams) -> Non
         f"copy {BACK}: x",
         "<compute cpu> waits for <copy cpu 0>",
         "B[0,0]",
+        "<compute meta> waits for <copy meta 0>",  # at the end, in the caller
     ]
 
 
@@ -603,6 +606,7 @@ def test_the_partition_that_stashed_recomputes_while_the_gradients_are_being_cop
         "R[0,0]",
         "<compute cpu> waits for <copy cpu 0>",
         "B[0,0]",
+        "<compute meta> waits for <copy meta 0>",  # at the end, in the caller
     ]
 
 

@@ -7,6 +7,7 @@ neither.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,32 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        copied = iter(stream.copy(tuple(g for g in grads if g is not None), *ctx.back))
+        there = tuple(grad for grad in grads if grad is not None)
+        moved = stream.copy(there, *ctx.back)
+        if torch.is_anomaly_enabled():
+            _let_autograd_read(moved, ctx.back[2])
+        copied, reader = iter(moved), ctx.back[1]
+        if reader is not None and there:
+            _at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))
         return (None, None, None, *[None if g is None else next(copied) for g in grads])
+
+
+def _let_autograd_read(moved: Tensors, target: Stream) -> None:
+    """Anomaly detection reads what a node returns at once: before ``Wait'`` has waited for it."""
+    for tensor in moved:
+        reader = stream.compute_stream(tensor.device)
+        stream.wait(reader, target)
+        if reader is not None:
+            tensor.record_stream(reader)
+
+
+def _wait_in_caller(device: torch.device, reader: Stream) -> None:
+    """D1: who has passed a gradient in, which a layer may hand on as it is, may write it next."""
+    stream.wait(stream.compute_stream(device), reader)
+
+
+# What it is given is called, when the backward has succeeded, with its caller's current streams.
+_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class _Wait(torch.autograd.Function):

@@ -13,7 +13,8 @@ default device        with all other torch-function modes, one of which it is
 dispatch modes        as the caller's stack
 context variables     a copy for each task: changes stay in the task
 saved-tensor hooks    the caller's innermost pair
-current streams       of each CUDA device of the pipe; in ``R`` autograd has set them
+current streams       of each CUDA device of the pipe, and of others where it is not the default
+                      one, which a worker has; in ``R`` autograd has set them
 intra-op threads      in ``F`` the caller's count shared out among the pipe's CPU workers; in ``R``,
                       which runs alone on its thread, all of them
 deterministic         process-wide in torch, so it is seen anyway and nothing is carried
@@ -82,7 +83,7 @@ class CallerContext:
     """The caller's thread-local settings; immutable, shared by all tasks of a run.
 
     Args:
-        devices: the CUDA devices whose current streams matter: the pipe's and its inputs'.
+        devices: the CUDA devices whose current streams matter.
         cpu_workers: how many CPU workers share the caller's intra-op threads.
     """
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import types
 from typing import Any
 
 import torch
 import torch._utils
+import torch.backends.cudnn
 import torch.cuda
 import torch.cuda.graphs
 import torch.cuda.streams
@@ -21,8 +21,11 @@ C: Any = torch._C
 MEMORY = 80 << 30
 
 
-class _Properties(types.SimpleNamespace):
-    __hash__ = object.__hash__  # torch.compile looks things up by what they are
+class _Properties:  # hashable, since torch.compile looks things up by what they are
+    name = "simulated GPU"
+    major, minor = 9, 0
+    total_memory = MEMORY
+    multi_processor_count = 132
 
 
 def pretend(simulation: Simulation) -> None:
@@ -30,17 +33,19 @@ def pretend(simulation: Simulation) -> None:
     _classes(simulation)
     _functions(simulation)
     _module(simulation)
-    _storages()
+    _storages(simulation)
 
 
 def _classes(simulation: Simulation) -> None:
+    kind = int(C._autograd.DeviceType.CUDA)
+
     class StreamBase(torch.Stream):
         def __new__(
             cls: Any,
             priority: int = 0,
             stream_id: int | None = None,
-            device_index: int | None = None,
-            device_type: int | None = None,
+            device_index: int = 0,
+            device_type: int = kind,
             stream_ptr: int | None = None,
         ) -> Any:
             if stream_id is not None:
@@ -51,7 +56,7 @@ def _classes(simulation: Simulation) -> None:
             return torch.Stream.__new__(cls, device=here, priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
-        priority = property(lambda self: 0)
+        priority = property(lambda self: -1 if self.stream_id > 32 else 0)
 
     class EventBase(torch.Event):
         def __new__(
@@ -68,9 +73,7 @@ def _classes(simulation: Simulation) -> None:
         cuda_event = property(lambda self: self.event_id)
 
         def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no subclass
-            if not self.event_id or not other.event_id:
-                raise ValueError("Both events must be recorded before calculating elapsed time.")
-            return float(simulation.c.sim_elapsed(self.event_id, other.event_id))
+            return simulation.elapsed_ms(self.event_id, other.event_id)
 
     C._CudaStreamBase, C._CudaEventBase = StreamBase, EventBase
     importlib.reload(torch.cuda.streams)
@@ -95,11 +98,16 @@ def _functions(simulation: Simulation) -> None:
         torch.accelerator.set_device_index(device_index)
 
     def stats(device: int) -> dict[str, Any]:
-        live, peak = c.sim_live(device), c.sim_peak(device)
-        one = {"current": live, "peak": peak, "allocated": live, "freed": 0}
-        names = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        return {name: {"all": dict(one)} for name in names}
+        m = simulation.memory(device)
+        bytes_ = {"current": m["live"], "peak": m["peak"], "allocated": m["live"], "freed": 0}
+        blocks = {"current": m["blocks"], "peak": m["blocks"], "allocated": m["allocations"],
+                  "freed": m["allocations"] - m["blocks"]}  # fmt: skip
+        found: dict[str, Any] = {f"{name}_bytes": {"all": bytes_} for name in
+                                 ("allocated", "reserved", "active", "requested")}  # fmt: skip
+        found |= {name: {"all": blocks} for name in ("allocation", "segment", "active")}
+        return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
+    # Functions of Python's, not of ctypes': torch.compile hashes them.
     functions: dict[str, Any] = dict(
         _cuda_getDeviceCount=lambda: simulation.devices,
         _cuda_init=lambda: None,
@@ -122,6 +130,8 @@ def _functions(simulation: Simulation) -> None:
     )
     for name, function in functions.items():
         setattr(C, name, function)
+    # torch._dynamo.reset() imports what CUDA graphs need, wherever CUDA is said to be there.
+    C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     C._has_cuda = True
 
 
@@ -134,9 +144,11 @@ def _module(simulation: Simulation) -> None:
             torch.accelerator.set_device_index(device)
         return before
 
-    properties = _Properties(
-        name="simulated GPU", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132
-    )
+    def free(device: Any = None) -> tuple[int, int]:
+        m = simulation.memory(torch.cuda._utils._get_device_index(device, optional=True))
+        return m["limit"] - m["live"], m["limit"]
+
+    properties = _Properties()
     replaced: dict[str, Any] = dict(
         _exchange_device=exchange,
         _maybe_exchange_device=exchange,
@@ -146,7 +158,7 @@ def _module(simulation: Simulation) -> None:
         is_available=lambda: True,
         device_count=lambda: simulation.devices,
         is_bf16_supported=lambda *args, **kwargs: True,
-        mem_get_info=lambda device=None: (MEMORY, MEMORY),
+        mem_get_info=free,
         get_device_properties=lambda device=None: properties,
         get_device_name=lambda device=None: properties.name,
         get_device_capability=lambda device=None: (properties.major, properties.minor),
@@ -156,17 +168,17 @@ def _module(simulation: Simulation) -> None:
         setattr(cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *args: None)
+    setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # noqa: B010
     setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
-    c.sim_hand_out_default(1)
-    cuda.default_generators = tuple(
-        torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)
-    )
-    c.sim_hand_out_default(0)
+    c.sim_hand_out_default_generators(1)
+    generators = [torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)]
+    setattr(cuda, "default_generators", tuple(generators))  # noqa: B010
+    c.sim_hand_out_default_generators(0)
     for device in range(simulation.devices):
         simulation.limit_memory(device, MEMORY)
 
 
-def _storages() -> None:
+def _storages(simulation: Simulation) -> None:
     """``torch.UntypedStorage(n, device="cuda")`` is compiled out of a build without CUDA."""
 
     def storage(size: int, device: Any) -> torch.UntypedStorage:
@@ -175,15 +187,25 @@ def _storages() -> None:
     def clone(self: torch.UntypedStorage) -> Any:
         if self.device.type == "cuda":
             return storage(self.nbytes(), self.device).copy_(self)
-        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self)
+        return plain_clone(self)
 
-    plain: Any = torch._utils._to  # type: ignore[attr-defined]
+    plain_clone: Any = torch.UntypedStorage.clone
+    plain: Any = torch._utils._to
 
     def to(self: Any, device: Any, non_blocking: bool = False) -> Any:
         if torch.device(device).type == "cuda" and self.device.type != "cuda":
             return storage(self.nbytes(), device).copy_(self)
         return plain(self, device, non_blocking)
 
+    plain_resize: Any = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return plain_resize(self, size)
+        simulation.resize_storage(self._cdata, size)
+        return self
+
+    setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
     setattr(torch.UntypedStorage, "clone", clone)  # noqa: B010
     setattr(torch._utils, "_to", to)  # noqa: B010
     setattr(torch.storage, "_to", to)  # noqa: B010

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,21 +33,24 @@ class Report(NamedTuple):
     """Two accesses to one piece of memory that nothing orders."""
 
     kind: str
-    """``RACE``, ``ALLOC-RACE`` or ``USE-AFTER-FREE``."""
+    """``RACE``, ``ALLOC-RACE``, ``USE-AFTER-FREE`` or ``HOST-RACE``."""
     how: str
     device: int
+    """-1 for pinned memory of the host."""
     size: int
     """Bytes of the allocation."""
+    era: int
+    """In which the memory was allocated (``begin_era``)."""
     now: Operation
     before: Operation
-    third: Operation | None
+    memory: Operation
     """What allocated the memory, or freed it."""
 
     def __str__(self) -> str:
-        third = "" if self.third is None else f"\n    memory: {self.third}"
+        where = "pinned memory" if self.device < 0 else f"cuda:{self.device}"
         return (
-            f"{self.kind} on cuda:{self.device} ({self.size} bytes): {self.how}"
-            f"\n    now:    {self.now}\n    before: {self.before}{third}"
+            f"{self.kind} on {where} ({self.size} bytes): {self.how}"
+            f"\n    now:    {self.now}\n    before: {self.before}\n    memory: {self.memory}"
         )
 
 
@@ -66,19 +68,22 @@ class Simulation:
     """The simulated devices of this process."""
 
     def __init__(self, library: Path, devices: int) -> None:
-        os.environ["SIM_DEVICES"] = str(devices)
         self.c = c = ctypes.CDLL(str(library))
-        for function in (c.sim_reports, c.sim_trace):
+        size, number = ctypes.c_size_t, ctypes.c_double
+        for function in (c.sim_reports, c.sim_trace, c.sim_elapsed_ms, c.sim_resize_storage):
             function.restype = ctypes.c_void_p
-        for function in (c.sim_live, c.sim_peak, c.sim_stat, c.sim_allocations):
-            function.restype = ctypes.c_size_t
-        for function in (c.sim_vt, c.sim_host_vt, c.sim_elapsed):
-            function.restype = ctypes.c_double
-        c.sim_elapsed.argtypes = [ctypes.c_size_t] * 2
-        c.sim_limit.argtypes = [ctypes.c_int, ctypes.c_size_t]
-        c.sim_fail_allocation.argtypes = [ctypes.c_int, ctypes.c_size_t]
-        c.sim_sleep.argtypes = [ctypes.c_double]
-        c.sim_rates.argtypes = [ctypes.c_double] * 4
+        for function in (c.sim_time, c.sim_host_time):
+            function.restype = number
+        for function in (c.sim_count, c.sim_allocations):
+            function.restype = size
+        c.sim_elapsed_ms.argtypes = [size, size, ctypes.POINTER(number)]
+        c.sim_resize_storage.argtypes = [size, size]
+        c.sim_fail_allocation.argtypes = [ctypes.c_int, size]
+        c.sim_limit.argtypes = [ctypes.c_int, size]
+        c.sim_memory.argtypes = [ctypes.c_int, ctypes.POINTER(size)]
+        c.sim_sleep.argtypes = [number]
+        c.sim_rates.argtypes = [number] * 5
+        c.sim_start(devices)
         self.devices = devices
         atexit.register(c.sim_shutdown)
 
@@ -86,15 +91,15 @@ class Simulation:
 
     def detect(self, on: bool = True, *, stacks: bool = False, trace: bool = False) -> None:
         """Choose whether to look for races, keep Python stacks, keep the trace of operations."""
-        self.c.sim_set(int(stacks), int(on), int(trace))
+        self.c.sim_detect(int(on), int(stacks), int(trace))
 
     def reports(self) -> list[Report]:
         """What was found since the last ``clear``; without ``stacks`` each kind of pair once."""
         return [
             Report(
                 r["kind"], r["how"], r["device"], r["size"],
-                _operation(r["now"]), _operation(r["before"]),
-                None if r["third"] is None else _operation(r["third"]),
+                r["era"],
+                _operation(r["now"]), _operation(r["before"]), _operation(r["memory"]),
             )
             for r in self._read(self.c.sim_reports)
         ]  # fmt: skip
@@ -103,30 +108,63 @@ class Simulation:
         """Forget the reports."""
         self.c.sim_clear()
 
+    def begin_era(self) -> int:
+        """Wait for all devices, so that what follows cannot race with what was; number the era."""
+        return int(self.c.sim_begin_era())
+
     def counts(self) -> dict[str, int]:
         """How many operations, allocations, synchronisations, waits, reports and streams."""
         names = ("operations", "allocations", "synchronisations", "waits", "reports", "streams")
-        return {name: self.c.sim_stat(k) for k, name in enumerate(names)}
+        return {name: self.c.sim_count(k) for k, name in enumerate(names)}
 
     # Virtual time ---------------------------------------------------------------------------------
 
     def rates(
-        self, *, launch_us: float, memory_gbps: float, link_gbps: float, tflops: float
+        self,
+        *,
+        launch_us: float,
+        memory_gbps: float,
+        link_gbps: float,
+        tflops: float,
+        host_us: float = 0.0,
     ) -> None:
-        """Say how fast every device is: an operation takes the longest of what it needs."""
-        self.c.sim_rates(launch_us, memory_gbps, link_gbps, tflops)
+        """Say how fast every device is: an operation takes the longest of what it needs.
+
+        Args:
+            launch_us: what each operation takes beside its bytes and floating-point operations.
+            memory_gbps: bytes that an operation reads and writes, in 1e9 a second.
+            link_gbps: bytes from one device to another, or between a device and the host, in 1e9 a
+                second. The way out of a device carries one copy after the other, and so does the
+                way into it.
+            tflops: floating-point operations of matrix products and convolutions, in 1e12 a second.
+            host_us: what it costs the host to launch an operation, on one clock for all threads,
+                since they share the interpreter's lock. An operation begins after its launch.
+        """
+        self.c.sim_rates(launch_us, memory_gbps, link_gbps, tflops, host_us)
 
     def reset_time(self) -> None:
         """Wait for all devices, and begin at zero."""
-        self.c.sim_reset_clock()
+        self.c.sim_reset_time()
 
     def time(self, device: int) -> float:
         """When the last operation of ``device`` ends, in microseconds of virtual time."""
-        return float(self.c.sim_vt(device))
+        return float(self.c.sim_time(device))
+
+    def host_time(self) -> float:
+        """What the host's clock shows, in microseconds of virtual time."""
+        return float(self.c.sim_host_time())
 
     def makespan(self) -> float:
         """When the last operation of any device ends, in microseconds of virtual time."""
         return max(self.time(device) for device in range(self.devices))
+
+    def elapsed_ms(self, start: int, end: int) -> float:
+        """Milliseconds of virtual time from one event to another, given by their addresses."""
+        elapsed = ctypes.c_double()
+        message = self._text(self.c.sim_elapsed_ms(start, end, ctypes.byref(elapsed)))
+        if message is not None:
+            raise (RuntimeError if message.startswith("CUDA error") else ValueError)(message)
+        return elapsed.value
 
     def trace(self) -> list[Span]:
         """Each operation since ``reset_time``, if ``detect(trace=True)``."""
@@ -135,7 +173,7 @@ class Simulation:
     # Memory ---------------------------------------------------------------------------------------
 
     def limit_memory(self, device: int, bytes: int) -> None:
-        """Let allocations beyond this many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
+        """Let allocations beyond so many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
         self.c.sim_limit(device, bytes)
 
     def fail_allocation(self, device: int, number: int) -> None:
@@ -148,18 +186,36 @@ class Simulation:
 
     def live_bytes(self, device: int) -> int:
         """The bytes that are allocated now."""
-        return int(self.c.sim_live(device))
+        return self.memory(device)["live"]
 
     def peak_bytes(self, device: int) -> int:
         """The most there have been since ``torch.cuda.reset_peak_memory_stats``."""
-        return int(self.c.sim_peak(device))
+        return self.memory(device)["peak"]
+
+    def memory(self, device: int) -> dict[str, int]:
+        """The account of a device: bytes, and numbers of allocations, live blocks and refusals."""
+        names = ("live", "peak", "limit", "allocations", "blocks", "refusals")
+        values = (ctypes.c_size_t * len(names))()
+        self.c.sim_memory(device, values)
+        return dict(zip(names, values, strict=True))
+
+    def resize_storage(self, storage: int, size: int) -> None:
+        """Give a ``torch.UntypedStorage``, by its address, memory of another size."""
+        message = self._text(self.c.sim_resize_storage(storage, size))
+        if message is not None:
+            raise RuntimeError(message)
 
     def _read(self, function: Any) -> Any:
-        text = function()
+        return json.loads(self._text(function()) or "")
+
+    def _text(self, address: int | None) -> str | None:
+        """The text that a function of the library gives away."""
+        if address is None:
+            return None
         try:
-            return json.loads(ctypes.string_at(text).decode("utf8", "replace"))
+            return ctypes.string_at(address).decode("utf8", "replace")
         finally:
-            self.c.sim_free(ctypes.c_void_p(text))
+            self.c.sim_free_text(ctypes.c_void_p(address))
 
     def __repr__(self) -> str:
         return f"<Simulation of {self.devices} GPUs>"

@@ -129,6 +129,27 @@ def test_gradients_are_scaled_and_the_loss_is_not(scale: Any, way: Way) -> None:
     same(x.grad, own.grad)
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("last", ["cpu", "cuda:0", "cuda:1"])
+def test_a_loss_scale_may_be_on_any_device_and_be_written_after_the_step(
+    last: str, home: str
+) -> None:
+    def mean_square(y: Tensor, _: None) -> Any:
+        return y.square().mean()
+
+    module = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 2))
+    plain, x = copy.deepcopy(module), batch(7)
+    scale = torch.full((), 8.0, dtype=x.dtype, device=home)
+    with Pipe(module, [2, 1], devices=["cuda:0", last], chunks=3) as pipe:
+        pipe.forward_backward(x, loss_fn=mean_square, loss_scale=scale)
+        scale.fill_(1e6)
+    (mean_square(plain(x), None) * 8).backward()
+    for parameter, own in zip(module.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        same(parameter.grad.cpu(), own.grad)
+
+
 @pytest.mark.parametrize("scale", ["8", torch.ones(3)], ids=["text", "three"])
 def test_a_loss_scale_that_is_no_number_is_refused_by_name(scale: Any) -> None:
     called: list[Tensor] = []

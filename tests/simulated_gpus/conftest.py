@@ -1,0 +1,32 @@
+"""The simulation for its own tests, which are skipped on real GPUs and without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests import simulated_gpus
+from tests.simulated_gpus.simulation import Simulation
+
+
+@pytest.fixture
+def gpus() -> Iterator[Simulation]:
+    """The simulated devices, as they are at the beginning of a process."""
+    simulation = simulated_gpus.running()
+    if simulation is None:
+        pytest.skip("is about the simulation: python -m pytest --simulated-gpus")
+    yield simulation
+    simulation.rates(launch_us=5, memory_gbps=1000, link_gbps=25, tflops=20)
+
+
+@pytest.fixture
+def kinds(gpus: Simulation) -> Callable[[], list[str]]:
+    """Take the reports that there are: the kind of each, so that they do not fail the test."""
+
+    def take() -> list[str]:
+        found = [report.kind for report in gpus.reports()]
+        gpus.clear()
+        return found
+
+    return take
