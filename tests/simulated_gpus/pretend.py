@@ -158,7 +158,7 @@ def _module(simulation: Simulation) -> None:
     properties = _Properties()
     replaced: dict[str, Any] = dict(
         _exchange_device=exchange,
-        _maybe_exchange_device=exchange,
+        _maybe_exchange_device=lambda device: exchange(device),  # dynamo wants two functions
         _lazy_init=lambda: None,
         _initialized=True,
         _is_in_bad_fork=lambda: False,
