@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -227,15 +228,15 @@ def test_streams_of_torch_do_not_wait_for_the_default_stream_nor_it_for_them(
     assert kinds() == ["RACE"]
 
 
-def test_a_stream_need_not_wait_for_what_the_host_waited_for_in_another_thread(
-    kinds: Kinds,
-) -> None:
-    # One clock for the host: what threads do to wait for each other is not known here.
+def test_what_one_thread_has_waited_for_all_threads_know(kinds: Kinds) -> None:
+    # There is one host: what threads do to tell each other of it is not known here.
     a, b = streams()
     x = zeros()
     with torch.cuda.stream(a):
         x.add_(1)
-    a.synchronize()
+    other = threading.Thread(target=a.synchronize)
+    other.start()
+    other.join()
     with torch.cuda.stream(b):
         x.sum()
     assert kinds() == []
