@@ -39,6 +39,23 @@ class CopyStreams:
                 self._streams[device, i] = stream
             return stream
 
+    def follow_the_caller(self) -> None:
+        """Let what they do next come after all that the caller's streams have been given so far.
+
+        What a run has returned, or left in ``.grad``, may be in memory of a copy stream. The
+        allocator knows that the streams of that run have used it, and no others: if the caller
+        reads it on another one and drops it, the copies of the next run must not be written there
+        before that is done. He orders his own streams; these he does not know.
+        """
+        with self._lock:
+            streams = list(self._streams.items())
+        events: dict[torch.device, torch.cuda.Event] = {}
+        for (device, _), copying in streams:
+            event = events.get(device)
+            if event is None:
+                event = events[device] = torch.cuda.current_stream(device).record_event()
+            copying.wait_event(event)
+
     def __repr__(self) -> str:
         return f"<CopyStreams, {len(self._streams)} made>"
 
@@ -84,10 +101,10 @@ def copy(
     wait for ``target`` before it reads the results.
     ``reader`` is the stream that will read the results; by default the current one.
     """
-    # From and to the CPU the copy is done on return: the memory there may be written next.
-    between_gpus = source is not None and device.type == "cuda"
+    # Between GPUs ``to`` never lets the host wait. From and to the CPU it does, and must: the memory
+    # there may be written next.
     with torch.cuda.stream(source), torch.cuda.stream(target):
-        results = [tensor.to(device, non_blocking=between_gpus) for tensor in tensors]
+        results = [tensor.to(device) for tensor in tensors]
     reader = reader or compute_stream(device)
     for tensor, result in zip(tensors, results, strict=True):
         if source is not None:

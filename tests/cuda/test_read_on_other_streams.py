@@ -1,0 +1,71 @@
+"""What a pipe hands out may be read on any stream of the caller's, and dropped.
+
+Outputs and gradients may be in memory of a copy stream, which the caller does not know. He does
+what torch asks of whoever reads on another stream than that of the call: that one waits, and is
+waited for before he goes on. On simulated GPUs memory that is used again too early is reported, and
+fails the test; the same with the plain module is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.layers import Apply
+
+pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+DEVICES = ["cuda:0", "cuda:1"]
+
+
+class Hands(nn.Module):
+    """Hands its parameter on: the gradient of that comes by a copy, and becomes ``.grad``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.weight
+
+
+@contextlib.contextmanager
+def own_streams() -> Iterator[None]:
+    """New streams on all devices, which wait for the others and are waited for."""
+    new: Any = torch.cuda.Stream
+    pairs = [(new(device), torch.cuda.current_stream(device)) for device in DEVICES]
+    for own, other in pairs:
+        own.wait_stream(other)
+    with torch.cuda.stream(pairs[0][0]), torch.cuda.stream(pairs[1][0]):
+        yield
+    for own, other in pairs:
+        other.wait_stream(own)
+
+
+def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tensor | None]]) -> None:
+    """Steps after which something is read on other streams, and dropped."""
+    with Pipe(nn.Sequential(*layers), [1, 1], devices=DEVICES) as pipe:
+        for _ in range(3):
+            y = pipe(torch.ones(4, 3))
+            y.sum().backward()
+            with own_streams():
+                for tensor in read(y):
+                    assert tensor is not None
+                    tensor.detach().add(1)
+            del y, tensor
+            pipe.zero_grad()
+
+
+def test_an_output_that_was_copied_last() -> None:
+    read_after_each([nn.Linear(3, 3), nn.Identity()], lambda y: [y])
+
+
+def test_a_gradient_that_was_copied_last() -> None:
+    first = Hands()
+    read_after_each([first, Apply(lambda xs: xs[0] * xs[1])], lambda y: [first.weight.grad])

@@ -1,0 +1,132 @@
+"""``python -m tests.fuzz``: random cases on simulated GPUs, for as long as is wanted.
+
+Cases run in processes of a hundred, one after the other. Exit status 1 if any has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+
+from tests.fuzz.case import Case, Step, draw
+
+BLOCK = 100
+
+
+def main() -> int:
+    """Do what the arguments say; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on")
+    parser.add_argument("--seed", type=int, default=0, help="other seeds have other cases")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--cases", type=int, help="so many, in this process")
+    parser.add_argument("--case", help="this one, as it was printed, with stacks")
+    args = parser.parse_args()
+    if args.case is not None:
+        return run_one(eval(args.case, {"Case": Case, "Step": Step}))
+    if args.cases is not None:
+        return run_block(args.seed, args.first, args.cases)
+    return run_blocks(args.seed, args.first, args.minutes)
+
+
+def run_blocks(seed: int, first: int, minutes: float) -> int:
+    """Start one process after the other."""
+    start = time.monotonic()
+    counts: Counter[str] = Counter()
+    number, failures = first, 0
+    while time.monotonic() < start + 60 * minutes:
+        command = ["--seed", str(seed), "--first", str(number), "--cases", str(BLOCK)]
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.fuzz", *command], stdout=subprocess.PIPE, text=True
+        )
+        lines = done.stdout.splitlines()
+        if done.returncode not in (0, 1) or not lines:
+            failures += 1
+            print(f"the process ended with status {done.returncode}: {' '.join(command)}")
+        else:
+            block = json.loads(lines.pop())
+            failures += block["failures"]
+            counts.update(block["counts"])
+        print(*lines, sep="\n", end="\n" if lines else "")
+        number += BLOCK
+        passed = (time.monotonic() - start) / 60
+        print(f"{passed:6.1f} min  {number - first:6} cases  {failures} failures", flush=True)
+    print(f"seed {seed}, cases {first} to {number - 1}, {failures} failures")
+    for kind, count in sorted(counts.items()):
+        print(f"  {kind:<28}{count:8}")
+    return 1 if failures else 0
+
+
+def run_block(seed: int, first: int, count: int) -> int:
+    """Some cases in this process; the last line says how many of each kind, and how many failed."""
+    start_simulation(stacks=False)
+    from tests.fuzz.check import Failure, check, shrink
+
+    counts: Counter[str] = Counter()
+    failures = 0
+    for number in range(first, first + count):
+        case = draw(seed, number)
+        counts.update(kinds_of(case))
+        faulthandler.dump_traceback_later(180, exit=True)
+        try:
+            check(case)
+        except Failure as failure:
+            failures += 1
+            print(f"case {number} of seed {seed}: {failure}\n{case!r}")
+            faulthandler.dump_traceback_later(400, exit=True)
+            print(f"smaller: {shrink(case, failure.kind)!r}", flush=True)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    print(json.dumps({"failures": failures, "counts": counts}))
+    return 1 if failures else 0
+
+
+def run_one(case: Case, tries: int = 20) -> int:
+    """The case until it fails, or so often."""
+    start_simulation(stacks=True)
+    from tests.fuzz.check import Failure, check
+
+    for k in range(tries):
+        try:
+            check(case)
+        except Failure as failure:
+            print(f"try {k}: {failure}")
+            return 1
+    print(f"no failure in {tries} tries")
+    return 0
+
+
+def start_simulation(stacks: bool) -> None:
+    """Before anything imports torch."""
+    from tests import simulated_gpus
+
+    simulated_gpus.start().detect(stacks=stacks)
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def kinds_of(case: Case) -> list[str]:
+    """What to count a case under."""
+    kinds = [f"layers: {unit}" for unit in set(case.units)]
+    kinds += [f"step: {step.how}" for step in case.steps]
+    kinds += [f"model: {name}" for name in ("tied", "autocast", "several") if getattr(case, name)]
+    kinds += [f"model: {name}" for name in ("skips", "frozen", "hooked") if getattr(case, name)]
+    kinds += [f"partitions: {min(len(case.devices), 1 + len(set(case.cuts)))}"]
+    kinds += ["devices: with the CPU"] * ("cpu" in case.devices)
+    kinds += ["devices: one twice"] * (len(set(case.devices)) < len(case.devices))
+    for step in case.steps:
+        kinds += ["step: fault"] * (step.fault is not None and "fragile" in case.units)
+        flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on")
+        kinds += [f"step: {name}" for name in flags if getattr(step, name)]
+        kinds += [f"then: {what}" for what in step.then]
+    return kinds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

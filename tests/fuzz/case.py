@@ -1,0 +1,142 @@
+"""A case as data: a model, where it is, and the steps that a user takes with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+__all__ = ["Case", "Step", "draw"]
+
+HOWS = {  # how a step is done, and how often
+    "call": 6, "gpipe": 3, "1f1b": 4, "own order": 3, "two calls": 2, "two threads": 1,
+    "twice": 1, "penalty": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
+}  # fmt: skip
+UNITS = {  # layers that belong together, and how often; see layers.py
+    "linear": 6, "linear, in place": 3, "linear, scale in place": 2, "tanh": 3, "scale": 3,
+    "layer norm": 2, "dict": 2, "some cut": 2, "parameter": 2, "unused": 2, "detach": 1, "none": 2,
+    "integers": 2, "ignores": 1, "lengths": 1, "pipe": 1, "batch norm": 1, "dropout": 1,
+    "noise": 1, "fragile": 2,
+}  # fmt: skip
+DEVICES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a user does once."""
+
+    how: str = "call"
+    """A key of ``HOWS``."""
+    rows: int = 4
+    chunks: int = 2
+    checkpoint: str = "except_last"
+    training: bool = True
+    x_on: str = "cuda:0"
+    target_on: str = "cuda:0"
+    wants: str = "nothing"
+    """``'leaf'``: the input wants a gradient; ``'graph'``: and comes from an operation."""
+    streams: bool = False
+    """Whether the user is on streams of his own, on all devices."""
+    current: int = 0
+    """The user's current device."""
+    recorded: bool = False
+    fault: tuple[str, int] | None = None
+    """In ``'F'`` or ``'B'``, and in the how-manieth, the fragile layer fails."""
+    anomaly: bool = False
+    """Whether autograd looks for anomalies."""
+    scale_on: str | None = None
+    """The device of a loss scale, where ``forward_backward`` is given one."""
+    loss_there: bool = False
+    """Whether the loss of a call is computed where the target is."""
+    late: bool = False
+    """Whether the inputs are overwritten before the backward, where a plain GPU would allow it."""
+    then: tuple[str, ...] = ()
+    """What the user does next: ``'refill'``, ``'step'``, ``'zero'``, ``'none'``, ``'drop'``."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in a pipe, and steps. Numbers are taken modulo what there is, so any case is one."""
+
+    seed: int = 0
+    units: tuple[str, ...] = ("linear",)
+    skips: tuple[tuple[int, int], ...] = ()
+    """Before which units something is stashed and popped."""
+    cuts: tuple[int, ...] = ()
+    """Between which layers the model is cut."""
+    devices: tuple[str, ...] = ("cuda:0",)
+    """Of the partitions, in turn."""
+    tied: bool = False
+    """Whether all Linears have one weight."""
+    frozen: tuple[int, ...] = ()
+    hooked: tuple[int, ...] = ()
+    """Which parameters do not train, and which have a hook that changes their gradient."""
+    deferred: bool = False
+    several: bool = False
+    """Whether the first layer takes several arguments, and the last one returns several values."""
+    autocast: bool = False
+    """Whether it is in single precision, and bfloat16 where autocast says so."""
+    steps: tuple[Step, ...] = (Step(),)
+
+
+def draw(seed: int, number: int) -> Case:
+    """The case of this number in the run of this seed."""
+    dice = Random(f"{seed}-{number}")
+    units = tuple(_weighted(dice, UNITS) for _ in range(dice.randint(1, 6)))
+    n = dice.randint(1, 4)
+    devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
+    return Case(
+        seed=dice.randrange(1000),
+        units=units,
+        skips=tuple(
+            (dice.randrange(9), dice.randrange(9)) for _ in range(dice.choice([0, 0, 1, 1, 2]))
+        ),
+        cuts=tuple(dice.randrange(12) for _ in range(n - 1)),
+        devices=devices,
+        tied=dice.random() < 0.35,
+        frozen=_some(dice, 0.3),
+        hooked=_some(dice, 0.2),
+        deferred=dice.random() < 0.5,
+        several=dice.random() < 0.25,
+        autocast=dice.random() < 0.1,
+        steps=tuple(_step(dice, devices) for _ in range(dice.randint(1, 4))),
+    )
+
+
+def _step(dice: Random, devices: tuple[str, ...]) -> Step:
+    def place() -> str:
+        return dice.choice([devices[0], *DEVICES])
+
+    then = [what for what in ("refill", "step", "drop") if dice.random() < 0.6]
+    then.insert(dice.randint(0, len(then)), dice.choice(["zero", "none", ""]))
+    return Step(
+        how=_weighted(dice, HOWS),
+        rows=dice.randint(1, 8),
+        chunks=dice.randint(1, 5),
+        checkpoint=dice.choice(["always", "except_last", "never"]),
+        training=dice.random() < 0.8,
+        x_on=place(),
+        target_on=place(),
+        wants=dice.choice(["nothing", "leaf", "graph"]),
+        streams=dice.random() < 0.3,
+        current=dice.choice([0, 0, 1, 3]),
+        recorded=dice.random() < 0.1,
+        fault=(dice.choice("FB"), dice.randrange(4)) if dice.random() < 0.15 else None,
+        anomaly=dice.random() < 0.1,
+        scale_on=place() if dice.random() < 0.2 else None,
+        loss_there=dice.random() < 0.3,
+        late=dice.random() < 0.3,
+        then=tuple(what for what in then if what),
+    )
+
+
+def _weighted(dice: Random, weights: dict[str, int]) -> str:
+    return dice.choices(list(weights), list(weights.values()))[0]
+
+
+def _some(dice: Random, chance: float) -> tuple[int, ...]:
+    """Some of the first nine numbers, mostly none at all, seldom all there may be."""
+    if dice.random() > chance:
+        return ()
+    if dice.random() < 0.1:
+        return tuple(range(50))
+    return tuple(k for k in range(9) if dice.random() < 0.4)

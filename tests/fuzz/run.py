@@ -1,0 +1,240 @@
+"""A case in a pipe, and the same by its reference."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.fuzz.case import Case, Step
+from tests.fuzz.layers import RANDOM, Fault, Fragile, build
+from tests.fuzz.users import (
+    GPUS,
+    Batch,
+    Found,
+    Order,
+    allocate,
+    batches,
+    chunks_of,
+    circumstances,
+    clear_up,
+    keep,
+    loss_of,
+    take,
+)
+
+__all__ = ["in_pipe", "reference"]
+
+
+def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
+    parameters: list[Tensor] = [*module.parameters()]
+    return torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.01, momentum=0.5)
+
+
+def in_pipe(case: Case) -> Found:
+    """What a user finds who takes the steps with a pipe."""
+    found = Found()
+    model = build(case, piped=True)
+    with contextlib.ExitStack() as stack:
+        for inner in model.inner:
+            stack.enter_context(inner)
+        pipe = stack.enter_context(
+            Pipe(
+                model.layers, model.balance, devices=model.devices,
+                deferred_batch_norm=case.deferred, timeout=60,
+            )
+        )  # fmt: skip
+        optimizer = optimizer_of(pipe)
+        left = batches(case, model.devices[-1])
+        synchronize()
+        torch.manual_seed(case.seed)
+        for k, step in enumerate(case.steps):
+            with circumstances(step):
+                batch = left.pop(0)
+                _step_of_pipe(case, k, pipe, batch, found)
+                keep_gradients(found, pipe)
+                clear_up(step, pipe, optimizer, batch)
+                del batch
+                if "drop" in step.then:
+                    allocate()
+        keep_state(found, pipe)
+    synchronize()
+    return found
+
+
+def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) -> None:
+    step = case.steps[k]
+    pipe.chunks, pipe.checkpoint = chunks_of(case, step), step.checkpoint
+    pipe.train(step.training and step.how != "evaluation")
+
+    def forward() -> Any:
+        args, kwargs = batch.arguments(case, step)
+        with precision(case):
+            return pipe(*args, **kwargs)
+
+    def before_backward() -> None:
+        if step.late and step.x_on != str(pipe.devices[0]):
+            batch.overwrite(target=False)
+
+    schedule: Any = step.how if step.how == "gpipe" else "1f1b"
+    if step.how == "own order":
+        schedule = Order(case.seed, ordered="batch norm" in case.units)
+
+    def whole() -> Tensor:
+        args, kwargs = batch.arguments(case, step)
+        with precision(case):
+            loss: Tensor = pipe.forward_backward(
+                *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
+                schedule=schedule, reduction="sum", loss_scale=batch.loss_scale, **kwargs,
+            )  # fmt: skip
+        return loss
+
+    at_once = not set(case.units) & {"batch norm", *RANDOM}  # or their order would be seen
+    values = list(found.values)
+    record = pipe.record() if step.recorded else contextlib.nullcontext()
+    with anomalies(step), armed(pipe, step), record as seen:
+        try:
+            take(step, batch, found, forward, whole, before_backward, at_once)
+        except Fault:
+            found.values = values
+            pipe.zero_grad(set_to_none=True)
+            found.buffers[k] = [buffer.clone() for buffer in pipe.buffers()]
+    if seen is not None and k not in found.buffers:
+        assert str(seen.report())
+
+
+@contextlib.contextmanager
+def anomalies(step: Step) -> Iterator[None]:
+    """Autograd looks for anomalies, where the step has it."""
+    before = torch.is_anomaly_enabled()
+    set_detect_anomaly: Any = torch.autograd.set_detect_anomaly
+    set_detect_anomaly(step.anomaly)
+    try:
+        yield
+    finally:
+        set_detect_anomaly(before)
+
+
+@contextlib.contextmanager
+def precision(case: Case) -> Iterator[None]:
+    """Autocast, where the case has it."""
+    with (
+        torch.autocast("cuda", torch.bfloat16, enabled=case.autocast),
+        torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def armed(module: nn.Module, step: Step) -> Iterator[None]:
+    """Let the first fragile layer fail as the step says."""
+    layers: Any = module
+    fragile = next((layer for layer in layers if isinstance(layer, Fragile)), None)
+    if fragile is None or step.fault is None:
+        yield
+        return
+    fragile.armed, number = step.fault
+    fragile.left = number % min(step.chunks, step.rows)
+    try:
+        yield
+    finally:
+        fragile.armed = ""
+
+
+def reference(case: Case, found: Found) -> Found:
+    """What a user should have found."""
+    if case.autocast or set(case.units) & set(RANDOM):
+        steps = [dataclasses.replace(step, checkpoint="never") for step in case.steps]
+        return in_pipe(dataclasses.replace(case, steps=tuple(steps)))
+    expected = Found()
+    plain = build(case, piped=False).layers
+    optimizer = optimizer_of(plain)
+    for k, (step, batch) in enumerate(zip(case.steps, batches(case, None), strict=True)):
+        if k in found.buffers:
+            plain.zero_grad(set_to_none=True)
+            for buffer, kept in zip(plain.buffers(), found.buffers[k], strict=True):
+                buffer.data.copy_(kept.cpu())
+        else:
+            plain.train(step.training and step.how != "evaluation")
+            forward = functools.partial(_forward, case, step, plain, batch)
+            take(
+                step, batch, expected, forward, functools.partial(_whole, forward, batch), int
+            )
+        keep_gradients(expected, plain)
+        clear_up(step, plain, optimizer, batch)
+    keep_state(expected, plain)
+    return expected
+
+
+def _whole(forward: Any, batch: Batch) -> Tensor:
+    loss: Any = loss_of(batch.always, forward(), batch.target)
+    (loss if batch.loss_scale is None else loss * batch.loss_scale).backward()
+    return loss.detach()  # type: ignore[no-any-return]
+
+
+def _forward(case: Case, step: Step, plain: nn.Sequential, batch: Batch) -> Any:
+    """The output for all rows; micro-batch by micro-batch where that makes a difference."""
+    rows = range(len(batch.x))
+    parts = [slice(0, len(rows))]
+    if "batch norm" in case.units:
+        split = torch.arange(len(rows)).tensor_split(chunks_of(case, step))
+        parts = [slice(int(part[0]), int(part[-1]) + 1) for part in split]
+    outputs = []
+    with deferred_statistics(plain) if case.deferred else contextlib.nullcontext():
+        for part in parts:
+            args, kwargs = batch.arguments(case, step, part)
+            first, *others = plain
+            value = first(*args, **kwargs)
+            for layer in others:
+                value = layer(value)
+            outputs.append(value)
+    if case.several:
+        y, top = (torch.cat([output[name] for output in outputs]) for name in ("y", "top"))
+        return {"y": y, "top": top, "none": None}
+    return torch.cat(outputs)
+
+
+@contextlib.contextmanager
+def deferred_statistics(plain: nn.Sequential) -> Iterator[None]:
+    """Let BatchNorm layers have the running statistics of all rows together."""
+    norms = [norm for norm in plain if isinstance(norm, nn.BatchNorm1d) and norm.training]
+    kept = [[buffer.clone() for buffer in norm.buffers()] for norm in norms]
+    seen: list[list[Tensor]] = [[] for _ in norms]
+    handles = [
+        norm.register_forward_pre_hook(lambda _, args, seen=inputs: seen.append(args[0].detach()))
+        for norm, inputs in zip(norms, seen, strict=True)
+    ]
+    yield
+    for norm, buffers, inputs, handle in zip(norms, kept, seen, handles, strict=True):
+        handle.remove()
+        statistics = list(norm.buffers())
+        for buffer, before in zip(statistics, buffers, strict=True):
+            buffer.data.copy_(before)
+        F.batch_norm(
+            torch.cat(inputs), statistics[0].data, statistics[1].data, training=True,
+            momentum=norm.momentum or 0.0,
+        )  # fmt: skip
+        statistics[2].data.add_(1)
+
+
+def keep_gradients(found: Found, module: nn.Module) -> None:
+    for k, parameter in enumerate(module.parameters()):
+        keep(found, f"gradient of parameter {k}", parameter.grad)
+
+
+def keep_state(found: Found, module: nn.Module) -> None:
+    for k, tensor in enumerate([*module.parameters(), *module.buffers()]):
+        keep(found, f"parameter or buffer {k} at the end", tensor.detach())
+
+
+def synchronize() -> None:
+    """Let the host wait for all devices."""
+    for device in range(GPUS):
+        torch.cuda.synchronize(device)

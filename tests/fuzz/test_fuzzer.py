@@ -1,0 +1,98 @@
+"""The fuzzer with a fixed number of cases; and that it finds what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import pipert.pipe
+from pipert import stream
+from pipert.microbatch import gather
+from pipert.run import Run
+from tests import simulated_gpus
+from tests.fuzz.case import Case, Step, draw
+from tests.fuzz.check import Failure, check, shrink
+
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+pytestmark = [pytest.mark.slow, pytest.mark.cuda, pytest.mark.multi_gpu, four_gpus]
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_random_cases_are_the_plain_module_s_and_nothing_is_reported(block: int) -> None:
+    for number in range(25 * block, 25 * block + 25):
+        case = draw(12, number)
+        try:
+            check(case)
+        except Failure as failure:
+            pytest.fail(f"{failure}\n{case!r}", pytrace=False)
+
+
+@contextlib.contextmanager
+def seeded_fault(*patch: Any) -> Iterator[None]:
+    """Something wrong in pipert; what it provokes is no report of the test, nor of the next one."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(*patch)
+        yield
+    gc.collect()
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(device)
+    gpus = simulated_gpus.running()
+    if gpus is not None:
+        gpus.clear()
+
+
+def found(cases: int = 40) -> tuple[Case, str]:
+    """The first case that fails, and how."""
+    for number in range(cases):
+        case = draw(12, number)
+        try:
+            check(case)
+        except Failure as failure:
+            return case, failure.kind
+    pytest.fail(f"nothing found in {cases} cases")
+
+
+def test_copies_that_nobody_waits_for_are_found() -> None:
+    with seeded_fault(stream, "wait", lambda waiter, awaited: None):
+        assert found()[1] == "reported"
+
+
+def test_memory_that_is_used_again_too_early_is_found() -> None:
+    with seeded_fault(Tensor, "record_stream", lambda tensor, stream: None):
+        assert found()[1] == "reported"
+
+
+def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
+    with seeded_fault(Run, "return_what_was_read", lambda run: None):
+        assert found()[1] == "reported"
+
+
+def test_a_wrong_value_is_found_and_the_case_made_small() -> None:
+    right = gather
+    with seeded_fault(pipert.pipe, "gather", lambda outputs: right(outputs[::-1])):
+        case, kind = found()
+        assert kind == "differs"
+        small = shrink(case, kind, seconds=20, tries=1)
+        assert len(small.units) == len(small.steps) == 1
+        with pytest.raises(Failure, match="differs"):
+            check(small)
+
+
+def test_a_case_is_drawn_again_from_its_number_and_read_again_from_its_line() -> None:
+    cases = [draw(1, number) for number in range(50)]
+    assert cases == [draw(1, number) for number in range(50)]
+    assert [eval(repr(case), {"Case": Case, "Step": Step}) for case in cases] == cases
+
+
+@pytest.mark.parametrize(("units", "status"), [("('tanh',)", 0), ("('no such layer',)", 1)])
+def test_the_command_s_status_says_whether_the_case_has_failed(units: str, status: int) -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--case", f"Case(units={units})"]
+    assert subprocess.run(command, capture_output=True).returncode == status

@@ -1,0 +1,297 @@
+"""What a user does in a step, the same for a pipe and for the plain module.
+
+Nothing here lets the host wait for a device before all steps are done, or the races that the user
+provokes would be hidden: tensors are made before, kept as copies on their devices, and compared
+behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert import Replicate
+from pipert.schedules import Action
+from tests.fuzz.case import Case, Step
+
+__all__ = [
+    "Batch", "Found", "Order", "allocate", "batches", "chunks_of", "circumstances", "clear_up",
+    "keep", "loss_of", "take",
+]  # fmt: skip
+
+GPUS = 4
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule that does any action that can be done, one in a tick."""
+
+    seed: int
+    ordered: bool
+    """Whether the first partition takes the micro-batches in order, as BatchNorm would notice."""
+
+    def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+        dice = Random(self.seed)
+        there, back = list(range(m)), list(range(m))
+        if not self.ordered:
+            dice.shuffle(there)
+        dice.shuffle(back)
+        left = {
+            ("F", j): [Action("F", i, j) for i in there] for j in range(n)
+        } | {("B", j): [Action(k, i, j) for i in back for k in "RB"] for j in range(n)}
+        done: set[Action] = set()
+        while any(left.values()):
+            ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]
+            action = left[dice.choice(ready)].pop(0)
+            done.add(action)
+            yield [action]
+
+
+def _can(action: Action, n: int, done: set[Action]) -> bool:
+    kind, i, j = action
+    if kind == "F":
+        return j == 0 or Action("F", i, j - 1) in done
+    return Action("F", i, j) in done and (
+        kind == "R" or j == n - 1 or Action("B", i, j + 1) in done
+    )
+
+
+@dataclass
+class Batch:
+    """What one step is called with."""
+
+    x: Tensor
+    """A leaf."""
+    scale: Tensor
+    ids: Tensor
+    target: Tensor
+    loss_scale: Tensor | None
+    always: Tensor
+    """What a loss depends on in any case, so that there is something to go backward through."""
+
+    def arguments(self, case: Case, step: Step, rows: slice | None = None) -> Any:
+        """Positional and named, of all rows in a pipe, and of some in the plain module."""
+        x = self.x.sigmoid() if step.wants == "graph" else self.x
+        scale: Any = Replicate(self.scale) if rows is None else self.scale
+        ids = self.ids if rows is None else self.ids[rows]
+        x = x if rows is None else x[rows]
+        if not case.several:
+            return (x,), {}
+        return (x, scale), {"more": {"ids": ids, "others": (None, "name")}}
+
+    def overwrite(self, target: bool = True) -> None:
+        """What a user does with his buffers when he reads the next rows into them."""
+        with torch.no_grad():
+            for tensor in (self.x, self.scale, *([self.target, self.loss_scale] if target else [])):
+                if tensor is not None:
+                    tensor.fill_(float("nan"))
+            self.ids.fill_(0)
+
+
+@dataclass
+class Found:
+    """Copies of what a user sees in the steps, on their devices."""
+
+    values: list[tuple[str, Any]] = field(default_factory=list)
+    buffers: dict[int, list[Tensor]] = field(default_factory=dict)
+    """After the steps that failed."""
+
+
+def keep(found: Found, name: str, value: Any) -> None:
+    """Keep a copy of a tensor, of all in a dictionary, or of anything else itself."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            keep(found, f"{name} {key}", one)
+        return
+    found.values.append((name, value))
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            found.values[-1] = name, value.clone()
+        found.values.append((f"{name} wants a gradient", value.requires_grad))
+        found.values.append((f"{name} is of inference mode", value.is_inference()))
+
+
+def batches(case: Case, last: str | None) -> list[Batch]:
+    """Of each step, on the devices where the user has them; ``None``: all on the CPU."""
+    generator = torch.Generator().manual_seed(case.seed)
+    made = []
+    for step in case.steps:
+        rows = rows_of(case, step)
+        dtype = torch.float32 if case.autocast else torch.float64
+        x, target = (torch.rand(rows, 3, dtype=dtype, generator=generator) * 2 - 1 for _ in "xt")
+        ids = torch.randint(5, (rows,), generator=generator)
+        scale = torch.rand(3, dtype=dtype, generator=generator) + 0.5
+        x_on, target_on = (step.x_on, step.target_on) if last else ("cpu", "cpu")
+        always = torch.ones((), dtype=dtype, device=last or "cpu", requires_grad=True)
+        x = x.to(x_on).requires_grad_(step.wants != "nothing")
+        loss_scale = None
+        if step.scale_on is not None:
+            loss_scale = torch.tensor(2.0, dtype=dtype).to(step.scale_on if last else "cpu")
+        scale, ids, target = scale.to(x_on), ids.to(x_on), target.to(target_on)
+        made.append(Batch(x, scale, ids, target, loss_scale, always))
+    return made
+
+
+def rows_of(case: Case, step: Step) -> int:
+    """At least two for each micro-batch where BatchNorm needs them."""
+    return max(step.rows, 2) if "batch norm" in case.units else step.rows
+
+
+def chunks_of(case: Case, step: Step) -> int:
+    """The number of micro-batches, at most."""
+    limit = rows_of(case, step) // (2 if "batch norm" in case.units else 1)
+    return min(step.chunks, limit)
+
+
+def _loss_of_call(step: Step, batch: Batch, output: Any) -> Any:
+    """On the last device, or where the target is."""
+    y: Tensor = output["y"] if isinstance(output, dict) else output
+    if step.loss_there:
+        there = batch.target.device
+        return loss_of(batch.always.to(there), y.to(there), batch.target)
+    return loss_of(batch.always, y, batch.target.to(y.device))
+
+
+def _two_users(
+    step: Step, batch: Batch, forward: Callable[[], Any], whole: Callable[[], Any], at_once: bool
+) -> None:
+    """One does a whole step, the other by autograd, on a thread of his own."""
+    errors: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            with of_thread(step):
+                _loss_of_call(step, batch, forward()).backward()
+        except BaseException as error:  # noqa: B036  raised by the first
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    if not at_once:
+        thread.join()
+    try:
+        whole()
+    finally:
+        thread.join()
+    if errors:
+        raise errors.pop()
+
+
+def loss_of(always: Tensor, output: Any, target: Tensor) -> Tensor:
+    """Sum over micro-batches, so that their number does not matter."""
+    y: Tensor = output["y"] if isinstance(output, dict) else output
+    return (y.to(target.dtype) * target).square().sum() * always
+
+
+@functools.cache
+def own_streams() -> list[torch.cuda.Stream]:
+    """The user's own streams, one for each device."""
+    make: Any = torch.cuda.Stream
+    return [make(device) for device in range(GPUS)]
+
+
+@contextlib.contextmanager
+def circumstances(step: Step) -> Iterator[None]:
+    """The user's current device and streams, ordered with what he does before and behind."""
+    pairs = [(own, torch.cuda.current_stream(own.device)) for own in own_streams()]
+    if step.streams:
+        for own, other in pairs:
+            own.wait_stream(other)
+    with of_thread(step):
+        yield
+    if step.streams:
+        for own, other in pairs:
+            other.wait_stream(own)
+
+
+@contextlib.contextmanager
+def of_thread(step: Step) -> Iterator[None]:
+    """The current device and streams, for one thread."""
+    with contextlib.ExitStack() as stack:
+        for own in own_streams() if step.streams else ():
+            stack.enter_context(torch.cuda.stream(own))
+        stack.enter_context(torch.cuda.device(step.current))
+        yield
+
+
+def take(
+    step: Step,
+    batch: Batch,
+    found: Found,
+    forward: Callable[[], Tensor],
+    whole: Callable[[], Tensor],
+    before_backward: Callable[[], object],
+    at_once: bool = False,
+) -> None:
+    """The forward and backward of a step: ``forward`` one by one, or ``whole`` does both."""
+    if step.how in ("no_grad", "inference", "evaluation"):
+        with torch.inference_mode() if step.how == "inference" else torch.no_grad():
+            y = forward()
+            before_backward()
+            keep(found, "output", y)
+        return
+    if step.how in ("gpipe", "1f1b", "own order"):
+        keep(found, "loss", whole().detach())
+    elif step.how == "two threads":
+        _two_users(step, batch, forward, whole, at_once)
+    else:
+        _by_autograd(step, batch, found, forward, before_backward)
+    keep(found, "gradient of x", batch.x.grad)
+    keep(found, "gradient of always", batch.always.grad)
+
+
+def _by_autograd(
+    step: Step,
+    batch: Batch,
+    found: Found,
+    forward: Callable[[], Tensor],
+    before_backward: Callable[[], object],
+) -> None:
+    outputs = [forward() for _ in range(2 if step.how == "two calls" else 1)]
+    before_backward()
+    losses: list[Any] = []
+    while outputs:
+        y = outputs.pop(0)
+        keep(found, "output", y)
+        losses.append(_loss_of_call(step, batch, y))
+        del y
+    if step.how == "penalty" and batch.x.requires_grad:
+        (gradient,) = torch.autograd.grad(
+            losses[0], batch.x, create_graph=True, allow_unused=True
+        )
+        if gradient is not None:
+            losses[0] = losses[0] + gradient.square().sum().to(losses[0].device)
+    if step.how == "twice":
+        losses[0].backward(retain_graph=True)
+    while losses:  # the second call's first
+        losses.pop().backward()
+
+
+def clear_up(
+    step: Step, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
+) -> None:
+    """What the user does after a step, in his order."""
+    actions: dict[str, Callable[[], object]] = {
+        "refill": batch.overwrite,
+        "step": optimizer.step,
+        "zero": functools.partial(module.zero_grad, set_to_none=False),
+        "none": functools.partial(module.zero_grad, set_to_none=True),
+    }
+    for what in step.then:
+        if what in actions:
+            actions[what]()
+
+
+def allocate() -> None:
+    """Take memory on every device and write to it: that of what has just been dropped."""
+    for device in range(GPUS):
+        for size in (1, 3, 9, 12, 24):
+            torch.full((size,), float("nan"), dtype=torch.float64, device=f"cuda:{device}")
