@@ -274,16 +274,18 @@ class StepLane(Lane):
                     "register_post_accumulate_grad_hook, or loss.backward()"
                 )
         try:
-            inputs: list[Any] = [*kept.xs, *leaves]
-            found = torch.autograd.grad(ys, inputs, given, allow_unused=True)
+            wanted: list[Any] = [*kept.xs, *leaves]
+            found = torch.autograd.grad(ys, wanted, given, allow_unused=True)
         except BaseException:
             # What was ready when a node raised stays with this thread until its next backward.
             torch.autograd.backward(torch.ones((), requires_grad=True))
             raise
-        dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(kept.xs)]])
+        inputs = found[: len(kept.xs)]
+        found = found[len(kept.xs) :]
+        dxs = tuple([None if dx is None else alone(dx) for dx in inputs])
+        del inputs  # and what they were parts of
         self._let_copy(i)  # before the sums: the copy needs none of them
-        weights = [self._weights.get(leaf, leaf) for leaf in leaves]
-        self.gradients.add(weights, found[len(kept.xs) :])
+        self.gradients.add([self._weights.get(leaf, leaf) for leaf in leaves], found)
         return dxs
 
     def _gather(self, i: int, arrived: Arrived, kept: Kept) -> list[Tensor | None]:

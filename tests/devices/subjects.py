@@ -90,4 +90,7 @@ def _gpt(layers: int, width: int) -> Subject:
     return Subject(f"GPT ({layers}, {width})", model, tokens, tokens, _cross_entropy)
 
 
-SUBJECTS = {"unet": lambda: _unet(1, 4), "gpt": lambda: _gpt(6, 32)}
+SUBJECTS: dict[str, Callable[[], Subject]] = {
+    "unet": lambda: _unet(1, 4),
+    "gpt": lambda: _gpt(6, 32),
+}

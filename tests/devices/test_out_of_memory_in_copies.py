@@ -1,0 +1,87 @@
+"""Copies between devices that find no memory where they go: of each kind there is one that fails.
+
+``test_out_of_memory.py`` says what holds then; here it is looked at that it has been to all places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipert.autograd import transfer
+from pipert.lane import Lane
+from tests.devices.out_of_memory import Tight
+from tests.simulated_gpus.simulation import Simulation
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
+
+FORWARD = {
+    (0, None): "an argument of the call",
+    (1, 0): "the value for the next partition",
+    (2, 0): "a skip",
+    (2, 1): "the value for the last partition",
+    (2, None): "a weight that lives on another device",
+}
+BACK = {(1, 2): "its gradient", (0, 1): "its gradient", (0, 2): "the gradient of the skip"}
+
+
+def fail_all(tight: Tight) -> None:
+    """Steps in each of which another allocation fails."""
+    for device, count in enumerate(tight.allocations()):
+        for number in range(1, count + 1):
+            tight.gpus.fail_allocation(device, number)
+            try:
+                tight.step()
+            except torch.OutOfMemoryError:
+                pass
+            tight.gpus.fail_allocation(device, 0)
+            tight.zero()
+
+
+@pytest.fixture
+def failed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int | None]]:
+    """Where the copies of lanes ended, and from which partition, when memory was out."""
+    places: set[tuple[int, int | None]] = set()
+    copy_value = Lane._copy_value
+
+    def watched(lane: Lane, i: int, x: Any, origin: int | None) -> Any:
+        try:
+            return copy_value(lane, i, x, origin)
+        except torch.OutOfMemoryError:
+            places.add((lane.j, origin))
+            raise
+
+    monkeypatch.setattr(Lane, "_copy_value", watched)
+    return places
+
+
+def test_each_copy_of_a_step_fails_once(
+    gpus: Simulation, failed: set[tuple[int, int | None]]
+) -> None:
+    tight = Tight(gpus, "1f1b", "always")
+    with tight.pipe:
+        fail_all(tight)
+    assert failed == {*FORWARD, *BACK}
+
+
+def test_each_copy_of_a_call_fails_once_and_of_its_backward(
+    gpus: Simulation, failed: set[tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back: set[int] = set()
+    plain = transfer._Copy.backward
+
+    def watched(ctx: Any, *grads: Any) -> Any:
+        try:
+            return plain(ctx, *grads)
+        except torch.OutOfMemoryError:
+            back.add(ctx.back[0].index)
+            raise
+
+    monkeypatch.setattr(transfer._Copy, "backward", staticmethod(watched))
+    tight = Tight(gpus, "backward", "always")
+    with tight.pipe:
+        fail_all(tight)
+    assert failed == {*FORWARD}
+    assert back == {0, 1, 3}  # the device of the inputs, too
