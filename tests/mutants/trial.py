@@ -24,7 +24,8 @@ from tests.mutants.mutant import ROOT, Mutant
 __all__ = ["STAGES", "Tree", "Verdict"]
 
 TELLING = (
-    "tests/cuda/test_waits.py", "tests/cuda/test_copies.py", "tests/cuda/test_written_after_use.py",
+    "tests/cuda/test_waits.py", "tests/cuda/test_copies_overlap.py",
+    "tests/cuda/test_written_after_use.py",
 )  # fmt: skip
 """What is made for mutants, and notices most of them within a second."""
 
