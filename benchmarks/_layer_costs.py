@@ -23,6 +23,8 @@ from pipert.value import tensors_of
 
 __all__ = ["Bytes", "Times", "layer_bytes", "layer_times", "sum_by"]
 
+Clock = Callable[[torch.device], float]
+
 
 @dataclass(frozen=True)
 class Times:
@@ -65,12 +67,16 @@ def layer_times(
     device: torch.device,
     rounds: int,
     progress: Callable[[], object],
+    now: Clock | None = None,
 ) -> Times:
-    """Median seconds of each layer over ``rounds``; ``progress`` is called after each layer."""
+    """Median seconds of each layer over ``rounds``; ``progress`` is called after each layer.
+
+    ``now`` reads the clock when what was asked of the device is done; by default that of the host.
+    """
 
     def measure(probe: Probe) -> tuple[tuple[float, float], Carried]:
-        _forward_and_backward(probe)  # to warm up
-        forward, backward, output = _forward_and_backward(probe)
+        _forward_and_backward(probe, now or _now)  # to warm up
+        forward, backward, output = _forward_and_backward(probe, now or _now)
         progress()
         return (forward, backward), output
 
@@ -82,17 +88,17 @@ def layer_times(
     return Times(forward, backward)
 
 
-def _forward_and_backward(probe: Probe) -> tuple[float, float, Carried]:
+def _forward_and_backward(probe: Probe, now: Clock) -> tuple[float, float, Carried]:
     probe.layer.zero_grad(set_to_none=True)
     inputs = probe.inputs()
-    begin = _now(probe.device)
+    begin = now(probe.device)
     output = probe.forward(inputs)
-    middle = _now(probe.device)
+    middle = now(probe.device)
     roots, grads = differentiable_outputs(output)
-    between = _now(probe.device)
+    between = now(probe.device)
     if roots:
         torch.autograd.backward(roots, grads)
-    return middle - begin, _now(probe.device) - between, output
+    return middle - begin, now(probe.device) - between, output
 
 
 def _now(device: torch.device) -> float:

@@ -9,16 +9,16 @@ where to where, and on what kind of machine. Rules, each one of pipert's:
    order, the last micro-batch first. So it does without fork and join, too: autograd takes of the
    nodes that are ready the one made last, and a worker makes the nodes of a partition micro-batch
    by micro-batch. Fork and join make sure of what is so anyway, and cost no time here.
-3. ``'cuda'``: each device is a queue of its own, for the backward as well. The host is never late:
-   ``R[i,j]`` starts when its device is free, while ``dy`` is still computed or copied, and
-   ``B[i,j]`` when ``dy`` is there.
-4. ``'cpu'``: each partition has a worker for the forward. One thread does every ``R`` and ``B``,
-   one after the other.
-5. A copy between devices takes ``latency + bytes / bandwidth``, and needs the outgoing engine of
+3. Each device is a queue of its own, for the backward as well. The host is never late. ``R[i,j]``
+   starts when the next device has computed ``dy``, while that is copied, and ``B[i,j]`` when it has
+   arrived. Not earlier: autograd lets the stream of a node wait for that of the node before it.
+4. A copy between devices takes ``latency + bytes / bandwidth``, and needs the outgoing engine of
    one device and the incoming one of the other; those that are ready first go first. Without copy
    streams it stops both devices' computation instead, and is issued before the tasks of its
-   diagonal. Copies inside a device take no time.
-6. A skip is copied straight to where it is popped, or else from device to device.
+   diagonal.
+5. A skip is copied straight to where it is popped, or else from device to device.
+
+``simulator.py`` checks all of them but the third sentence of the fourth against whole steps.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ class Plan:
         forward, recompute, backward: seconds of each task.
         checkpointed: how many micro-batches, from the first, are recomputed.
         transfers: between partitions; gradients go back the same way.
-        machine: ``'cuda'``, each partition on a device of its own, or ``'cpu'``, all on one.
         bandwidth: bytes in a second, between two devices and in each direction.
         latency: seconds of a copy besides.
         copy_streams, direct_skips: whether copies run beside computation, and skips go straight.
@@ -66,7 +65,6 @@ class Plan:
     backward: Seconds
     checkpointed: int = 0
     transfers: Sequence[Transfer] = ()
-    machine: str = "cuda"
     bandwidth: float = float("inf")
     latency: float = 0.0
     copy_streams: bool = True
@@ -114,11 +112,6 @@ class Simulation:
         return max(task.end for task in self.tasks)
 
     @property
-    def forward_seconds(self) -> float:
-        """Until the call returns."""
-        return max(task.end for task in self.tasks if task.kind == "forward")
-
-    @property
     def bubble(self) -> float:
         """The share of the devices' time in which they did not compute."""
         busy = sum(task.seconds for task in self.tasks if task.kind != "copy")
@@ -154,8 +147,6 @@ class _Program:
             for i, j in diagonal:
                 done["forward", i, j] = self._compute("forward", i, j, arrived[j])
         loss = self.tasks[-1]
-        if self.plan.machine == "cpu":
-            self.streams["backward"] = loss
         for diagonal in reversed(diagonals):
             arrived = {j: self._copies(hops, i, j, "backward", done) for i, j in diagonal}
             for i, j in reversed(diagonal):
@@ -163,32 +154,28 @@ class _Program:
 
     def _backward(self, i: int, j: int, arrived: tuple[Task, ...]) -> Task:
         if i < self.plan.checkpointed:
-            on_the_way = self.plan.machine == "cuda"
-            self._compute("recompute", i, j, () if on_the_way else arrived)
+            makers = [task.after[0] if task.kind == "copy" else task for task in arrived]
+            self._compute("recompute", i, j, tuple(makers))
         return self._compute("backward", i, j, arrived)
 
     def _compute(self, kind: str, i: int, j: int, after: tuple[Task, ...]) -> Task:
-        one_thread = self.plan.machine == "cpu" and kind != "forward"
         durations = {
             "forward": self.plan.forward,
             "recompute": self.plan.recompute,
             "backward": self.plan.backward,
         }
-        task = Task(kind, i, j, durations[kind](i, j), after)
-        return self._issue(task, ["backward" if one_thread else j])
+        return self._issue(Task(kind, i, j, durations[kind](i, j), after), [j])
 
     def _copies(
         self, hops: list[Transfer], i: int, j: int, way: str, done: dict[tuple[str, int, int], Task]
     ) -> tuple[Task, ...]:
-        """Copies of what ``F[i,j]`` or ``B[i,j]`` waits for; or, within a device, its makers."""
+        """Copies of what ``F[i,j]`` or ``B[i,j]`` waits for."""
         forward = way == "forward"
         arrived = []
         for hop in hops:
             source, target = (hop.source, hop.target) if forward else (hop.target, hop.source)
             if target == j:
-                maker = done[way, i, source]
-                is_copy = self.plan.machine == "cuda"
-                arrived.append(self._copy(hop.bytes, maker, target) if is_copy else maker)
+                arrived.append(self._copy(hop.bytes, done[way, i, source], target))
         return tuple(arrived)
 
     def _copy(self, size: int, maker: Task, j: int) -> Task:

@@ -37,7 +37,7 @@ from pipert import Pipe
 VOCABULARY = 256  # a token is a byte
 MAX_BYTES = 4_000_000  # of text are used
 HELD_OUT = 0.1  # this much of the text, its end
-SCHEDULES = ("autograd", "gpipe", "1f1b")
+SCHEDULES = ("autograd", "gpipe", "1f1b", "eager-1f1b")
 HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # what is read from a folder
 PROMPT = b"def "  # what the generated sample continues
@@ -338,7 +338,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
     add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
-        " none with 1f1b")  # fmt: skip
+        " none with 1f1b and eager-1f1b")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="autograd", help="what goes backward when")
     add("--save", type=Path, help="write the trained state to this file")
     add("--resume", type=Path, help="go on from such a file, with its model and its options")

@@ -1,145 +1,29 @@
-"""``python -m pipert trace script.py ...``: record the pipes of a script that does not know it."""
+"""``python -m pipert TOOL ...``: the tools of pipert, each with its parser in a file of its own."""
 
 from __future__ import annotations
 
 import argparse
-import atexit
-import contextlib
-import importlib.util
-import os
 import sys
-import types
 from collections.abc import Sequence
-from pathlib import Path
 
-from pipert.observe import Observer, RunInfo
-from pipert.pipe import Pipe, when_made
-from pipert.timeline.timeline import Timeline
+from pipert import traced_script
+from pipert.check import command
 
 __all__: list[str] = []
 
-
-class _Traced(Observer):
-    """Records some calls of one pipe: those after the first ``skip``, ``calls`` of them.
-
-    Their backwards, too: it goes on until the call after them begins. References no pipe.
-    """
-
-    def __init__(self, pipe: Pipe, skip: int, calls: int) -> None:
-        self._recording = pipe.record()
-        self._open = contextlib.ExitStack()
-        self._skip = skip
-        self._last = skip + calls
-        self.timeline: Timeline | None = None
-        if skip == 0:
-            self._begin()
-        pipe.add_observer(self)
-
-    def _begin(self) -> None:
-        self.timeline = self._open.enter_context(self._recording)
-
-    def run_started(self, run: RunInfo) -> None:
-        if run.number == self._last:
-            self.end()
-
-    def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
-        if run.number == self._skip - 1:
-            self._begin()
-
-    def end(self) -> Timeline | None:
-        """Record nothing more; what there is."""
-        self._open.close()
-        return self.timeline
+_TOOLS = (traced_script, command)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a tool; returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m pipert", description="Tools of pipert.")
     tools = parser.add_subparsers(dest="tool", required=True)
-    trace = tools.add_parser(
-        "trace",
-        help="run a script and record its pipes",
-        description="Run a script as python does, record the calls of each Pipe it makes, and print"
-        " a report at its end, however it ends.",
-    )
-    trace.add_argument("--out", type=Path, default=Path("trace.json"), help="for Perfetto; a second"
-                       " pipe's goes to trace-1.json and so on (default: trace.json)")  # fmt: skip
-    trace.add_argument("--plot", type=Path, help="a picture too: .png, .svg or .pdf")
-    trace.add_argument("--skip", type=int, default=2, help="calls not to record, to warm up (2)")
-    trace.add_argument("--calls", type=int, default=10, help="calls to record (10)")
-    trace.add_argument("script", help="a Python file; the rest are its arguments")
-    trace.add_argument("arguments", nargs=argparse.REMAINDER)
+    for tool in _TOOLS:
+        tool.add_parser(tools)
     arguments = parser.parse_args(argv)
-    if not Path(arguments.script).is_file():
-        parser.error(f"there is no script {arguments.script}")
-    arguments.out = arguments.out.absolute()  # the script may go elsewhere
-    arguments.plot = arguments.plot and arguments.plot.absolute()
-    _check(arguments, parser)
-    return arguments
-
-
-def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse now what could not be written when all is over."""
-    if arguments.skip < 0 or arguments.calls < 1:
-        parser.error("--skip must not be negative, and --calls must be positive")
-    for option, path in (("--out", arguments.out), ("--plot", arguments.plot)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            parser.error(f"{option} must be a file in a folder that is there, not {path}")
-    if arguments.plot is not None:
-        if arguments.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-            parser.error(f"--plot must end with .png, .svg or .pdf, not {arguments.plot.name}")
-        if importlib.util.find_spec("matplotlib") is None:
-            parser.error("--plot needs matplotlib: pip install matplotlib")
-
-
-def _numbered(path: Path, number: int) -> Path:
-    """A file for each pipe, and for each process that a launcher has started."""
-    rank = os.environ.get("RANK")
-    stem = path.stem if rank is None else f"{path.stem}-rank{rank}"
-    return path.with_stem(stem if number == 0 else f"{stem}-{number}")
-
-
-def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
-    timelines = [one.end() for one in traced]
-    recorded = [timeline for timeline in timelines if timeline is not None and timeline.events]
-    if not recorded:
-        print(
-            f"pipert: no call was recorded. Pipes made: {len(traced)}; the first {arguments.skip} "
-            "calls of each are not recorded (--skip)",
-            file=sys.stderr,
-        )
-    for number, timeline in enumerate(recorded):
-        path = _numbered(arguments.out, number)
-        timeline.save(path)
-        print(f"\npipert: {path}", file=sys.stderr)
-        try:
-            print(timeline.report(), file=sys.stderr)
-        except ValueError as error:  # no complete call
-            print(error, file=sys.stderr)
-        if arguments.plot is not None:
-            timeline.plot(_numbered(arguments.plot, number))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the script and report."""
-    arguments = _parse(argv)
-    traced: list[_Traced] = []
-    when_made.append(lambda pipe: traced.append(_Traced(pipe, arguments.skip, arguments.calls)))
-    process = os.getpid()
-
-    def finish() -> None:
-        if os.getpid() == process:  # not in a forked child
-            _finish(traced, arguments)
-
-    # After the threads that the script leaves behind, and without a part in how it ends.
-    atexit.register(finish)
-    sys.argv = [arguments.script, *arguments.arguments]
-    script = Path(arguments.script).absolute()
-    sys.path[0] = str(script.parent)
-    module = types.ModuleType("__main__")
-    module.__file__ = str(script)
-    sys.modules["__main__"] = module  # what pickle and processes to come look at
-    exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
+    status: int = arguments.run(arguments)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,7 +6,7 @@ that share a parameter add in the order in which they happen to come by. So here
 
 1. Each partition has sums of its own, which its worker alone adds to, in the order of its schedule.
 2. When the step has succeeded the caller takes the sums of all partitions, in their order.
-3. They are delivered by autograd, in a graph that has nothing but them (:func:`deliver`). So hooks
+3. They are delivered by autograd, in a graph that has nothing but them (:func:`delivery`). So hooks
    of parameters and of ``DistributedDataParallel`` are called as always, a sum becomes ``.grad``
    without a copy where that is possible, and callers on other threads do no harm.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 __all__: list[str] = []
 
@@ -96,10 +97,11 @@ class _End(torch.autograd.Function):
         return (None,) * int(ctx.count)
 
 
-def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
-    """Let autograd go on from tensors, which all require grad, with the gradient of each.
+def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The end of a graph whose backward goes on from tensors with the gradient of each.
 
-    Empties the list: a gradient that nobody else has becomes ``.grad`` as it is.
+    The tensors all require grad. All the memory that this takes is allocated here, before any
+    gradient arrives. Empties the list: what nobody else has becomes ``.grad`` as it is.
     """
     devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     while gradients:
@@ -111,7 +113,8 @@ def deliver(gradients: list[tuple[Tensor, Tensor]]) -> None:
     ends = []
     for reached, brought in devices.values():
         ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
-    _End.apply(*ends).backward()  # type: ignore[no-untyped-call]
+    end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
+    return end
 
 
 def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
@@ -126,28 +129,23 @@ def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def leaves_behind(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves that ``ys`` are made of, but for ``xs``: whatever the layers use.
+def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Tensor]:
+    """The leaves that graphs with these ends are made of, but for those that are known.
 
-    Not only their parameters: a layer may train a tensor that it keeps for itself.
+    Not only parameters of layers: a layer may train a tensor that it keeps for itself.
     """
-    seen: set[Any] = {y.grad_fn for y in ys}
-    left: list[Any] = [*seen - {None}]
-    known, leaves = {id(x) for x in xs}, list[Tensor]()
-
-    def add(leaf: Tensor) -> None:
-        if id(leaf) not in known and leaf.requires_grad:
-            known.add(id(leaf))
-            leaves.append(leaf)
-
-    for y in ys:
-        if y.grad_fn is None:
-            add(y)
+    seen: set[Any] = {*ends}
+    left: list[Any] = [*seen]
+    found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
     while left:
-        for child, _ in left.pop().next_functions:
+        node = left.pop()
+        if isinstance(node, _AccumulateGrad):
+            leaf = node.variable
+            if id(leaf) not in found and leaf.requires_grad:
+                found.add(id(leaf))
+                leaves.append(leaf)
+        for child, _ in node.next_functions:
             if child is not None and child not in seen:
                 seen.add(child)
                 left.append(child)
-                if isinstance(child, _AccumulateGrad):
-                    add(child.variable)
     return leaves

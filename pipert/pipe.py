@@ -22,7 +22,7 @@ from pipert.overdue import check_timeout, refuse_keywords_of, still_busy
 from pipert.partition import require_balance
 from pipert.partitioned import Partitioned, whole
 from pipert.runtime import Runtime
-from pipert.schedules import Maker, plan
+from pipert.schedules import BOUNDED, Maker, plan
 from pipert.status import Statistics
 from pipert.step import LossFunction, Step, scale_of, split_step
 from pipert.timeline.live import Record
@@ -36,7 +36,7 @@ _log = logging.getLogger("pipert")
 _MODES = ("always", "except_last", "never")
 
 when_made: list[Callable[[Pipe], None]] = []
-"""Called with each pipe that is made. For programs that start others, see ``__main__``."""
+"""Called with each pipe that is made. For programs that start others, see ``traced_script``."""
 
 
 class Pipe(Partitioned):
@@ -286,8 +286,9 @@ class Pipe(Partitioned):
             loss_fn: called with the output and the target of each micro-batch, on the last worker;
                 returns a tensor of one element.
             target: any pytree; split like the arguments, and moved to the last device.
-            schedule: ``'1f1b'`` (default), ``'gpipe'``, which fills and drains, or a function that
-                makes one: see :func:`pipert.schedules.plan`.
+            schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps ``2 * (n - j) - 1`` and
+                does not wait for copies between devices; ``'gpipe'``, which fills and drains; or a
+                function that makes one: see :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds up; use it
                 where rows count differently, as with ``ignore_index``, and divide in ``loss_fn``.
@@ -301,7 +302,7 @@ class Pipe(Partitioned):
             ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph.
 
         Which micro-batches are recomputed is up to :attr:`checkpoint`. If that was never chosen,
-        with ``'1f1b'`` none is.
+        with ``'1f1b'`` and ``'eager-1f1b'`` none is.
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
@@ -321,7 +322,7 @@ class Pipe(Partitioned):
             scale_of(loss_scale, self._devices[-1:]),
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
-        chosen = self._checkpoint or ("never" if schedule == "1f1b" else "except_last")
+        chosen = self._checkpoint or ("never" if schedule in BOUNDED else "except_last")
         checkpointed = _checkpointed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(planned, loss, return_outputs)

@@ -14,7 +14,7 @@ ever, if these hold:
    order of the one behind: values go from one to the other in a queue.
 
 A schedule is made by a pure function of *m*, *n* and the placement, which names the worker of each
-partition: :func:`gpipe` or :func:`one_f_one_b`, or one of yours.
+partition: :func:`gpipe`, :func:`one_f_one_b`, :func:`eager_one_f_one_b`, or one of yours.
 
 >>> print(plan("1f1b", 3, 2))
 tick  0       1       2       3       4       5       6       7
@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 from pipert.status import task_name
 
-__all__ = ["Action", "StepSchedule", "gpipe", "one_f_one_b", "plan"]
+__all__ = ["Action", "StepSchedule", "eager_one_f_one_b", "gpipe", "one_f_one_b", "plan"]
 
 FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
 
@@ -182,9 +182,28 @@ def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 
     Partition *j* keeps ``min(m, n - j)`` micro-batches at most.
     """
+    return _in_turns(m, [n - j for j in range(n)], placement)
+
+
+def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
+    """One forward, one backward, with one micro-batch more on its way over each link.
+
+    With :func:`one_f_one_b` a partition sends a gradient back, does one forward and one backward,
+    and goes on with the input that came of the gradient. Until then the partition before has done
+    as much, so in each turn both ways over the link are waited for. Here a partition has two of
+    each to do in that time, and nobody waits as long as both ways take no longer than a forward and
+    a backward (*eager 1F1B* in arXiv:2211.05322).
+
+    Partition *j* keeps ``min(m, 2 * (n - j) - 1)`` micro-batches at most.
+    """
+    return _in_turns(m, [2 * (n - j) - 1 for j in range(n)], placement)
+
+
+def _in_turns(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
+    """Forward and backward in turns, after as many forwards as partition ``j`` keeps at most."""
     sequences = []
-    for j in range(n):
-        ahead = min(m, n - j)
+    for j, kept in enumerate(most):
+        ahead = min(m, kept)
         sequence = [Action(FORWARD, i, j) for i in range(ahead)]
         for i in range(m):
             sequence += _back([i], j)
@@ -233,7 +252,11 @@ def _before(one: Action, other: Action) -> bool:
     return (one.kind == FORWARD, one.i) < (other.kind == FORWARD, other.i)
 
 
-_NAMED: dict[str, Maker] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+_NAMED: dict[str, Maker] = {
+    "gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_one_f_one_b,
+}  # fmt: skip
+BOUNDED = ("1f1b", "eager-1f1b")
+"""Those that keep a number of micro-batches which does not grow with ``m``."""
 
 
 def plan(
@@ -246,9 +269,9 @@ def plan(
     """The schedule of a step, checked.
 
     Args:
-        schedule: ``'gpipe'``, ``'1f1b'``, or a function from ``m``, ``n`` and the placement to
-            ticks: lists of :class:`Action`, with ``F``, ``R`` and ``B`` of each micro-batch and
-            partition. It must be pure: its result is kept.
+        schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, or a function from ``m``, ``n`` and
+            the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and ``B`` of each
+            micro-batch and partition. It must be pure: its result is kept.
         m: micro-batches.
         n: partitions.
         placement: the worker of each partition; default one for each.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
-from pipert.gradients import Gradients, deliver, gathered, leaves_behind
+from pipert.gradients import Gradients, delivery, gathered, leaves_behind
 from pipert.microbatch import as_value, gather, scatter_with_sizes
 from pipert.schedules import StepSchedule
 from pipert.skip.namespace import Key
@@ -205,9 +205,10 @@ class Step:
             given = zip(xs, self.input_gradients.pop(i, ()), strict=False)
             of_inputs += [(x, dx.to(x.device)) for x, dx in given if dx is not None]
         self.inputs = []
-        for arriving in _in_turn(of_inputs, of_weights):
-            if arriving:
-                deliver(arriving)
+        turns = _in_turn(of_inputs, of_weights)
+        del of_inputs, of_weights  # what nobody else has need not be copied
+        for end in [delivery(arriving) for arriving in turns if arriving]:
+            torch.autograd.backward(end)
         return loss
 
 
@@ -218,7 +219,8 @@ def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriv
     caller's graph uses as well, hears of it once.
     """
     roots = [tensor for tensor, _ in (*of_inputs, *of_weights) if tensor.grad_fn is not None]
-    reached = {id(tensor) for tensor in (*roots, *leaves_behind(roots, ()))}
+    ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
+    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends))}
     reached.update(id(tensor) for tensor, _ in of_inputs)
     first = [one for one in of_weights if id(one[0]) in reached]
     return [*of_inputs, *first], [one for one in of_weights if id(one[0]) not in reached]

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert import stream
 from pipert._typing import Tensors, Value
@@ -45,17 +46,25 @@ __all__: list[str] = []
 Arrived = Sequence[Tensor | None]
 
 
-class Kept(NamedTuple):
-    """What ``B[i,j]`` needs of ``F[i,j]``."""
+Edges = tuple[GradientEdge, ...]
 
-    xs: Tensors
+
+class Kept(NamedTuple):
+    """What ``B[i,j]`` needs of ``F[i,j]``: places in its graph, and no values, which may be large.
+
+    What the backward reads of the inputs and outputs themselves, the graph has saved.
+    """
+
+    xs: Edges
     """The inputs that want a gradient, those of arriving skips behind those of the value."""
     arriving: tuple[int, ...]
     """How many of them each arriving skip has."""
-    ys: Tensors
+    ys: Edges
     """The outputs that get a gradient, those of leaving skips behind those of the value."""
     leaving: tuple[int, ...]
     """How many of them each leaving skip has."""
+    loss: Tensor | None
+    """Of the last partition, which has no other output."""
     checkpoint: Checkpoint | None
 
 
@@ -86,7 +95,7 @@ class StepLane(Lane):
         self._arrive = arrive
         self._depart = depart
         self._kept: dict[int, Kept] = {}
-        self._xs: Tensors = ()  # of the F that is at work
+        self._xs: Edges = ()  # of the F that is at work
         self._weights: dict[Tensor, Tensor] = {}  # what stands for weights in this lane
 
     def perform(self, task: Any, seat: Seat) -> None:
@@ -167,13 +176,14 @@ class StepLane(Lane):
         return moved
 
     def _compute(self, i: int, x: Value) -> tuple[Value, Checkpoint | None]:
-        self._xs, rebuild = differentiable(x)
-        if self._xs:
-            skips = x.skips if isinstance(x, Carried) else ()
-            arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
-            x = rebuild(order.enter(self._xs))
-        else:
-            arriving = (0,) * len(self._skips.arriving)
+        skips = x.skips if isinstance(x, Carried) else ()
+        arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
+        xs, rebuild = differentiable(x)
+        if xs:
+            xs = order.enter(xs)
+            self._xs = edges_of(xs)
+            x = rebuild(xs)
+            del xs
         y, checkpoint = super()._compute(i, x)
         if self._arrive is None:
             y = Carried(self._lose(i, y.value if isinstance(y, Carried) else y), ())
@@ -187,7 +197,8 @@ class StepLane(Lane):
         skips = y.skips if isinstance(y, Carried) else ()
         leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
         if ys:
-            self._kept[i] = Kept(xs, arriving, ys, leaving, checkpoint)
+            loss = ys[0] if self._arrive is None else None
+            self._kept[i] = Kept(xs, arriving, edges_of(ys), leaving, loss, checkpoint)
         if self._arrive is None:
             return Carried(None, ()) if self._skips else None
         return rebuild(tuple([tensor.detach().requires_grad_() for tensor in ys]))
@@ -224,6 +235,8 @@ class StepLane(Lane):
                 kept.checkpoint.recompute()
             finally:
                 self._computation.on_worker = False
+            # From now on it belongs to its slots, and goes with the last of them.
+            self._kept[i] = kept._replace(checkpoint=None)
 
     def _receive_gradients(self, i: int, turn: Turn) -> Any:
         return () if self._arrive is None else self._take(self._arrive, turn)
@@ -241,7 +254,6 @@ class StepLane(Lane):
         if kept is None:
             return ()
         found = self._find_gradients(i, kept, self._gather(i, arrived, kept))
-        self._let_copy(i)
         return self._scatter(i, found, kept)
 
     def _find_gradients(
@@ -252,7 +264,7 @@ class StepLane(Lane):
         if not pairs:
             return (None,) * len(kept.xs)
         ys, given = zip(*pairs, strict=True)
-        leaves = leaves_behind(ys, kept.xs)
+        leaves = leaves_behind([y.node for y in ys], [order.ENTRANCE])
         for leaf in leaves:
             if leaf._backward_hooks and leaf not in self._weights:
                 raise RuntimeError(
@@ -262,20 +274,23 @@ class StepLane(Lane):
                     "register_post_accumulate_grad_hook, or loss.backward()"
                 )
         try:
-            found = torch.autograd.grad(ys, [*kept.xs, *leaves], given, allow_unused=True)
+            inputs: list[Any] = [*kept.xs, *leaves]
+            found = torch.autograd.grad(ys, inputs, given, allow_unused=True)
         except BaseException:
             # What was ready when a node raised stays with this thread until its next backward.
             torch.autograd.backward(torch.ones((), requires_grad=True))
             raise
+        dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(kept.xs)]])
+        self._let_copy(i)  # before the sums: the copy needs none of them
         weights = [self._weights.get(leaf, leaf) for leaf in leaves]
         self.gradients.add(weights, found[len(kept.xs) :])
-        return found[: len(kept.xs)]
+        return dxs
 
     def _gather(self, i: int, arrived: Arrived, kept: Kept) -> list[Tensor | None]:
         """The gradient of each output, from all who have used it."""
         if self._arrive is None:
-            loss = self._step.loss
-            return [loss.seed_of(i, kept.ys[0])]
+            assert kept.loss is not None
+            return [self._step.loss.seed_of(i, kept.loss)]
         gathered = self._bring(i, list(arrived), self.j + 1)
         if not gathered:
             gathered = [None] * (len(kept.ys) - sum(kept.leaving))
@@ -305,6 +320,21 @@ class StepLane(Lane):
             self._wait(i, moved, stream.compute_stream(self._device), copied)
         here = iter(moved)
         return [None if gradient is None else next(here) for gradient in gradients]
+
+
+def edges_of(tensors: Tensors) -> Edges:
+    """Where they are in the graph, which stays alive without them."""
+    return tuple([get_gradient_edge(tensor) for tensor in tensors])
+
+
+def alone(gradient: Tensor) -> Tensor:
+    """The same, and not as a part of a larger one, which it would keep while it waits.
+
+    Such as that of a skip, which was concatenated to something, until its stash goes backward.
+    """
+    if gradient.layout != torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes:
+        return gradient
+    return gradient.clone()
 
 
 def _nothing(i: int, turn: Turn) -> None:

@@ -101,10 +101,10 @@ def copy(
     wait for ``target`` before it reads the results.
     ``reader`` is the stream that will read the results; by default the current one.
     """
-    # From and to the CPU the copy is done on return: the memory there may be written next.
-    between_gpus = source is not None and device.type == "cuda"
+    # Between GPUs ``to`` never lets the host wait. From and to the CPU it does, and must: the memory
+    # there may be written next.
     with torch.cuda.stream(source), torch.cuda.stream(target):
-        results = [tensor.to(device, non_blocking=between_gpus) for tensor in tensors]
+        results = [tensor.to(device) for tensor in tensors]
     reader = reader or compute_stream(device)
     for tensor, result in zip(tensors, results, strict=True):
         if source is not None:

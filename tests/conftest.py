@@ -11,9 +11,16 @@ import pytest
 import torch
 
 from pipert.workers.worker import WorkerThread
+from tests import simulated_gpus
+from tests.simulated_gpus.selection import NAME, Selection
 
 # Two threads that spin for each other slow small operations down tenfold when a core is busy.
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if simulated_gpus.running() is not None:
+        config.pluginmanager.register(Selection(), NAME)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,9 @@ LAYERS = [
     {"balance"},
     {"timeline"},
     {"partitioned", "pipe"},
-    {"prometheus", "__init__", "__main__"},
+    {"prometheus", "__init__"},
+    {"check", "traced_script"},
+    {"__main__"},
 ]
 
 PUBLIC = {

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
     add("--chunks", type=positive, default=4, help="micro-batches; more if memory does not suffice")
     add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
-        " none with 1f1b")  # fmt: skip
+        " none with 1f1b and eager-1f1b")  # fmt: skip
     add("--schedule", choices=SCHEDULES, default="autograd", help="what goes backward when")
     add("--host", default="127.0.0.1", help="address to serve /metrics and /healthz at")
     add("--port", type=int, default=9464, help="0 for any that is free; it is logged")

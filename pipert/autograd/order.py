@@ -60,18 +60,28 @@ class _Join(torch.autograd.Function):
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         return tuple(x.detach() for x in xs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return grads
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        return (None,) * (1 + len(grads))
+
+
+ENTRANCE = torch.empty(0, requires_grad=True)
+"""The leaf behind all that has entered. It never gets a gradient."""
 
 
 def enter(xs: Tensors) -> Tensors:
-    """``xs``, leaves all, as results of an operation, which may be changed in place."""
-    entered: Tensors = _Enter.apply(*xs)  # type: ignore[no-untyped-call]
+    """``xs`` as results of an operation, which may be changed in place.
+
+    The graph begins here, and does not keep ``xs``, as it would if they were its leaves: what no
+    operation saves is dropped. Ask for gradients by ``get_gradient_edge``.
+    """
+    entered: Tensors = _Enter.apply(  # type: ignore[no-untyped-call]
+        ENTRANCE, *[x.detach() for x in xs]
+    )
     return entered
 
 

@@ -43,13 +43,6 @@ def test_the_table_has_the_papers_figures(
         assert "+ copy streams" in (tmp_path / "timelines.svg").read_text()
 
 
-def test_the_check_of_the_simulator_shows_its_bars(capsys: pytest.CaptureFixture[str]) -> None:
-    assert importlib.import_module("simulator").main(["--short", "--slack", "100"]) == 0
-    shown = capsys.readouterr().out
-    assert "sleeping, n=8 m=16, forward+backward" in shown
-    assert "convolutions, n=2 m=8, never, forward" in shown
-
-
 @pytest.mark.parametrize("wrong", ["--scale=0", "--scale=2", "--steps=0", "--bandwidth=0"])
 def test_a_wrong_option_is_refused(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):

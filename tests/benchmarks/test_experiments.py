@@ -126,8 +126,8 @@ def test_a_prediction_with_free_copies_is_the_clocks_times_the_slowest_partition
     setting = Setting("", 2, 16, 4, checkpoint="always")
     found = predict(setting, [2, 2], times, no_bytes(4), FREE, speed=2.0)
     task = 4 * 2 / 2  # samples of a micro-batch, layers, speed
-    # On the first device: wait for 2 clocks of F, R and B of micro-batch 3 on the other, then all.
-    assert found.simulation.seconds == pytest.approx(task * (4 * 0.5 + 0.5 + 4 * 1.5 + 1.0))
+    # On the first device: wait for F, R and B of micro-batch 3 on the other, then all.
+    assert found.simulation.seconds == pytest.approx(task * (4 * 0.5 + 0.5 + 1.5 + 4 * 1.5))
     assert found.throughput == pytest.approx(16 / found.simulation.seconds)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
+from tests.cuda.streams import own_streams, sleep
 
 pytestmark = pytest.mark.cuda
 
@@ -76,12 +77,6 @@ def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **option
     n = len(devices)
     balance = [len(module) // n] * n
     return Pipe(module, balance=balance, devices=devices, chunks=chunks, **options)
-
-
-def sleep() -> None:
-    """Keep the current stream busy for some 20 ms, so that whoever does not wait is found out."""
-    sleep_for_cycles: Any = torch.cuda._sleep
-    sleep_for_cycles(40_000_000)
 
 
 # The plain module's results -----------------------------------------------------------------------
@@ -221,8 +216,7 @@ def test_the_current_device_of_a_layer_is_the_one_of_its_partition() -> None:
 
 
 def test_a_call_leaves_the_caller_s_device_and_stream_alone() -> None:
-    stream: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream), pipe_of(perceptron(2), ["cuda:0", "cpu"]) as pipe:
+    with own_streams("cuda:0") as (stream,), pipe_of(perceptron(2), ["cuda:0", "cpu"]) as pipe:
         pipe(torch.ones(4, 16, dtype=torch.double)).sum().backward()
         assert torch.cuda.current_stream("cuda:0") == stream
         assert torch.cuda.current_device() == 0
@@ -236,19 +230,18 @@ def test_layers_compute_on_the_current_stream_of_the_caller(checkpoint: str) -> 
     seen: list[tuple[bool, Any]] = []
     module = perceptron(1)
     module.append(Note(lambda x: seen.append((is_recomputing(), torch.cuda.current_stream()))))
-    stream: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
-    with pipe_of(module, ["cuda:0"], checkpoint=checkpoint) as pipe, torch.cuda.stream(stream):
-        pipe(torch.ones(4, 16, dtype=torch.double, device="cuda:0")).sum().backward()
+    with pipe_of(module, ["cuda:0"], checkpoint=checkpoint) as pipe:
+        with own_streams("cuda:0") as (stream,):
+            pipe(torch.ones(4, 16, dtype=torch.double, device="cuda:0")).sum().backward()
     assert {found for _, found in seen} == {stream}
     assert any(again for again, _ in seen) == (checkpoint != "never")
 
 
 @placements
 def test_a_call_waits_for_what_the_caller_s_stream_is_still_computing(devices: list[str]) -> None:
-    stream: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
     with pipe_of(nn.Sequential(*[nn.Identity() for _ in devices]), devices) as pipe:
         for attempt in range(3):
-            with torch.cuda.stream(stream):
+            with own_streams("cuda:0"):
                 x = torch.zeros(64, 1024, device="cuda:0")
                 sleep()
                 x += attempt + 1
@@ -306,9 +299,8 @@ def test_the_backward_copies_gradients_when_they_are_there(
 
 @placements
 def test_a_step_on_a_stream_of_the_caller_s_own_is_right(devices: list[str]) -> None:
-    stream: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
     module = nn.Sequential(*[SlowBackward() for _ in devices])
-    with pipe_of(module, devices) as pipe, torch.cuda.stream(stream):
+    with pipe_of(module, devices) as pipe, own_streams("cuda:0"):
         for _ in range(3):
             x = torch.zeros(64, 1024, device="cuda:0", requires_grad=True)
             pipe(x).sum().backward()
@@ -370,11 +362,17 @@ def test_a_recomputation_leaves_the_gpu_s_generator_alone() -> None:
     assert torch.equal(torch.cuda.get_rng_state("cuda:0"), state)
 
 
-def test_a_model_that_draws_on_the_gpu_alone_leaves_the_cpu_s_generator_alone() -> None:
+def test_a_model_that_draws_on_the_gpu_alone_moves_the_cpu_s_generator_by_one_draw() -> None:
+    """The run's seed is drawn there, whatever the device: the GPU's own generator stands still."""
+    on_gpu = torch.cuda.get_rng_state("cuda:0")
     state = torch.get_rng_state()
+    torch.empty((), dtype=torch.int64).random_()
+    expected = torch.get_rng_state()
+    torch.set_rng_state(state)
     with pipe_of(nn.Sequential(nn.Dropout()), ["cuda:0"]) as pipe:
         pipe(torch.ones(8, 16))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), expected)
+    assert torch.equal(torch.cuda.get_rng_state("cuda:0"), on_gpu)
 
 
 def test_micro_batches_draw_different_numbers_on_the_gpu() -> None:
@@ -586,11 +584,8 @@ def test_activations_are_on_the_gpu_of_their_partition() -> None:
 def test_each_gpu_computes_on_the_stream_that_is_current_on_it_for_the_caller() -> None:
     seen: list[Any] = []
     notes = [Note(lambda x: seen.append(torch.cuda.current_stream(x.device))) for _ in range(2)]
-    streams: list[Any] = [
-        torch.cuda.Stream(f"cuda:{k}") for k in range(2)  # type: ignore[no-untyped-call]
-    ]
     with pipe_of(nn.Sequential(*notes), ["cuda:0", "cuda:1"], chunks=1) as pipe:
-        with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+        with own_streams("cuda:0", "cuda:1") as streams:
             pipe(torch.ones(4, 1))
     assert seen == streams
 

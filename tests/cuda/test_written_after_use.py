@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.cuda.test_cuda import sleep
+from tests.cuda.streams import own_streams, sleep
 from tests.cuda.test_tied_on_cuda import language_model
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
@@ -92,19 +93,8 @@ placements = pytest.mark.parametrize(
 streams = pytest.mark.parametrize("own_stream", [False, True], ids=["default", "own"])
 
 
-@contextlib.contextmanager
-def stream_of_the_caller(own: bool) -> Iterator[None]:
-    """On streams of his own he waits for what is on the default ones, and lets them wait again."""
-    before = [torch.cuda.current_stream(device) for device in (HERE, ELSEWHERE)]
-    make_stream: Any = torch.cuda.Stream
-    streams = [make_stream(stream.device) for stream in before] if own else []
-    with contextlib.ExitStack() as stack:
-        for stream, default in zip(streams, before, strict=False):
-            stream.wait_stream(default)
-            stack.enter_context(torch.cuda.stream(stream))
-        yield
-    for stream, default in zip(streams, before, strict=False):
-        default.wait_stream(stream)
+def stream_of_the_caller(own: bool) -> AbstractContextManager[Any]:
+    return own_streams(HERE, ELSEWHERE) if own else contextlib.nullcontext()
 
 
 @placements

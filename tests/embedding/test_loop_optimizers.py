@@ -134,14 +134,20 @@ def closure_of(
     return closure
 
 
+# LBFGS makes one vector of all gradients, which torch does on one device only.
+on_one_device = pytest.mark.parametrize(
+    "devices",
+    [["cpu", "cpu"], pytest.param(["cuda:0", "cuda:0"], marks=pytest.mark.cuda)],
+    ids=["cpu", "cuda"],
+)
+
+
 @modes
+@on_one_device
 @pytest.mark.parametrize("line_search_fn", [None, "strong_wolfe"])
 def test_lbfgs_calls_its_closure_as_often_and_gets_as_far(
-    devices: list[str], agree: Agree, line_search_fn: str | None, checkpoint: str
+    agree: Agree, line_search_fn: str | None, checkpoint: str
 ) -> None:
-    if len(set(devices)) > 1:
-        pytest.skip("LBFGS wants all parameters on one device")
-
     def loop(model: nn.Module) -> list[float]:
         optimizer: Any = torch.optim.LBFGS(
             model.parameters(), lr=0.5, max_iter=3, line_search_fn=line_search_fn

@@ -194,8 +194,21 @@ def test_a_cached_parametrization_is_fine_where_nothing_is_recomputed() -> None:
 
 Pruning = Callable[[nn.Module], object]
 
+
+def prune_at_random(layer: nn.Module) -> None:
+    """Half of the weights, the same wherever the layer is.
+
+    ``random_unstructured`` draws on the layer's device, and a GPU's generator gives other numbers
+    than the CPU's: the plain model would lose other weights.
+    """
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    mask = torch.ones(weight.numel())
+    mask[torch.randperm(weight.numel())[::2]] = 0
+    prune.custom_from_mask(layer, "weight", mask.view(weight.shape).to(weight.device))
+
+
 PRUNINGS: dict[str, Pruning] = {
-    "random": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    "random": prune_at_random,
     "by size": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
     "rows": lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
 }
@@ -217,17 +230,37 @@ def test_a_model_pruned_between_steps_trains_as_without_a_pipe(
     agree(loop, checkpoint=checkpoint)
 
 
-def test_a_model_pruned_as_a_whole_trains_as_without_a_pipe(agree: Agree) -> None:
-    def loop(model: nn.Module) -> list[float]:
-        layers = [model.get_submodule(name) for name in ("0", "2", "4")]
-        prune.global_unstructured(
-            [(layer, "weight") for layer in layers],
-            pruning_method=prune.L1Unstructured,
-            amount=0.3,
-        )
-        return train(model)
+def prune_as_a_whole(model: nn.Module) -> None:
+    layers = [model.get_submodule(name) for name in ("0", "2", "4")]
+    prune.global_unstructured(
+        [(layer, "weight") for layer in layers],
+        pruning_method=prune.L1Unstructured,
+        amount=0.3,
+    )
 
-    agree(loop)
+
+def test_a_model_pruned_as_a_whole_trains_as_without_a_pipe(agree: Agree) -> None:
+    """Pruned before wrapping: torch compares the weights as one vector, which is on one device."""
+    module = perceptron()
+    with torch.no_grad():  # a module whose weights belong to a graph cannot be copied
+        prune_as_a_whole(module)
+    agree(train, module)
+
+
+def test_a_model_pruned_as_a_whole_between_steps_is_on_one_device(
+    agree: Agree, devices: list[str]
+) -> None:
+    def loop(model: nn.Module) -> list[list[float]]:
+        losses = train(model)
+        prune_as_a_whole(model)
+        return [losses, train(model)]
+
+    if len(set(devices)) == 1:
+        agree(loop)
+        return
+    with Pipe(perceptron(), [2, 3], devices=devices) as pipe:
+        with pytest.raises(TypeError, match="parameters on different devices"):
+            prune_as_a_whole(pipe)
 
 
 def test_a_pruning_may_be_made_permanent(agree: Agree) -> None:

@@ -21,6 +21,15 @@ def example(request: pytest.FixtureRequest) -> ModuleType:
     return importlib.import_module(request.module.__name__.removeprefix("test_"))
 
 
+@pytest.fixture(
+    params=["cpu,cpu", pytest.param("cuda:0,cuda:1", marks=pytest.mark.multi_gpu)]
+)
+def two_devices(request: pytest.FixtureRequest) -> str:
+    """What ``--devices`` says, for the tests in which an example trains."""
+    found: str = request.param
+    return found
+
+
 @pytest.fixture(autouse=True)
 def no_thread_of_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
     """tqdm's monitor is a thread that outlives the progress bar."""

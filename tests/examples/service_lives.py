@@ -22,7 +22,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {
-    "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+    "PYTHONPATH": os.pathsep.join(
+        [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+    ),
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",  # torch works without
 }

@@ -81,9 +81,16 @@ def test_two_processes_end_a_run_as_one_does_that_began_it(runs: Runs) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.multi_gpu
+def test_the_processes_train_on_gpus_where_there_are_some(runs: Runs) -> None:
+    assert re.match(r"2 processes; in process 0, of 4 layers: \d on cuda:0", runs.output)
+    torch.testing.assert_close(runs.model, runs.model_alone, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_process_0_alone_prints(runs: Runs) -> None:
     first, *steps, last = runs.output.splitlines()
-    assert re.match(r"2 processes; in process 0, of 4 layers: 2 on \w+", first)
+    assert re.match(r"2 processes; in process 0, of 4 layers: \d on \w+", first)
     assert [re.sub(r"\d\.\d\d\d", "#", line) for line in steps] == [
         "step 10: loss # in process 0",
         "step 20: loss # in process 0",

@@ -10,23 +10,40 @@ import pytest
 import torch
 
 TEXT = b"the pipeline is full when every worker has a task. " * 100
-WHERE = ["--devices", "cpu,cpu", "--sample", "0"]
+CPU = ["--devices", "cpu,cpu", "--sample", "0"]
 MODEL = "--context 16 --width 16 --layers 2 --heads 2 --batch 8 --chunks 2 --warmup 2 --lr 0.01"
 
 pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> list[str]:
-    """The options of a run that takes a moment."""
+def shape(tmp_path: Path) -> list[str]:
+    """The options of a model that takes a moment."""
     data = tmp_path / "text.txt"
     data.write_bytes(TEXT)
-    return [*MODEL.split(), *WHERE, "--data", str(data)]
+    return [*MODEL.split(), "--data", str(data)]
+
+
+@pytest.fixture
+def where(two_devices: str) -> list[str]:
+    return ["--devices", two_devices, "--sample", "0"]
+
+
+@pytest.fixture
+def small(shape: list[str], where: list[str]) -> list[str]:
+    """The options of a run that takes a moment, on CPU and on GPUs."""
+    return [*shape, *where]
+
+
+@pytest.fixture
+def tiny(shape: list[str]) -> list[str]:
+    """The same on CPU."""
+    return [*shape, *CPU]
 
 
 @pytest.mark.slow
-def test_training_lowers_the_held_out_loss(example: ModuleType, tiny: list[str]) -> None:
-    result = example.main([*tiny, "--steps", "20"])
+def test_training_lowers_the_held_out_loss(example: ModuleType, small: list[str]) -> None:
+    result = example.main([*small, "--steps", "20"])
     assert result.steps == 20
     assert result.after < result.before - 1
 
@@ -41,16 +58,16 @@ def test_the_last_line_says_the_loss_before_and_after(
 
 
 @pytest.mark.slow
-def test_the_sample_has_the_length_asked_for(example: ModuleType, tiny: list[str]) -> None:
-    assert len(example.main([*tiny, "--steps", "1", "--sample", "20"]).sample) == 20
+def test_the_sample_has_the_length_asked_for(example: ModuleType, small: list[str]) -> None:
+    assert len(example.main([*small, "--steps", "1", "--sample", "20"]).sample) == 20
 
 
 @pytest.mark.slow
 def test_the_saved_model_loads_into_the_plain_sequential(
-    example: ModuleType, tiny: list[str], tmp_path: Path
+    example: ModuleType, small: list[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "gpt.pt"
-    result = example.main([*tiny, "--steps", "2", "--save", str(file)])
+    result = example.main([*small, "--steps", "2", "--save", str(file)])
     state = torch.load(file, weights_only=True)
     model = example.build_model(example.ModelConfig(**state["config"])).eval()
     model.load_state_dict(state["trainer"]["model"], strict=True)
@@ -66,14 +83,14 @@ def test_the_saved_model_loads_into_the_plain_sequential(
 @pytest.mark.slow
 @pytest.mark.parametrize("dropout", ["0.0", "0.2"])
 def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
-    example: ModuleType, tiny: list[str], tmp_path: Path, dropout: str
+    example: ModuleType, small: list[str], where: list[str], tmp_path: Path, dropout: str
 ) -> None:
     whole, part, rest = (str(tmp_path / name) for name in ("whole.pt", "part.pt", "rest.pt"))
-    run = [*tiny, "--steps", "6", "--dropout", dropout]
+    run = [*small, "--steps", "6", "--dropout", dropout]
     uninterrupted = example.main([*run, "--save", whole])
     stopped = example.main([*run, "--save", part, "--stop-at", "3"])
     torch.manual_seed(99)  # another process would stand elsewhere
-    resumed = example.main([*WHERE, "--resume", part, "--save", rest])
+    resumed = example.main([*where, "--resume", part, "--save", rest])
     assert stopped.steps == 3
     assert resumed == uninterrupted
     expected = torch.load(whole, weights_only=True)["trainer"]["model"]
@@ -84,11 +101,11 @@ def test_a_resumed_run_ends_bit_for_bit_like_an_uninterrupted_one(
 
 @pytest.mark.slow
 def test_a_finished_run_can_be_resumed_for_a_sample(
-    example: ModuleType, tiny: list[str], tmp_path: Path
+    example: ModuleType, small: list[str], where: list[str], tmp_path: Path
 ) -> None:
     file = str(tmp_path / "gpt.pt")
-    finished = example.main([*tiny, "--steps", "2", "--save", file])
-    again = example.main([*WHERE, "--resume", file, "--sample", "3"])
+    finished = example.main([*small, "--steps", "2", "--save", file])
+    again = example.main([*where, "--resume", file, "--sample", "3"])
     assert (again.steps, again.after, len(again.sample)) == (2, finished.after, 3)
 
 
@@ -99,7 +116,7 @@ def test_resuming_with_another_model_shape_is_refused(
     file = str(tmp_path / "gpt.pt")
     example.main([*tiny, "--steps", "1", "--save", file])
     with pytest.raises(SystemExit):
-        example.main([*WHERE, "--resume", file, "--width", "32"])
+        example.main([*CPU, "--resume", file, "--width", "32"])
     assert "--resume fixes the model to {'context': 16, 'width': 16," in capsys.readouterr().err
 
 

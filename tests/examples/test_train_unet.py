@@ -12,29 +12,35 @@ import torch
 pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
 skimage = pytest.importorskip("skimage", reason="the example's photographs are scikit-image's")
 
-TINY = "--devices cpu,cpu --balance 33,32 --channels 2 --batch 2 --chunks 2 --steps 2"
+TINY = "--balance 33,32 --channels 2 --batch 2 --chunks 2 --steps 2"
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> list[str]:
     """The options of a run that takes a moment."""
-    return [*TINY.split(), "--out", str(tmp_path / "unet.png")]
+    return [*TINY.split(), "--devices", "cpu,cpu", "--out", str(tmp_path / "unet.png")]
+
+
+@pytest.fixture
+def small(tmp_path: Path, two_devices: str) -> list[str]:
+    """The same on CPU and on GPUs."""
+    return [*TINY.split(), "--devices", two_devices, "--out", str(tmp_path / "unet.png")]
 
 
 @pytest.mark.slow
 def test_training_takes_noise_out_of_a_photograph_not_seen(
-    example: ModuleType, tiny: list[str]
+    example: ModuleType, small: list[str]
 ) -> None:
-    result = example.main([*tiny, "--channels", "4", "--steps", "40"])
+    result = example.main([*small, "--channels", "4", "--steps", "40"])
     assert result.denoised > result.noisy + 3
     assert sum(result.losses[-10:]) < sum(result.losses[:10]) / 2
 
 
 @pytest.mark.slow
 def test_the_picture_shows_the_photograph_with_noise_without_and_restored(
-    example: ModuleType, tiny: list[str], tmp_path: Path
+    example: ModuleType, small: list[str], tmp_path: Path
 ) -> None:
-    result = example.main(tiny)
+    result = example.main(small)
     picture = torch.from_numpy(skimage.io.imread(tmp_path / "unet.png")).permute(2, 0, 1) / 255
     clean = example.photograph(example.HELD_OUT)
     noisy, target, restored = torch.split(picture, clean.shape[2], dim=2)
@@ -58,22 +64,24 @@ def test_the_last_lines_say_what_was_reached_and_where_the_picture_is(
 
 @pytest.mark.slow
 def test_the_result_depends_on_the_seed_and_not_on_how_the_work_is_split(
-    example: ModuleType, tiny: list[str]
+    example: ModuleType, small: list[str]
 ) -> None:
-    first = example.main(tiny)
-    split = example.main([*tiny, "--balance", "10,55", "--chunks", "1", "--checkpoint", "never"])
-    other = example.main([*tiny, "--seed", "1"])
+    first = example.main(small)
+    split = example.main([*small, "--balance", "10,55", "--chunks", "1", "--checkpoint", "never"])
+    other = example.main([*small, "--seed", "1"])
     assert split.losses == pytest.approx(first.losses, rel=1e-3)
     assert other.losses != pytest.approx(first.losses, rel=1e-3)
 
 
 @pytest.mark.slow
 def test_without_a_balance_the_layers_are_measured(
-    example: ModuleType, tiny: list[str], capsys: pytest.CaptureFixture[str]
+    example: ModuleType, small: list[str], two_devices: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without = [option for option in tiny if option not in ("--balance", "33,32")]
+    without = [option for option in small if option not in ("--balance", "33,32")]
     example.main(without)
-    found = re.match(r"65 layers: (\d+) on cpu, (\d+) on cpu\n", capsys.readouterr().out)
+    first, second = two_devices.split(",")
+    line = rf"65 layers: (\d+) on {first}, (\d+) on {second}\n"
+    found = re.match(line, capsys.readouterr().out)
     assert found is not None
     assert int(found[1]) + int(found[2]) == 65
 

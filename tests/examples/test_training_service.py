@@ -145,9 +145,15 @@ def during(step, rows):
     assert_same(run.final(), undisturbed[0])
 
 
-@pytest.mark.cuda
-def test_on_a_gpu_a_stop_changes_nothing_either(run: Folders) -> None:
-    on_cuda = "--devices cuda:0,cuda:0 --steps"
+@pytest.mark.parametrize(
+    "devices",
+    [
+        pytest.param("cuda:0,cuda:0", marks=pytest.mark.cuda),
+        pytest.param("cuda:0,cuda:1", marks=pytest.mark.multi_gpu),
+    ],
+)
+def test_on_gpus_a_stop_changes_nothing_either(run: Folders, devices: str) -> None:
+    on_cuda = f"--devices {devices} --steps"
     run.run(f"{on_cuda} 8")
     expected = run.final(8)
     for path in run.state.iterdir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,11 +13,11 @@ from pipert.schedules import Action, StepSchedule, plan
 
 @st.composite
 def schedules(draw: st.DrawFn) -> StepSchedule:
-    """Of both kinds, over workers that serve any partitions."""
+    """Of each kind, over workers that serve any partitions."""
     m, n = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     workers = draw(st.integers(1, n))
     placement = draw(st.lists(st.integers(0, workers - 1), min_size=n, max_size=n))
-    name = draw(st.sampled_from(["gpipe", "1f1b"]))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]))
     return plan(name, m, n, placement, draw(st.integers(0, m)))
 
 
@@ -74,15 +75,16 @@ def test_neighbours_take_the_micro_batches_in_one_order(schedule: StepSchedule) 
         assert orders == orders[:1] * schedule.n
 
 
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b"])
 @given(st.integers(1, 12), st.integers(1, 6), st.data())
-def test_one_f_one_b_keeps_no_more_than_n_minus_j_micro_batches(
-    m: int, n: int, data: st.DataObject
+def test_no_more_micro_batches_are_kept_than_is_promised(
+    name: str, m: int, n: int, data: st.DataObject
 ) -> None:
     placement = data.draw(st.lists(st.integers(0, n - 1), min_size=n, max_size=n))
     alive = [0] * n
-    for kind, _, j in plan("1f1b", m, n, placement, data.draw(st.integers(0, m))):
+    for kind, _, j in plan(name, m, n, placement, data.draw(st.integers(0, m))):
         alive[j] += {"F": 1, "R": 0, "B": -1}[kind]
-        assert alive[j] <= min(m, n - j)
+        assert alive[j] <= min(m, n - j if name == "1f1b" else 2 * (n - j) - 1)
 
 
 @given(schedules())

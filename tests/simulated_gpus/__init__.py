@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.simulated_gpus.simulation import Simulation
 
-__all__ = ["running", "start"]
+__all__ = ["load", "pretend_loaded", "running", "start"]
 
 _running: list[Simulation] = []
 
@@ -36,18 +36,30 @@ def start(devices: int = 8) -> Simulation:
         RuntimeError: if torch has been imported before, or there is no g++.
     """
     if not _running:
-        if "torch" in sys.modules:
-            raise RuntimeError("simulated_gpus.start() must come before `import torch`")
-        from tests.simulated_gpus.build import library
-        from tests.simulated_gpus.simulation import Simulation
-
-        simulation = Simulation(library(), devices)  # loaded before torch is
-
-        from tests.simulated_gpus.pretend import pretend
-
-        pretend(simulation)
-        _running.append(simulation)
+        load(devices)
+        pretend_loaded()
     return _running[0]
+
+
+def load(devices: int = 8) -> None:
+    """The first half of ``start``: load the library, which torch asks for devices when it loads.
+
+    Raises:
+        RuntimeError: as ``start``.
+    """
+    if "torch" in sys.modules:
+        raise RuntimeError("simulated_gpus.start() must come before `import torch`")
+    from tests.simulated_gpus.build import library
+    from tests.simulated_gpus.simulation import Simulation
+
+    _running.append(Simulation(library(), devices))
+
+
+def pretend_loaded() -> None:
+    """The second half: import torch, and give it what a build without CUDA has no functions for."""
+    from tests.simulated_gpus.pretend import pretend
+
+    pretend(_running[0])
 
 
 def running() -> Simulation | None:

@@ -10,6 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 __all__ = ["library", "why_not"]
@@ -63,7 +65,6 @@ def _build(torch: Path, path: Path) -> None:
     missing = why_not()
     if missing is not None:
         raise RuntimeError(missing)
-    print(f"building simulated GPUs for this torch, once: {path}", file=sys.stderr, flush=True)
     draft = path.with_suffix(f".{os.getpid()}")
     include = torch / "include"
     command = [
@@ -71,7 +72,27 @@ def _build(torch: Path, path: Path) -> None:
         str(SOURCES / "interface.cpp"), "-o", str(draft),
         f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch / 'lib'}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"g++ failed to build simulated GPUs:\n{done.stderr[-4000:]}")
+    begin = time.monotonic()
+    _say(f"building simulated GPUs for this torch, once, in half a minute: {path}\n")
+    with tempfile.TemporaryFile("w+") as errors:
+        compiler = subprocess.Popen(command, stdout=errors, stderr=errors)
+        while _still_runs(compiler):
+            if sys.stderr.isatty():
+                _say(f"\r{time.monotonic() - begin:.0f} s ")
+        if compiler.returncode != 0:
+            errors.seek(0)
+            raise RuntimeError(f"g++ failed to build simulated GPUs:\n{errors.read()[-4000:]}")
     draft.rename(path)
+    _say(f"\rbuilt simulated GPUs in {time.monotonic() - begin:.0f} s\n")
+
+
+def _still_runs(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _say(text: str) -> None:
+    print(text, end="", file=sys.stderr, flush=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._utils
+import torch.backends.cudnn
 import torch.cuda
 import torch.cuda.graphs
 import torch.cuda.streams
@@ -32,7 +33,7 @@ def pretend(simulation: Simulation) -> None:
     _classes(simulation)
     _functions(simulation)
     _module(simulation)
-    _storages()
+    _storages(simulation)
 
 
 def _classes(simulation: Simulation) -> None:
@@ -101,9 +102,16 @@ def _functions(simulation: Simulation) -> None:
         bytes_ = {"current": m["live"], "peak": m["peak"], "allocated": m["live"], "freed": 0}
         blocks = {"current": m["blocks"], "peak": m["blocks"], "allocated": m["allocations"],
                   "freed": m["allocations"] - m["blocks"]}  # fmt: skip
-        found: dict[str, Any] = {f"{name}_bytes": {"all": bytes_} for name in
-                                 ("allocated", "reserved", "active", "requested")}  # fmt: skip
-        found |= {name: {"all": blocks} for name in ("allocation", "segment", "active")}
+        nothing = dict.fromkeys(bytes_, 0)
+
+        def in_pools(values: dict[str, int]) -> dict[str, dict[str, int]]:
+            return {"all": values, "large_pool": values, "small_pool": nothing}
+
+        used = ("allocated", "reserved", "active", "requested")
+        found: dict[str, Any] = {f"{name}_bytes": in_pools(bytes_) for name in used}
+        found |= {name: in_pools(blocks) for name in ("allocation", "segment", "active")}
+        found |= {name: in_pools(nothing) for name in ("inactive_split", "inactive_split_bytes")}
+        found |= {name: nothing for name in ("oversize_allocations", "oversize_segments")}
         return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
     # Functions of Python's, not of ctypes': torch.compile hashes them.
@@ -129,6 +137,8 @@ def _functions(simulation: Simulation) -> None:
     )
     for name, function in functions.items():
         setattr(C, name, function)
+    # torch._dynamo.reset() imports what CUDA graphs need, wherever CUDA is said to be there.
+    C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     C._has_cuda = True
 
 
@@ -148,7 +158,7 @@ def _module(simulation: Simulation) -> None:
     properties = _Properties()
     replaced: dict[str, Any] = dict(
         _exchange_device=exchange,
-        _maybe_exchange_device=exchange,
+        _maybe_exchange_device=lambda device: exchange(device),  # dynamo wants two functions
         _lazy_init=lambda: None,
         _initialized=True,
         _is_in_bad_fork=lambda: False,
@@ -165,6 +175,7 @@ def _module(simulation: Simulation) -> None:
         setattr(cuda, name, value)
     for name in ("range_push", "range_pop", "mark"):
         setattr(cuda.nvtx, name, lambda *args: None)
+    setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: False)  # noqa: B010
     setattr(torch.cuda.graphs, "_cuda_isCurrentStreamCapturing", lambda: False)  # noqa: B010
     c.sim_hand_out_default_generators(1)
     generators = [torch.Generator(device=f"cuda:{i}") for i in range(simulation.devices)]
@@ -174,7 +185,7 @@ def _module(simulation: Simulation) -> None:
         simulation.limit_memory(device, MEMORY)
 
 
-def _storages() -> None:
+def _storages(simulation: Simulation) -> None:
     """``torch.UntypedStorage(n, device="cuda")`` is compiled out of a build without CUDA."""
 
     def storage(size: int, device: Any) -> torch.UntypedStorage:
@@ -193,6 +204,15 @@ def _storages() -> None:
             return storage(self.nbytes(), device).copy_(self)
         return plain(self, device, non_blocking)
 
+    plain_resize: Any = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> Any:
+        if self.device.type != "cuda":
+            return plain_resize(self, size)
+        simulation.resize_storage(self._cdata, size)
+        return self
+
+    setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
     setattr(torch.UntypedStorage, "clone", clone)  # noqa: B010
     setattr(torch._utils, "_to", to)  # noqa: B010
     setattr(torch.storage, "_to", to)  # noqa: B010

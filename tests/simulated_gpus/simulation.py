@@ -70,14 +70,14 @@ class Simulation:
     def __init__(self, library: Path, devices: int) -> None:
         self.c = c = ctypes.CDLL(str(library))
         size, number = ctypes.c_size_t, ctypes.c_double
-        for function in (c.sim_reports, c.sim_trace):
+        for function in (c.sim_reports, c.sim_trace, c.sim_elapsed_ms, c.sim_resize_storage):
             function.restype = ctypes.c_void_p
         for function in (c.sim_time, c.sim_host_time):
             function.restype = number
         for function in (c.sim_count, c.sim_allocations):
             function.restype = size
-        c.sim_elapsed_ms.restype = ctypes.c_void_p
         c.sim_elapsed_ms.argtypes = [size, size, ctypes.POINTER(number)]
+        c.sim_resize_storage.argtypes = [size, size]
         c.sim_fail_allocation.argtypes = [ctypes.c_int, size]
         c.sim_limit.argtypes = [ctypes.c_int, size]
         c.sim_memory.argtypes = [ctypes.c_int, ctypes.POINTER(size)]
@@ -161,12 +161,8 @@ class Simulation:
     def elapsed_ms(self, start: int, end: int) -> float:
         """Milliseconds of virtual time from one event to another, given by their addresses."""
         elapsed = ctypes.c_double()
-        error = self.c.sim_elapsed_ms(start, end, ctypes.byref(elapsed))
-        if error is not None:
-            try:
-                message = ctypes.string_at(error).decode()
-            finally:
-                self.c.sim_free_text(ctypes.c_void_p(error))
+        message = self._text(self.c.sim_elapsed_ms(start, end, ctypes.byref(elapsed)))
+        if message is not None:
             raise (RuntimeError if message.startswith("CUDA error") else ValueError)(message)
         return elapsed.value
 
@@ -203,12 +199,23 @@ class Simulation:
         self.c.sim_memory(device, values)
         return dict(zip(names, values, strict=True))
 
+    def resize_storage(self, storage: int, size: int) -> None:
+        """Give a ``torch.UntypedStorage``, by its address, memory of another size."""
+        message = self._text(self.c.sim_resize_storage(storage, size))
+        if message is not None:
+            raise RuntimeError(message)
+
     def _read(self, function: Any) -> Any:
-        text = function()
+        return json.loads(self._text(function()) or "")
+
+    def _text(self, address: int | None) -> str | None:
+        """The text that a function of the library gives away."""
+        if address is None:
+            return None
         try:
-            return json.loads(ctypes.string_at(text).decode("utf8", "replace"))
+            return ctypes.string_at(address).decode("utf8", "replace")
         finally:
-            self.c.sim_free_text(ctypes.c_void_p(text))
+            self.c.sim_free_text(ctypes.c_void_p(address))
 
     def __repr__(self) -> str:
         return f"<Simulation of {self.devices} GPUs>"

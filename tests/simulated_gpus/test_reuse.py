@@ -1,5 +1,7 @@
 """When memory may be used again: what record_stream is for."""
 
+# mypy: disable-error-code="no-untyped-call"
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -107,7 +109,8 @@ def test_a_report_names_both_operations_and_the_memory(gpus: Simulation) -> None
     finally:
         gpus.detect(stacks=False)
         gpus.clear()
-    assert (report.now.name, report.before.name, report.memory.name) == ("allocate", "sum", "free")
+    assert (report.now.name, report.memory.name) == ("allocate", "free")
+    assert report.before.name.startswith("sum")
     assert "side_stream_reads" in report.before.stack[0]
     assert __file__ in report.now.stack[0] and __file__ in report.memory.stack[0]
     assert report.before.stream != report.now.stream == "cuda:0/stream0"

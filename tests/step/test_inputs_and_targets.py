@@ -374,5 +374,5 @@ def test_a_pipe_without_layers_is_refused() -> None:
 
 def test_an_unknown_schedule_is_refused() -> None:
     with piped(model(), Way("1f1b", "never")) as pipe:
-        with pytest.raises(ValueError, match=r"schedule must be one of \['gpipe', '1f1b'\]"):
+        with pytest.raises(ValueError, match=r"schedule must be one of \['gpipe', '1f1b', "):
             pipe.forward_backward(batch(7), loss_fn=mean, schedule="2f2b")

@@ -16,8 +16,9 @@ PLACEMENTS = {
     "there and back": (0, 1, 1, 0),
     "all on one": (0, 0, 0, 0),
 }
+BOUNDS = {"1f1b": (4, 3, 2, 1), "eager-1f1b": (7, 5, 3, 1)}  # of four partitions
 placed = pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS.keys())
-named = pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+named = pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
 
 
 def actions(text: str) -> list[Action]:
@@ -178,6 +179,28 @@ def test_recomputations_in_the_grid_of_one_f_one_b() -> None:
     )
 
 
+def test_eager_one_f_one_b_as_a_grid() -> None:
+    assert str(plan("eager-1f1b", 4, 2)) == grid(
+        "tick  0       1       2       3       4       5       6       7       8       9",
+        "w=0   F[0,0]  F[1,0]  F[2,0]  B[0,0]  F[3,0]  B[1,0]          B[2,0]          B[3,0]",
+        "w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]  F[2,1]  B[2,1]  F[3,1]  B[3,1]",
+    )
+
+
+@pytest.mark.parametrize(("name", "meanwhile"), [("1f1b", "FB"), ("eager-1f1b", "FBFB")])
+def test_what_a_partition_does_until_an_input_comes_of_its_gradient(
+    name: str, meanwhile: str
+) -> None:
+    """The partition before does ``BF`` in this time, and both ways over the link are in it."""
+    one = plan(name, 12, 3)
+    for j in (1, 2):
+        before, own = ([action for action in one if action.j == k] for k in (j - 1, j))
+        for i in range(6):  # of those in the steady state
+            released = before[before.index(Action("B", i, j - 1)) + 1]
+            start, end = own.index(Action("B", i, j)), own.index(Action("F", released.i, j))
+            assert "".join(action.kind for action in own[start + 1 : end]) == meanwhile
+
+
 def test_two_partitions_of_one_worker_share_its_row() -> None:
     assert str(plan("1f1b", 1, 3, (0, 0, 1))) == grid(
         "tick  0       1       2       3       4       5",
@@ -186,10 +209,10 @@ def test_two_partitions_of_one_worker_share_its_row() -> None:
     )
 
 
+@named
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 4), (4, 1), (3, 2), (2, 3), (8, 4)])
-def test_with_a_worker_each_both_take_as_long_as_can_be(m: int, n: int) -> None:
-    for name in ("gpipe", "1f1b"):
-        assert len(plan(name, m, n).ticks) == 2 * (m + n - 1)
+def test_with_a_worker_each_they_are_as_short_as_can_be(name: str, m: int, n: int) -> None:
+    assert len(plan(name, m, n).ticks) == 2 * (m + n - 1)
 
 
 # Whatever the placement.
@@ -211,14 +234,15 @@ def test_each_action_is_there_once(
 
 @placed
 @pytest.mark.parametrize("m", [1, 2, 5, 9])
-def test_one_f_one_b_keeps_no_more_than_n_minus_j_micro_batches(
-    placement: tuple[int, ...], m: int
+@pytest.mark.parametrize(("name", "bound"), BOUNDS.items())
+def test_no_more_micro_batches_are_kept_than_is_promised(
+    name: str, bound: tuple[int, ...], placement: tuple[int, ...], m: int
 ) -> None:
     alive, most = [0] * 4, [0] * 4
-    for kind, _, j in plan("1f1b", m, 4, placement):
+    for kind, _, j in plan(name, m, 4, placement):
         alive[j] += {"F": 1, "R": 0, "B": -1}[kind]
         most[j] = max(most[j], alive[j])
-    assert most == [min(m, 4 - j) for j in range(4)]
+    assert most == [min(m, kept) for kept in bound]
 
 
 @placed
@@ -246,14 +270,14 @@ def test_gpipe_goes_back_from_the_last_micro_batch() -> None:
     assert backward == [3, 2, 1, 0]
 
 
-def test_a_recomputation_stands_right_before_its_backward_in_its_partition() -> None:
-    for name in ("gpipe", "1f1b"):
-        one = plan(name, 4, 3, recomputed=4)
-        for j in range(3):
-            own = [action for action in one if action.j == j]
-            for at, action in enumerate(own):
-                if action.kind == "R":
-                    assert own[at + 1] == Action("B", action.i, j)
+@named
+def test_a_recomputation_stands_right_before_its_backward_in_its_partition(name: str) -> None:
+    one = plan(name, 4, 3, recomputed=4)
+    for j in range(3):
+        own = [action for action in one if action.j == j]
+        for at, action in enumerate(own):
+            if action.kind == "R":
+                assert own[at + 1] == Action("B", action.i, j)
 
 
 @named
@@ -343,7 +367,7 @@ def test_plain_tuples_are_made_actions() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"one of \['gpipe', '1f1b'\].*got 'interleaved'"):
+    with pytest.raises(ValueError, match=r"'gpipe', '1f1b', 'eager-1f1b'\].*got 'interleaved'"):
         plan("interleaved", 2, 2)
 
 

@@ -108,9 +108,20 @@ def test_1f1b_keeps_at_most_as_many_micro_batches_as_partitions_are_left(n: int,
     assert most_kept("1f1b", "never", n, m) == [min(n - j, m) for j in range(n)]
 
 
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3, 8])
+def test_eager_1f1b_keeps_at_most_one_more_for_each_link_behind(n: int, m: int) -> None:
+    assert most_kept("eager-1f1b", "never", n, m) == [min(2 * (n - j) - 1, m) for j in range(n)]
+
+
 @pytest.mark.slow
-def test_what_1f1b_keeps_does_not_grow_with_the_number_of_micro_batches() -> None:
-    assert most_kept("1f1b", "never", 4, 64) == [4, 3, 2, 1]
+@pytest.mark.parametrize(
+    ("schedule", "kept"), [("1f1b", [4, 3, 2, 1]), ("eager-1f1b", [7, 5, 3, 1])]
+)
+def test_what_is_kept_does_not_grow_with_the_number_of_micro_batches(
+    schedule: str, kept: list[int]
+) -> None:
+    assert most_kept(schedule, "never", 4, 64) == kept
 
 
 def test_gpipe_keeps_all_micro_batches_in_each_partition() -> None:

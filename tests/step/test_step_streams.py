@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipert.gradients import Gradients
 from pipert.ledger import Ledger
 from pipert.progress import NOT_RUN
 from pipert.queues.closable import ClosableQueue
@@ -127,6 +128,14 @@ def test_the_next_forward_computes_after_the_copy(fake: FakeStreams) -> None:
 
 def test_a_backward_lets_the_copy_of_its_gradient_wait_for_compute(fake: FakeStreams) -> None:
     assert two(fake).logs["B[0,1]"] == ["B[0,1]", "<copy meta 0> waits for <compute meta>"]
+
+
+def test_a_gradient_may_be_copied_before_those_of_weights_are_added_up(
+    fake: FakeStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Gradients, "add", lambda *_: fake.log.append("sums"))
+    waits = "<copy meta 0> waits for <compute meta>"
+    assert two(fake).logs["B[0,1]"] == ["B[0,1]", waits, "sums"]
 
 
 def test_the_next_backward_computes_after_the_copy_of_its_gradient(fake: FakeStreams) -> None:

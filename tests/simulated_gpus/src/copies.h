@@ -19,15 +19,15 @@ inline void copy_values(at::Tensor target, const at::Tensor& source) {
   target.copy_(source);
 }
 
-// Pinned memory as a side of a copy: copies that are finished for this stream are finished now, so
-// that it sees what they brought.
-inline void finish_copies_of(const at::Tensor& pinned, const Stream& stream) {
+// A copy of the same pinned memory sees what the ones before it have brought, and reports what the
+// host has changed under them.
+inline void finish_copies_of(const at::Tensor& pinned) {
   std::vector<PendingCopy> finished;
   {
     Locked locked(state_mutex);
     Block* block = block_of(pinned);
     std::erase_if(pending_copies, [&](PendingCopy& copy) {
-      if (copy.block != block || stream.clock.of(copy.stream) < copy.epoch) return false;
+      if (copy.block != block) return false;
       finished.push_back(std::move(copy));
       return true;
     });
@@ -40,7 +40,7 @@ inline void copy_pinned(at::Tensor& self, const at::Tensor& source, const Operat
   at::AutoDispatchBelowADInplaceOrView below;
   bool to_host = self.is_cpu();
   const at::Tensor& pinned = to_host ? self : source;
-  finish_copies_of(pinned, *streams[operation->stream]);
+  finish_copies_of(pinned);
   at::Tensor snapshot;
   if (to_host) {
     snapshot = at::empty_like(self);

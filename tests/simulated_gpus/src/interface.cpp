@@ -98,6 +98,17 @@ static char* give_text(const std::string& text) {
   return strdup(text.c_str());
 }
 
+// No exception may pass through ctypes: an error is a text, for Python to raise and to free.
+template <class Action>
+static char* error_of(Action action) {
+  try {
+    action();
+    return nullptr;
+  } catch (const c10::Error& error) {
+    return give_text(error.what_without_backtrace());
+  }
+}
+
 static void wait_for_all() {
   let_host_wait([] {
     for (Stream* stream : streams) host_waits_for(*stream);
@@ -187,14 +198,8 @@ double sim_host_time() {
   Locked locked(state_mutex);
   return host_time;
 }
-// An error is a text for Python to raise and to free.
 char* sim_elapsed_ms(size_t from, size_t to, double* out) {
-  try {
-    *out = Guard().elapsedTime((void*)from, (void*)to, 0);
-    return nullptr;
-  } catch (const c10::Error& error) {
-    return give_text(error.what_without_backtrace());
-  }
+  return error_of([&] { *out = Guard().elapsedTime((void*)from, (void*)to, 0); });
 }
 void sim_sleep(double us) {
   OperationPtr operation = describe("sleep");
@@ -212,6 +217,9 @@ char* sim_trace() {
 
 // Memory
 void sim_limit(int device, size_t bytes) { device_memory[device].limit = bytes; }
+char* sim_resize_storage(size_t storage, size_t size) {
+  return error_of([&] { resize_storage(*(c10::StorageImpl*)storage, size); });
+}
 // Of the allocations from now on the `number`th fails; 0: none.
 void sim_fail_allocation(int device, size_t number) {
   Locked locked(state_mutex);

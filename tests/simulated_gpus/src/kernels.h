@@ -238,7 +238,8 @@ class Call {
   void store(const Grown& grown) const {
     const auto& [ours, on_cpu] = grown;
     if (ours.is_sparse()) {
-      auto* result = at::sparse::get_sparse_impl(to_device(on_cpu, device_, operation_));
+      at::Tensor moved = to_device(on_cpu, device_, operation_);
+      auto* result = at::sparse::get_sparse_impl(moved);
       auto* impl = at::sparse::get_sparse_impl(ours);
       impl->set_indices_and_values_unsafe(result->indices(), result->values());
       impl->set_coalesced(result->coalesced());

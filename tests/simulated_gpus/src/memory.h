@@ -138,22 +138,31 @@ inline void free_block(void* context) {
   if (!freed.unprotected.empty()) freed_on_stream[block->owner].push_back(std::move(freed));
 }
 
-// Gives memory to the current stream of a device, as torch's caching allocator does.
-inline c10::DataPtr give_memory(c10::DataPtr memory, size_t size, int device) {
+inline void refuse_if_full(DeviceMemory& account, size_t size, int device) {
+  account.allocations++;
+  bool to_fail = ++account.since == account.failing;
+  bool full = account.limit && account.live + size > account.limit;
+  if (!to_fail && !full) return;
+  account.refusals++;
+  TORCH_CHECK_WITH(OutOfMemoryError, to_fail, "CUDA out of memory (simulated). Tried to allocate ",
+                   size, " bytes on device ", device, "; ", account.live, " of ", account.limit,
+                   " are in use.");
+  TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated: allocation ",
+                   account.failing, " of device ", device, " was to fail).");
+}
+
+// Gives memory to the current stream of a device, as torch's caching allocator does: new memory, or
+// what a result of the CPU's has.
+inline c10::DataPtr give_memory(size_t size, int device, c10::DataPtr memory = {}) {
+  constexpr size_t kFilled = 1 << 20;
   OperationPtr operation = describe("allocate");
   Locked locked(state_mutex);
   DeviceMemory& account = device_memory[device];
-  account.allocations++;
-  if (++account.since == account.failing) {
-    account.refusals++;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated: allocation ",
-                     account.failing, " of device ", device, " was to fail).");
-  }
-  if (account.limit && account.live + size > account.limit) {
-    account.refusals++;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory (simulated). Tried to allocate ",
-                     size, " bytes on device ", device, "; ", account.live, " of ", account.limit,
-                     " are in use.");
+  refuse_if_full(account, size, device);
+  if (!memory) {
+    memory = c10::GetCPUAllocator()->allocate(size);
+    // All ones is NaN: what nobody has written is seen, in what is small enough to be filled.
+    if (size <= kFilled) memset(memory.get(), 0xff, size);
   }
   int stream = current_stream(device);
   catch_up_with_host(*streams[stream]);
@@ -174,13 +183,8 @@ inline c10::DataPtr give_memory(c10::DataPtr memory, size_t size, int device) {
 
 struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
-    constexpr size_t kFilled = 1 << 20;
-    c10::Device device(kDevice, (c10::DeviceIndex)current_device);
-    if (!size) return {nullptr, nullptr, &free_block, device};
-    c10::DataPtr memory = c10::GetCPUAllocator()->allocate(size);
-    // All ones is NaN: what nobody has written is seen, in what is small enough to be filled.
-    if (size <= kFilled) memset(memory.get(), 0xff, size);
-    return give_memory(std::move(memory), size, current_device);
+    if (size) return give_memory(size, current_device);
+    return {nullptr, nullptr, &free_block, c10::Device(kDevice, (c10::DeviceIndex)current_device)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
   void copy_data(void* to, const void* from, size_t size) const override {

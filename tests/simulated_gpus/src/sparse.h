@@ -23,11 +23,39 @@ TORCH_LIBRARY_IMPL(_, SparseCUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
+// torch's own functions that make a sparse tensor do so on the current device: what calls them, in
+// CUDA's library, sets that to the one that is asked for.
+inline at::Tensor sparse_with_dims(
+    int64_t sparse_dim, int64_t dense_dim, at::IntArrayRef sizes,
+    std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::native::new_with_dims_sparse(
+      sparse_dim, dense_dim, sizes, dtype, layout, device, pin);
+}
+
+inline at::Tensor sparse_with_parts(
+    int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRef sizes, const at::Tensor& indices,
+    const at::Tensor& values, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin, std::optional<bool> coalesced) {
+  c10::DeviceGuard guard(values.device());
+  return at::native::new_with_dims_and_tensor_sparse_symint(
+      sparse_dim, dense_dim, sizes, indices, values, dtype, layout, device, pin, coalesced);
+}
+
+inline at::Tensor empty_sparse(
+    at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
+    std::optional<at::Device> device, std::optional<bool> pin,
+    std::optional<at::MemoryFormat> format) {
+  c10::OptionalDeviceGuard guard(device);
+  return at::native::empty_sparse(sizes, dtype, layout, device, pin, format);
+}
+
 TORCH_LIBRARY_IMPL(aten, SparseCUDA, library) {
-  library.impl("_sparse_coo_tensor_with_dims", TORCH_FN(at::native::new_with_dims_sparse));
-  library.impl("_sparse_coo_tensor_with_dims_and_tensors",
-               TORCH_FN(at::native::new_with_dims_and_tensor_sparse_symint));
-  library.impl("empty.memory_format", TORCH_FN(at::native::empty_sparse));
+  library.impl("_sparse_coo_tensor_with_dims", sparse_with_dims);
+  library.impl("_sparse_coo_tensor_with_dims_and_tensors", sparse_with_parts);
+  library.impl("empty.memory_format", empty_sparse);
+  library.impl("record_stream", record_stream);
   library.impl("copy_", TORCH_FN(at::native::copy_sparse_wrapper_));
   library.impl("copy_sparse_to_sparse_", TORCH_FN(at::native::copy_sparse_));
   library.impl("sparse_dim", TORCH_FN(at::native::sparse_dim_sparse));

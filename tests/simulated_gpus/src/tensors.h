@@ -79,13 +79,16 @@ inline at::Tensor dense_to_device(at::Tensor result, int device, const Operation
     return empty_on_device(result.sizes(), result.strides(), result.scalar_type(), device);
   }
   size_t size = result.numel() * result.itemsize();
-  bool take = is_free_to_take(result);
-  c10::DataPtr memory = take
-      ? result.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(nullptr, c10::kCPU))
-      : c10::GetCPUAllocator()->allocate(size);
-  if (!take) memcpy(memory.get(), result.const_data_ptr(), size);
-  c10::Storage storage(c10::Storage::use_byte_size_t(), size,
-                       give_memory(std::move(memory), size, device), &allocator, true);
+  c10::DataPtr memory;
+  if (is_free_to_take(result)) {
+    auto* storage = result.storage().unsafeGetStorageImpl();
+    memory = give_memory(size, device, storage->set_data_ptr(c10::DataPtr(nullptr, c10::kCPU)));
+  } else {
+    memory = give_memory(size, device);
+    memcpy(memory.get(), result.const_data_ptr(), size);
+  }
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), size, std::move(memory), &allocator, true);
   at::Tensor made =
       at::detail::make_tensor<c10::TensorImpl>(std::move(storage), kDense, result.dtype());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());

@@ -24,29 +24,32 @@ inline at::Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides
   return empty_on_device(sizes, strides, c10::dtype_or_default(dtype), index);
 }
 
-// Memory of at least `size` bytes for the tensor's storage; a larger one begins as the old one was.
-inline void grow_storage(const at::Tensor& self, size_t size) {
-  c10::Storage storage = self.storage();
-  if (size <= storage.nbytes()) return;
-  c10::DeviceGuard guard(self.device());
-  c10::DataPtr larger = allocator.allocate(size);
-  auto* old_block = (Block*)storage.data_ptr().get_context();
-  if (old_block && storage.nbytes()) {
+// New memory of `size` bytes for a storage, which begins as the old one was.
+inline void resize_storage(c10::StorageImpl& storage, size_t size) {
+  c10::DeviceGuard guard(storage.device());
+  c10::DataPtr resized = allocator.allocate(size);
+  auto* before = (Block*)storage.data_ptr().get_context();
+  auto* after = (Block*)resized.get_context();
+  size_t kept = std::min(size, storage.nbytes());
+  if (before && after && kept) {
     OperationPtr operation = describe("resize_");
-    memcpy(larger.get(), storage.data(), storage.nbytes());
+    memcpy(resized.get(), storage.data(), kept);
     Locked locked(state_mutex);
-    launch(*operation, current_stream(self.device().index()));
-    use(*old_block, Region::all(old_block->size), false, operation);
-    use(*(Block*)larger.get_context(), Region::all(size), true, operation);
+    launch(*operation, current_stream(storage.device().index()));
+    use(*before, Region::all(kept), false, operation);
+    use(*after, Region::all(kept), true, operation);
   }
-  storage.set_data_ptr(std::move(larger));
+  storage.set_data_ptr_noswap(std::move(resized));
   storage.set_nbytes(size);
 }
 
 inline const at::Tensor& resize_(
     const at::Tensor& self, c10::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
   int64_t elements = c10::multiply_integers(sizes);
-  if (elements) grow_storage(self, (elements + self.storage_offset()) * self.itemsize());
+  size_t needed = elements ? (elements + self.storage_offset()) * self.itemsize() : 0;
+  if (needed > self.storage().nbytes()) {
+    resize_storage(*self.storage().unsafeGetStorageImpl(), needed);
+  }
   self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   if (format) self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
   return self;

@@ -55,10 +55,11 @@ inline WorkDone work_done(
     Work work, const std::vector<c10::IValue>& arguments, const std::vector<c10::IValue>& results) {
   WorkDone done;
   auto add = [](double& sum, const std::vector<c10::IValue>& values) {
+    auto add_one = [&](const at::Tensor& t) { sum += is_simulated(t) ? bytes_of(t) : 0; };
     for (const c10::IValue& value : values) {
-      if (value.isTensor()) sum += bytes_of(value.toTensor());
+      if (value.isTensor()) add_one(value.toTensor());
       if (!value.isTensorList()) continue;
-      for (const at::Tensor& tensor : value.toTensorVector()) sum += bytes_of(tensor);
+      for (const at::Tensor& tensor : value.toTensorVector()) add_one(tensor);
     }
   };
   auto per_output = [](const at::Tensor& weight) {  // multiplications for each element

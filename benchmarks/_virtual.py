@@ -1,0 +1,220 @@
+"""Whole steps in the virtual time of simulated GPUs: the plain module, torchgpipe and pipert.
+
+Importing this makes eight CUDA devices appear that are not there (``tests/simulated_gpus``), so it
+has to be imported before torch is. What runs on them are the real runtimes, with autograd's own
+thread for each device. Each stream has a clock: an operation takes ``max(bytes / memory rate,
+FLOPs / rate)`` of the device's time, a copy ``bytes / link rate``, and waits between streams are
+waits of the clocks. So a step takes what its order and its waits make of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests import simulated_gpus  # noqa: E402
+
+GPUS = simulated_gpus.start()
+
+# isort: split
+import torch  # noqa: E402
+import torchgpipe.pipeline  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+from torchgpipe import GPipe  # noqa: E402
+
+from pipert import Pipe  # noqa: E402
+from pipert.components import ALL, Components  # noqa: E402
+
+__all__ = [
+    "GPUS", "MODES", "PLAIN", "Case", "Machine", "Steps", "Way", "by_autograd", "ideal", "measure",
+    "prepared",
+]  # fmt: skip
+
+MODES = ("never", "except_last", "always")
+
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How fast every simulated device is.
+
+    Args:
+        tflops: of matrix products and convolutions.
+        link_gbps: of a copy from device to device, and between the host and a device.
+        memory_gbps: of what an operation reads and writes.
+        launch_us: that every operation takes of the device besides.
+        host_us: that every launch takes of the host, which is one for all threads.
+    """
+
+    tflops: float
+    link_gbps: float
+    memory_gbps: float = 1000.0
+    launch_us: float = 0.0
+    host_us: float = 0.0
+
+    def rates(self) -> dict[str, float]:
+        """As the simulation takes them."""
+        return {
+            "launch_us": self.launch_us,
+            "memory_gbps": self.memory_gbps,
+            "link_gbps": self.link_gbps,
+            "tflops": self.tflops,
+            "host_us": self.host_us,
+        }
+
+    def __str__(self) -> str:
+        return (
+            f"{1e3 * self.tflops:.3g} GFLOP/s, memory {self.memory_gbps:.4g} GB/s, "
+            f"links {self.link_gbps:.3g} GB/s"
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in ``len(balance)`` partitions and a mini-batch in ``m`` micro-batches.
+
+    Args:
+        build: makes the model, each time with the same weights.
+        batch: makes the mini-batch, on the CPU.
+        balance: layers of each partition.
+        for_peer: makes the same model of torchgpipe's layers out of it, if it has skips.
+    """
+
+    build: Callable[[], nn.Sequential]
+    batch: Callable[[], Tensor]
+    balance: Sequence[int]
+    m: int
+    for_peer: Callable[[nn.Sequential], nn.Sequential] = lambda module: module
+
+    @property
+    def n(self) -> int:
+        """Partitions, each on a device of its own."""
+        return len(self.balance)
+
+
+@dataclass(frozen=True)
+class Way:
+    """Who does a step, and how.
+
+    Args:
+        runtime: ``'plain'``, ``'torchgpipe'`` or ``'pipert'``.
+        mode: of checkpointing.
+        schedule: ``'autograd'`` is ``loss.backward()``; the others are of ``forward_backward``.
+        components: the parts of the runtime that there are; torchgpipe always has direct skips.
+    """
+
+    runtime: str
+    mode: str = "never"
+    schedule: str = "autograd"
+    components: Components = ALL
+
+    def __str__(self) -> str:
+        if self.runtime == "plain":
+            return "plain"
+        how = "" if self.schedule == "autograd" else f" {self.schedule}"
+        return f"{self.runtime}{how}, {self.mode}"
+
+
+PLAIN = Way("plain")
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What some steps took in virtual time, in milliseconds, and the launches of one of them."""
+
+    each: tuple[float, ...]
+    launches: int
+
+    @property
+    def median(self) -> float:
+        """Of the steps."""
+        return median(self.each)
+
+    @property
+    def spread(self) -> float:
+        """The longest over the shortest, less one."""
+        return max(self.each) / min(self.each) - 1
+
+
+def ideal(m: int, n: int) -> float:
+    """The speed-up of a pipeline of equal tasks in which nothing else costs anything."""
+    return m * n / (m + n - 1)
+
+
+def mean_square(y: Tensor, _: object = None) -> Tensor:
+    """The loss of every case."""
+    return y.square().mean()
+
+
+@contextmanager
+def prepared(case: Case, way: Way) -> Iterator[Step]:
+    """Yield what does a step of training, without an optimizer."""
+    x = case.batch().to("cuda:0")
+    module = case.build()
+    devices = [torch.device("cuda", j) for j in range(case.n)]
+    if way.runtime == "pipert":
+        pipe = Pipe(
+            module, case.balance, devices=devices, chunks=case.m, checkpoint=way.mode,
+            deferred_batch_norm=False,
+        )  # fmt: skip
+        with pipe:
+            pipe._runtime.components = way.components
+
+            def whole() -> object:
+                pipe.zero_grad()
+                return pipe.forward_backward(x, loss_fn=mean_square, schedule=way.schedule)
+
+            yield whole if way.schedule != "autograd" else lambda: by_autograd(pipe, x)
+        return
+    if way.runtime == "plain":
+        plain = module.to("cuda:0")
+        yield lambda: by_autograd(plain, x)
+        return
+    peer = GPipe(
+        *(case.for_peer(module), list(case.balance)),
+        devices=devices, chunks=case.m, checkpoint=way.mode,
+    )  # fmt: skip
+    if not way.components.copy_streams:
+        own = [torch.cuda.default_stream(device) for device in devices]  # those of computation
+        peer._copy_streams = [[stream] * case.m for stream in own]
+    with _dependencies(way.components.fork_join):
+        yield lambda: by_autograd(peer, x)
+
+
+@contextmanager
+def _dependencies(fork_join: bool) -> Iterator[None]:
+    """Let torchgpipe tie micro-batches together, or not."""
+    tie = torchgpipe.pipeline.depend
+    if not fork_join:
+        torchgpipe.pipeline.depend = lambda *_: None
+    try:
+        yield
+    finally:
+        torchgpipe.pipeline.depend = tie
+
+
+def by_autograd(model: nn.Module, x: Tensor) -> None:
+    """One step."""
+    model.zero_grad()
+    mean_square(model(x)).backward()  # type: ignore[no-untyped-call]
+
+
+def measure(case: Case, way: Way, machine: Machine, repeats: int = 3) -> Steps:
+    """Do steps and see what they take in virtual time, in which nothing has to warm up."""
+    GPUS.rates(**machine.rates())
+    with prepared(case, way) as step:
+        each = []
+        for _ in range(repeats):
+            GPUS.reset_time()
+            before = GPUS.counts()["operations"]
+            step()
+            launches = GPUS.counts()["operations"] - before
+            each.append(1e-3 * GPUS.makespan())
+    return Steps(tuple(each), launches)

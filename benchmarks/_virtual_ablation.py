@@ -1,0 +1,107 @@
+"""What each part of the runtime is worth in virtual time: the ablation of section 4.1 of the paper.
+
+The parts are switched on one after the other, in torchgpipe and in pipert. torchgpipe always takes
+skips straight to where they are popped, so it has no fourth row.
+
+Without copy streams copies stand between the tasks of computation, in the order in which the
+threads of the host launch them. So the first two rows depend on their timing, and are medians of
+more steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from _measure import Row
+from _paper import ABLATION
+from _virtual import PLAIN, Machine, Steps, Way, measure
+from _virtual_models import WORKLOADS, Workload
+
+from pipert.components import Components
+
+__all__ = ["ABLATIONS", "COLUMNS", "PARTS", "Ablation", "table"]
+
+PARTS = {
+    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
+    "+ fork/join": Components(copy_streams=False, direct_skips=False),
+    "+ copy streams": Components(direct_skips=False),
+    "+ direct skips": Components(),
+}
+N = 4
+MORE = 3  # times as many steps where the timing of threads shows
+
+COLUMNS = (
+    *("parts", "paper", "torchgpipe", "pipert", "torchgpipe/plain", "pipert/plain"),
+    *("spread", "spread of pipert"),
+)
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """A case of it."""
+
+    workload: Workload
+    m: int
+    mode: str
+    link_gbps: float | None = None
+    """Of a link that is another than the machine's."""
+
+    @property
+    def machine(self) -> Machine:
+        """The simulated machine."""
+        rates = self.workload.rates()
+        return rates if self.link_gbps is None else replace(rates, link_gbps=self.link_gbps)
+
+    def __str__(self) -> str:
+        return f"{self.workload.name}, n={N} m={self.m}, {self.mode}"
+
+
+ABLATIONS = (
+    Ablation(WORKLOADS["linears"], 8, "always", 12),
+    Ablation(WORKLOADS["linears"], 16, "always", 3),
+    Ablation(WORKLOADS["unet"], 8, "except_last"),
+)
+
+
+def table(
+    ablation: Ablation, repeats: int, step: Callable[[], object]
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """A row for each part, and all figures; ``step`` is called after each row."""
+    plain = measure(ablation.workload.case(N, ablation.m), PLAIN, ablation.machine, 1)
+    firsts: dict[str, Steps] = {}
+    rows, found = [], []
+    for name, took in _steps(ablation, repeats):
+        for runtime, steps in took.items():
+            firsts.setdefault(runtime, steps)
+        speed_up = next(setting.speed_up for setting in ABLATION if setting.name == name)
+        rows.append(Row((name, f"{speed_up:.2f}", *_cells(took, firsts, plain))))
+        milliseconds = {runtime: steps.each for runtime, steps in took.items()}
+        found.append({"case": str(ablation), "parts": name, "steps_ms": milliseconds})
+        step()
+    return rows, found
+
+
+def _steps(ablation: Ablation, repeats: int) -> Iterator[tuple[str, dict[str, Steps]]]:
+    case = ablation.workload.case(N, ablation.m)
+    skips = ablation.workload is WORKLOADS["unet"]
+    for name, components in PARTS.items():
+        if name == "+ direct skips" and not skips:
+            return
+        took = {}
+        for runtime in ("torchgpipe", "pipert"):
+            if runtime == "pipert" or name != "+ direct skips":
+                way = Way(runtime, ablation.mode, components=components)
+                count = repeats if components.copy_streams else MORE * repeats
+                took[runtime] = measure(case, way, ablation.machine, count)
+        yield name, took
+
+
+def _cells(took: dict[str, Steps], firsts: dict[str, Steps], plain: Steps) -> Iterator[str]:
+    for base in (firsts, dict.fromkeys(firsts, plain)):
+        for runtime in ("torchgpipe", "pipert"):
+            steps = took.get(runtime)
+            yield f"{base[runtime].median / steps.median:.2f}" if steps else "-"
+    for runtime in ("torchgpipe", "pipert"):
+        yield f"{took[runtime].spread:.0%}" if runtime in took else "-"

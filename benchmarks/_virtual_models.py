@@ -1,0 +1,219 @@
+"""What runs in virtual time: models at a small scale, and machines that suit them.
+
+A narrow model moves more bytes for each operation than a wide one. So that copies and memory weigh
+here what they weigh for a model of the *full* size on a Tesla P40 with PCIe 3.0 (12 TFLOP/s, 346
+GB/s, 12 GB/s a link and direction), the rates of the simulated devices are those of the P40 times
+what a sample of the narrow model has of a sample of the full one: of its FLOPs, and of the bytes
+between its layers. Then a sample takes as long as one of the full size does on that machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from _layer_costs import Bytes, Times, layer_bytes, layer_times
+from _models import AMOEBANET, UNET, Model, for_torchgpipe
+from _paper import Setting
+from _predict import Link, Prediction, predict
+from _virtual import GPUS, Case, Machine
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from train_gpt import VOCABULARY, ModelConfig, build_model
+
+from pipert.balance import balance_by_cost
+
+__all__ = ["P40", "WORKLOADS", "Workload"]
+
+P40 = Machine(tflops=12, memory_gbps=346, link_gbps=12)
+SCALE = 1 / 16  # of the paper's width
+SLEEP_US = 100.0  # of a forward; a backward takes twice that
+SEED = 0
+
+Build = Callable[[], nn.Sequential]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, a mini-batch, and how the machine is found.
+
+    Args:
+        build: makes the model, each time with the same weights.
+        batch: makes ``rows`` samples.
+        rows: samples of a mini-batch.
+        full: makes the model of the full size and a sample of it, on the meta device; ``None`` if
+            the machine is ``machine``.
+        machine: the rates, but for what ``full`` corrects.
+        for_peer: see :class:`Case`.
+        sizes: n and m of each case; the large models take minutes for each.
+    """
+
+    name: str
+    build: Build
+    batch: Callable[[int], Tensor]
+    rows: int
+    full: Callable[[], tuple[nn.Sequential, Tensor]] | None = None
+    machine: Machine = P40
+    for_peer: Callable[[nn.Sequential], nn.Sequential] = lambda module: module
+    sizes: Sequence[tuple[int, int]] = ((1, 8), (2, 8), (4, 16), (8, 32))
+
+    def case(self, n: int, m: int) -> Case:
+        """With the best balance for what the layers take in virtual time."""
+        balance = tuple(balance_by_cost(self.times().total, n))
+        return Case(self.build, partial(self.batch, self.rows), balance, m, self.for_peer)
+
+    def prediction(self, setting: Setting, balance: Sequence[int]) -> Prediction:
+        """By the simulator, from what the layers take in virtual time."""
+        link = Link(1e9 * self.rates().link_gbps, 0.0)
+        return predict(setting, balance, self.times(), self.bytes(), link)
+
+    @cache  # noqa: B019  there is one of each for the whole run
+    def rates(self) -> Machine:
+        """The simulated machine."""
+        if self.full is None:
+            return self.machine
+        with torch.device("meta"):
+            small = _work(self.build().eval(), self.batch(1).to("meta"))
+            full = _work(*self.full())
+        flops, size = (of_small / of_full for of_small, of_full in zip(small, full, strict=True))
+        of = self.machine
+        return Machine(flops * of.tflops, size * of.link_gbps, size * of.memory_gbps)
+
+    @cache  # noqa: B019
+    def bytes(self) -> Bytes:
+        """What each layer keeps and hands on, of one sample."""
+        with torch.device("meta"):
+            return layer_bytes(self.build().eval(), self.batch(1).to("meta"))
+
+    @cache  # noqa: B019
+    def times(self) -> Times:
+        """Virtual seconds of each layer for one sample."""
+        GPUS.rates(**self.rates().rates())
+        sample = self.batch(self.rows)
+        return layer_times(self.build(), sample, torch.device("cuda:0"), 1, lambda: None, _now)
+
+
+def _now(device: torch.device) -> float:
+    return 1e-6 * GPUS.time(device.index)
+
+
+def _work(module: nn.Sequential, sample: Tensor) -> tuple[float, float]:
+    """FLOPs of a forward, and the bytes that the layers hand on."""
+    sizes = layer_bytes(module, sample)
+    with FlopCounterMode(display=False) as counter:
+        module(sample)
+    return counter.get_total_flops(), sum(sizes.outputs)
+
+
+# Stages that sleep --------------------------------------------------------------------------------
+
+
+class Sleep(nn.Module):
+    """Keeps its device busy, with nothing to copy that would count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Sleep.apply(x + self.weight)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)  # what saves nothing need not be recomputed
+        _sleep(len(x) * SLEEP_US)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        assert ctx.saved_tensors
+        _sleep(2 * len(grad) * SLEEP_US)
+        return grad
+
+
+def _sleep(us: float) -> None:
+    sleep: Any = torch.cuda._sleep
+    sleep(int(us * 2000))  # cycles of the simulated clock
+
+
+# The others ---------------------------------------------------------------------------------------
+
+
+def _seeded(build: Build) -> nn.Sequential:
+    torch.manual_seed(SEED)
+    return build()
+
+
+def _random(shape: tuple[int, ...], rows: int) -> Tensor:
+    return torch.randn(rows, *shape, generator=torch.Generator().manual_seed(SEED))
+
+
+def _tokens(context: int, rows: int) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(VOCABULARY, (rows, context), generator=generator)
+
+
+def _sleeping() -> nn.Sequential:
+    return nn.Sequential(*[Sleep() for _ in range(16)])
+
+
+def _linears(width: int) -> nn.Sequential:
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(16)]
+    return nn.Sequential(*layers)
+
+
+def _convolutions(channels: int) -> nn.Sequential:
+    layers = [nn.Conv2d(channels, channels, 3, padding=1) for _ in range(16)]
+    return nn.Sequential(*layers)
+
+
+def _full_convolutions() -> tuple[nn.Sequential, Tensor]:
+    return _convolutions(512).to("meta"), torch.empty(1, 512, 32, 32, device="meta")
+
+
+def _gpt(width: int, context: int) -> nn.Sequential:
+    return build_model(ModelConfig(context, width, layers=14, heads=width // 16))
+
+
+def _full_gpt() -> tuple[nn.Sequential, Tensor]:
+    return _gpt(1600, 1024), torch.empty(1, 1024, dtype=torch.int64, device="meta")
+
+
+def _of_paper(model: Model, rows: int) -> Workload:
+    def full() -> tuple[nn.Sequential, Tensor]:
+        return model.at_width(1.0).eval(), torch.empty(1, *model.image(1.0), device="meta")
+
+    build = partial(_seeded, partial(model.at_width, SCALE))
+    batch = partial(_random, model.image(SCALE))
+    sizes = ((2, 8), (4, 8), (8, 16))
+    return Workload(model.name, build, batch, rows, full, for_peer=for_torchgpipe, sizes=sizes)
+
+
+_LINEAR_MACHINE = Machine(tflops=0.5, memory_gbps=1000, link_gbps=12)
+
+WORKLOADS = {
+    "sleeping": Workload("16 stages that sleep", _sleeping, partial(_random, (1,)), 32),
+    "linears": Workload(
+        "16 of Linear(256), Tanh",
+        *(partial(_seeded, partial(_linears, 256)), partial(_random, (256,)), 2048),
+        machine=_LINEAR_MACHINE,
+    ),
+    "convolutions": Workload(
+        "16 convolutions, 3x3",
+        *(partial(_seeded, partial(_convolutions, 16)), partial(_random, (16, 16, 16)), 32),
+        _full_convolutions,
+    ),
+    "gpt": Workload(
+        "a GPT of 14 blocks",
+        *(partial(_seeded, partial(_gpt, 64, 32)), partial(_tokens, 32), 32),
+        _full_gpt,
+    ),
+    "unet": _of_paper(UNET, 16),
+    "amoebanet": _of_paper(AMOEBANET, 16),
+}

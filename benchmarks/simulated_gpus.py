@@ -1,0 +1,221 @@
+"""The experiments of the paper in virtual time: whole steps on simulated GPUs, in one process.
+
+::
+
+    python benchmarks/simulated_gpus.py                       # all tables
+    python benchmarks/simulated_gpus.py speed --only unet,gpt
+    python benchmarks/simulated_gpus.py --short --check       # for CI
+
+The plain module on one device, torchgpipe and pipert take the same step on devices of the same
+speed. What runs are the real runtimes; only the devices' clocks are simulated (``_virtual.py``), so
+nothing in these tables was measured on a GPU. Figures are medians of ``--repeats`` steps. pipert's
+are the same in each: its order does not depend on the timing of threads. *spread* is the largest of
+the row, the longest step over the shortest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "examples")]
+
+from _virtual import GPUS, MODES, PLAIN, Case, Machine, Steps, Way, ideal, measure  # noqa: E402
+
+# isort: split
+import _virtual_ablation as ablation  # noqa: E402
+import _virtual_host as host  # noqa: E402
+import torch  # noqa: E402
+from _measure import Row, header, report  # noqa: E402
+from _paper import AMOEBANET_SPEED, UNET_SPEED  # noqa: E402
+from _predict import best_balance  # noqa: E402
+from _virtual_models import WORKLOADS, Workload  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+__all__ = ["main"]
+
+SHORT = ((4, 8),)  # n, m
+RUNTIMES = (
+    ("torchgpipe", "autograd"), ("pipert", "autograd"), ("pipert", "gpipe"), ("pipert", "1f1b"),
+)  # fmt: skip
+OF_IDEAL = 0.97  # the speed-up of stages that sleep, of what is possible, at least
+
+Figures = dict[str, Any]
+
+
+def speed(
+    workload: Workload, sizes: Sequence[tuple[int, int]], repeats: int, step: Callable[[], object]
+) -> tuple[list[Row], list[Figures]]:
+    """Speed-ups over the plain module on one device; ``step`` is called after each figure."""
+    machine = workload.rates()
+    table, found = [], []
+    for n, m in sizes:
+        case = workload.case(n, m)
+        plain = measure(case, PLAIN, machine, repeats)
+        for mode in MODES:
+            took = {}
+            for runtime, schedule in RUNTIMES:
+                way = Way(runtime, mode, schedule)
+                took[way] = measure(case, way, machine, repeats)
+                step()
+            ups = [plain.median / of.median for of in took.values()]
+            spread = max(of.spread for of in [plain, *took.values()])
+            cells = (f"n={n} m={m}, {mode}", f"{ideal(m, n):.2f}", *(f"{up:.2f}" for up in ups))
+            table.append(Row((*cells, f"{spread:.0%}"), tuple(_missed(workload, case, mode, ups))))
+            found.append(_figures(workload, case, mode, plain, took))
+    return table, found
+
+
+def _missed(workload: Workload, case: Case, mode: str, ups: Sequence[float]) -> list[str]:
+    """What does not hold, of what must."""
+    peer, autograd, *_ = ups
+    name = f"{workload.name}, n={case.n} m={case.m}, {mode}"
+    missed = []
+    if mode == "never" and autograd < 0.999 * peer:
+        missed.append(f"{name}: pipert has {autograd:.3f}, torchgpipe {peer:.3f}")
+    most = ideal(case.m, case.n)
+    if workload is WORKLOADS["sleeping"] and mode == "never" and autograd < OF_IDEAL * most:
+        missed.append(f"{name}: {autograd:.3f} of {most:.3f}")
+    return missed
+
+
+def _figures(
+    workload: Workload, case: Case, mode: str, plain: Steps, took: dict[Way, Steps]
+) -> Figures:
+    return {
+        "model": workload.name, "n": case.n, "m": case.m, "balance": list(case.balance),
+        "mode": mode, "ideal": ideal(case.m, case.n), "plain_ms": plain.each,
+        "steps_ms": {str(way): steps.each for way, steps in took.items()},
+    }  # fmt: skip
+
+
+def speeds(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print a table for each model."""
+    held, all_found = True, []
+    for name in arguments.only:
+        workload = WORKLOADS[name]
+        sizes = SHORT if arguments.short else workload.sizes
+        total = len(sizes) * len(MODES) * len(RUNTIMES)
+        with tqdm(total=total, desc=name, unit="figure", mininterval=5) as bar:
+            table, found = speed(workload, sizes, arguments.repeats, bar.update)
+        columns = ("case", "ideal", "torchgpipe", "pipert", "gpipe", "1f1b", "spread")
+        held &= report(_title(workload.name, workload.rates()), columns, table)
+        all_found += found
+    return held, all_found
+
+
+def _title(name: str, machine: Machine) -> str:
+    return f"{name}: simulated, speed-up over the plain module on one device ({machine})"
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("tables", nargs="*", default=list(TABLES), metavar="table", help=", ".join(TABLES))
+    add("--only", type=lambda text: text.split(","), default=list(WORKLOADS),
+        help=f"which models, of {','.join(WORKLOADS)}")
+    add("--check", action="store_true", help="exit with 1 when a bar is missed")
+    add("--short", action="store_true", help="fewer sizes, for CI")
+    add("--host-us", type=lambda text: None if text == "auto" else float(text), default=None,
+        help="of table host: what a launch costs; auto: as measured here, which is the default")
+    add("--repeats", type=int, default=3, help="steps of each")
+    add("--no-detect", action="store_true", help="do not look for missing waits, which is faster")
+    add("--json", type=Path, help="where to write all figures")
+    arguments = parser.parse_args(argv)
+    for name in arguments.tables:
+        if name not in TABLES:
+            parser.error(f"there is no table {name!r}: {', '.join(TABLES)}")
+    for name in arguments.only:
+        if name not in WORKLOADS:
+            parser.error(f"there is no model {name!r}: {', '.join(WORKLOADS)}")
+    return arguments  # fmt: skip
+
+
+def ablations(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print what each part is worth, for each case."""
+    all_found = []
+    cases = ablation.ABLATIONS[: 1 if arguments.short else None]
+    with tqdm(total=len(cases) * len(ablation.PARTS), desc="ablation", mininterval=5) as bar:
+        for one in cases:
+            table, found = ablation.table(one, arguments.repeats, bar.update)
+            title = f"{one}: simulated, speed-up over the clock alone ({one.machine})"
+            report(title, ablation.COLUMNS, table, bars=False)
+            all_found += found
+    return True, all_found
+
+
+def hosts(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print what a step takes if launches cost time."""
+    us = host.launch_us() if arguments.host_us is None else arguments.host_us
+    print(f"A launch costs {us:.1f} us of the host.", end="\n\n")
+    with tqdm(desc="host", mininterval=5) as bar:
+        table, found = host.table(us, arguments.repeats, bar.update, short=arguments.short)
+    title = "AmoebaNet-D (18, 256), 16 samples, never: simulated, milliseconds of a step"
+    report(title, host.COLUMNS, table, bars=False)
+    return True, found
+
+
+def papers(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+    """Print the paper's settings, as the simulator has them for the simulated machine."""
+    all_found = []
+    columns = (
+        *("setting", "paper, samples/s", "predicted", "with the paper's balance"),
+        *("paper, speed-up", "predicted", "with the paper's balance"),
+    )
+    for name, settings in (("unet", UNET_SPEED), ("amoebanet", AMOEBANET_SPEED)):
+        workload = WORKLOADS[name]
+        found = []
+        for setting in settings:
+            best = best_balance(workload.times(), setting)
+            both = [workload.prediction(setting, of).throughput for of in (best, setting.balance)]
+            found.append([setting.throughput or 0.0, *both])
+        table = []
+        for setting, throughputs in zip(settings, found, strict=True):
+            ups = [own / first for own, first in zip(throughputs, found[0], strict=True)]
+            cells = (*(f"{t:.1f}" for t in throughputs), *(f"{up:.2f}" for up in ups))
+            table.append(Row((setting.name, *cells)))
+            names = ("paper", "predicted", "with_paper_balance")
+            all_found.append({"model": name, "setting": setting.name,
+                              **dict(zip(names, throughputs, strict=True))})  # fmt: skip
+        title = f"{workload.name}: predicted from its layers, simulated at 1/16 of its width"
+        report(f"{title} ({workload.rates()})", columns, table, bars=False)
+    return True, all_found
+
+
+Table = Callable[[argparse.Namespace], tuple[bool, list[Figures]]]
+TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts, "paper": papers}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    arguments = _arguments(argv)
+    # torchgpipe 0.0.7 asks a tensor for its storage in a way that torch has deprecated.
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+    torch.set_num_threads(1)
+    print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
+    GPUS.detect(not arguments.no_detect)
+    held, figures = True, {}
+    for name in arguments.tables:
+        good, figures[name] = TABLES[name](arguments)
+        held &= good
+    reports = GPUS.reports()
+    looked = "not looked for" if arguments.no_detect else f"{len(reports)} reports"
+    print(f"Missing waits: {looked}.", *reports[:10], sep="\n")
+    if arguments.json is not None:
+        given = {"versions": header(), "reports": len(reports), "rates": _rates(arguments)}
+        arguments.json.write_text(json.dumps({**given, **figures}, indent=1), encoding="utf-8")
+    return int(bool(reports) or (arguments.check and not held))
+
+
+def _rates(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: asdict(WORKLOADS[name].rates()) for name in arguments.only}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""What schedules make of slow links, in the virtual time of simulated GPUs.
+
+::
+
+    python benchmarks/simulated_schedules.py
+    python benchmarks/simulated_schedules.py --link 25 --only 8x32
+    python benchmarks/simulated_schedules.py --check      # exit with 1 when a bar is missed
+
+Sixteen ``Linear(256)`` with ``Tanh`` and a mini-batch of 2048 rows on devices of 0.5 TFLOP/s, whose
+memory and launches cost nothing; links take the time of their bytes. A task of forward on eight
+devices with 32 micro-batches takes 34 us, one of backward 67 us, and a copy 5.5 us. *MiB* is the
+peak of what a step allocates on the first device.
+
+What runs is pipert; only the clocks of the devices are simulated, so nothing here was measured on a
+GPU. The figures are the same in each run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT)]
+
+from tests import simulated_gpus  # noqa: E402
+
+GPUS = simulated_gpus.start()
+
+# isort: split
+import torch  # noqa: E402
+from _measure import Row, header, report  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from pipert import Pipe  # noqa: E402
+
+__all__ = ["main"]
+
+CASES = ((2, 8), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))  # n, m
+WAYS = ("autograd", "gpipe", "1f1b", "eager-1f1b")
+LAYERS, WIDTH, ROWS = 16, 256, 2048
+BAR = 0.97  # of the speed of loss.backward()
+
+
+class Figure(NamedTuple):
+    """One step of one way."""
+
+    microseconds: float
+    bytes: int
+    """That the step allocates on the first device, at its peak."""
+
+
+def layers() -> nn.Sequential:
+    """The model."""
+    pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
+    return nn.Sequential(*[layer for pair in pairs for layer in pair])
+
+
+def mean_square(y: Tensor, _: object = None) -> Tensor:
+    """The loss."""
+    return y.square().mean()
+
+
+def step(model: nn.Module, x: Tensor, way: str) -> None:
+    """One step without an optimizer."""
+    if isinstance(model, Pipe) and way != "autograd":
+        model.forward_backward(x, loss_fn=mean_square, schedule=way)
+    else:
+        mean_square(model(x)).backward()  # type: ignore[no-untyped-call]
+
+
+def measure(model: nn.Module, way: str = "autograd") -> Figure:
+    """The second step."""
+    x = torch.randn(ROWS, WIDTH, device="cuda:0")
+    step(model, x, way)
+    torch.cuda.reset_peak_memory_stats(0)
+    before = GPUS.live_bytes(0)
+    GPUS.reset_time()
+    step(model, x, way)
+    return Figure(GPUS.makespan(), GPUS.peak_bytes(0) - before)
+
+
+def row(n: int, m: int, plain: Figure) -> Row:
+    """The ways of one case."""
+    found = {}
+    for way in WAYS:
+        devices = [f"cuda:{j}" for j in range(n)]
+        balance = [2 * LAYERS // n] * n
+        with Pipe(layers(), balance, devices=devices, chunks=m, checkpoint="never") as pipe:
+            found[way] = measure(pipe, way)
+    ups = [f"{plain.microseconds / found[way].microseconds:.2f}" for way in WAYS]
+    kept = [f"{found[way].bytes / 2**20:.1f}" for way in WAYS]
+    reached = found["autograd"].microseconds / found["eager-1f1b"].microseconds
+    missed = (f"n={n} m={m}: eager-1f1b has {reached:.3f} of autograd",) * (reached < BAR)
+    return Row((f"n={n} m={m}", f"{m * n / (m + n - 1):.2f}", *ups, *kept), missed)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the table. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
+    parser.add_argument("--link", type=float, default=12, help="GB/s of a link; default 12")
+    parser.add_argument("--only", help="which cases, such as 4x16,8x32")
+    arguments = parser.parse_args(argv)
+    only = arguments.only.split(",") if arguments.only else [f"{n}x{m}" for n, m in CASES]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
+    GPUS.rates(launch_us=0, memory_gbps=1e6, link_gbps=arguments.link, tflops=0.5)
+    plain = measure(layers().to("cuda:0"))
+    table = [row(n, m, plain) for n, m in (map(int, case.split("x")) for case in only)]
+    title = f"simulated, speed-up over plain on one device, links {arguments.link:g} GB/s"
+    held = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
+    reports = GPUS.reports()
+    print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
+    return int(bool(reports) or (arguments.check and not held))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""``python -m pipert check``: all checks, one after the other, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from pipert.check import machine, table
+from pipert.check.errors import check_errors
+from pipert.check.finding import BROKEN, NOT_CHECKED, Finding, Findings
+from pipert.check.links import check_links
+from pipert.check.load import Load, busy, fitting
+from pipert.check.memory import check_memory, load_for_memory
+from pipert.check.overlap import check_copies, check_overlap
+from pipert.check.repeats import check_repeats
+from pipert.check.settings import deterministic, limited, settled
+from pipert.check.speed import check_speed
+from pipert.check.values import check_values, check_values_under_load
+from pipert.check.ways import Devices
+from pipert.device import parse_devices
+
+__all__: list[str] = []
+
+MOST = 16  # the smallest model has 17 layers then
+NO_GPU = "no CUDA device: checking two CPU workers instead; this says nothing about GPUs"
+ONE_GPU = "one GPU: copies between GPUs, and GPUs that compute at the same time, cannot be checked"
+CRASH_MEANS = "pipert, or torch, raised an error where none should be: the traceback is on stderr"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done."""
+
+    dtypes: tuple[torch.dtype, ...]
+    repeats: int
+    steps: int
+    """Over which memory has to stay the same."""
+    seconds: float
+    """Of the speed."""
+    width: int
+    rows: int
+    """Of a micro-batch, to begin with."""
+    grow: bool
+    """Until the device is busy."""
+    link_bytes: int
+    """Of a copy by torch alone."""
+
+
+QUICK = Effort(
+    dtypes=(torch.float64,), repeats=2, steps=4, seconds=0.0, width=32, rows=64, grow=False,
+    link_bytes=1 << 20,
+)  # fmt: skip
+ON_GPUS = Effort(
+    dtypes=(torch.float64, torch.float32), repeats=5, steps=20, seconds=25.0, width=2048, rows=256,
+    grow=True, link_bytes=1 << 26,
+)  # fmt: skip
+ON_CPU = replace(ON_GPUS, seconds=15.0, width=256, rows=32)
+
+
+def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``check`` to the tools of ``python -m pipert``."""
+    parser = tools.add_parser(
+        "check",
+        help="check pipert on the devices of this machine",
+        description="Compare pipes with plain modules on the devices of this machine, read memory,"
+        " look at what overlaps, measure the speed-up, and print a report in Markdown. Takes up to"
+        " two minutes. Exit status 1 if something does not hold.",
+    )
+    parser.add_argument("--devices", help="of the partitions, such as cuda:0,cuda:1,cpu (default:"
+                        " the GPUs that are there; without any, two CPU workers)")  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON, too")
+    parser.add_argument("--quick", action="store_true",
+                        help="seconds: small sizes and few repeats; times mean little")  # fmt: skip
+    parser.set_defaults(run=lambda arguments: _check(arguments, parser))
+
+
+def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    try:
+        devices, remarks = _devices(arguments.devices)
+    except ValueError as error:
+        parser.error(f"--devices: {error}")
+    path: Path | None = arguments.json
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        parser.error(f"--json must be a file in a folder that is there, not {path}")
+    if arguments.quick:
+        effort, remarks = QUICK, [*remarks, "--quick: sizes are small, so times mean little"]
+    else:
+        effort = ON_GPUS if devices.gpus else ON_CPU
+    for remark in remarks:
+        print(f"pipert check: {remark}", file=sys.stderr)
+    with settled(devices), limited():
+        findings = run(devices, effort)
+        versions = machine.versions()
+    print(table.markdown(findings, devices, versions, remarks))
+    if path is not None:
+        data = table.as_json(findings, devices, versions, remarks)
+        path.write_text(json.dumps(data, indent=1), encoding="utf-8")
+    return 1 if findings.broken else 0
+
+
+def _devices(named: str | None) -> tuple[Devices, list[str]]:
+    """Where the partitions go, and what there is to be said about that.
+
+    Raises:
+        ValueError: a device is not there, or there are too many.
+    """
+    if named is not None:
+        devices = parse_devices(name.strip() for name in named.split(","))
+    elif torch.cuda.is_available():
+        devices = parse_devices(range(torch.cuda.device_count()))[:MOST]
+    else:
+        return Devices((torch.device("cpu"),) * 2), [NO_GPU]
+    if len(devices) > MOST:
+        raise ValueError(f"{len(devices)} are too many; at most {MOST}")
+    found = Devices(tuple(devices * 2 if len(devices) == 1 else devices))
+    remarks = {0: ["no CUDA device among them: this says nothing about GPUs"], 1: [ONE_GPU]}
+    return found, remarks.get(len(found.gpus), [])
+
+
+def run(devices: Devices, effort: Effort) -> Findings:
+    """All checks. One that raises an error is a finding, and the next one is run."""
+    findings = Findings()
+    gpus = machine.gpus(devices)
+    if gpus is not None:
+        findings.tables.append(gpus)
+    memory = load_for_memory(devices.n, min(256, effort.width), 16 * effort.rows)
+    _run(findings, "links", check_links(devices, effort.link_bytes, findings))
+    with deterministic():
+        _run(findings, "values", check_values(devices, effort.dtypes))
+        load_of_copies = effort.width, 4 * effort.rows
+        _run(findings, "values under load", check_values_under_load(devices, *load_of_copies))
+        _run(findings, "errors of layers", check_errors(devices))
+        repeats = check_repeats(devices, effort.repeats, *load_of_copies)
+        _run(findings, "repeated steps", repeats)
+    memory = fitting(memory, devices)
+    _run(findings, "memory", check_memory(devices, memory, effort.steps, findings))
+    _run(findings, "copies", check_copies(devices))
+    sizes: list[Load] = []
+
+    def load() -> Load:
+        if not sizes:
+            small = Load(devices.n, 4 * devices.n, 4, effort.width, effort.rows)
+            sizes.append(busy(small, devices) if effort.grow else small)
+        return sizes[0]
+
+    _run(findings, "overlap", _later(lambda: check_overlap(devices, load(), findings)))
+    _run(findings, "speed", _later(lambda: check_speed(devices, load(), effort.seconds, findings)))
+    return findings
+
+
+def _later(make: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    yield from make()
+
+
+def _run(findings: Findings, name: str, check: Iterator[Finding]) -> None:
+    """Keep what ``check`` finds, and say so on stderr."""
+    started = perf_counter()
+    print(f"pipert check: {name} ...", file=sys.stderr, flush=True)
+    try:
+        for finding in check:
+            findings.rows.append(finding)
+            seconds = perf_counter() - started
+            print(f"  {finding.check}: {finding.outcome} ({seconds:.1f} s)", file=sys.stderr)
+    except torch.OutOfMemoryError as error:
+        why = f"out of memory: {str(error).partition('.')[0]}"
+        findings.rows.append(Finding(name, NOT_CHECKED, why))
+    except Exception as error:  # the others are still worth knowing
+        traceback.print_exc()
+        seen = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        findings.rows.append(Finding(name, BROKEN, seen, CRASH_MEANS))

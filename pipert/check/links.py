@@ -1,0 +1,73 @@
+"""Do copies between the GPUs bring what was sent, without pipert, and how fast are they?
+
+There are machines on which they do not: peer access is announced, and the settings of PCIe (ACS, an
+IOMMU) let copies arrive as zeros. No pipeline can work there, and it is well to know whose fault a
+wrong gradient is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+
+from pipert.check.finding import NOT_CHECKED, Finding, Findings, Measurement, judged
+from pipert.check.load import timed
+from pipert.check.ways import Devices
+
+__all__: list[str] = []
+
+MEANS = (
+    "copies between these GPUs are broken without pipert: look at ACS and IOMMU in the settings of"
+    " the machine"
+)
+REPEATS = 5
+
+Link = tuple[torch.device, torch.device]
+
+
+def links(devices: Devices) -> list[Link]:
+    """Each two GPUs that follow each other."""
+    pairs = pairwise(devices.partitions)
+    return sorted({(a, b) for a, b in pairs if a != b and a.type == b.type == "cuda"}, key=str)
+
+
+def why_no_links(devices: Devices) -> str | None:
+    """What is missing for a link between GPUs, if there is none."""
+    if len(devices.gpus) < 2:
+        return ("no CUDA device", "there is one GPU")[len(devices.gpus)]
+    return None if links(devices) else "no two GPUs follow each other"
+
+
+def check_links(devices: Devices, size: int, findings: Findings) -> Iterator[Finding]:
+    """Copies of ``size`` bytes over each link, there and back."""
+    check = "copies by torch alone"
+    why_not = why_no_links(devices)
+    if why_not is not None:
+        yield Finding(check, NOT_CHECKED, why_not)
+        return
+    faults, rows = [], []
+    for a, b in links(devices):
+        rates = []
+        for source, target in ((a, b), (b, a)):
+            rate, is_same = _copy(source, target, size)
+            rates.append(f"{rate:.1f}")
+            if not is_same:
+                faults.append(f"{source} to {target}: something else arrives")
+        rows.append((f"{a}, {b}", *rates))
+    columns = ("GPUs", "there, GB/s", "back, GB/s")
+    title = f"Copies by torch alone, {size / 2**20:.3g} MiB each"
+    findings.tables.append(Measurement(title, columns, tuple(rows)))
+    yield judged(check, faults, "what is sent arrives, in both directions", MEANS)
+
+
+def _copy(source: torch.device, target: torch.device, size: int) -> tuple[float, bool]:
+    """GB/s, and whether what is sent arrives."""
+    sent = torch.arange(size // 8).to(source)
+    received = sent.to(target)
+    both = Devices((source, target))
+    seconds = min(timed(both, lambda: received.copy_(sent)) for _ in range(REPEATS))
+    received.zero_()
+    received.copy_(sent)
+    return size / max(seconds, 1e-9) / 1e9, torch.equal(received.cpu(), torch.arange(size // 8))

@@ -1,0 +1,119 @@
+"""A load for the devices: a chain of equal layers, and micro-batches that keep a device busy.
+
+How many rows a micro-batch needs depends on the device, so it is found out: they are doubled until
+a task takes long enough for the host not to be what is measured, or memory or time are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from pipert.check.models import chain
+from pipert.check.ways import Devices
+
+__all__: list[str] = []
+
+LONG_ENOUGH = 3e-3  # seconds for a forward task: the host needs some 0.3 ms for it
+LONG_STEP = 2.0
+LONG_FOR_HOST = 30e-3
+SHARE = 2  # take half of the memory that is free, at most
+
+
+@dataclass(frozen=True)
+class Load:
+    """``n`` partitions of ``layers`` layers of ``width``; ``m`` micro-batches of ``rows``."""
+
+    n: int
+    m: int
+    layers: int
+    width: int
+    rows: int
+
+    @property
+    def micro_batch_bytes(self) -> int:
+        """Of a float32 activation."""
+        return 4 * self.rows * self.width
+
+    def chain(self) -> nn.Sequential:
+        """The layers, on the CPU."""
+        return chain(self.n, self.layers, self.width)
+
+    def pair(self, first: torch.device, last: torch.device) -> tuple[Tensor, Tensor]:
+        """An input and a target.
+
+        The input wants its gradient: else the first partition would have less to do than others.
+        """
+        x, target = (torch.randn(self.m * self.rows, self.width) for _ in range(2))
+        return x.to(first).requires_grad_(), target.to(last)
+
+    def fits(self, devices: Devices) -> bool:
+        """Whether one GPU has the memory for all activations of the plain module."""
+        needed = self.micro_batch_bytes * self.m * (self.n * self.layers + 6)
+        free = [torch.cuda.mem_get_info(device)[0] for device in devices.gpus]
+        return all(SHARE * needed <= bytes for bytes in free)
+
+
+def fitting(load: Load, devices: Devices) -> Load:
+    """As many rows of ``load`` as there is memory for."""
+    while not load.fits(devices) and load.rows > 1:
+        load = replace(load, rows=load.rows // 2)
+    return load
+
+
+def busy(load: Load, devices: Devices) -> Load:
+    """As many rows as it takes to keep the first device busy for ``LONG_ENOUGH``.
+
+    Or fewer, so that a step of the plain module, three times its forward, does not take too long.
+    """
+    device = devices.partitions[0]
+    partition = load.chain()[: load.layers].to(device)
+    while True:
+        x = torch.randn(load.rows, load.width).to(device)
+        with torch.no_grad():
+            seconds, on_host = min(_both_times(devices, partition, x) for _ in range(3))
+        more = replace(load, rows=2 * load.rows)
+        plain_step = 3 * seconds * load.m * load.n
+        is_long = seconds >= LONG_ENOUGH or plain_step >= LONG_STEP or on_host >= LONG_FOR_HOST
+        if is_long or not more.fits(devices):
+            return load
+        load = more
+
+
+def _both_times(devices: Devices, layers: nn.Module, x: Tensor) -> tuple[float, float]:
+    started = perf_counter()
+    seconds = timed(devices, lambda: layers(x))
+    return seconds, perf_counter() - started
+
+
+def timed(devices: Devices, task: Callable[[], object]) -> float:
+    """How many seconds ``task`` takes from idle to idle.
+
+    On GPUs from events: each device dates one before, while it is idle, and one behind all that the
+    task has queued on its current stream. Where a CPU takes part, by the clock of the host.
+    """
+    devices.synchronize()
+    if len(devices.gpus) < len(set(devices.partitions)):
+        started = perf_counter()
+        task()
+        devices.synchronize()
+        return perf_counter() - started
+    before = _events(devices)
+    task()
+    after = _events(devices)
+    devices.synchronize()
+    spans: list[float] = [start.elapsed_time(end) for start, end in zip(before, after, strict=True)]
+    return max(spans) / 1e3
+
+
+def _events(devices: Devices) -> list[torch.cuda.Event]:
+    events = []
+    for device in devices.gpus:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        events.append(event)
+    return events

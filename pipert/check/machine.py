@@ -1,0 +1,89 @@
+"""What the checks ran on: hardware, and versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+import pipert
+from pipert.check.finding import Measurement
+from pipert.check.ways import Devices
+
+__all__: list[str] = []
+
+UNKNOWN = "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Of everything that has a part in it."""
+    return {
+        "pipert": f"{pipert.__version__}, commit {_commit()}",
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "cuDNN": str(torch.backends.cudnn.version() or "none"),  # type: ignore[no-untyped-call]
+        "NVIDIA driver": _driver(),
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "CPU": f"{_cpu()}, {os.cpu_count()} cores",
+        "intra-op threads": str(torch.get_num_threads()),
+    }
+
+
+def gpus(devices: Devices) -> Measurement | None:
+    """Name, memory and peers of each GPU."""
+    rows = []
+    for device in devices.gpus:
+        found = torch.cuda.get_device_properties(device)
+        free = torch.cuda.mem_get_info(device)[0]
+        peers = [
+            str(other) for other in devices.gpus
+            if other != device and torch.cuda.can_device_access_peer(device, other)
+        ]  # fmt: skip
+        rows.append((
+            str(device), str(found.name), f"{found.major}.{found.minor}",
+            f"{found.total_memory / 2**30:.1f}", f"{free / 2**30:.1f}", ", ".join(peers) or "none",
+        ))  # fmt: skip
+    columns = ("device", "name", "compute capability", "memory, GiB", "free, GiB", "peer access to")
+    return Measurement("GPUs", columns, tuple(rows)) if rows else None
+
+
+def _commit() -> str:
+    """Of the checkout that pipert runs from, or that it was installed from."""
+    root = Path(pipert.__file__).parents[1]
+    if (root / ".git").exists() and shutil.which("git"):
+        return _said("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+    try:
+        text = importlib.metadata.distribution("pipert").read_text("direct_url.json") or "{}"
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN
+    commit: str = json.loads(text).get("vcs_info", {}).get("commit_id", UNKNOWN)
+    return commit
+
+
+def _driver() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return "none"
+    query = ("--query-gpu=driver_version", "--format=csv,noheader")
+    return _said("nvidia-smi", *query).partition("\n")[0]
+
+
+def _said(*command: str) -> str:
+    """What a program prints; ``'unknown'`` if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return done.stdout.strip() or UNKNOWN if done.returncode == 0 else UNKNOWN
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

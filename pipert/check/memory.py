@@ -1,0 +1,119 @@
+"""Does memory become less where that is promised, and does it stay the same from step to step?
+
+Counted are the bytes of live tensors (``torch.cuda.max_memory_allocated``) beyond those before the
+step. The chain keeps one activation a layer and micro-batch, so the differences are large: of
+``m`` micro-batches 'always' keeps the inputs and the activations of one, '1f1b' the activations of
+``n - j`` on partition ``j``. A mode that is promised to keep less must be below ``BELOW`` of the
+other, on each GPU; it is expected at half of it or less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import mse_loss
+
+from pipert.check.finding import NOT_CHECKED, Finding, Findings, Measurement, judged
+from pipert.check.load import Load
+from pipert.check.ways import CALL, SCHEDULES, WAYS, Devices, Way, step
+from pipert.pipe import Pipe
+
+__all__: list[str] = []
+
+BELOW = 0.9
+LAYERS = 8  # of a partition
+MODES_MEAN = "a mode does not save the memory that it is there for: models that should fit may not"
+FLAT_MEANS = "each step leaves something behind: a training runs out of memory sooner or later"
+
+Peaks = dict[Way, list[int]]
+
+
+def check_memory(
+    devices: Devices, load: Load, steps: int, findings: Findings
+) -> Iterator[Finding]:
+    """Peaks of each way on each GPU, and what is left after each of ``steps`` steps."""
+    if not devices.gpus:
+        yield Finding("peak memory", NOT_CHECKED, "no CUDA device: torch does not count on a CPU")
+        return
+    x, target = load.pair(devices.partitions[0], devices.partitions[-1])
+    with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
+        for schedule in SCHEDULES:  # what is made once: workspaces of libraries, streams
+            _peaks(pipe, Way(schedule, "except_last"), x, target, devices)
+        peaks = {way: _peaks(pipe, way, x, target, devices) for way in WAYS}
+        findings.tables.append(_table(peaks, devices))
+        yield _judge_modes(peaks, devices)
+        yield _judge_schedules(peaks, devices)
+        yield _check_flat(pipe, x, target, devices, steps)
+
+
+def load_for_memory(n: int, width: int, rows: int) -> Load:
+    """``m`` is twice ``n`` or more: '1f1b' then keeps half of what 'gpipe' does, or less."""
+    return Load(n, max(8, 2 * n), LAYERS, width, rows)
+
+
+def _peaks(pipe: Pipe, way: Way, x: Tensor, target: Tensor, devices: Devices) -> list[int]:
+    pipe.zero_grad()
+    devices.synchronize()
+    before = [torch.cuda.memory_allocated(device) for device in devices.gpus]
+    for device in devices.gpus:
+        torch.cuda.reset_peak_memory_stats(device)
+    step(pipe, way, x, target, mse_loss)
+    devices.synchronize()
+    peaks = [torch.cuda.max_memory_allocated(device) for device in devices.gpus]
+    return [peak - start for peak, start in zip(peaks, before, strict=True)]
+
+
+def _table(peaks: Peaks, devices: Devices) -> Measurement:
+    columns = ("schedule", "checkpoint", *map(str, devices.gpus))
+    rows = [(*way, *(f"{peak / 2**20:.1f}" for peak in found)) for way, found in peaks.items()]
+    return Measurement("Peak memory of a step beyond the weights, MiB", columns, tuple(rows))
+
+
+def _judge_modes(peaks: Peaks, devices: Devices) -> Finding:
+    schedules = dict.fromkeys(way.schedule for way in peaks)
+    pairs = [(Way(s, "always"), Way(s, "never")) for s in schedules if s != "1f1b"]
+    seen = "'always' below 'never' on each GPU, with loss.backward() and gpipe"
+    return judged("peak memory of 'always'", _above(pairs, peaks, devices), seen, MODES_MEAN)
+
+
+def _judge_schedules(peaks: Peaks, devices: Devices) -> Finding:
+    pairs = [(Way("1f1b", "never"), Way(other, "never")) for other in ("gpipe", CALL)]
+    seen = "1f1b below gpipe and loss.backward() on each GPU, without checkpointing"
+    return judged("peak memory of 1f1b", _above(pairs, peaks, devices), seen, MODES_MEAN)
+
+
+def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list[str]:
+    return [
+        f"{device}: {less} needs {a / 2**20:.1f} MiB, {more} {b / 2**20:.1f}"
+        for less, more in pairs
+        for device, a, b in zip(devices.gpus, peaks[less], peaks[more], strict=True)
+        if a >= BELOW * b
+    ]
+
+
+def _check_flat(
+    pipe: Pipe, x: Tensor, target: Tensor, devices: Devices, steps: int
+) -> Finding:
+    """Memory grows if after each step of the second half there is more than after any before.
+
+    That leaves room for a worker that has not quite let go of its last task when a step is over.
+    """
+    faults, reserved = [], []
+    for way in (Way(CALL, "except_last"), Way("gpipe", "except_last"), Way("1f1b", "never")):
+        left: list[list[int]] = []
+        for _ in range(steps):
+            step(pipe, way, x, target, mse_loss)
+            pipe.zero_grad()
+            devices.synchronize()
+            left.append([torch.cuda.memory_allocated(device) for device in devices.gpus])
+            reserved.append(sum(torch.cuda.memory_reserved(device) for device in devices.gpus))
+        for device, after in zip(devices.gpus, zip(*left, strict=True), strict=True):
+            early, late = max(after[: steps // 2]), min(after[steps // 2 :])
+            if late > early:
+                grown = f"{late - early} bytes more in the second half of {steps} steps"
+                faults.append(f"{device}: {grown}, {way}")
+    more = (reserved[-1] - reserved[0]) / 2**20
+    seen = f"{3 * steps} steps; reserved by torch's allocator meanwhile: {more:+.0f} MiB"
+    return judged("memory stays the same over steps", faults, seen, FLAT_MEANS)

@@ -1,0 +1,204 @@
+"""The models that are checked: small, but with everything that makes a pipeline difficult.
+
+Convolutions; a GPT whose head has the weight of its embedding, so that partitions share one; a
+U-Net whose skips cross partitions, with layers that work in place; and a chain of equal layers,
+for whatever is measured.
+
+All functions in them are smooth: where ReLU or max-pooling has two rounding errors to choose
+between, a gradient jumps. All have deterministic kernels on CUDA, so no max-pooling, no
+interpolation and no fused attention. None has BatchNorm, which depends on the micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert.skip import Namespace, Skippable, pop, skippable, stash
+
+__all__: list[str] = []
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+ROWS = 10  # four micro-batches of 3, 3, 2 and 2
+CLASSES = 8
+TOKENS = 12
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and what it is trained with."""
+
+    name: str
+    layers: nn.Sequential
+    x: Tensor
+    target: Tensor
+    loss_fn: Loss
+
+    def balance(self, n: int) -> list[int]:
+        """As many layers in each of ``n`` partitions, as far as that goes."""
+        return even(len(self.layers), n)
+
+
+def even(layers: int, n: int) -> list[int]:
+    """``layers`` in ``n`` parts whose sizes differ by at most one."""
+    return [layers // n + (j < layers % n) for j in range(n)]
+
+
+def small_models(n: int, dtype: torch.dtype) -> list[Model]:
+    """The three models for ``n`` partitions, seeded, on the CPU, without dropout."""
+    torch.manual_seed(0)
+    images = torch.randn(ROWS, 3, 8, 8, dtype=dtype)
+    classes, depths = torch.randint(CLASSES, (ROWS,)), torch.randn(ROWS, 1, 8, 8, dtype=dtype)
+    return [
+        Model("convolutions", convolutions(n).to(dtype), images, classes, F.cross_entropy),
+        language_model(gpt(n, 0.0).to(dtype)),
+        Model("U-Net", unet().to(dtype), images, depths, F.mse_loss),
+    ]
+
+
+def language_model(layers: nn.Sequential) -> Model:
+    """A GPT, and tokens."""
+    tokens = torch.randint(CLASSES, (ROWS, TOKENS + 1))
+    return Model("GPT", layers, tokens[:, :-1], tokens[:, 1:], next_token_loss)
+
+
+def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Cross entropy of ``[rows, tokens, classes]``."""
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+# Convolutions -------------------------------------------------------------------------------------
+
+
+def convolutions(n: int) -> nn.Sequential:
+    """``[rows, 3, height, width]`` to ``[rows, CLASSES]``."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
+    for _ in range(max(2, n // 2)):
+        layers += [nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
+    return nn.Sequential(*layers, _Mean(), nn.Linear(8, CLASSES))
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean((2, 3))
+
+
+# GPT ----------------------------------------------------------------------------------------------
+
+
+def gpt(n: int, dropout: float, tied: bool = True, width: int = 16) -> nn.Sequential:
+    """``[rows, TOKENS]`` to ``[rows, TOKENS, CLASSES]``; if tied, the head has the first weight."""
+    first, head = _Embedding(width), nn.Linear(width, CLASSES, bias=False)
+    if tied:
+        head.weight = first.tokens.weight
+    blocks = [_Block(width, dropout) for _ in range(max(2, n - 2))]
+    return nn.Sequential(first, *blocks, nn.LayerNorm(width), head)
+
+
+class _Embedding(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(CLASSES, width)
+        self.positions = nn.Parameter(0.1 * torch.randn(TOKENS, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded: Tensor = self.tokens(tokens) + self.positions
+        return embedded
+
+
+class _Block(nn.Module):
+    """Attention to what came before, and a perceptron, as in GPT-2."""
+
+    def __init__(self, width: int, dropout: float, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.out(self._attend(self.norms[0](x))))
+        y: Tensor = x + self.dropout(self.perceptron(self.norms[1](x)))
+        return y
+
+    def _attend(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = parts.unbind()
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+        weights = scores.masked_fill(future, -math.inf).softmax(-1)
+        attended: Tensor = (weights @ v).transpose(1, 2).flatten(2)
+        return attended
+
+
+# U-Net --------------------------------------------------------------------------------------------
+
+
+def unet(width: int = 4, levels: int = 2) -> nn.Sequential:
+    """``[rows, 3, height, width]`` to ``[rows, 1, height, width]``."""
+    skips = [Namespace() for _ in range(levels)]
+    widths = [3, *(width * 2**level for level in range(levels))]
+    layers: list[nn.Module] = []
+    for level in range(levels):
+        inputs, outputs = widths[level], widths[level + 1]
+        layers += [*_cell(inputs, outputs), _Stash().isolate(skips[level])]
+        layers += [nn.Conv2d(outputs, outputs, 2, stride=2)]
+    layers += _cell(widths[-1], widths[-1])
+    for level in reversed(range(levels)):
+        outputs = widths[level + 1]
+        inputs = widths[min(level + 2, levels)]
+        layers += [nn.Conv2d(inputs, 4 * outputs, 1), nn.PixelShuffle(2)]
+        layers += [_Concatenate().isolate(skips[level]), *_cell(2 * outputs, outputs)]
+    return nn.Sequential(*layers, nn.Conv2d(width, 1, 1))
+
+
+def _cell(inputs: int, outputs: int) -> Iterator[nn.Module]:
+    yield nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    yield nn.GroupNorm(2, outputs)
+    yield nn.ELU(inplace=True)
+
+
+@skippable(stash=["skip"])
+class _Stash(Skippable):
+    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class _Concatenate(Skippable):
+    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
+        skip = yield pop("skip")
+        return torch.cat([skip, x], dim=1)
+
+
+# The chain ----------------------------------------------------------------------------------------
+
+
+def chain(n: int, layers: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+    """``n`` equal partitions of ``layers`` layers each: ``[rows, width]`` to the same."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[_Linear(width, dropout) for _ in range(n * layers)])
+
+
+class _Linear(nn.Module):
+    """Keeps one tensor of the size of its input for the backward."""
+
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        return F.dropout(y, self.dropout) if self.dropout else y

@@ -1,0 +1,230 @@
+"""Do devices copy while they compute, and do partitions compute at the same time?
+
+That copies *can* run beside kernels is a fact of how streams are used, and is checked, for each
+pair of neighbours. Timing must have no part in that, so the host says when things are queued, and
+kernels that only sleep say how long they run::
+
+    first GPU     F[0,0]  F[1,0]  F[2,0] sleeps ...................  F[3,0]
+    copy                          F[1,0]'s output: when is it there?
+    second GPU    F[0,1] sleeps for longer .............................
+
+The copy of micro-batch 1 is queued by ``F[1,1]``, whose worker is held until ``F[3,0]`` begins, so
+``F[2,0]`` has been queued by then. On a stream of its own the copy is done while both GPUs sleep.
+On the stream of either computation it comes after the kernel there. Whatever delays the *host* can
+only hide an overlap, never make one up: so it is tried again with longer sleeps, and one success is
+enough.
+
+How much *does* overlap in a step, with real kernels, is a figure that depends on the machine. It is
+taken from ``pipe.record()``, and only reported; but if on two or more GPUs no two partitions ever
+compute at the same time, though their tasks are long enough to tell, something serialises them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from pipert.check.finding import (
+    BROKEN,
+    NOT_CHECKED,
+    REPORTED,
+    Finding,
+    Findings,
+    Measurement,
+    judged,
+)
+from pipert.check.links import links, why_no_links
+from pipert.check.load import Load
+from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way, step
+from pipert.recording.event import COMPUTE, COPY, FORWARD, Event
+from pipert.timeline.intervals import Interval, length, overlap, union
+from pipert.timeline.timeline import Timeline
+
+__all__: list[str] = []
+
+SLEEP = 50_000_000  # cycles, some 25 to 50 ms
+ATTEMPTS = 4
+LONG_ENOUGH = 1e-3  # seconds for a task: clocks of two GPUs are compared to some 50 us
+NONE = 0.01  # of the time
+WAYS = [Way(schedule, "never") for schedule in SCHEDULES]
+COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
+PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several of them"
+
+
+# Copies beside kernels ----------------------------------------------------------------------------
+
+
+def check_copies(devices: Devices) -> Iterator[Finding]:
+    """Between each two GPUs that follow each other."""
+    check = "copies beside computation"
+    why_not = why_no_links(devices) or _why_not_side_by_side()
+    if why_not is not None:
+        yield Finding(check, NOT_CHECKED, why_not)
+        return
+    faults, pairs = [], links(devices)
+    for a, b in pairs:
+        if not _overlap(a, b):
+            faults.append(f"from {a} to {b} in none of {ATTEMPTS} attempts")
+    seen = f"while both GPUs compute: {', '.join(f'{a} to {b}' for a, b in pairs)}"
+    yield judged(check, faults, seen, COPIES_MEAN)
+
+
+class _Sleeping(nn.Module):
+    """A layer whose kernel sleeps, on one micro-batch."""
+
+    def __init__(self, at: int, queued: threading.Event) -> None:
+        super().__init__()
+        self.at, self.queued = at, queued
+        self.cycles = self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        i, self.calls = self.calls, self.calls + 1
+        self.before(i)
+        with torch.cuda.device(x.device):
+            torch.cuda._sleep(self.cycles if i == self.at else 1)  # type: ignore[no-untyped-call]
+        self.after(i)
+        return x + 1
+
+    def before(self, i: int) -> None:
+        """What the host does before it queues the kernel of micro-batch ``i``."""
+
+    def after(self, i: int) -> None:
+        """What the host does when it has queued it."""
+
+
+class _First(_Sleeping):
+    def before(self, i: int) -> None:
+        if i == self.at + 1:
+            self.queued.set()
+
+
+class _Second(_Sleeping):
+    def after(self, i: int) -> None:
+        if i == self.at and not self.queued.wait(TIMEOUT / 2):
+            raise RuntimeError("F[3,0] did not begin while F[0,1] was under way")
+
+
+def _overlap(a: torch.device, b: torch.device) -> bool:
+    """Whether micro-batch 1 comes from ``a`` to ``b`` before ``a`` is done with the next one."""
+    queued = threading.Event()
+    first, second = _First(2, queued), _Second(0, queued)
+    two = Devices((a, b))
+    with two.pipe(nn.Sequential(first, second), [1, 1], 4) as pipe, torch.no_grad():
+        x = torch.ones(4, 1 << 16, device=a)
+        # Before: what the driver waits for all kernels for. Memory, kernels, access to a peer.
+        for cycles in (1, 1, *(SLEEP * 2**attempt for attempt in range(ATTEMPTS))):
+            queued.clear()
+            first.calls = second.calls = 0
+            first.cycles, second.cycles = cycles, 3 * cycles
+            two.synchronize()
+            with pipe.record() as timeline:
+                pipe(x)
+            found = {(e.kind, e.i, e.j): e for e in timeline.events}
+            # Both are dated by the clock of the first GPU.
+            if cycles > 1 and found[COPY, 1, 1].end < found[FORWARD, 2, 0].end:
+                return True
+    return False
+
+
+# What a step looks like ---------------------------------------------------------------------------
+
+
+def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[Finding]:
+    """How much of a step partitions compute at the same time, and copy while they compute."""
+    rows, together, shortest = [], [], []
+    x, target = load.pair(devices.partitions[0], devices.partitions[-1])
+    with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
+        for way in WAYS:
+            once = partial(step, pipe, way, x, target, mse_loss)
+            once()
+            devices.synchronize()
+            with pipe.record() as timeline:
+                once()
+                once()
+                devices.synchronize()
+            share = _together(timeline)
+            copying, hidden = _hidden(timeline)
+            forward = [event.seconds for event in timeline.events if event.kind == FORWARD]
+            together.append(share)
+            shortest.append(sorted(forward)[len(forward) // 2])
+            copies = f"{hidden / copying:.0%} of {1e3 * copying:.1f} ms" if copying else "no copies"
+            rows.append((way.schedule, f"{1e3 * shortest[-1]:.2f}", f"{share:.0%}", copies))
+    columns = ("schedule", "forward task, ms", "partitions at once", "copies while computing")
+    findings.tables.append(Measurement(_title(load), columns, tuple(rows)))
+    seen = f"{min(together):.0%} to {max(together):.0%} of the time two or more partitions compute"
+    yield _judge_together(devices, max(together), min(shortest), seen)
+
+
+def _judge_together(devices: Devices, share: float, task: float, seen: str) -> Finding:
+    check = "partitions at the same time"
+    why_not = why_no_links(devices) if len(devices.gpus) < 2 else None
+    if why_not is None and task < LONG_ENOUGH:
+        why_not = "tasks are too short to tell"
+    if why_not is not None:
+        return Finding(check, REPORTED, f"{seen}; not judged: {why_not}")
+    if share < NONE:
+        return Finding(check, BROKEN, seen, PARTITIONS_MEAN)
+    return Finding(check, REPORTED, seen)
+
+
+def _why_not_side_by_side() -> str | None:
+    """What the user has chosen, if with that no kernel runs beside a copy."""
+    for name in ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        if os.environ.get(name) == "1":
+            return f"{name}=1 keeps apart what could run side by side"
+    return None
+
+
+def _title(load: Load) -> str:
+    return (
+        f"Two steps of a chain: {load.n} partitions of {load.layers} x Linear({load.width}), "
+        f"{load.m} micro-batches of {load.rows} rows, checkpoint='never'"
+    )
+
+
+def _computing(timeline: Timeline) -> list[list[Interval]]:
+    """When each lane computed."""
+    events = [event for event in timeline.events if event.kind in COMPUTE]
+    return [
+        union((event.start, event.end) for event in events if timeline.lane(event) == lane)
+        for lane in range(len(timeline.lanes))
+    ]
+
+
+def _together(timeline: Timeline) -> float:
+    """The share of the time of computing in which two lanes do."""
+    lanes = _computing(timeline)
+    several = union(both for a, b in combinations(lanes, 2) for both in overlap(a, b))
+    return length(several) / max(length(union(sum(lanes, []))), 1e-9)
+
+
+def _hidden(timeline: Timeline) -> tuple[float, float]:
+    """Seconds of copies between GPUs, and how many of them while the GPU they come from computed.
+
+    Both are dated by that GPU.
+    """
+    copying = hidden = 0.0
+    for event in timeline.events:
+        source = _source(event)
+        if source is not None:
+            computing = union(
+                (e.start, e.end) for e in timeline.events
+                if e.kind in COMPUTE and e.device == source
+            )  # fmt: skip
+            copying += event.seconds
+            hidden += length(overlap([(event.start, event.end)], computing))
+    return copying, hidden
+
+
+def _source(event: Event) -> torch.device | None:
+    """The GPU that a copy between GPUs comes from."""
+    if event.kind != COPY or event.source is None:
+        return None
+    return event.source if event.source.type == event.device.type == "cuda" else None

@@ -1,0 +1,61 @@
+"""Settings of torch and of the process that hold while it is checked, and are put back."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+from collections.abc import Iterator
+
+import torch
+
+from pipert.check.ways import Devices
+
+__all__: list[str] = []
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it is first used
+_LIMIT = 600  # seconds
+_STDERR = 2
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits each time, as far as torch has them; it warns of others."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("warn")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+@contextlib.contextmanager
+def settled(devices: Devices) -> Iterator[None]:
+    """No TF32, a workspace that makes cuBLAS deterministic, no choice of kernels by timing.
+
+    On CPUs alone one thread for an operation: else a single device is all cores already.
+    """
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, torch.get_num_threads()
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")
+    cudnn.allow_tf32 = cudnn.benchmark = matmul.allow_tf32 = False
+    if not devices.gpus:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, threads = before
+        torch.set_num_threads(threads)
+        if workspace is None:
+            del os.environ[_WORKSPACE]
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """After ten minutes the process ends with status 1, and says where each thread is."""
+    faulthandler.dump_traceback_later(_LIMIT, exit=True, file=_STDERR)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,91 @@
+"""How much faster is a step than that of the plain module on one device?
+
+The plain module is on the first device and takes the mini-batch as a whole, so it has the larger
+kernels. All take turns, and what counts is the median of each. The ideal is that of ``n`` equal
+devices and free copies: ``m * n / (m + n - 1)`` (section 2.1 of the paper).
+
+Nothing here can be right or wrong: devices may differ, links may be slow, others may be at work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+from torch.nn.functional import mse_loss
+
+from pipert.check.finding import REPORTED, Finding, Findings, Measurement
+from pipert.check.load import Load, timed
+from pipert.check.ways import CALL, Devices, Way, backward, step
+
+__all__: list[str] = []
+
+PLAIN = "plain module"
+ROUNDS = (3, 15)
+
+
+def check_speed(
+    devices: Devices, load: Load, seconds: float, findings: Findings
+) -> Iterator[Finding]:
+    """Rounds in which each has its turn, for about so many seconds."""
+    first = devices.partitions[0]
+    plain = load.chain().to(first)
+    x, target = load.pair(first, first)
+    target_of_pipe = target.to(devices.partitions[-1])
+    ways = [Way(CALL, "never"), Way(CALL, "except_last"), Way("gpipe", "never"),
+            Way("1f1b", "never")]  # fmt: skip
+    with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
+        steps: dict[str, Callable[[], object]] = {
+            PLAIN: lambda: backward(mse_loss(plain(x), target)),
+            **{str(way): partial(step, pipe, way, x, target_of_pipe, mse_loss) for way in ways},
+        }
+        taken = _take_turns(devices, steps, seconds)
+    rows = [_row(name, taken, _ideal(name, load, devices)) for name in taken]
+    columns = ("step", "ms, median", "fastest", "slowest", "speed-up", "ideal")
+    title = (
+        f"Speed-up over the plain module on {first}: {load.n} partitions of {load.layers} x "
+        f"Linear({load.width}), {load.m} micro-batches of {load.rows} rows, {len(taken[PLAIN])} "
+        "rounds"
+    )
+    findings.tables.append(Measurement(title, columns, tuple(rows)))
+    best = min((name for name in taken if name != PLAIN), key=lambda name: median(taken[name]))
+    speedup = median(taken[PLAIN]) / median(taken[best])
+    seen = f"{speedup:.2f} over the plain module on {first}, at best: with {best}"
+    yield Finding("speed-up", REPORTED, seen)
+
+
+def _take_turns(
+    devices: Devices, steps: dict[str, Callable[[], object]], seconds: float
+) -> dict[str, list[float]]:
+    started = perf_counter()
+    for once in (*steps.values(), *steps.values()):  # to warm up
+        timed(devices, once)
+    of_round = (perf_counter() - started) / 2
+    least, most = ROUNDS
+    rounds = min(most, max(least, int(seconds / of_round)))
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds):
+        order = list(steps) if turn % 2 else list(reversed(steps))
+        for name in order:
+            taken[name].append(timed(devices, steps[name]))
+    return taken
+
+
+def _row(name: str, taken: dict[str, list[float]], ideal: str) -> tuple[str, ...]:
+    samples = taken[name]
+    speedup = median(taken[PLAIN]) / median(samples)
+    times = [f"{1e3 * t:.1f}" for t in (median(samples), min(samples), max(samples))]
+    return (name, *times, f"{speedup:.2f}", ideal)
+
+
+def _ideal(name: str, load: Load, devices: Devices) -> str:
+    """Where the formula applies: nothing is recomputed, no device has two partitions.
+
+    On CPU one thread does the backward of all partitions in ``loss.backward()``.
+    """
+    in_one_thread = name.startswith(CALL) and len(devices.gpus) < devices.n
+    if not name.endswith("'never'") or not devices.differ or in_one_thread:
+        return "-"
+    return f"{load.m * load.n / (load.m + load.n - 1):.2f}"

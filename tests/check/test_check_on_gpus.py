@@ -1,0 +1,242 @@
+"""The whole check on GPUs, and faults of pipert that only GPUs can show; on simulated ones, too."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipert import pipe, schedules, stream
+from pipert.__main__ import main
+from pipert._typing import Tensors
+from pipert.check import overlap
+from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings
+from pipert.check.links import check_links
+from pipert.check.load import Load
+from pipert.check.memory import check_memory, load_for_memory
+from pipert.check.overlap import check_copies, check_overlap
+from pipert.check.speed import check_speed
+from pipert.check.values import check_values
+from pipert.check.ways import Devices, Way
+from pipert.recorded_lane import RecordedLane, RecordedStepLane
+from pipert.stream import CopyStreams, compute_stream
+from tests import simulated_gpus
+
+pytestmark = pytest.mark.slow
+
+GPUS = tuple(torch.device("cuda", k) for k in range(4))
+TWO = Devices(GPUS[:2])
+
+
+@pytest.fixture
+def long_tasks() -> Iterator[None]:
+    """Simulated devices that are slow, so that tasks are long in virtual time."""
+    gpus = simulated_gpus.running()
+    if gpus is not None:
+        gpus.rates(launch_us=5, memory_gbps=1000, link_gbps=25, tflops=1e-8)
+    yield
+    if gpus is not None:
+        gpus.rates(launch_us=5, memory_gbps=1000, link_gbps=25, tflops=20)
+
+
+def memory(steps: int = 4) -> dict[str, Finding]:
+    found = check_memory(TWO, load_for_memory(2, 16, 64), steps, Findings())
+    return {row.check: row for row in found}
+
+
+@pytest.mark.cuda
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_all_checks_hold(n: int, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count() < n:
+        pytest.skip(f"needs {n} CUDA devices")
+    named = ",".join(map(str, GPUS[:n]))
+    assert main(["check", "--quick", "--devices", named]) == 0
+    out = capsys.readouterr().out
+    assert "Everything that was checked holds." in out
+    assert "| copies beside computation " in out
+    assert ("Not checked" in out) == (n == 1)
+
+
+@pytest.mark.multi_gpu
+def test_copies_that_torch_does_not_do_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row.outcome for row in check_links(TWO, 1 << 10, Findings())] == [HOLDS]
+    monkeypatch.setattr(Tensor, "copy_", lambda self, source: self)
+    (found,) = check_links(TWO, 1 << 10, Findings())
+    assert found.outcome == BROKEN
+    assert found.seen.startswith("cuda:0 to cuda:1: something else arrives; cuda:1 to cuda:0: ")
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+def change_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], Tensors]) -> None:
+    """Let what is copied between GPUs arrive as something else."""
+    copy = stream.copy
+
+    def changed(tensors: Tensors, device: torch.device, *args: Any) -> Tensors:
+        copied = copy(tensors, device, *args)
+        between = {tensor.device for tensor in (*tensors, *copied)} == {*TWO.gpus}
+        return change(copied) if between else copied
+
+    monkeypatch.setattr(stream, "copy", changed)
+
+
+@pytest.mark.multi_gpu
+def test_copies_that_bring_zeros_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    change_copies(monkeypatch, lambda copied: tuple(map(torch.zeros_like, copied)))
+    found = [*check_values(TWO, (torch.float64,))]
+    assert [row.outcome for row in found] == [BROKEN] * 3
+    assert "without gradients: output differs by" in found[0].seen
+
+
+@pytest.mark.multi_gpu
+def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    last: dict[object, Tensor] = {}
+
+    def stale(copied: Tensors) -> Tensors:
+        before = tuple(last.get((x.shape, x.device), x) for x in copied)
+        last.update({(x.shape, x.device): x.detach() for x in copied})
+        return before
+
+    change_copies(monkeypatch, stale)
+    found = next(check_values(TWO, (torch.float64,)))
+    assert found.outcome == BROKEN
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_gpu
+def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "_checkpointed", lambda mode, m: 0)
+    found = memory()
+    assert found["peak memory of 'always'"].outcome == BROKEN
+    assert "cuda:0: loss.backward(), checkpoint='always' needs" in (
+        found["peak memory of 'always'"].seen
+    )
+    assert found["peak memory of 1f1b"].outcome == HOLDS
+
+
+@pytest.mark.multi_gpu
+def test_a_1f1b_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipe, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
+    found = memory()
+    assert found["peak memory of 1f1b"].outcome == BROKEN
+    assert found["peak memory of 'always'"].outcome == HOLDS
+
+
+@pytest.mark.multi_gpu
+def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Tensor] = []
+
+    def keep(copied: Tensors) -> Tensors:
+        kept.extend(x.detach() for x in copied)
+        return copied
+
+    change_copies(monkeypatch, keep)
+    found = memory()["memory stays the same over steps"]
+    assert found.outcome == BROKEN
+    assert "bytes more in the second half of 4 steps" in found.seen
+
+
+# Overlap ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("where", [GPUS[:1], GPUS[1:2], GPUS[:2]], ids=["from", "to", "both"])
+def test_copies_on_the_stream_of_the_computation_are_seen(
+    monkeypatch: pytest.MonkeyPatch, where: tuple[torch.device, ...]
+) -> None:
+    get = CopyStreams.get
+
+    def shared(self: CopyStreams, device: torch.device, i: int) -> torch.cuda.Stream | None:
+        return compute_stream(device) if device in where else get(self, device, i)
+
+    monkeypatch.setattr(CopyStreams, "get", shared)
+    (found,) = check_copies(TWO)
+    assert found.outcome == BROKEN
+    assert found.seen == f"from cuda:0 to cuda:1 in none of {overlap.ATTEMPTS} attempts"
+
+
+@pytest.mark.multi_gpu
+def test_copies_beside_computation_hold_in_both_directions() -> None:
+    (found,) = check_copies(Devices((GPUS[0], GPUS[1], GPUS[0])))
+    assert found.outcome == HOLDS
+    assert found.seen == "while both GPUs compute: cuda:0 to cuda:1, cuda:1 to cuda:0"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("name", ["CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"])
+def test_copies_are_not_judged_where_the_user_wants_no_overlap(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "1")
+    (found,) = check_copies(TWO)
+    assert found.outcome == NOT_CHECKED and found.seen.startswith(f"{name}=1 ")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("others", [[GPUS[0]], [torch.device("cpu")]], ids=["alone", "cpu"])
+def test_copies_of_one_gpu_are_not_checked(others: list[torch.device]) -> None:
+    (found,) = check_copies(Devices((GPUS[0], *others)))
+    assert (found.outcome, found.seen) == (NOT_CHECKED, "there is one GPU")
+
+
+def overlapping() -> Finding:
+    (found,) = check_overlap(TWO, Load(2, 4, layers=1, width=16, rows=16), Findings())
+    return found
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.usefixtures("long_tasks")
+def test_how_much_overlaps_is_reported() -> None:
+    found = overlapping()
+    assert found.outcome == REPORTED
+    assert found.seen.endswith("of the time two or more partitions compute")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.usefixtures("long_tasks")
+def test_partitions_that_take_turns_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, last = threading.Lock(), [torch.cuda.Event()]  # type: ignore[no-untyped-call]
+
+    def after_the_last(compute: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(lane: RecordedLane, *args: Any) -> Any:
+            with lock:
+                on = torch.cuda.current_stream(lane._device)
+                on.wait_event(last[0])
+                result = compute(lane, *args)
+                last[0] = on.record_event()
+                return result
+
+        return alone
+
+    for of, name in ((RecordedLane, "_compute"), (RecordedStepLane, "_find_gradients")):
+        monkeypatch.setattr(of, name, after_the_last(getattr(of, name)))
+    monkeypatch.setattr(overlap, "WAYS", [Way("gpipe", "never"), Way("1f1b", "never")])
+    found = overlapping()
+    assert found.outcome == BROKEN
+    assert found.seen.startswith("0% to 0% of the time")
+
+
+# Speed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(simulated_gpus.running() is None, reason="needs the known times of simulation")
+@pytest.mark.usefixtures("long_tasks")
+def test_the_speed_up_is_taken_from_the_clocks_of_the_devices() -> None:
+    findings = Findings()
+    load = Load(2, 8, layers=1, width=16, rows=16)
+    (found,) = check_speed(TWO, load, 0.0, findings)
+    (table,) = findings.tables
+    rows = {row[0]: row for row in table.rows}
+    assert float(rows["gpipe, checkpoint='never'"][-2]) == pytest.approx(16 / 9, rel=0.05)
+    assert rows["gpipe, checkpoint='never'"][-1] == "1.78"
+    assert rows["loss.backward(), checkpoint='except_last'"][-1] == "-"
+    assert found.outcome == REPORTED

@@ -1,0 +1,226 @@
+"""Copies are on streams of their own, seen in the virtual time of simulated GPUs.
+
+Each partition computes for 1000 us, forward and backward, and each copy of a micro-batch takes 500.
+On streams of their own copies are hidden: with ``m`` micro-batches and ``n`` partitions a pass
+takes ``m + n - 1`` times 1000 us and ``n - 1`` times 500. On any stream that computes it takes
+longer, to the microsecond and each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Event, Pipe
+from pipert.components import Components
+from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
+from pipert.timeline.timeline import Timeline
+from tests import simulated_gpus
+from tests.simulated_gpus.simulation import Simulation
+
+pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+COMPUTE, MOVE = 1000.0, 500.0  # us
+M, N = 4, 3
+SIZE = 125_000  # values of 4 bytes in a micro-batch, at 1 GB/s
+PASS = (M + N - 1) * COMPUTE + (N - 1) * MOVE
+
+
+@pytest.fixture
+def gpus() -> Iterator[Simulation]:
+    gpus = simulated_gpus.running()
+    if gpus is None:
+        pytest.skip("asks the simulation for its virtual time")
+    gpus.rates(launch_us=0.0, memory_gbps=1e9, link_gbps=1.0, tflops=1e9)
+    yield gpus
+    gpus.rates(launch_us=5.0, memory_gbps=1000.0, link_gbps=25.0, tflops=20.0)
+
+
+def compute() -> None:
+    """Keep the current stream busy for as long as a partition computes."""
+    sleep_for_cycles: Any = torch.cuda._sleep
+    sleep_for_cycles(int(2000 * COMPUTE))
+
+
+class _Busy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        compute()
+        ctx.save_for_backward(x)  # what is not needed is not recomputed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        compute()
+        dx: Tensor = grads[0] + x
+        return dx
+
+
+class Busy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Busy.apply(x)  # type: ignore[no-untyped-call]
+        return y
+
+
+def busy_pipe(devices: list[str], **options: Any) -> Pipe:
+    layers = [Busy() for _ in devices]
+    return Pipe(nn.Sequential(*layers), [1] * len(devices), devices=devices, chunks=M, **options)
+
+
+def batch(device: str = "cuda:0", grad: bool = True) -> Tensor:
+    return torch.ones(M, SIZE, device=device, requires_grad=grad)
+
+
+@pytest.fixture
+def pipe(gpus: Simulation) -> Iterator[Pipe]:
+    with busy_pipe([f"cuda:{k}" for k in range(N)], checkpoint="never") as pipe:
+        yield pipe
+
+
+def test_copies_of_a_forward_and_of_its_backward_are_hidden(gpus: Simulation, pipe: Pipe) -> None:
+    x = batch()
+    gpus.reset_time()
+    y = pipe(x)
+    torch.cuda.synchronize(N - 1)
+    assert gpus.makespan() == pytest.approx(PASS, abs=1)
+    y.sum().backward()
+    assert gpus.makespan() == pytest.approx(2 * PASS, abs=1)
+
+
+def test_copies_of_a_step_are_hidden(gpus: Simulation, pipe: Pipe) -> None:
+    x = batch()
+    gpus.reset_time()
+    pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), schedule="gpipe")
+    assert gpus.makespan() == pytest.approx(2 * PASS, abs=1)
+
+
+def test_without_streams_of_their_own_copies_are_not_hidden(gpus: Simulation, pipe: Pipe) -> None:
+    pipe._runtime.components = Components(copy_streams=False)
+    x = batch(grad=False)
+    gpus.reset_time()
+    pipe(x)
+    assert gpus.makespan() > PASS + MOVE
+
+
+# Blocking -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copy_streams", [True, False])
+def test_between_gpus_the_host_waits_for_nothing(
+    gpus: Simulation, pipe: Pipe, copy_streams: bool
+) -> None:
+    pipe._runtime.components = Components(copy_streams=copy_streams)
+    x = batch()
+    before = gpus.counts()["synchronisations"]
+    pipe(x).sum().backward()
+    assert gpus.counts()["synchronisations"] == before
+
+
+def test_the_host_waits_for_each_copy_to_the_cpu(gpus: Simulation) -> None:
+    x = batch(grad=False)
+    with busy_pipe(["cuda:0", "cpu"]) as pipe:
+        before = gpus.counts()["synchronisations"]
+        pipe(x)
+        assert gpus.counts()["synchronisations"] >= before + M
+
+
+# Recording ----------------------------------------------------------------------------------------
+
+
+def train_by_call(pipe: Pipe, x: Tensor) -> None:
+    pipe(x).sum().backward()
+
+
+def train_by_step(pipe: Pipe, x: Tensor) -> None:
+    pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), schedule="gpipe")
+
+
+Train = Callable[[Pipe, Tensor], None]
+ways = pytest.mark.parametrize("train", [train_by_call, train_by_step])
+
+
+def microseconds(events: Iterable[Event]) -> dict[tuple[int, int, int | None], int]:
+    """How long each took, by micro-batch, partition and origin."""
+    return {(e.i, e.j, e.origin): round(1e6 * e.seconds) for e in events}
+
+
+def of(timeline: Timeline, *kinds: str) -> list[Event]:
+    return [event for event in timeline.events if event.kind in kinds]
+
+
+@ways
+def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
+    with pipe.record() as timeline:
+        train(pipe, batch())
+    assert set(microseconds(of(timeline, FORWARD)).values()) == {COMPUTE}
+    assert set(microseconds(of(timeline, BACKWARD)).values()) == {COMPUTE}
+    assert microseconds(of(timeline, COPY)) == {
+        (i, k, origin): MOVE for i in range(M) for k, origin in [(1, 0), (2, 1), (0, 1), (1, 2)]
+    }
+
+
+@ways
+def test_a_recorded_copy_begins_when_what_it_copies_has_been_computed(
+    pipe: Pipe, train: Train
+) -> None:
+    with pipe.record() as timeline:
+        train(pipe, batch())
+    copies = {(e.i, e.j, e.origin): e.start for e in of(timeline, COPY)}
+    for i in range(M):
+        for kind, way in [(FORWARD, 1), (BACKWARD, -1)]:
+            ends = {e.j: e.end for e in of(timeline, kind) if e.i == i}
+            for j in range(max(0, -way), N - max(0, way)):
+                assert copies[i, j + way, j] == pytest.approx(ends[j], abs=1e-6)
+
+
+# Before its first task a partition waits for all that comes before. In a call autograd has let it
+# wait for the partition behind it already, and what is left is the copy.
+WAITS_BACK: dict[Train, tuple[float, float]] = {
+    train_by_call: (MOVE, MOVE),
+    train_by_step: (2 * (COMPUTE + MOVE), 4 * (COMPUTE + MOVE)),
+}
+
+
+@ways
+def test_waits_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
+    with pipe.record() as timeline:
+        train(pipe, batch())
+    waits = of(timeline, WAIT)
+    took = sorted((e.i, e.j, round(1e6 * e.seconds)) for e in waits if round(1e6 * e.seconds))
+    first, second = WAITS_BACK[train]
+    there = [(0, 1, COMPUTE + MOVE), (0, 2, 2 * (COMPUTE + MOVE))]
+    assert len(waits) == 4 * M
+    assert took == sorted([*there, (M - 1, 1, first), (M - 1, 0, second)])
+
+
+def test_recomputations_and_layers_are_recorded_by_the_device_s_clock(gpus: Simulation) -> None:
+    with busy_pipe(["cuda:1", "cuda:0"], checkpoint="always") as pipe:
+        with pipe.record() as timeline:
+            train_by_call(pipe, batch())
+    assert set(microseconds(of(timeline, RECOMPUTE)).values()) == {COMPUTE}
+    layers = timeline.layer_seconds
+    assert layers is not None
+    assert [round(1e6 * seconds) for (seconds,) in layers] == [COMPUTE] * 2
+
+
+@ways
+def test_copies_without_streams_of_their_own_are_recorded_too(pipe: Pipe, train: Train) -> None:
+    pipe._runtime.components = Components(copy_streams=False)
+    with pipe.record() as timeline:
+        train(pipe, batch())
+    took = microseconds(of(timeline, COPY)).values()  # each until what is computed there is done
+    assert all(one >= MOVE and one % MOVE == 0 for one in took)
+
+
+def test_a_recording_begins_when_the_devices_are_idle(gpus: Simulation, pipe: Pipe) -> None:
+    for k in range(N):
+        with torch.cuda.device(k):
+            compute()
+    before = gpus.counts()["synchronisations"]
+    with pipe.record():
+        assert gpus.counts()["synchronisations"] >= before + N

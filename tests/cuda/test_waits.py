@@ -1,0 +1,204 @@
+"""Each wait between streams is needed: configurations in which nothing else stands in for it.
+
+Numbers are right here, with and without. What fails without a wait is the report of the simulated
+GPUs that nothing orders two accesses, or that memory is used again while it is still read; so on
+real GPUs these tests show little. ``python -m tests.mutants`` shows which of them notices what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.components import Components
+from pipert.skip import Skippable, pop, skippable, stash
+
+pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+ROWS, WIDTH = 8, 4
+
+
+class Scale(nn.Module):
+    """Its backward needs its input and its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@skippable(stash=["skip"])
+class Stash(Skippable):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 2)
+        return x * 3
+
+
+@skippable(pop=["skip"])
+class Pop(Skippable):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x * skip
+
+
+def scales(n: int) -> nn.Sequential:
+    return nn.Sequential(*[Scale() for _ in range(n)])
+
+
+def with_skip() -> nn.Sequential:
+    return nn.Sequential(Stash(), Scale(), Pop())
+
+
+def pipe_of(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
+    return Pipe(module, [1] * len(devices), devices=devices, chunks=4, **options)
+
+
+def batch(device: str = "cuda:0", grad: bool = False) -> Tensor:
+    x = torch.randn(ROWS, WIDTH, device=device)
+    return x.requires_grad_(grad)
+
+
+def square(y: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(y, target)
+
+
+PLACES = {
+    "there and back": ["cuda:0", "cuda:1", "cuda:0"],
+    "on": ["cuda:0", "cuda:1", "cuda:2"],
+    "skip alone": ["cuda:0", "cuda:1", "cuda:1"],
+    "late": ["cuda:0", "cuda:0", "cuda:1"],
+}
+places = pytest.mark.parametrize("devices", PLACES.values(), ids=PLACES.keys())
+
+
+def call(pipe: Pipe, x: Tensor) -> None:
+    y = pipe(x)
+    y.square().mean().backward()
+
+
+def step(pipe: Pipe, x: Tensor) -> None:
+    target = torch.randn(ROWS, WIDTH, device=pipe.devices[-1])
+    pipe.forward_backward(x, target=target, loss_fn=square)
+
+
+ways = pytest.mark.parametrize("train", [call, step])
+modes = pytest.mark.parametrize("checkpoint", ["always", "never"])
+
+
+@pytest.fixture(params=["default", "own"])
+def streams(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The caller computes on the default streams, or on streams of its own."""
+    with contextlib.ExitStack() as stack:
+        if request.param == "own":
+            for k in range(3):
+                stream: Any = torch.cuda.Stream(f"cuda:{k}")  # type: ignore[no-untyped-call]
+                stack.enter_context(torch.cuda.stream(stream))
+        yield
+
+
+# Values and gradients from partition to partition -------------------------------------------------
+
+
+@places
+@modes
+@ways
+@pytest.mark.parametrize("make", [lambda: scales(3), with_skip], ids=["plain", "skip"])
+def test_a_step_needs_no_synchronisation(
+    make: Callable[[], nn.Sequential], train: Callable[[Pipe, Tensor], None], checkpoint: str,
+    devices: list[str], streams: None,
+) -> None:  # fmt: skip
+    with pipe_of(make(), devices, checkpoint=checkpoint) as pipe:
+        x = batch(grad=True)
+        for _ in range(2):
+            train(pipe, x)
+
+
+@places
+@pytest.mark.parametrize("make", [lambda: scales(3), with_skip], ids=["plain", "skip"])
+def test_repeated_calls_without_grad_need_no_synchronisation(
+    make: Callable[[], nn.Sequential], devices: list[str], streams: None
+) -> None:
+    """Without a backward nothing lets a copy stream wait for who has read the last copy."""
+    with pipe_of(make(), devices) as pipe, torch.no_grad():
+        x = batch()
+        for _ in range(3):
+            pipe(x)
+
+
+@places
+@ways
+def test_without_copy_streams_a_step_needs_no_synchronisation(
+    train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
+) -> None:
+    with pipe_of(with_skip(), devices) as pipe:
+        pipe._runtime.components = Components(copy_streams=False)
+        x = batch(grad=True)
+        for _ in range(2):
+            train(pipe, x)
+
+
+# Arguments, targets, weights ----------------------------------------------------------------------
+
+
+@ways
+@pytest.mark.parametrize("grad", [False, True])
+def test_arguments_from_elsewhere_need_no_synchronisation(
+    train: Callable[[Pipe, Tensor], None], grad: bool, streams: None
+) -> None:
+    with pipe_of(scales(1), ["cuda:0"]) as pipe:
+        for _ in range(2):
+            x = batch("cuda:1").mul(2).requires_grad_(grad)
+            train(pipe, x)
+            if x.grad is not None:
+                x.grad.mul_(2)
+
+
+def test_a_target_from_elsewhere_needs_no_synchronisation(streams: None) -> None:
+    with pipe_of(scales(2), ["cuda:0", "cuda:1"]) as pipe:
+        for _ in range(2):
+            target = batch("cuda:2").mul(2)
+            pipe.forward_backward(batch(), target=target, loss_fn=square)
+
+
+class Times(nn.Module):
+    """Scales by a weight of another layer."""
+
+    def __init__(self, other: Scale) -> None:
+        super().__init__()
+        self.weight = other.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@ways
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]], ids=",".join)
+def test_a_tied_weight_needs_no_synchronisation(
+    train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
+) -> None:
+    first = Scale()
+    with pipe_of(nn.Sequential(first, Times(first)), devices) as pipe:
+        for _ in range(2):
+            train(pipe, batch())
+            with torch.no_grad():
+                first.weight.sub_(first.weight)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]], ids=",".join)
+def test_a_tied_weight_that_was_just_changed_is_copied_after_that(
+    devices: list[str], streams: None
+) -> None:
+    first = Scale()
+    with pipe_of(nn.Sequential(first, Times(first)), devices) as pipe, torch.no_grad():
+        for _ in range(3):
+            first.weight.mul_(0.5)
+            pipe(batch())

@@ -1,0 +1,29 @@
+"""Tests that read the memory of simulated devices, or let it run out: what no GPU can be asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import simulated_gpus
+from tests.simulated_gpus.simulation import Simulation
+
+# Where Python looks when an example is started as a script.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+
+@pytest.fixture
+def gpus() -> Iterator[Simulation]:
+    """The simulated devices; no allocation of theirs is to fail afterwards."""
+    simulation = simulated_gpus.running()
+    if simulation is None:
+        pytest.skip("counts bytes and lets allocations fail, on simulated GPUs alone")
+    yield simulation
+    for device in range(simulation.devices):
+        simulation.fail_allocation(device, 0)
+        whole = torch.cuda.get_device_properties(device).total_memory
+        simulation.limit_memory(device, whole)

@@ -1,0 +1,140 @@
+"""A pipe that meets everything that copies: skips, tied weights, inputs and targets elsewhere.
+
+Each copy between devices is an allocation, and so is what F, R and B compute. So to let each
+allocation of each device fail in turn is to run out of memory at every place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipert import Observer, Pipe, TaskInfo
+from pipert.skip import Skippable, pop, skippable, stash
+from tests.simulated_gpus.simulation import Simulation
+
+__all__ = ["DEVICES", "Started", "Tight", "until"]
+
+DEVICES = 4  # three of the pipe, and one where inputs and targets are
+PATIENCE = 300  # times 10 ms
+Forward = Generator[Any, Any, Tensor]
+
+
+@skippable(stash=["skip"])
+class Stash(Skippable):
+    def forward(self, x: Tensor) -> Forward:
+        yield stash("skip", x * 2)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(Skippable):
+    def forward(self, x: Tensor) -> Forward:
+        skip: Tensor = yield pop("skip")
+        return x + skip
+
+
+def model() -> nn.Sequential:
+    """Three partitions: the last one uses the weight of the first and its skip."""
+    first, last = nn.Linear(8, 8), nn.Linear(8, 8)
+    last.weight = first.weight
+    return nn.Sequential(
+        first, Stash(),
+        nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2),
+        nn.Linear(8, 8), Pop(), nn.Tanh(), last,
+    )  # fmt: skip
+
+
+class Tight:
+    """Steps of such a pipe in which one allocation may fail.
+
+    Args:
+        way: ``'backward'``, or the schedule of ``forward_backward``.
+        mode: of the pipe.
+    """
+
+    def __init__(self, gpus: Simulation, way: str, mode: str) -> None:
+        self.gpus, self.way = gpus, way
+        torch.manual_seed(1)
+        self.x = torch.randn(6, 8, device="cuda:3").requires_grad_()
+        self.target = torch.randn(6, 8, device="cuda:3")
+        devices = [f"cuda:{j}" for j in range(3)]
+        self.pipe = Pipe(model(), [2, 3, 4], devices=devices, chunks=3, checkpoint=mode)
+        self.right = self.results()  # and all that is made once is made
+        self.bytes = self.live()
+
+    def step(self) -> Tensor:
+        """The loss; the same random numbers each time."""
+        torch.manual_seed(3)
+        if self.way != "backward":
+            loss: Tensor = self.pipe.forward_backward(
+                self.x, target=self.target, loss_fn=functional.mse_loss, schedule=self.way
+            )
+            return loss
+        own = functional.mse_loss(self.pipe(self.x), self.target.to("cuda:2"))
+        torch.autograd.backward(own)
+        return own.detach()
+
+    def results(self) -> list[Tensor]:
+        """Loss and gradients of a step, on the CPU; leaves none on the devices."""
+        loss = self.step()
+        found = [loss.cpu(), *(grad.cpu() for grad in self.grads())]
+        self.zero()
+        return found
+
+    def grads(self) -> list[Tensor]:
+        """All there are."""
+        tensors = [self.x, *self.pipe.parameters()]
+        return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+    def zero(self) -> None:
+        self.x.grad = None
+        self.pipe.zero_grad()
+
+    def live(self) -> list[int]:
+        """Bytes of each device."""
+        return [self.gpus.live_bytes(device) for device in range(DEVICES)]
+
+    def allocations(self) -> list[int]:
+        """How many a step makes on each device."""
+        for device in range(DEVICES):
+            self.gpus.fail_allocation(device, 0)
+        self.results()
+        return [self.gpus.allocations(device) for device in range(DEVICES)]
+
+    def wrongs_afterwards(self) -> Iterator[str]:
+        """What does not hold after a step has failed and its error was dropped."""
+        if self.way != "backward" and self.grads():
+            yield f"a step that failed has left {len(self.grads())} gradients"
+        self.zero()
+        if not until(lambda: self.live() == self.bytes):
+            yield f"{self.live()} bytes are alive, and were {self.bytes} before"
+            self.bytes = self.live()
+        for k, (now, right) in enumerate(zip(self.results(), self.right, strict=True)):
+            if not torch.allclose(now, right):
+                yield f"the next step is wrong in {'its loss' if k == 0 else f'gradient {k - 1}'}"
+
+
+class Started(Observer):
+    """Notes which tasks begin, on any thread."""
+
+    def __init__(self) -> None:
+        self.tasks: list[TaskInfo] = []
+
+    def task_started(self, task: TaskInfo) -> None:
+        self.tasks.append(task)
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true: threads let go of their last task just after its caller went on."""
+    never = threading.Event()
+    for _ in range(PATIENCE):
+        if condition():
+            return True
+        never.wait(0.01)
+    return condition()

@@ -1,0 +1,93 @@
+"""The models whose memory is looked at: the paper's U-Net and a GPT, small, with their losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import train_gpt
+from models.unet import unet
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.devices.alone import Alone, alone
+from tests.devices.expected import Setting
+from tests.simulated_gpus.simulation import Simulation
+
+__all__ = ["SUBJECTS", "Parts", "Subject", "even", "split"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, one micro-batch for it, and its loss."""
+
+    name: str
+    model: nn.Sequential
+    x: Tensor
+    target: Tensor
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+
+    def batch(self, m: int, n: int) -> tuple[Tensor, Tensor]:
+        """A mini-batch of ``m`` micro-batches on the first of ``n`` devices, its target on the
+        last."""
+        return torch.cat([self.x] * m).to("cuda:0"), torch.cat([self.target] * m).to(f"cuda:{n-1}")
+
+    def setting(self, way: str, mode: str, m: int, parts: Parts) -> Setting:
+        sizes = (m * self.x.nbytes, m * self.target.nbytes, m * parts.output)
+        return Setting(way, mode, m, *sizes)
+
+
+class Parts:
+    """The partitions alone; in a step the loss belongs to the last one."""
+
+    def __init__(self, gpus: Simulation, subject: Subject, n: int, device: int) -> None:
+        partitions = split(subject.model, even(len(subject.model), n))
+        self._plain = alone(gpus, partitions, subject.x, device)
+        partitions[-1].append(_Loss(subject, device))
+        self._with_loss = alone(gpus, partitions, subject.x, device)
+        self.of_loss = self._with_loss[-1].saved - self._plain[-1].saved
+        self.output = self._plain[-1].sent
+
+    def of(self, way: str) -> list[Alone]:
+        """What each partition needs; ``way`` as in :class:`Setting`."""
+        return self._plain if way == "backward" else self._with_loss
+
+
+class _Loss(nn.Module):
+    def __init__(self, subject: Subject, device: int) -> None:
+        super().__init__()
+        self.loss_fn, self.target = subject.loss_fn, subject.target.to(f"cuda:{device}")
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.loss_fn(y, self.target)
+
+
+def even(layers: int, n: int) -> list[int]:
+    """How many of ``layers`` each of ``n`` partitions takes."""
+    return [layers // n + (j < layers % n) for j in range(n)]
+
+
+def split(model: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    """The partitions."""
+    layers = iter(model)
+    return [nn.Sequential(*[next(layers) for _ in range(count)]) for count in balance]
+
+
+def _cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _unet(blocks: int, channels: int) -> Subject:
+    model, x = unet(blocks, channels), torch.rand(1, 3, 64, 64)
+    name = f"U-Net ({blocks}, {channels})"
+    return Subject(name, model, x, torch.rand(1, 1, 64, 64), functional.mse_loss)
+
+
+def _gpt(layers: int, width: int) -> Subject:
+    model = train_gpt.build_model(train_gpt.ModelConfig(layers=layers, width=width, context=32))
+    tokens = torch.randint(256, (2, 32))
+    return Subject(f"GPT ({layers}, {width})", model, tokens, tokens, _cross_entropy)
+
+
+SUBJECTS = {"unet": lambda: _unet(1, 4), "gpt": lambda: _gpt(6, 32)}

@@ -1,0 +1,139 @@
+"""The most bytes that each device has at once, against what its partition has to hold.
+
+Looked at in lockstep, where it is the same in every run; ``expected.py`` says what is expected.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipert import Pipe
+from pipert.lane import Lane
+from pipert.step_lane import StepLane
+from tests.devices.expected import bounds, for_each
+from tests.devices.lockstep import in_lockstep
+from tests.devices.subjects import SUBJECTS, Parts, Subject, even
+from tests.simulated_gpus.simulation import Simulation
+
+WAYS = ("backward", "gpipe", "1f1b")
+MODES = ("never", "except_last", "always")
+ALONE = 7  # the device where partitions run alone
+
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.slow]
+
+found: dict[tuple[str, int], tuple[Subject, Parts]] = {}
+
+
+def subject_and_parts(gpus: Simulation, name: str, n: int) -> tuple[Subject, Parts]:
+    """Measured once for all tests."""
+    if (name, n) not in found:
+        torch.manual_seed(0)
+        subject = SUBJECTS[name]()
+        found[name, n] = subject, Parts(gpus, subject, n, ALONE)
+    return found[name, n]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget() -> Iterator[None]:
+    yield
+    found.clear()
+
+
+def peaks(
+    gpus: Simulation, subject: Subject, n: int, m: int, way: str, mode: str
+) -> list[int]:
+    """Of each device in one step, which finds no ``.grad``."""
+    x, target = subject.batch(m, n)
+    model, devices = copy.deepcopy(subject.model), [f"cuda:{j}" for j in range(n)]
+    with Pipe(model, even(len(model), n), devices=devices, chunks=m, checkpoint=mode) as pipe:
+        with in_lockstep():
+            for j in range(n):
+                torch.cuda.reset_peak_memory_stats(j)
+            if way == "backward":
+                torch.autograd.backward(subject.loss_fn(pipe(x), target))
+            else:
+                pipe.forward_backward(x, target=target, loss_fn=subject.loss_fn, schedule=way)
+            return [gpus.peak_bytes(j) for j in range(n)]
+
+
+def wrongs(gpus: Simulation, name: str, n: int, way: str, mode: str) -> list[str]:
+    """What does not hold of the peaks with ``n + 2`` and ``n + 4`` micro-batches."""
+    subject, parts = subject_and_parts(gpus, name, n)
+    few, many = n + 2, n + 4
+    seen, more = (peaks(gpus, subject, n, m, way, mode) for m in (few, many))
+    setting, wrong = subject.setting(way, mode, few, parts), []
+    for j, of in enumerate(parts.of(way)):
+        peak = bounds(setting, parts.of(way), j, parts.of_loss)
+        if not peak.least <= seen[j] <= peak.most:
+            wrong.append(f"device {j} had {seen[j]} bytes at its peak, not {peak}")
+        each, cost = for_each(setting, of, j, n, parts.of_loss), (more[j] - seen[j]) // 2
+        if not each.least <= cost <= each.most:
+            wrong.append(f"a micro-batch costs device {j} {cost} bytes, not {each}")
+    return wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_no_device_holds_more_than_its_mode_needs_nor_less(
+    gpus: Simulation, name: str, n: int, way: str, mode: str
+) -> None:
+    assert wrongs(gpus, name, n, way, mode) == []
+
+
+# Leaks, which must be seen ------------------------------------------------------------------------
+
+
+def test_the_graph_of_one_micro_batch_that_stays_too_long_is_seen(
+    gpus: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before, in each partition."""
+    late: dict[int, Any] = {}
+    leave = StepLane._leave
+
+    def leave_and_keep(lane: StepLane, i: int, y: Any, checkpoint: Any) -> Any:
+        left = leave(lane, i, y, checkpoint)
+        late[lane.j] = [*late.get(lane.j, [])[-1:], saved_behind(lane._kept[i].ys[0].node)]
+        return left
+
+    monkeypatch.setattr(StepLane, "_leave", leave_and_keep)
+    assert wrongs(gpus, "gpt", 2, "1f1b", "never")
+
+
+def saved_behind(node: Any) -> list[Tensor]:
+    """What the graph has saved."""
+    seen, left, tensors = set(), [node], list[Tensor]()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            value = getattr(node, name) if name.startswith("_saved_") else None
+            if isinstance(value, Tensor):
+                tensors.append(value)
+        left += [child for child, _ in node.next_functions]
+    return tensors
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_input_that_stays_to_the_end_of_the_step_is_seen(
+    gpus: Simulation, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    stay: list[Any] = []
+    copied = Lane._copy_in
+
+    def copy_in(lane: Lane, i: int, x: Any) -> Any:
+        stay.append(result := copied(lane, i, x))
+        return result
+
+    monkeypatch.setattr(Lane, "_copy_in", copy_in)
+    mode = "always" if way == "1f1b" else "never"
+    assert wrongs(gpus, "unet", 2, way, mode)

@@ -1,0 +1,100 @@
+"""``python -m tests.mutants``: take out one wait after the other, and see who notices."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from tqdm import tqdm
+
+from tests.mutants.mutant import Mutant
+from tests.mutants.table import MUTANTS
+from tests.mutants.trial import STAGES, Tree, Verdict
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the mutants and print the table; 1 if one survives."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone; see --list")
+    parser.add_argument("--list", action="store_true", help="print their names, and try none")
+    parser.add_argument(
+        "--stages", type=int, default=len(STAGES), choices=range(1, len(STAGES) + 1),
+        help="how far to go with one that survives: 1 runs the tests made for mutants, 2 others "
+        "that look at streams, 3 all tests (default)",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
+    names = {mutant.name for mutant in MUTANTS}
+    for name in options.only or ():
+        if name not in names:
+            parser.error(f"there is no mutant {name!r}; --list prints their names")
+    chosen = [mutant for mutant in MUTANTS if not options.only or mutant.name in options.only]
+    if options.list:
+        print("\n".join(f"{mutant.name}: {mutant.what} ({mutant.file})" for mutant in chosen))
+        return 0
+    verdicts: list[Verdict] = []
+    found = _verdicts(chosen, options.jobs, options.stages)
+    for mutant, verdict in zip(chosen, found, strict=True):
+        if not verdict:
+            tqdm.write(f"survives: {mutant.name}", file=sys.stderr)
+        verdicts.append(verdict)
+    print(table(chosen, verdicts))
+    return 0 if all(verdicts) else 1
+
+
+def _verdicts(mutants: Sequence[Mutant], jobs: int, stages: int) -> Iterator[Verdict]:
+    """In the order of ``mutants``."""
+    trees: SimpleQueue[Tree] = SimpleQueue()
+
+    def try_out(mutant: Mutant) -> Verdict:
+        tree = trees.get()
+        try:
+            return tree.try_out(mutant, STAGES[:stages])
+        finally:
+            trees.put(tree)
+
+    with tempfile.TemporaryDirectory(prefix="pipert-mutants-") as folder:
+        for k in range(jobs):
+            trees.put(Tree(Path(folder) / str(k)))
+        with ThreadPoolExecutor(jobs) as pool:
+            yield from tqdm(pool.map(try_out, mutants), total=len(mutants), unit="mutant")
+
+
+def table(mutants: Sequence[Mutant], verdicts: Sequence[Verdict]) -> str:
+    """Markdown: what was taken out, and who has noticed, by what."""
+    rows = [
+        "| mutant | taken out | in | noticed by | by what | s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for mutant, verdict in zip(mutants, verdicts, strict=True):
+        test = verdict.failed[0] if verdict else "**nobody**"
+        by = f"`{_short(test)}`" if "::" in test else test
+        rows.append(
+            f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} | {by} "
+            f"| {_escaped(verdict.how)} | {verdict.seconds:.0f} |"
+        )
+    reports = sum(verdict.how.startswith(("RACE", "ALLOC", "USE")) for verdict in verdicts)
+    survivors = sum(not verdict for verdict in verdicts)
+    rows += ["", (
+        f"{len(mutants)} mutants, {len(mutants) - survivors} noticed, {reports} of them by a "
+        f"report of the simulation; {survivors} survive. "
+        f"{sum(verdict.seconds for verdict in verdicts) / 60:.0f} minutes."
+    )]  # fmt: skip
+    return "\n".join(rows)
+
+
+def _short(test: str) -> str:
+    return test.removeprefix("tests/").partition("[")[0]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*").replace("_", r"\_")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

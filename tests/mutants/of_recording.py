@@ -1,0 +1,156 @@
+"""Mutants of a recording: its events, the streams that they are put into, and who waits for them.
+
+Nothing but what is recorded depends on these, so nothing but times can tell.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+STAMP, RECORDER = "pipert/recording/stamp.py", "pipert/recording/recorder.py"
+BACKWARD, LANE = "pipert/recording/backward.py", "pipert/recorded_lane.py"
+
+_RECORD = "event.record(stream or torch.cuda.current_stream(device))"
+
+MUTANTS = [
+    Mutant("not-stamped", STAMP, "the event's place in a stream", _RECORD, "pass"),
+    Mutant(
+        "stamped-on-current", STAMP, "the stream that a moment is of",
+        _RECORD, "event.record(torch.cuda.current_stream(device))",
+    ),
+    Mutant(
+        "stamped-on-current-device", STAMP, "the device that a moment is of",
+        _RECORD, "event.record(stream or torch.cuda.current_stream())",
+    ),
+    Mutant(
+        "event-without-time", STAMP, "the time in an event",
+        "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
+    ),
+    Mutant(
+        "origin-by-its-own-clock", STAMP, "the time of the device in a date: that of the process",
+        "milliseconds: float = event.elapsed_time(moment)", "milliseconds = 0.0",
+    ),
+    Mutant(
+        "origin-while-busy", STAMP, "the beginning waits until devices are idle",
+        "torch.cuda.synchronize(device)", "pass",
+    ),
+    Mutant(
+        "origin-not-awaited", STAMP, "the beginning waits for its event",
+        "event.synchronize()", "pass",
+    ),
+    Mutant(
+        "moment-not-awaited", STAMP, "dating waits for the event",
+        "moment.synchronize()", "pass",
+    ),
+    Mutant(
+        "begin-on-current", RECORDER, "the stream that a span begins on",
+        "stamp(clock, on))", "stamp(clock))",
+    ),
+    Mutant(
+        "end-on-current", RECORDER, "the stream that a span ends on",
+        "span.end = stamp(span.clock, on)", "span.end = stamp(span.clock)",
+    ),
+    Mutant(
+        "during-ends-on-current", RECORDER, "the stream that a span around a block ends on",
+        "raise\n        self.end(span, on)", "raise\n        self.end(span)",
+    ),
+    Mutant(
+        "during-begins-on-current", RECORDER, "the stream that a span around a block begins on",
+        "span = self.begin(kind, i, j, device, clock, on)\n        try",
+        "span = self.begin(kind, i, j, device, clock)\n        try",
+    ),
+    Mutant(
+        "node-ends-on-current", BACKWARD, "the stream that a node's span ends on",
+        "span.end = stamp(span.clock, on)", "span.end = stamp(span.clock)",
+    ),
+    Mutant(
+        "copy-stamped-on-current", LANE, "the stream that a copy is stamped on",
+        "with self._recorder.during(COPY, i, self.j, self._device, clock, on) as span",
+        "with self._recorder.during(COPY, i, self.j, self._device, clock) as span",
+    ),
+    Mutant(
+        "gradient-begins-on-current", LANE, "the stream that a gradient's copy begins on",
+        "Way(i, self.j, to, self._device, home, size, clock, on)",
+        "Way(i, self.j, to, self._device, home, size, clock, None)",
+    ),
+    Mutant(
+        "gradient-ends-on-current", LANE, "the stream that a gradient's copy ends on",
+        "watch_node(moved, partial(gradients.begin, self._recorder), on)",
+        "watch_node(moved, partial(gradients.begin, self._recorder), None)",
+    ),
+    Mutant(
+        "copy-stamped-at-target", LANE, "the device that is read, whose clock a copy has",
+        "for device, on in (source, target):", "for device, on in (target, source):",
+    ),
+    Mutant(
+        "wait-stamped-on-current", LANE, "the stream that waits, of a recorded wait",
+        "with self._recorder.during(WAIT, i, self.j, self._device, on=compute):",
+        "with self._recorder.during(WAIT, i, self.j, self._device):",
+    ),
+    Mutant(
+        "wait-back-begins-on-current", LANE, "the stream that waits, where a gradient's begins",
+        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device, on=compute)",
+        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device)",
+    ),
+    Mutant(
+        "wait-back-ends-on-current", LANE, "the stream that waits, where a gradient's ends",
+        "watch_node(differentiable(y)[0], begin, compute)",
+        "watch_node(differentiable(y)[0], begin, None)",
+    ),
+    Mutant(
+        "compute-unknown", LANE, "the compute stream, by which a wait is known",
+        "compute = stream.compute_stream(self._device)", "compute = None",
+    ),
+    Mutant(
+        "forward-by-the-process", LANE, "the device's clock for a forward",
+        "self._recorder.during(FORWARD, *at)", "self._recorder.during(FORWARD, *at, _CPU)",
+    ),
+    Mutant(
+        "layers-by-the-process", LANE, "the device's clock for layers",
+        "moments.append(stamp(device))", "moments.append(stamp(_CPU))",
+    ),
+    Mutant(
+        "step-backward-by-the-process", LANE, "the device's clock for a backward of a step",
+        "self._recorder.during(BACKWARD, i, self.j, self._device)",
+        "self._recorder.during(BACKWARD, i, self.j, self._device, _CPU)",
+    ),
+    Mutant(
+        "recomputation-by-the-process", LANE, "the device's clock for a recomputation",
+        "recorder.during(RECOMPUTE, i, j, device)",
+        "recorder.during(RECOMPUTE, i, j, device, _CPU)",
+    ),
+    Mutant(
+        "backward-by-the-process", BACKWARD, "the device's clock for a backward",
+        "self._span = self._recorder.begin(BACKWARD, i, j, device)\n            _thread",
+        'self._span = self._recorder.begin(BACKWARD, i, j, device, torch.device("cpu"))\n'
+        "            _thread",
+    ),
+    Mutant(
+        "backward-ends-by-the-process", BACKWARD, "the device's clock for the end of a backward",
+        "now = stamp(self._span.clock)", 'now = stamp(torch.device("cpu"))',
+    ),
+    Mutant(
+        "interrupted-by-the-process", BACKWARD, "the device's clock for pieces of a backward",
+        "_thread.is_at(None, stamp(device))", '_thread.is_at(None, stamp(torch.device("cpu")))',
+    ),
+    Mutant(
+        "piece-by-the-process", BACKWARD, "the device's clock for a later piece of a backward",
+        "self._span = self._recorder.begin(BACKWARD, i, j, device)\n            self._span.start",
+        'self._span = self._recorder.begin(BACKWARD, i, j, device, torch.device("cpu"))\n'
+        "            self._span.start",
+    ),
+    Mutant(
+        "origin-of-another-device", STAMP, "the device whose beginning is stamped",
+        "event = stamp(device)", 'event = stamp(torch.device("cuda", 0))',
+    ),
+    Mutant(
+        "recorded-wait-lost", LANE, "the wait itself, where it is recorded",
+        "return super()._wait(i, x, waiter, awaited)\n        y", "return x\n        y",
+    ),
+    Mutant(
+        "unrecorded-wait-lost", LANE, "the wait itself, where its backward is recorded",
+        "y = super()._wait(i, x, waiter, awaited)", "y = x",
+    ),
+]  # fmt: skip

@@ -1,0 +1,134 @@
+"""Mutants of the streams, of the copies on them and of the waits in the graph."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+STREAM, TRANSFER = "pipert/stream.py", "pipert/autograd/transfer.py"
+
+_OWN = "stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]"
+_BACK = "ctx.back = (home, target, source, stream.compute_stream(home))"
+_STREAMS = "with torch.cuda.stream(source), torch.cuda.stream(target):"
+
+MUTANTS = [
+    Mutant(
+        "no-copy-streams", STREAM, "streams of their own for copies",
+        _OWN, "stream = torch.cuda.current_stream(device)",
+    ),
+    Mutant(
+        "copy-stream-elsewhere", STREAM, "the device that a copy stream is made on",
+        _OWN, "stream = torch.cuda.Stream()",
+    ),
+    Mutant(
+        "one-copy-stream", STREAM, "a copy stream for each micro-batch",
+        "self._streams.get((device, i))", "self._streams.get((device, 0))",
+    ),
+    Mutant(
+        "no-compute-streams", STREAM, "the compute stream, when copies have none of their own",
+        "return compute_stream(device)", "return None",
+    ),
+    Mutant(
+        "compute-is-default", STREAM, "the caller's stream: computing is on the default one",
+        "return torch.cuda.current_stream(device) if",
+        "return torch.cuda.default_stream(device) if",
+    ),
+    Mutant(
+        "own-streams-overlooked", STREAM, "the caller's streams on devices outside of the pipe",
+        "if compute_stream(device) != default(device)",
+        "if default(device) != default(device)",
+    ),
+    Mutant(
+        "no-wait", STREAM, "every wait of a stream for another",
+        "waiter.wait_stream(awaited)", "pass",
+    ),
+    Mutant(
+        "wait-reversed", STREAM, "the direction of a wait",
+        "waiter.wait_stream(awaited)", "awaited.wait_stream(waiter)",
+    ),
+    Mutant(
+        "copies-never-block", STREAM, "blocking from and to the CPU",
+        "tensor.to(device)", "tensor.to(device, non_blocking=True)",
+    ),
+    Mutant(
+        "copy-not-on-source", STREAM, "the source's copy stream: read on the current one",
+        _STREAMS, "with torch.cuda.stream(target):",
+    ),
+    Mutant(
+        "copy-not-on-target", STREAM, "the target's copy stream: written on the current one",
+        _STREAMS, "with torch.cuda.stream(source):",
+    ),
+    Mutant(
+        "source-not-recorded", STREAM, "record_stream of what is copied",
+        "tensor.record_stream(source)", "pass",
+    ),
+    Mutant(
+        "result-not-recorded", STREAM, "record_stream of the copy",
+        "result.record_stream(reader)", "pass",
+    ),
+    Mutant(
+        "reader-is-current", STREAM, "the stream of the forward as the reader of a gradient",
+        "reader = reader or compute_stream(device)", "reader = compute_stream(device)",
+    ),
+    Mutant(
+        "reader-is-target", STREAM, "the compute stream as the reader of a copy",
+        "reader = reader or compute_stream(device)", "reader = reader or target",
+    ),
+    Mutant(
+        "graph-copy-swapped", TRANSFER, "source and target of a copy in the graph: swapped",
+        "return stream.copy(xs, device, source, target)",
+        "return stream.copy(xs, device, target, source)",
+    ),
+    Mutant(
+        "gradient-copy-swapped", TRANSFER, "source and target of the copy back: swapped",
+        _BACK, "ctx.back = (home, source, target, stream.compute_stream(home))",
+    ),
+    Mutant(
+        "gradient-read-on-compute", TRANSFER, "the copy stream that a gradient is read on",
+        _BACK,
+        "ctx.back = (home, stream.compute_stream(device), source, stream.compute_stream(home))",
+    ),
+    Mutant(
+        "gradient-written-on-compute", TRANSFER, "the copy stream that a gradient is written on",
+        _BACK,
+        "ctx.back = (home, target, stream.compute_stream(home), stream.compute_stream(home))",
+    ),
+    Mutant(
+        "gradient-without-reader", TRANSFER, "the reader of a gradient",
+        _BACK, "ctx.back = (home, target, source)",
+    ),
+    Mutant(
+        "no-wait-in-graph", TRANSFER, "the wait of the forward, in the graph",
+        "stream.wait(waiter, awaited)\n        return", "return",
+    ),
+    Mutant(
+        "gradients-not-returned", TRANSFER, "the caller waits for gradients of his to be read",
+        "_at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))", "pass",
+    ),
+    Mutant(
+        "gradients-returned-too-soon", TRANSFER, "that wait is at the end, in the caller",
+        "_at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))",
+        "_wait_in_caller(there[0].device, reader)",
+    ),
+    Mutant(
+        "gradients-returned-reversed", TRANSFER, "the direction of that wait",
+        "stream.wait(stream.compute_stream(device), reader)",
+        "stream.wait(reader, stream.compute_stream(device))",
+    ),
+    Mutant(
+        "gradients-not-copied-back", TRANSFER, "the streams of the copy back: the current ones",
+        "copied = iter(stream.copy(there, *ctx.back))",
+        "home = ctx.back[0]\n"
+        "        on = [stream.compute_stream(k) for k in (there[0].device, home)]\n"
+        "        copied = iter(stream.copy(there, home, *on))",
+    ),
+    Mutant(
+        "no-wait-in-backward", TRANSFER, "the wait of the backward",
+        "stream.wait(*ctx.back)", "pass",
+    ),
+    Mutant(
+        "backward-waits-forwards", TRANSFER, "the direction of the wait of the backward",
+        "ctx.back = (awaited, waiter)", "ctx.back = (waiter, awaited)",
+    ),
+]  # fmt: skip

@@ -1,0 +1,92 @@
+"""Mutants of what surrounds a task: current streams and devices, generators, and measuring."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
+RUNTIME, RUN = "pipert/runtime.py", "pipert/run.py"
+RANDOM = "pipert/autograd/random_state.py"
+
+_CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
+_FORWARD = "with _current_streams(self._streams):\n                return"
+_DEFAULTS = "self._defaults.append(torch.cuda.default_generators[device.index])"
+
+MUTANTS = [
+    Mutant(
+        "streams-not-captured", CONTEXT, "the caller's current streams",
+        _CAPTURED, "self._streams: list[torch.cuda.Stream] = []",
+    ),
+    Mutant(
+        "default-streams-captured", CONTEXT, "the caller's current streams: default ones instead",
+        _CAPTURED, "self._streams = [torch.cuda.default_stream(device) for device in devices]",
+    ),
+    Mutant(
+        "forward-without-streams", CONTEXT, "the caller's streams around F[i,j]",
+        _FORWARD, "if True:\n                return",
+    ),
+    Mutant(
+        "backward-without-streams", CONTEXT, "the caller's streams around B[i,j] of a step",
+        "with _current_streams(self._streams), _modes(*modes):", "with _modes(*modes):",
+    ),
+    Mutant(
+        "streams-left-on", CONTEXT, "streams are put back after a task",
+        "_set_streams(before, device)", "pass",
+    ),
+    Mutant(
+        "streams-not-put-on", CONTEXT, "putting the caller's streams on before a task",
+        "_set_streams(streams, device)\n    try", "try",
+    ),
+    Mutant(
+        "default-streams-put-back", CONTEXT, "the streams of before: default ones are put back",
+        "before = [torch.cuda.current_stream(stream.device) for stream in streams]",
+        "before = [torch.cuda.default_stream(stream.device) for stream in streams]",
+    ),
+    Mutant(
+        "streams-not-set", CONTEXT, "putting streams on",
+        "torch.cuda.set_stream(stream)", "continue",
+    ),
+    Mutant(
+        "device-left-on", CONTEXT, "the worker's device, after streams of others are put on",
+        "torch.cuda.set_device(device)", "pass",
+    ),
+    Mutant(
+        "worker-without-device", WORKER, "the current device of a worker",
+        "torch.cuda.set_device(device)", "pass",
+    ),
+    Mutant(
+        "pipe-streams-not-carried", RUNTIME, "the caller's streams on the pipe's devices",
+        'on_cuda = {device for device in self.devices if device.type == "cuda"}',
+        "on_cuda = set[torch.device]()",
+    ),
+    Mutant(
+        "other-streams-not-carried", RUNTIME, "the caller's streams on devices outside of the pipe",
+        "on_cuda.update(devices_with_own_streams())", "pass",
+    ),
+    Mutant(
+        "nothing-returned", RUNTIME, "the caller waits for what has been read of his, after a run",
+        "run.return_what_was_read()", "pass",
+    ),
+    Mutant(
+        "returned-without-wait", RUN, "the wait for what has been read of the caller's",
+        "wait(compute_stream(device), source)", "pass",
+    ),
+    Mutant(
+        "returned-reversed", RUN, "the direction of the wait for what has been read",
+        "wait(compute_stream(device), source)", "wait(source, compute_stream(device))",
+    ),
+    Mutant(
+        "device-generator-not-lent", RANDOM, "the device's generator, lent to a task",
+        _DEFAULTS, "pass",
+    ),
+    Mutant(
+        "time-while-busy", "pipert/balance/by_time.py", "times are read when a device is idle",
+        "torch.cuda.synchronize(device)", "pass",
+    ),
+    Mutant(
+        "probe-moves-generator", "pipert/balance/probe.py", "the device's generator is put back",
+        "torch.random.fork_rng(generators)", "torch.random.fork_rng([])",
+    ),
+]  # fmt: skip

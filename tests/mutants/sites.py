@@ -1,0 +1,102 @@
+"""Where the package asks something of streams, events or current devices.
+
+Each such place must have a mutant, or a reason not to have one, so that the table of mutants is
+whole. Places are calls, found by the name that is called.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants.mutant import ROOT, Mutant, Span
+
+__all__ = ["REASONS", "Site", "sites", "without_mutant"]
+
+ANYWHERE = {
+    "wait_stream", "wait_event", "record_stream", "record_event", "elapsed_time", "query",
+    "current_stream", "default_stream", "set_stream", "set_device", "fork_rng",
+    "compute_stream", "stamp", "_current_streams", "_set_streams",
+    "_wait", "_wait_for", "_wait_for_input", "_wait_for_caller", "_let_copy", "watch_node",
+}  # fmt: skip
+"""Names that say it, whatever they are called on."""
+
+OF = {
+    "stream": {"wait", "copy"},
+    "transfer": {"wait", "copy"},
+    "cuda": {"Stream", "Event", "ExternalStream", "synchronize", "stream", "device", "device_of"},
+    "event": {"record", "wait", "synchronize"},
+    "moment": {"record", "wait", "synchronize"},
+    "streams": {"get"},
+    "_streams": {"get"},
+    "_recorder": {"begin", "end", "during"},
+}
+"""Names that say it when they are called on a module or a variable of this name."""
+
+REASONS = {
+    ("pipert/watch.py", "self._wait(run, posting, crew, timeout)"):
+        "the caller waits for the run, not a stream for another",
+    ("pipert/recorded_lane.py", "self._recorder.during(WAIT, i, self.j, self._device)"):
+        "on CPU alone, by the process's clock",
+}  # fmt: skip
+"""Why a place needs no mutant."""
+
+
+class Site(NamedTuple):
+    """One call."""
+
+    file: str
+    line: int
+    call: str
+    """In full: ``stream.wait(waiter, awaited)``."""
+    span: Span
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} {self.call}"
+
+
+def sites(root: Path = ROOT) -> list[Site]:
+    """All of the package's."""
+    found: list[Site] = []
+    for path in sorted((root / "pipert").rglob("*.py")):
+        found += _sites_in(path.read_text(), str(path.relative_to(root)))
+    return found
+
+
+def _sites_in(source: str, file: str) -> Iterator[Site]:
+    starts = [0]
+    for line in source.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and _asks(node.func):
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            begin = starts[node.lineno - 1] + node.col_offset
+            end = starts[node.end_lineno - 1] + node.end_col_offset
+            yield Site(file, node.lineno, ast.unparse(node), (begin, end))
+
+
+def _asks(called: ast.expr) -> bool:
+    if isinstance(called, ast.Name):
+        return called.id in ANYWHERE
+    if not isinstance(called, ast.Attribute):
+        return False
+    on = called.value
+    name = on.id if isinstance(on, ast.Name) else on.attr if isinstance(on, ast.Attribute) else ""
+    return called.attr in ANYWHERE or called.attr in OF.get(name, ())
+
+
+def without_mutant(mutants: Iterable[Mutant], root: Path = ROOT) -> list[Site]:
+    """The sites that no mutant changes."""
+    changed: dict[str, list[Span]] = {}
+    for mutant in mutants:
+        changed.setdefault(mutant.file, []).append(mutant.changed(root))
+    return [
+        site
+        for site in sites(root)
+        if not any(
+            begin < site.span[1] and site.span[0] < max(end, begin + 1)
+            for begin, end in changed.get(site.file, ())
+        )
+    ]

@@ -1,0 +1,14 @@
+"""All mutants."""
+
+from __future__ import annotations
+
+from tests.mutants import of_lanes, of_recording, of_streams, of_workers
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    *of_streams.MUTANTS,
+    *of_lanes.MUTANTS,
+    *of_recording.MUTANTS,
+    *of_workers.MUTANTS,
+]

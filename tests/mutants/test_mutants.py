@@ -1,0 +1,64 @@
+"""The table of mutants fits the package: none is out of date, and no place is without one.
+
+Whether the tests notice them is shown by ``python -m tests.mutants``.
+"""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.mutants.__main__ import table
+from tests.mutants.mutant import Mutant
+from tests.mutants.sites import REASONS, sites, without_mutant
+from tests.mutants.table import MUTANTS
+from tests.mutants.trial import Verdict
+
+each = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+
+
+@each
+def test_a_mutant_s_text_occurs_once_and_what_is_left_compiles(mutant: Mutant) -> None:
+    mutated = mutant.mutated()
+    assert mutated != mutant.source()
+    ast.parse(mutated)
+
+
+def test_names_are_unique() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_each_place_that_asks_something_of_streams_has_a_mutant_or_a_reason() -> None:
+    """Write a mutant for what is new in tests/mutants/of_....py, or say in ``REASONS`` why not."""
+    left = without_mutant(MUTANTS)
+    assert [str(site) for site in left if (site.file, site.call) not in REASONS] == []
+
+
+def test_each_reason_is_of_a_place_that_is_there() -> None:
+    there = {(site.file, site.call) for site in without_mutant(MUTANTS)}
+    assert set(REASONS) - there == set()
+
+
+def test_places_are_found() -> None:
+    found = {(site.file, site.call) for site in sites()}
+    assert ("pipert/stream.py", "waiter.wait_stream(awaited)") in found
+    assert ("pipert/recording/stamp.py", "moment.synchronize()") in found
+
+
+def test_a_mutant_out_of_date_is_told_with_its_text() -> None:
+    mutant = Mutant("old", "pipert/stream.py", "what", "no such text", "pass")
+    with pytest.raises(ValueError, match="(?s)mutant old: .* 0 times.*no such text"):
+        mutant.mutated()
+
+
+def test_what_a_mutant_does_away_with_is_what_differs() -> None:
+    text = "waiter.wait_stream(awaited)"
+    mutant = Mutant("short", "pipert/stream.py", "what", text, "waiter.wait_stream(None)")
+    begin, end = mutant.changed()
+    assert mutant.source()[begin:end] == "awaited"
+
+
+def test_a_survivor_is_told() -> None:
+    mutant = Mutant("hard", "pipert/stream.py", "all", "a", "b")
+    assert "| hard | all | stream.py | **nobody** |" in table([mutant], [Verdict((), "", 1.0)])

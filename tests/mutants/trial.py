@@ -1,0 +1,191 @@
+"""The tests against one mutant, in a copy of the repository.
+
+Each trial is a process of its own, forked from one that has imported torch (see ``preload``): most
+mutants are noticed within a second, and importing takes three.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import NamedTuple
+
+import pytest
+
+from tests.mutants.mutant import ROOT, Mutant
+
+__all__ = ["STAGES", "Tree", "Verdict"]
+
+TELLING = (
+    "tests/cuda/test_waits.py", "tests/cuda/test_copies.py", "tests/cuda/test_written_after_use.py",
+)  # fmt: skip
+"""What is made for mutants, and notices most of them within a second."""
+
+LIKELY = (
+    "tests/step/test_step_streams.py",
+    "tests/test_stream.py",
+    "tests/autograd/test_transfer.py",
+    "tests/autograd/test_random.py",
+    "tests/test_lane.py",
+    "tests/recording",
+    "tests/balance",
+    "tests/cuda/test_cuda.py",
+    "tests/cuda/test_tied_on_cuda.py",
+    "tests/skip/test_skips_on_cuda.py",
+    "tests/workers/test_context.py",
+)
+"""What else looks at streams. Then come all others."""
+
+NOT_SLOW = ("-m", "not slow")
+ALL = ("tests",)
+STAGES = (TELLING, (*LIKELY, *NOT_SLOW), ALL)
+SECONDS = 1800.0  # for all tests; more is a hang
+
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["tests.mutants.preload"])
+
+
+class Verdict(NamedTuple):
+    """What became of the tests."""
+
+    failed: tuple[str, ...]
+    """The tests that failed: the first one, against a mutant. None: they have not noticed."""
+    how: str
+    """The first one's message, in a line."""
+    seconds: float
+
+    def __bool__(self) -> bool:
+        """Whether the tests have noticed."""
+        return bool(self.failed)
+
+
+class Tree:
+    """A copy of the repository, where one mutant after the other is tried.
+
+    Without the tests of the mutants themselves, which would notice every one.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._failing: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._written = 0
+        ignored = shutil.ignore_patterns(
+            ".*", "__pycache__", "*.egg-info", "build", "dist", "mutants"
+        )
+        shutil.copytree(ROOT, root, ignore=ignored, dirs_exist_ok=True)
+
+    def failing(self, tests: Sequence[str]) -> tuple[str, ...]:
+        """The tests that fail without any mutant, which can show nothing."""
+        key = tuple(tests)
+        if key not in self._failing:
+            self._failing[key] = self._run(tests, "--maxfail=1000").failed
+        return self._failing[key]
+
+    def try_out(self, mutant: Mutant, stages: Sequence[Sequence[str]]) -> Verdict:
+        """Run the tests of each stage until one notices."""
+        path = self._root / mutant.file
+        seconds = 0.0
+        verdict = Verdict((), "", 0.0)
+        for tests in stages:
+            known = self.failing(tests)
+            self._write(path, mutant.mutated())
+            try:
+                verdict = self._first_to_notice(tests, known)
+            finally:
+                shutil.copy2(ROOT / mutant.file, path)
+            seconds += verdict.seconds
+            if verdict:
+                break
+        return verdict._replace(seconds=seconds)
+
+    def _write(self, path: Path, source: str) -> None:
+        """With a date of its own, by which Python tells that what it has compiled is old."""
+        path.write_text(source)
+        self._written += 1
+        os.utime(path, (self._written, self._written))
+
+    def _first_to_notice(self, tests: Sequence[str], known: Sequence[str]) -> Verdict:
+        """The first test that fails, and fails again: what fails now and then notices nothing."""
+        passed_over = [*known]
+        seconds = 0.0
+        while True:
+            verdict = self._run(tests, "-x", *[f"--deselect={test}" for test in passed_over])
+            seconds += verdict.seconds
+            test = verdict.failed[0] if verdict else ""
+            if "::" not in test or self._run([test]):
+                return verdict._replace(seconds=seconds)
+            passed_over.append(test)
+
+    def _run(self, tests: Sequence[str], *options: str) -> Verdict:
+        report, output = self._root / "report.xml", self._root / "output.txt"
+        report.unlink(missing_ok=True)
+        started = perf_counter()
+        arguments = [
+            "--simulated-gpus", "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
+            f"--junitxml={report}", *options, *tests,
+        ]  # fmt: skip
+        process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
+        process.start()
+        process.join(SECONDS)
+        seconds = perf_counter() - started
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return Verdict(("-",), f"no end within {SECONDS:.0f} s", seconds)
+        if process.exitcode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            return Verdict((), "", seconds)
+        if not report.exists() and "Timeout" in output.read_text():
+            return Verdict(("-",), "a test hung", seconds)  # pytest-timeout has ended the process
+        if process.exitcode != 1:
+            raise RuntimeError(
+                f"pytest ended with {process.exitcode}: {' '.join(arguments)}\n"
+                f"{output.read_text()[-3000:]}"
+            )
+        failures = list(_failures(report))
+        return Verdict(tuple(test for test, _ in failures), failures[0][1], seconds)
+
+
+def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
+    """In a process of its own: the tests of the copy in ``root`` against the package there."""
+    os.chdir(root)
+    os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
+    sys.path[:] = [str(root), *[path for path in sys.path if Path(path or ".").resolve() != ROOT]]
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import pipert
+
+    if Path(pipert.__file__).resolve().parent != (root / "pipert").resolve():
+        raise RuntimeError(f"{pipert.__file__} is imported instead of the copy in {root}")
+    sys.exit(pytest.main(arguments))
+
+
+def _failures(report: Path) -> list[tuple[str, str]]:
+    """The tests that failed, and how each did, in a line."""
+    found = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        for child in case:
+            if child.tag in ("failure", "error"):
+                found.append((_node_id(case), _in_a_line(child.get("message") or "")))
+                break
+    return found
+
+
+def _node_id(case: ElementTree.Element) -> str:
+    """``tests/cuda/test_waits.py::test_name[case]``."""
+    file = case.get("classname", "").replace(".", "/") + ".py"
+    return f"{'' if file.startswith('tests') else 'tests/'}{file}::{case.get('name')}"
+
+
+def _in_a_line(message: str) -> str:
+    report = re.search(r"(RACE|ALLOC-RACE|USE-AFTER-FREE) on .*?\): (.*)", message)
+    if report is not None:
+        return f"{report[1]}: {re.sub(r'cuda:[0-9]+/stream[0-9]+', 'a stream', report[2])}"
+    return message.strip().partition("\n")[0][:100] or "an error"

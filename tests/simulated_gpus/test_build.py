@@ -1,0 +1,53 @@
+"""The build: what is missing is said; a library is kept for the sources that it is made from."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.simulated_gpus import build
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source that nobody has built, and an empty cache."""
+    folder = tmp_path / "src"
+    folder.mkdir()
+    (folder / "interface.cpp").write_text("int sim_nothing() { return 0; }\n")
+    monkeypatch.setattr(build, "SOURCES", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert build.why_not() == "simulated GPUs need g++: install it (Debian: apt install g++)"
+    with pytest.raises(RuntimeError, match="need g\\+\\+: install it"):
+        build.library()
+
+
+@pytest.mark.slow
+def test_the_library_is_built_once_and_again_when_a_source_changes(
+    sources: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if build.why_not() is not None:
+        pytest.skip("there is no g++")
+    first = build.library()
+    said = capfd.readouterr().err
+    assert first.exists() and said.startswith("building") and "\nbuilt" in said.replace("\r", "\n")
+    assert build.library() == first and not capfd.readouterr().err
+    (sources / "another.h").write_text("// new\n")
+    assert build.library() != first
+
+
+def test_what_the_compiler_says_is_shown(sources: Path) -> None:
+    if build.why_not() is not None:
+        pytest.skip("there is no g++")
+    (sources / "interface.cpp").write_text("no C++ at all\n")
+    with pytest.raises(RuntimeError, match="(?s)g\\+\\+ failed.*interface.cpp:1"):
+        build.library()
+    assert not list((sources.parent / "cache" / "pipert").glob("*.so"))

@@ -1,0 +1,34 @@
+"""The list of what cannot run on simulated GPUs is true. These tests run last, to have seen all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulated_gpus.cannot_run import CANNOT_RUN, reason
+from tests.simulated_gpus.selection import NAME, Selection
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def selection(request: pytest.FixtureRequest) -> Selection:
+    found = request.config.pluginmanager.get_plugin(NAME)
+    if found is None:
+        pytest.skip("is about the simulation: python -m pytest --simulated-gpus")
+    assert isinstance(found, Selection)
+    return found
+
+
+def test_each_entry_of_the_list_matches_a_test(selection: Selection) -> None:
+    assert selection.unmatched == set()
+
+
+def test_no_other_test_has_been_skipped(selection: Selection) -> None:
+    assert selection.skipped == []
+
+
+def test_brackets_of_a_pattern_are_those_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CANNOT_RUN, "tests/test_some.py::test_of[cuda-*]", "needs a real one")
+    assert reason("tests/test_some.py::test_of[cuda-1]") == "needs a real one"
+    assert reason("tests/test_some.py::test_of[cpu-1]") is None
+    assert reason("tests/test_some.py::test_ofc") is None

@@ -1,0 +1,249 @@
+"""Operators: values and gradients on a device are the CPU's, for what is more than a CPU kernel."""
+
+# mypy: disable-error-code="no-untyped-call"
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.simulated_gpus.simulation import Simulation
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = torch.device("cuda:1")
+
+
+@pytest.fixture(autouse=True)
+def _simulated(gpus: Simulation) -> Iterator[None]:
+    yield
+
+
+def randn(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def outputs(value: Any) -> list[Tensor]:
+    """The tensors in nested tuples."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [] if value is None else [t for part in value for t in outputs(part)]
+
+
+def channels_last(module: Any) -> Any:
+    return module.to(memory_format=torch.channels_last)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "lstm": (lambda: nn.LSTM(5, 6, num_layers=2, bidirectional=True), lambda: randn(4, 3, 5)),
+    "lstm without bias": (lambda: nn.LSTM(5, 6, bias=False), lambda: randn(4, 3, 5)),
+    "lstm cell": (lambda: nn.LSTMCell(5, 6), lambda: randn(3, 5)),
+    "gru": (lambda: nn.GRU(5, 6, batch_first=True), lambda: randn(4, 3, 5)),
+    "gru without bias": (lambda: nn.GRU(5, 6, bias=False), lambda: randn(4, 3, 5)),
+    "rnn": (lambda: nn.RNN(5, 6), lambda: randn(4, 3, 5)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, stride=2), lambda: randn(2, 4, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3), lambda: randn(2, 4, 9, 8)),
+    "conv2d channels last": (
+        lambda: channels_last(nn.Conv2d(4, 6, 3)),
+        lambda: randn(2, 4, 9, 8).to(memory_format=torch.channels_last),
+    ),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), lambda: randn(2, 4, 9, 8)),
+    "depthwise1d": (lambda: nn.Conv1d(4, 8, 3, groups=4), lambda: randn(2, 4, 9)),
+    "dilated": (lambda: nn.Conv2d(4, 6, 3, dilation=2), lambda: randn(2, 4, 9, 8)),
+    "grouped": (lambda: nn.Conv2d(4, 6, 1, groups=2, bias=False), lambda: randn(2, 4, 9, 8)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), lambda: randn(2, 2, 4, 4, 4)),
+    "transposed": (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2), lambda: randn(2, 4, 5, 5)),
+    "batch norm": (lambda: nn.BatchNorm2d(4), lambda: randn(3, 4, 5, 5)),
+    "batch norm, eval": (lambda: nn.BatchNorm2d(4).eval(), lambda: randn(3, 4, 5, 5)),
+    "group norm": (lambda: nn.GroupNorm(2, 4), lambda: randn(3, 4, 5, 5)),
+    "layer norm": (lambda: nn.LayerNorm(5), lambda: randn(3, 5)),
+    "max pool": (lambda: nn.MaxPool2d(2), lambda: randn(2, 4, 6, 6)),
+    "adaptive pool": (lambda: nn.AdaptiveAvgPool2d(2), lambda: randn(2, 4, 6, 6)),
+    "upsample": (lambda: nn.Upsample(scale_factor=2, mode="bilinear"), lambda: randn(2, 4, 3, 3)),
+    "attention": (lambda: nn.MultiheadAttention(8, 2), lambda: randn(4, 3, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0), lambda: randn(4, 3, 8)),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_computes_what_it_does_on_the_cpu(name: str) -> None:
+    make, data = MODULES[name]
+    here = make()
+    there = copy.deepcopy(here).to(DEVICE)
+    results = []
+    for module, device in ((here, torch.device("cpu")), (there, DEVICE)):
+        x = data().to(device).requires_grad_()
+        arguments = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+        out = outputs(module(*arguments))
+        assert all(t.device == device for t in out)
+        torch.autograd.backward(sum((t.float() ** 2).sum() for t in out))  # type: ignore[arg-type]
+        gradients = [p.grad for p in module.parameters()]
+        results.append([*out, x.grad, *gradients, *module.buffers()])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
+
+
+def q() -> Tensor:
+    return randn(2, 2, 5, 4)
+
+
+def spd() -> Tensor:
+    x = randn(4, 4)
+    return x @ x.t() + 4 * torch.eye(4)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "sdpa": lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+    "index_put_": lambda x: x.clone().index_put_((torch.tensor([1, 0], device=x.device),), x.sum()),
+    "mask": lambda x: x[x > 0],
+    "index by the host's": lambda x: x[torch.tensor([1, 0])],
+    "scatter": lambda x: x.scatter(0, torch.zeros_like(x, dtype=torch.long), x * 2),
+    "gather": lambda x: x.gather(-1, torch.zeros_like(x, dtype=torch.long)),
+    "sort": lambda x: x.sort(dim=-1)[0],
+    "topk": lambda x: x.topk(2, dim=-1)[0],
+    "cumsum": lambda x: x.cumsum(-1),
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "einsum": lambda x: torch.einsum("abij,abkj->abik", x, x),
+    "cross entropy": lambda x: F.cross_entropy(x.flatten(1), torch.tensor([1, 2], device=x.device)),
+    "complex": lambda x: torch.view_as_real(torch.fft.fft(torch.complex(x, x)).conj() * 2j),
+    "real": lambda x: torch.complex(x, x * 2).conj().imag,
+    "solve": lambda x: torch.linalg.solve(spd().to(x.device), x[0, 0, :4, :4]),
+    "cholesky": lambda x: torch.linalg.cholesky(spd().to(x.device) + x[0, 0, 0, 0] * 0),
+    "svd": lambda x: torch.linalg.svdvals(x),
+    "norm": lambda x: torch.linalg.vector_norm(x),
+    "stack": lambda x: torch.stack(x.unbind(1)).movedim(0, 1),
+    "pad": lambda x: F.pad(x, (1, 1)),
+    "unfold": lambda x: F.unfold(x, 2),
+    "out=": lambda x: torch.add(x.detach(), 1, out=torch.empty(0, device=x.device)) * x,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_computes_what_it_does_on_the_cpu(name: str) -> None:
+    results = []
+    for device in (torch.device("cpu"), DEVICE):
+        x = q().to(device).requires_grad_()
+        (out,) = outputs(FUNCTIONS[name](x))
+        assert out.device == device
+        out.square().sum().backward()
+        results.append([out, x.grad])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
+def test_histc_counts_integers_too(dtype: torch.dtype) -> None:
+    counts = torch.histc(torch.tensor([0, 1, 1, 3], dtype=dtype, device=DEVICE), 4, 0, 3)
+    assert counts.dtype == dtype and counts.tolist() == [1, 2, 0, 1]
+
+
+def test_packed_sequences() -> None:
+    here = nn.LSTM(5, 6)
+    there = copy.deepcopy(here).to(DEVICE)
+    results = []
+    for module, device in ((here, "cpu"), (there, DEVICE)):
+        x = nn.utils.rnn.pack_padded_sequence(randn(4, 3, 5).to(device), torch.tensor([4, 2, 1]))
+        out, _ = nn.utils.rnn.pad_packed_sequence(module(x)[0])
+        results.append(out)
+    torch.testing.assert_close(results[1].cpu(), results[0])
+
+
+# Sparse -------------------------------------------------------------------------------------------
+
+
+def test_sparse_tensors() -> None:
+    index, values = torch.tensor([[0, 2, 0], [1, 0, 1]]), torch.tensor([1.0, 2.0, 3.0])
+    here = torch.sparse_coo_tensor(index, values, (3, 2), check_invariants=True)
+    there = torch.sparse_coo_tensor(
+        index.to(DEVICE), values.to(DEVICE), (3, 2), check_invariants=True
+    )
+    assert there.is_sparse and there.device == DEVICE
+    assert there.coalesce().values().tolist() == [4, 2]
+    for f in (lambda x: x, lambda x: x * 2, lambda x: x + x, lambda x: x.coalesce(),
+              lambda x: x.cpu().to(x.device), lambda x: x.clone(), lambda x: x.t(),
+              lambda x: x.detach().add_(x)):  # fmt: skip
+        assert torch.equal(f(there).to_dense().cpu(), f(here).to_dense())
+    dense = randn(2, 4)
+    assert torch.allclose(torch.sparse.mm(there, dense.to(DEVICE)).cpu(), here @ dense)
+    assert torch.equal(randn(3, 2).to(DEVICE).to_sparse().to_dense().cpu(), randn(3, 2))
+
+
+def test_a_sparse_embedding_trains_as_on_the_cpu() -> None:
+    here = nn.Embedding(6, 3, sparse=True)
+    there = copy.deepcopy(here).to(DEVICE)
+    for module in (here, there):
+        weight = module.weight
+        optimizer = torch.optim.SparseAdam([weight], lr=0.1)
+        for rows in ([1, 2, 1], [0, 5, 1]):
+            for _ in range(2):  # accumulates
+                module(torch.tensor(rows, device=weight.device)).pow(2).sum().backward()
+            assert weight.grad is not None and weight.grad.is_sparse
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(there.weight.cpu(), here.weight)
+
+
+# Optimizers, files --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_trains_as_on_the_cpu(kind: Any, how: str) -> None:
+    here = nn.Linear(3, 2)
+    there = copy.deepcopy(here).to(DEVICE)
+    for module, options in ((here, {}), (there, {how: True})):
+        optimizer = kind(module.parameters(), lr=0.1, **options)
+        for _ in range(2):
+            optimizer.zero_grad()
+            module(randn(4, 3).to(module.weight.device)).pow(2).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(there.weight.cpu(), here.weight)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_the_step_that_overflows(fused: bool) -> None:
+    layer = nn.Linear(3, 2, device=DEVICE)
+    optimizer = torch.optim.Adam(layer.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    for factor, changes in ((1.0, True), (float("inf"), False)):
+        before = layer.weight.detach().clone()
+        with torch.autocast("cuda"):
+            loss = layer(randn(4, 3).to(DEVICE)).float().sum() * factor
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, layer.weight) != changes
+    assert scaler.get_scale() == 2.0
+
+
+def test_files_keep_the_device_and_map_it() -> None:
+    file = io.BytesIO()
+    torch.save({"x": torch.arange(3.0, device=DEVICE)}, file)
+    for where, device in ((None, DEVICE), ("cpu", "cpu"), ("cuda:0", "cuda:0")):
+        file.seek(0)
+        x = torch.load(file, map_location=where)["x"]
+        assert x.device == torch.device(device) and x.tolist() == [0, 1, 2]
+
+
+def test_deep_copies_and_storages() -> None:
+    x = torch.arange(3.0, device=DEVICE)
+    y = copy.deepcopy(x)
+    y.add_(1)
+    assert x.tolist() == [0, 1, 2] and y.device == DEVICE
+    x.untyped_storage().resize_(0)
+    assert x.untyped_storage().nbytes() == 0
+    x.untyped_storage().resize_(12)
+    assert x.copy_(torch.ones(3)).tolist() == [1, 1, 1]
+
+
+def test_profiler_ranges_do_nothing() -> None:
+    with torch.cuda.nvtx.range("a"):
+        torch.cuda.nvtx.mark("b")

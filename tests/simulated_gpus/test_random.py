@@ -1,0 +1,92 @@
+"""Random numbers of devices: seeds, states, forks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.simulated_gpus.simulation import Simulation
+
+pytestmark = pytest.mark.cuda
+
+DEVICE = torch.device("cuda:1")
+
+
+@pytest.fixture(autouse=True)
+def _simulated(gpus: Simulation) -> Iterator[None]:
+    yield
+
+
+def draw() -> torch.Tensor:
+    return torch.rand(5, device=DEVICE)
+
+
+def test_a_seed_gives_the_same_numbers_again() -> None:
+    torch.manual_seed(3)
+    first = draw()
+    torch.manual_seed(3)
+    assert torch.equal(draw(), first)
+    assert not torch.equal(draw(), first)
+
+
+def test_each_device_draws_from_its_own_generator_and_not_from_the_cpu_s() -> None:
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    first = draw()
+    torch.manual_seed(3)
+    torch.rand(5, device="cuda:0")
+    torch.nn.functional.dropout(torch.ones(5, device="cuda:0"))
+    assert torch.equal(draw(), first)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_can_be_taken_and_given_back() -> None:
+    state = torch.cuda.get_rng_state(DEVICE)
+    first, dropped = draw(), torch.nn.functional.dropout(torch.ones(64, device=DEVICE))
+    torch.cuda.set_rng_state(state, DEVICE)
+    assert torch.equal(draw(), first)
+    assert torch.equal(torch.nn.functional.dropout(torch.ones(64, device=DEVICE)), dropped)
+
+
+def test_a_generator_of_one_s_own() -> None:
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    assert generator.device == DEVICE and generator.initial_seed() == 7
+    before = torch.cuda.get_rng_state(DEVICE)
+    state = generator.get_state()
+    first = torch.randn(5, device=DEVICE, generator=generator)
+    generator.set_state(state)
+    assert torch.equal(torch.randn(5, device=DEVICE, generator=generator), first)
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
+
+
+def test_fork_rng_puts_it_back() -> None:
+    state = torch.cuda.get_rng_state(DEVICE)
+    with torch.random.fork_rng(devices=[1]):
+        draw()
+    assert torch.equal(torch.cuda.get_rng_state(DEVICE), state)
+
+
+def test_a_checkpoint_drops_the_same_elements_again() -> None:
+    x = torch.ones(64, device=DEVICE, requires_grad=True)
+    y = checkpoint(torch.nn.functional.dropout, x, use_reentrant=False)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
+
+
+@pytest.mark.parametrize("name", ["randperm", "multinomial", "bernoulli", "normal", "randint"])
+def test_other_ways_to_draw_follow_the_seed(name: str) -> None:
+    ways = {
+        "randperm": lambda: torch.randperm(50, device=DEVICE),
+        "multinomial": lambda: torch.multinomial(torch.ones(50, device=DEVICE), 20),
+        "bernoulli": lambda: torch.bernoulli(torch.full((50,), 0.5, device=DEVICE)),
+        "normal": lambda: torch.empty(50, device=DEVICE).normal_(),
+        "randint": lambda: torch.randint(0, 100, (50,), device=DEVICE),
+    }
+    torch.cuda.manual_seed_all(3)
+    first = ways[name]()
+    second = ways[name]()
+    torch.cuda.manual_seed_all(3)
+    assert torch.equal(ways[name](), first) and not torch.equal(first, second)
