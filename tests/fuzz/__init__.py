@@ -25,6 +25,7 @@ under autocast, which has other rules on the CPU, it is the same pipe, from the 
 nothing recomputed.
 
 Left out, since it is known and documented: values at a boundary that share memory and are changed
-in place behind it. The gradients of tied weights are added in no fixed order, so everything is
+in place behind it; and what a call without a gradient does to hooks and custom functions
+(docs/contract.md). The gradients of tied weights are added in no fixed order, so everything is
 compared with a tolerance.
 """

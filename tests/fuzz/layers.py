@@ -65,11 +65,12 @@ class Raises(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.function = function
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         ctx.function()
         return grad, None
 
@@ -216,4 +217,9 @@ def _choose(case: Case, model: nn.Sequential) -> None:
         parameter.requires_grad_(k not in case.frozen)
         if k in case.hooked and parameter.requires_grad and id(parameter) not in handed:
             hooked: Any = parameter
-            hooked.register_hook(lambda grad: grad.clamp(max=0.3) * 2)
+            hooked.register_hook(_change)
+
+
+def _change(grad: Tensor | None) -> Tensor | None:
+    """A user's hook; it may be called without a gradient (docs/contract.md, restrictions)."""
+    return None if grad is None else grad.clamp(max=0.3) * 2
