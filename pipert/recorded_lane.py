@@ -116,12 +116,13 @@ class RecordedLane(Lane):
     def _wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         compute = stream.compute_stream(self._device)
         if waiter == compute != awaited:  # for x, now
-            with self._recorder.during(WAIT, i, self.j, self._device, on=compute):
+            with self._recorder.during(WAIT, i, self.j, self._device):
                 return super()._wait(i, x, waiter, awaited)
         y = super()._wait(i, x, waiter, awaited)
         if self._run.context.grad_enabled:  # for the gradient of x, in the backward
-            begin = partial(self._recorder.begin, WAIT, i, self.j, self._device, on=compute)
-            watch_node(differentiable(y)[0], begin, compute)
+            # Autograd computes there on the stream that is current here.
+            begin = partial(self._recorder.begin, WAIT, i, self.j, self._device)
+            watch_node(differentiable(y)[0], begin, None)
         return y
 
 

@@ -69,15 +69,15 @@ def same_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeStream, "__eq__", lambda one, other: one.name == other.name)
 
 
-def test_waits_are_stamped_on_the_stream_that_waits(
+def test_waits_are_stamped_on_the_device_that_waits(
     fake: FakeStreams, same_streams: None
 ) -> None:
     events = of(record_step(fake)[0], WAIT)
     assert [(event.i, event.j) for event in events] == [(0, 1), (0, 0)]
     there = around(fake.log, "<compute meta> waits for <copy meta 0>")
     back = around(fake.log, "<compute cpu> waits for <copy cpu 0>")
-    assert there == ("stamp on <compute meta>",) * 2
-    assert back == ("stamp on <compute cpu>",) * 2
+    assert there == ("stamp on meta",) * 2  # the current stream, which computes
+    assert back == ("stamp on cpu",) * 2
 
 
 class FakeEvent:
