@@ -140,7 +140,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def ablations(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
     """Print what each part is worth, for each case."""
     all_found = []
-    cases = ablation.ABLATIONS[: 1 if arguments.short else None]
+    models = [WORKLOADS[name] for name in arguments.only]
+    cases = [one for one in ablation.ABLATIONS if one.workload in models]
+    cases = cases[: 1 if arguments.short else None]
     with tqdm(total=len(cases) * len(ablation.PARTS), desc="ablation", mininterval=5) as bar:
         for one in cases:
             table, found = ablation.table(one, arguments.repeats, bar.update)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipert._typing import Value
+from pipert.autograd.compiled_backward import give_own_contexts
+from pipert.autograd.drawing import is_compiled
 from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
 from pipert.autograd.running_stats import Buffers, KeepBuffers, may_change_buffers
 from pipert.errors import add_note
@@ -26,7 +28,7 @@ from pipert.skip.routes import Carried, PartitionSkips
 from pipert.skip.store import of_task
 from pipert.status import FORWARD, LETTERS, RECOMPUTATION, task_name
 from pipert.tied import Substitute, Weights
-from pipert.value import describe, version
+from pipert.value import describe, differentiable, version
 from pipert.workers.context import CallerContext
 
 __all__ = ["is_checkpointing", "is_recomputing"]
@@ -104,7 +106,7 @@ class Computation:
     """
 
     __slots__ = (
-        "_account", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
+        "_account", "_compiled", "_context", "_j", "_partition", "_place", "_schedule", "_seed",
         "_skips", "_snapshot", "_substitutes", "after_layer", "layers_took", "on_worker",
     )  # fmt: skip
 
@@ -129,6 +131,9 @@ class Computation:
         self._seed = seed
         self._skips = skips
         self._snapshot: Snapshot | None = None
+        # On CPU one thread goes backward, whatever the partition.
+        on_gpu = context.grad_enabled and place.type == "cuda"
+        self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
         self.layers_took = 0.0  # s, the last time
         self.on_worker = False  # whether a recomputation is a worker's task
         self.after_layer: Callable[[], None] | None = None  # if anybody wants to know
@@ -217,10 +222,15 @@ class Computation:
                 call = layer if self._seed is None else partial(call_layer, layer)
                 if self._substitutes and layer in self._substitutes:
                     call = partial(self._substitutes[layer].during, call)
+                compiled = bool(self._compiled) and layer in self._compiled
+                given = differentiable(value)[0] if compiled else ()
                 if isinstance(value, Arguments):
                     value = call(*value.args, **value.kwargs)
                 else:
                     value = call(value)
+                if compiled:
+                    give_own_contexts(differentiable(value)[0], given)
+                    given = ()  # no input outlives its layer
                 if self.after_layer is not None:
                     self.after_layer()
                 done += 1

@@ -101,8 +101,8 @@ def copy(
     wait for ``target`` before it reads the results.
     ``reader`` is the stream that will read the results; by default the current one.
     """
-    # Between GPUs ``to`` never lets the host wait. From and to the CPU it does, and must: the memory
-    # there may be written next.
+    # Between GPUs ``to`` never lets the host wait. From and to the CPU it does, and must: memory of
+    # the CPU may be written next.
     with torch.cuda.stream(source), torch.cuda.stream(target):
         results = [tensor.to(device) for tensor in tensors]
     reader = reader or compute_stream(device)

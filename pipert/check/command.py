@@ -93,7 +93,8 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     if arguments.quick:
         effort, remarks = QUICK, [*remarks, "--quick: sizes are small, so times mean little"]
     else:
-        effort = ON_GPUS if devices.gpus else ON_CPU
+        # A CPU would take minutes for what keeps a GPU busy.
+        effort = ON_CPU if torch.device("cpu") in devices.partitions else ON_GPUS
     for remark in remarks:
         print(f"pipert check: {remark}", file=sys.stderr)
     with settled(devices), limited():

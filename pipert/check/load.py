@@ -66,16 +66,14 @@ def fitting(load: Load, devices: Devices) -> Load:
 
 
 def busy(load: Load, devices: Devices) -> Load:
-    """As many rows as it takes to keep the first device busy for ``LONG_ENOUGH``.
+    """As many rows as it takes to keep the slowest device busy for ``LONG_ENOUGH``.
 
     Or fewer, so that a step of the plain module, three times its forward, does not take too long.
     """
-    device = devices.partitions[0]
-    partition = load.chain()[: load.layers].to(device)
+    partitions = {d: load.chain()[: load.layers].to(d) for d in devices.partitions}
     while True:
-        x = torch.randn(load.rows, load.width).to(device)
-        with torch.no_grad():
-            seconds, on_host = min(_both_times(devices, partition, x) for _ in range(3))
+        times = [_both_times(devices, *of_device, load) for of_device in partitions.items()]
+        seconds, on_host = (max(of_all) for of_all in zip(*times, strict=True))
         more = replace(load, rows=2 * load.rows)
         plain_step = 3 * seconds * load.m * load.n
         is_long = seconds >= LONG_ENOUGH or plain_step >= LONG_STEP or on_host >= LONG_FOR_HOST
@@ -84,10 +82,18 @@ def busy(load: Load, devices: Devices) -> Load:
         load = more
 
 
-def _both_times(devices: Devices, layers: nn.Module, x: Tensor) -> tuple[float, float]:
-    started = perf_counter()
-    seconds = timed(devices, lambda: layers(x))
-    return seconds, perf_counter() - started
+def _both_times(
+    devices: Devices, device: torch.device, layers: nn.Module, load: Load
+) -> tuple[float, float]:
+    """The shortest of three forward tasks on ``device``, and what it takes on the host."""
+    x = torch.randn(load.rows, load.width).to(device)
+    times = []
+    for _ in range(3):
+        started = perf_counter()
+        with torch.no_grad():
+            seconds = timed(devices, lambda: layers(x))
+        times.append((seconds, perf_counter() - started))
+    return min(times)
 
 
 def timed(devices: Devices, task: Callable[[], object]) -> float:

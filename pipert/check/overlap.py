@@ -165,6 +165,8 @@ def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[
 def _judge_together(devices: Devices, share: float, task: float, seen: str) -> Finding:
     check = "partitions at the same time"
     why_not = why_no_links(devices) if len(devices.gpus) < 2 else None
+    if torch.device("cpu") in devices.partitions:
+        why_not = why_not or "a CPU takes part"
     if why_not is None and task < LONG_ENOUGH:
         why_not = "tasks are too short to tell"
     if why_not is not None:

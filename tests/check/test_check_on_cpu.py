@@ -178,6 +178,18 @@ def test_a_device_that_is_slow_gets_no_more_rows(monkeypatch: pytest.MonkeyPatch
     assert grown(monkeypatch, 1.0) == 16
 
 
+def test_the_slowest_device_has_to_be_fast_enough_for_the_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def timed(devices: Devices, task: Any) -> float:
+        made: Tensor = task()
+        return len(made) * LONG_ENOUGH / {"cpu": 10_000, "meta": 100}[made.device.type]
+
+    monkeypatch.setattr(loads, "timed", timed)
+    two = Devices((torch.device("cpu"), torch.device("meta")))
+    assert busy(Load(2, 8, layers=1, width=4, rows=16), two).rows == 128
+
+
 def test_rows_do_not_grow_beyond_a_plain_step_of_two_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -226,6 +238,7 @@ def test_copies_are_hidden_while_the_gpu_that_they_come_from_computes() -> None:
         (GPUS, 0.0, 0.01, BROKEN),
         (GPUS, 0.0, 0.0001, REPORTED),  # too short to tell
         (Devices((A, A)), 0.0, 0.01, REPORTED),
+        (Devices((A, B, *TWO.partitions)), 0.0, 0.01, REPORTED),
         (TWO, 0.0, 0.01, REPORTED),
     ],
 )

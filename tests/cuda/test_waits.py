@@ -146,6 +146,15 @@ def test_without_copy_streams_a_step_needs_no_synchronisation(
             train(pipe, x)
 
 
+@places
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_needs_no_synchronisation(devices: list[str], streams: None) -> None:
+    """It reads what each node returns at once."""
+    with pipe_of(with_skip(), devices) as pipe, torch.autograd.detect_anomaly():
+        for _ in range(2):
+            call(pipe, batch(grad=True))
+
+
 # Arguments, targets, weights ----------------------------------------------------------------------
 
 

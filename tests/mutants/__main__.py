@@ -37,13 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(f"{mutant.name}: {mutant.what} ({mutant.file})" for mutant in chosen))
         return 0
+    print(HEADER, flush=True)
     verdicts: list[Verdict] = []
     found = _verdicts(chosen, options.jobs, options.stages)
     for mutant, verdict in zip(chosen, found, strict=True):
-        if not verdict:
-            tqdm.write(f"survives: {mutant.name}", file=sys.stderr)
+        tqdm.write(row(mutant, verdict))
+        sys.stdout.flush()
         verdicts.append(verdict)
-    print(table(chosen, verdicts))
+    print(f"\n{summary(verdicts)}")
     return 0 if all(verdicts) else 1
 
 
@@ -65,27 +66,30 @@ def _verdicts(mutants: Sequence[Mutant], jobs: int, stages: int) -> Iterator[Ver
             yield from tqdm(pool.map(try_out, mutants), total=len(mutants), unit="mutant")
 
 
-def table(mutants: Sequence[Mutant], verdicts: Sequence[Verdict]) -> str:
+HEADER = """\
+| mutant | taken out | in | noticed by | by what | s |
+|---|---|---|---|---|---|"""
+
+
+def row(mutant: Mutant, verdict: Verdict) -> str:
     """Markdown: what was taken out, and who has noticed, by what."""
-    rows = [
-        "| mutant | taken out | in | noticed by | by what | s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for mutant, verdict in zip(mutants, verdicts, strict=True):
-        test = verdict.failed[0] if verdict else "**nobody**"
-        by = f"`{_short(test)}`" if "::" in test else test
-        rows.append(
-            f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} | {by} "
-            f"| {_escaped(verdict.how)} | {verdict.seconds:.0f} |"
-        )
+    test = verdict.failed[0] if verdict else "**nobody**"
+    by = f"`{_short(test)}`" if "::" in test else test
+    return (
+        f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} | {by} "
+        f"| {_escaped(verdict.how)} | {verdict.seconds:.0f} |"
+    )
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """How many were noticed."""
     reports = sum(verdict.how.startswith(("RACE", "ALLOC", "USE")) for verdict in verdicts)
     survivors = sum(not verdict for verdict in verdicts)
-    rows += ["", (
-        f"{len(mutants)} mutants, {len(mutants) - survivors} noticed, {reports} of them by a "
+    return (
+        f"{len(verdicts)} mutants, {len(verdicts) - survivors} noticed, {reports} of them by a "
         f"report of the simulation; {survivors} survive. "
         f"{sum(verdict.seconds for verdict in verdicts) / 60:.0f} minutes."
-    )]  # fmt: skip
-    return "\n".join(rows)
+    )
 
 
 def _short(test: str) -> str:

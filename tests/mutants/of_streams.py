@@ -118,10 +118,26 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-not-copied-back", TRANSFER, "the streams of the copy back: the current ones",
-        "copied = iter(stream.copy(there, *ctx.back))",
+        "moved = stream.copy(there, *ctx.back)",
         "home = ctx.back[0]\n"
         "        on = [stream.compute_stream(k) for k in (there[0].device, home)]\n"
-        "        copied = iter(stream.copy(there, home, *on))",
+        "        moved = stream.copy(there, home, *on)",
+    ),
+    Mutant(
+        "anomaly-not-awaited", TRANSFER, "the wait before anomaly detection reads a gradient",
+        "stream.wait(reader, target)\n        if", "if",
+    ),
+    Mutant(
+        "anomaly-reversed", TRANSFER, "the direction of that wait",
+        "stream.wait(reader, target)\n        if", "stream.wait(target, reader)\n        if",
+    ),
+    Mutant(
+        "anomaly-reads-on-target", TRANSFER, "the stream that anomaly detection reads on",
+        "reader = stream.compute_stream(tensor.device)", "reader = target",
+    ),
+    Mutant(
+        "anomaly-not-recorded", TRANSFER, "record_stream of what anomaly detection reads",
+        "tensor.record_stream(reader)", "pass",
     ),
     Mutant(
         "no-wait-in-backward", TRANSFER, "the wait of the backward",

@@ -9,7 +9,7 @@ import ast
 
 import pytest
 
-from tests.mutants.__main__ import table
+from tests.mutants.__main__ import row, summary
 from tests.mutants.mutant import Mutant
 from tests.mutants.sites import REASONS, sites, without_mutant
 from tests.mutants.table import MUTANTS
@@ -61,4 +61,6 @@ def test_what_a_mutant_does_away_with_is_what_differs() -> None:
 
 def test_a_survivor_is_told() -> None:
     mutant = Mutant("hard", "pipert/stream.py", "all", "a", "b")
-    assert "| hard | all | stream.py | **nobody** |" in table([mutant], [Verdict((), "", 1.0)])
+    verdict = Verdict((), "", 60.0)
+    assert row(mutant, verdict) == "| hard | all | stream.py | **nobody** |  | 60 |"
+    assert "1 survive. 1 minutes" in summary([verdict])

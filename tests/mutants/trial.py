@@ -156,6 +156,7 @@ def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
     """In a process of its own: the tests of the copy in ``root`` against the package there."""
     os.chdir(root)
     os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
+    sys.dont_write_bytecode = False  # most files are those of the trial before
     sys.path[:] = [str(root), *[path for path in sys.path if Path(path or ".").resolve() != ROOT]]
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from tests import simulated_gpus
 
-__all__ = ["REPORTS", "environment", "start_with_torch"]
+__all__ = ["REPORTS", "environment", "leave_reports", "start_with_torch"]
 
 REPORTS = "SIMULATED_GPUS_REPORTS"
 
@@ -46,16 +46,19 @@ class _Finder:
         def load_and_start(module: ModuleType) -> None:
             load(module)
             simulated_gpus.pretend_loaded()
-            atexit.register(_leave_reports)
+            atexit.register(leave_reports)
 
         setattr(spec.loader, "exec_module", load_and_start)  # noqa: B010
         return spec
 
 
-def _leave_reports() -> None:
+def leave_reports() -> None:
+    """Append the reports to the parent's file: at exit, or before ``os._exit``, which has none."""
     gpus = simulated_gpus.running()
     file = os.environ.get(REPORTS)
-    reports = [] if gpus is None else gpus.reports()
-    if file and reports:
-        with open(file, "a") as out:
-            out.write("\n".join(f"in process {os.getpid()}: {r}" for r in reports) + "\n")
+    if gpus is None or file is None:
+        return
+    reports = gpus.reports()
+    gpus.clear()
+    with open(file, "a") as out:
+        out.writelines(f"in process {os.getpid()}: {report}\n" for report in reports)

@@ -140,7 +140,7 @@ class _Watch:
         if self.by_children.exists():
             lines.append(self.by_children.read_text())
             self.by_children.unlink()
-            count += lines[-1].count("in process ")
+            count += lines[-1].count("in process ")  # none, if the child wrote an empty file
         self.reported |= count > 0
         return f"simulated GPUs report {count}:\n" + "\n".join(lines) if count else ""
 

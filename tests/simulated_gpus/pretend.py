@@ -102,9 +102,16 @@ def _functions(simulation: Simulation) -> None:
         bytes_ = {"current": m["live"], "peak": m["peak"], "allocated": m["live"], "freed": 0}
         blocks = {"current": m["blocks"], "peak": m["blocks"], "allocated": m["allocations"],
                   "freed": m["allocations"] - m["blocks"]}  # fmt: skip
-        found: dict[str, Any] = {f"{name}_bytes": {"all": bytes_} for name in
-                                 ("allocated", "reserved", "active", "requested")}  # fmt: skip
-        found |= {name: {"all": blocks} for name in ("allocation", "segment", "active")}
+        nothing = dict.fromkeys(bytes_, 0)
+
+        def in_pools(values: dict[str, int]) -> dict[str, dict[str, int]]:
+            return {"all": values, "large_pool": values, "small_pool": nothing}
+
+        used = ("allocated", "reserved", "active", "requested")
+        found: dict[str, Any] = {f"{name}_bytes": in_pools(bytes_) for name in used}
+        found |= {name: in_pools(blocks) for name in ("allocation", "segment", "active")}
+        found |= {name: in_pools(nothing) for name in ("inactive_split", "inactive_split_bytes")}
+        found |= {name: nothing for name in ("oversize_allocations", "oversize_segments")}
         return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
     # Functions of Python's, not of ctypes': torch.compile hashes them.
@@ -151,7 +158,7 @@ def _module(simulation: Simulation) -> None:
     properties = _Properties()
     replaced: dict[str, Any] = dict(
         _exchange_device=exchange,
-        _maybe_exchange_device=exchange,
+        _maybe_exchange_device=lambda device: exchange(device),  # dynamo wants two functions
         _lazy_init=lambda: None,
         _initialized=True,
         _is_in_bad_fork=lambda: False,

@@ -68,5 +68,9 @@ def test_one_allocation_can_be_made_to_fail(gpus: Simulation) -> None:
     assert gpus.allocations(5) == 3
 
 
+def test_torch_s_summary_of_memory_can_be_printed() -> None:
+    assert "Active memory" in torch.cuda.memory_summary(DEVICE)
+
+
 def test_what_nobody_has_written_is_not_a_number() -> None:
     assert torch.empty(7, device=DEVICE).isnan().all()

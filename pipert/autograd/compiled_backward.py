@@ -1,0 +1,42 @@
+"""The backward of compiled layers on several GPUs at once.
+
+AOTAutograd runs the backward of a compiled layer in the context variables of whoever has called
+for it: in the one ``Context`` object that ``torch.autograd`` notes for all its threads, which no
+two of them can be in at the same time. A model on one GPU goes backward in one thread; a pipe has
+one for each, and the second would raise "cannot enter context". So each node of a compiled layer
+gets a copy of that context before it runs (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+_C: Any = torch._C
+
+
+def give_own_contexts(ys: Iterable[Tensor], xs: Iterable[Tensor]) -> None:
+    """Let each compiled function between ``xs`` and ``ys`` go backward in a context of its own."""
+    seen = {x.grad_fn for x in xs} | {None}
+    left = [y.grad_fn for y in ys]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        left.extend(child for child, _ in node.next_functions)
+        if node.name() == "CompiledFunctionBackward":
+            node.register_prehook(_use_own_context)
+
+
+def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
+    # For this node alone: the engine puts its thread-local state on anew for each.
+    if _C._is_key_in_tls("context"):
+        context = _C._get_obj_in_tls("context")
+        if context is not None:
+            _C._stash_obj_in_tls("context", context.copy())
