@@ -57,7 +57,7 @@ def table(
     """AmoebaNet-D, milliseconds of a step, with free launches and with those of ``host_us``."""
     workload = WORKLOADS["amoebanet"]
     rows, found = [], []
-    for n, m in CASES[:1] if short else CASES:
+    for n, m in CASES[-1:] if short else CASES:
         case = workload.case(n, m)
         for cost in (0.0, host_us):
             machine = replace(workload.rates(), host_us=cost)

@@ -168,13 +168,21 @@ def test_a_simulation_reports_its_bubble_as_a_recording_does() -> None:
     assert timeline_of(found).report().bubble == pytest.approx(found.bubble)
 
 
+@pytest.mark.parametrize(
+    "devices",
+    [
+        ["cpu"] * 3,
+        pytest.param(["cuda:0", "cuda:1", "cuda:0"], marks=[pytest.mark.multi_gpu]),
+    ],
+    ids=["cpu", "cuda"],
+)
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_without_fork_and_join_micro_batches_go_back_in_reverse_order_all_the_same(
-    checkpoint: str,
+    checkpoint: str, devices: list[str]
 ) -> None:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     layers.append(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))))  # one with more nodes
-    pipe = Pipe(layers, [1, 1, 2], devices=["cpu"] * 3, chunks=5, checkpoint=checkpoint)
+    pipe = Pipe(layers, [1, 1, 2], devices=devices, chunks=5, checkpoint=checkpoint)
     with pipe:
         pipe._runtime.components = SWITCHES["clock only"]
         with pipe.record() as timeline:
