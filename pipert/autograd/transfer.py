@@ -45,12 +45,12 @@ class _Copy(torch.autograd.Function):
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:
-    """Anomaly detection reads what a node returns at once: before ``Wait'`` has waited for it."""
+    """Anomaly detection reads what a node returns at once: before ``Wait'`` has waited for it.
+
+    It also lets the host wait for what it has found, so that the memory may be used again.
+    """
     for tensor in moved:
-        reader = stream.compute_stream(tensor.device)
-        stream.wait(reader, target)
-        if reader is not None:
-            tensor.record_stream(reader)
+        stream.wait(stream.compute_stream(tensor.device), target)
 
 
 def _wait_in_caller(device: torch.device, reader: Stream) -> None:

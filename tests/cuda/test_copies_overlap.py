@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipert import Event, Pipe
 from pipert.components import Components
 from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
+from pipert.skip import Skippable, pop, skippable, stash
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
@@ -217,10 +218,48 @@ def test_copies_without_streams_of_their_own_are_recorded_too(pipe: Pipe, train:
     assert all(one >= MOVE and one % MOVE == 0 for one in took)
 
 
-def test_a_recording_begins_when_the_devices_are_idle(gpus: Simulation, pipe: Pipe) -> None:
-    for k in range(N):
-        with torch.cuda.device(k):
-            compute()
-    before = gpus.counts()["synchronisations"]
+def test_a_recording_begins_when_all_streams_are_idle(pipe: Pipe) -> None:
+    """What another stream has written may be written again, with no more waiting."""
+    other: Any = torch.cuda.Stream("cuda:1")  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(other):
+        x = torch.ones(4, device="cuda:1")
     with pipe.record():
-        assert gpus.counts()["synchronisations"] >= before + N
+        x += 1
+
+
+def test_a_recording_may_begin_on_another_stream_than_a_call_in_it(pipe: Pipe) -> None:
+    other: Any = torch.cuda.Stream("cuda:1")  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(other):
+        recording = pipe.record()
+        timeline = recording.__enter__()
+    with torch.no_grad():
+        pipe(batch())
+    recording.__exit__(None, None, None)
+    assert len(of(timeline, FORWARD)) == N * M
+
+
+@skippable(stash=["skip"])
+class Stash(Skippable):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", Busy()(x))
+        return Busy()(x)
+
+
+@skippable(pop=["skip"])
+class Pop(Skippable):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return Busy()(x) + Busy()(skip)
+
+
+def test_copies_that_follow_each_other_on_a_stream_are_recorded_one_by_one(
+    gpus: Simulation,
+) -> None:
+    """The second one begins when the first one has ended, not when both might have begun."""
+    module = nn.Sequential(Stash(), Pop())
+    with Pipe(module, [1, 1], devices=["cuda:0", "cuda:1"], chunks=M) as pipe:
+        with pipe.record() as timeline:
+            train_by_call(pipe, batch())
+    copies = of(timeline, COPY)
+    assert len(copies) == 4 * M
+    assert {round(1e6 * event.seconds) for event in copies} == {MOVE}

@@ -202,6 +202,18 @@ def test_a_tied_weight_needs_no_synchronisation(
                 first.weight.sub_(first.weight)
 
 
+@ways
+def test_a_tied_weight_alone_is_copied_and_needs_no_synchronisation(
+    train: Callable[[Pipe, Tensor], None], streams: None
+) -> None:
+    """Its partition's input is on the device already, so that its wait stands in for none."""
+    first = Scale()
+    module = nn.Sequential(first, Scale(), Times(first))
+    with pipe_of(module, ["cuda:0", "cuda:1", "cuda:1"]) as pipe:
+        for _ in range(2):
+            train(pipe, batch())
+
+
 @pytest.mark.parametrize("devices", [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]], ids=",".join)
 def test_a_tied_weight_that_was_just_changed_is_copied_after_that(
     devices: list[str], streams: None
@@ -211,3 +223,21 @@ def test_a_tied_weight_that_was_just_changed_is_copied_after_that(
         for _ in range(3):
             first.weight.mul_(0.5)
             pipe(batch())
+
+
+# Independent callers ------------------------------------------------------------------------------
+
+
+def test_steps_on_two_streams_need_no_synchronisation_between_them() -> None:
+    """They share copy streams, whose memory is used again by the next one."""
+    pipe = pipe_of(scales(2).requires_grad_(False), ["cuda:0", "cuda:1"], checkpoint="never")
+    with pipe:
+        for _ in range(4):
+            with contextlib.ExitStack() as stack:
+                for k in range(2):
+                    stream: Any = torch.cuda.Stream(f"cuda:{k}")  # type: ignore[no-untyped-call]
+                    stream.wait_stream(torch.cuda.default_stream(k))  # for the weights
+                    stack.enter_context(torch.cuda.stream(stream))
+                call(pipe, batch(grad=True))
+        for k in range(2):
+            torch.cuda.synchronize(k)  # before the weights may go

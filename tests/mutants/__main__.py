@@ -28,6 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="how far to go with one that survives: 1 runs the tests made for mutants, 2 others "
         "that look at streams, 3 all tests (default)",
     )  # fmt: skip
+    parser.add_argument("--tests", nargs="+", help="run these instead")
+    parser.add_argument(
+        "--once", action="store_true", help="believe a test that fails, without a second look"
+    )
     options = parser.parse_args(arguments)
     names = {mutant.name for mutant in MUTANTS}
     for name in options.only or ():
@@ -39,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     print(HEADER, flush=True)
     verdicts: list[Verdict] = []
-    found = _verdicts(chosen, options.jobs, options.stages)
+    stages = STAGES[: options.stages] if options.tests is None else [options.tests]
+    found = _verdicts(chosen, options.jobs, stages, options.once)
     for mutant, verdict in zip(chosen, found, strict=True):
         tqdm.write(row(mutant, verdict))
         sys.stdout.flush()
@@ -48,14 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(verdicts) else 1
 
 
-def _verdicts(mutants: Sequence[Mutant], jobs: int, stages: int) -> Iterator[Verdict]:
+def _verdicts(
+    mutants: Sequence[Mutant], jobs: int, stages: Sequence[Sequence[str]], once: bool
+) -> Iterator[Verdict]:
     """In the order of ``mutants``."""
     trees: SimpleQueue[Tree] = SimpleQueue()
 
     def try_out(mutant: Mutant) -> Verdict:
         tree = trees.get()
         try:
-            return tree.try_out(mutant, STAGES[:stages])
+            return tree.try_out(mutant, stages, once)
         finally:
             trees.put(tree)
 
@@ -73,7 +80,7 @@ HEADER = """\
 
 def row(mutant: Mutant, verdict: Verdict) -> str:
     """Markdown: what was taken out, and who has noticed, by what."""
-    test = verdict.failed[0] if verdict else "**nobody**"
+    test = verdict.failed or "**nobody**"
     by = f"`{_short(test)}`" if "::" in test else test
     return (
         f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} | {by} "

@@ -85,19 +85,22 @@ MUTANTS = [
         "for device, on in (source, target):", "for device, on in (target, source):",
     ),
     Mutant(
-        "wait-stamped-on-current", LANE, "the stream that waits, of a recorded wait",
-        "with self._recorder.during(WAIT, i, self.j, self._device, on=compute):",
-        "with self._recorder.during(WAIT, i, self.j, self._device):",
+        "wait-back-by-the-process", LANE, "the device's clock for a wait for a gradient",
+        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device)\n"
+        "            watch_node(differentiable(y)[0], begin, None)",
+        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device, _CPU)\n"
+        "            watch_node(differentiable(y)[0], begin, None)",
     ),
     Mutant(
-        "wait-back-begins-on-current", LANE, "the stream that waits, where a gradient's begins",
-        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device, on=compute)",
-        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device)",
+        "wait-back-not-recorded", LANE, "the record of a wait for a gradient",
+        "watch_node(differentiable(y)[0], begin, None)", "pass",
     ),
     Mutant(
-        "wait-back-ends-on-current", LANE, "the stream that waits, where a gradient's ends",
-        "watch_node(differentiable(y)[0], begin, compute)",
-        "watch_node(differentiable(y)[0], begin, None)",
+        "wait-by-the-process", LANE, "the device's clock for a wait",
+        "with self._recorder.during(WAIT, i, self.j, self._device):\n"
+        "                return super()._wait",
+        "with self._recorder.during(WAIT, i, self.j, self._device, _CPU):\n"
+        "                return super()._wait",
     ),
     Mutant(
         "compute-unknown", LANE, "the compute stream, by which a wait is known",

@@ -125,19 +125,12 @@ MUTANTS = [
     ),
     Mutant(
         "anomaly-not-awaited", TRANSFER, "the wait before anomaly detection reads a gradient",
-        "stream.wait(reader, target)\n        if", "if",
+        "stream.wait(stream.compute_stream(tensor.device), target)", "pass",
     ),
     Mutant(
         "anomaly-reversed", TRANSFER, "the direction of that wait",
-        "stream.wait(reader, target)\n        if", "stream.wait(target, reader)\n        if",
-    ),
-    Mutant(
-        "anomaly-reads-on-target", TRANSFER, "the stream that anomaly detection reads on",
-        "reader = stream.compute_stream(tensor.device)", "reader = target",
-    ),
-    Mutant(
-        "anomaly-not-recorded", TRANSFER, "record_stream of what anomaly detection reads",
-        "tensor.record_stream(reader)", "pass",
+        "stream.wait(stream.compute_stream(tensor.device), target)",
+        "stream.wait(target, stream.compute_stream(tensor.device))",
     ),
     Mutant(
         "no-wait-in-backward", TRANSFER, "the wait of the backward",

@@ -61,6 +61,6 @@ def test_what_a_mutant_does_away_with_is_what_differs() -> None:
 
 def test_a_survivor_is_told() -> None:
     mutant = Mutant("hard", "pipert/stream.py", "all", "a", "b")
-    verdict = Verdict((), "", 60.0)
+    verdict = Verdict("", "", 60.0)
     assert row(mutant, verdict) == "| hard | all | stream.py | **nobody** |  | 60 |"
     assert "1 survive. 1 minutes" in summary([verdict])

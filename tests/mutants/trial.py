@@ -56,10 +56,10 @@ _processes.set_forkserver_preload(["tests.mutants.preload"])
 class Verdict(NamedTuple):
     """What became of the tests."""
 
-    failed: tuple[str, ...]
-    """The tests that failed: the first one, against a mutant. None: they have not noticed."""
+    failed: str
+    """The first test that failed; empty if they have not noticed."""
     how: str
-    """The first one's message, in a line."""
+    """Its message, in a line."""
     seconds: float
 
     def __bool__(self) -> bool:
@@ -75,30 +75,22 @@ class Tree:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._failing: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._written = 0
         ignored = shutil.ignore_patterns(
             ".*", "__pycache__", "*.egg-info", "build", "dist", "mutants"
         )
         shutil.copytree(ROOT, root, ignore=ignored, dirs_exist_ok=True)
 
-    def failing(self, tests: Sequence[str]) -> tuple[str, ...]:
-        """The tests that fail without any mutant, which can show nothing."""
-        key = tuple(tests)
-        if key not in self._failing:
-            self._failing[key] = self._run(tests, "--maxfail=1000").failed
-        return self._failing[key]
-
-    def try_out(self, mutant: Mutant, stages: Sequence[Sequence[str]]) -> Verdict:
-        """Run the tests of each stage until one notices."""
+    def try_out(
+        self, mutant: Mutant, stages: Sequence[Sequence[str]], once: bool = False
+    ) -> Verdict:
+        """Run the tests of each stage until one notices; believe it ``once`` or look again."""
         path = self._root / mutant.file
         seconds = 0.0
-        verdict = Verdict((), "", 0.0)
+        verdict = Verdict("", "", 0.0)
         for tests in stages:
-            known = self.failing(tests)
-            self._write(path, mutant.mutated())
             try:
-                verdict = self._first_to_notice(tests, known)
+                verdict = self._first_to_notice(tests, path, mutant.mutated(), once)
             finally:
                 shutil.copy2(ROOT / mutant.file, path)
             seconds += verdict.seconds
@@ -106,31 +98,39 @@ class Tree:
                 break
         return verdict._replace(seconds=seconds)
 
+    def _first_to_notice(
+        self, tests: Sequence[str], path: Path, mutated: str, once: bool
+    ) -> Verdict:
+        """The first test that fails, fails again alone, and does not without the mutant."""
+        passed_over: list[str] = []
+        seconds = 0.0
+        while True:
+            self._write(path, mutated)
+            verdict = self._run("-x", *[f"--deselect={test}" for test in passed_over], *tests)
+            seconds += verdict.seconds
+            if once or "::" not in verdict.failed:
+                return verdict._replace(seconds=seconds)
+            again = self._run(verdict.failed)
+            shutil.copy2(ROOT / path.relative_to(self._root), path)
+            without = self._run(verdict.failed)
+            seconds += again.seconds + without.seconds
+            if again and not without:
+                return verdict._replace(seconds=seconds)
+            passed_over.append(verdict.failed)
+
     def _write(self, path: Path, source: str) -> None:
         """With a date of its own, by which Python tells that what it has compiled is old."""
         path.write_text(source)
         self._written += 1
         os.utime(path, (self._written, self._written))
 
-    def _first_to_notice(self, tests: Sequence[str], known: Sequence[str]) -> Verdict:
-        """The first test that fails, and fails again: what fails now and then notices nothing."""
-        passed_over = [*known]
-        seconds = 0.0
-        while True:
-            verdict = self._run(tests, "-x", *[f"--deselect={test}" for test in passed_over])
-            seconds += verdict.seconds
-            test = verdict.failed[0] if verdict else ""
-            if "::" not in test or self._run([test]):
-                return verdict._replace(seconds=seconds)
-            passed_over.append(test)
-
-    def _run(self, tests: Sequence[str], *options: str) -> Verdict:
+    def _run(self, *options: str) -> Verdict:
         report, output = self._root / "report.xml", self._root / "output.txt"
         report.unlink(missing_ok=True)
         started = perf_counter()
         arguments = [
             "--simulated-gpus", "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
-            f"--junitxml={report}", *options, *tests,
+            f"--junitxml={report}", *options,
         ]  # fmt: skip
         process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
         process.start()
@@ -139,18 +139,17 @@ class Tree:
         if process.is_alive():
             process.kill()
             process.join()
-            return Verdict(("-",), f"no end within {SECONDS:.0f} s", seconds)
+            return Verdict("-", f"no end within {SECONDS:.0f} s", seconds)
         if process.exitcode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-            return Verdict((), "", seconds)
+            return Verdict("", "", seconds)
         if not report.exists() and "Timeout" in output.read_text():
-            return Verdict(("-",), "a test hung", seconds)  # pytest-timeout has ended the process
+            return Verdict("-", "a test hung", seconds)  # pytest-timeout has ended the process
         if process.exitcode != 1:
             raise RuntimeError(
                 f"pytest ended with {process.exitcode}: {' '.join(arguments)}\n"
                 f"{output.read_text()[-3000:]}"
             )
-        failures = list(_failures(report))
-        return Verdict(tuple(test for test, _ in failures), failures[0][1], seconds)
+        return Verdict(*_failure(report), seconds)
 
 
 def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
@@ -169,15 +168,13 @@ def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
     sys.exit(pytest.main(arguments))
 
 
-def _failures(report: Path) -> list[tuple[str, str]]:
-    """The tests that failed, and how each did, in a line."""
-    found = []
+def _failure(report: Path) -> tuple[str, str]:
+    """The first test that failed, and how, in a line."""
     for case in ElementTree.parse(report).iter("testcase"):
         for child in case:
             if child.tag in ("failure", "error"):
-                found.append((_node_id(case), _in_a_line(child.get("message") or "")))
-                break
-    return found
+                return _node_id(case), _in_a_line(child.get("message") or "")
+    raise RuntimeError(f"pytest says that a test has failed, and {report} has none")
 
 
 def _node_id(case: ElementTree.Element) -> str:
