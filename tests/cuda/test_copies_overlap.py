@@ -227,6 +227,22 @@ def test_a_recording_begins_when_all_streams_are_idle(pipe: Pipe) -> None:
         x += 1
 
 
+def test_a_recording_waits_for_the_events_it_begins_with(
+    pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process's time of them is taken around that."""
+    waited: list[torch.cuda.Event] = []
+    synchronize: Any = torch.cuda.Event.synchronize
+
+    def note(event: torch.cuda.Event) -> None:
+        waited.append(event)
+        synchronize(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", note)
+    with pipe.record():
+        assert len(waited) == N
+
+
 def test_a_recording_may_begin_on_another_stream_than_a_call_in_it(pipe: Pipe) -> None:
     other: Any = torch.cuda.Stream("cuda:1")  # type: ignore[no-untyped-call]
     with torch.cuda.stream(other):

@@ -134,6 +134,31 @@ def test_repeated_calls_without_grad_need_no_synchronisation(
             pipe(x)
 
 
+@skippable(pop=["skip"])
+class PopOne(Skippable):
+    """Only one of the two gets a gradient."""
+
+    def __init__(self, skip: bool) -> None:
+        super().__init__()
+        self.skip = skip
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x.detach() + skip * skip if self.skip else x * x + skip.detach()
+
+
+@places
+@ways
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_gradient_of_a_skip_or_a_value_alone_needs_no_synchronisation(
+    skip: bool, train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
+) -> None:
+    module = nn.Sequential(Stash(), Scale(), PopOne(skip))
+    with pipe_of(module, devices, checkpoint="never") as pipe:
+        for _ in range(2):
+            train(pipe, batch(grad=True))
+
+
 @places
 @ways
 def test_without_copy_streams_a_step_needs_no_synchronisation(
@@ -241,3 +266,25 @@ def test_steps_on_two_streams_need_no_synchronisation_between_them() -> None:
                 call(pipe, batch(grad=True))
         for k in range(2):
             torch.cuda.synchronize(k)  # before the weights may go
+
+
+def test_a_gradient_is_recorded_on_the_stream_that_the_forward_computed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The thread of autograd that copies it has another current stream on that device."""
+    own: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
+    recorded: list[Any] = []
+    record: Any = Tensor.record_stream
+
+    def note(tensor: Tensor, stream: Any) -> None:
+        recorded.append(stream)
+        record(tensor, stream)
+
+    monkeypatch.setattr(Tensor, "record_stream", note)
+    with pipe_of(scales(2), ["cuda:0", "cuda:1"]) as pipe, torch.cuda.stream(own):
+        y = pipe(batch())
+        recorded.clear()
+        y.sum().backward()
+    torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)
+    assert own in recorded and torch.cuda.default_stream(0) not in recorded
