@@ -69,7 +69,7 @@ class _Enter(torch.autograd.Function):
         return (None,) * (1 + len(grads))
 
 
-ENTRANCE = torch.empty(0, requires_grad=True)
+ENTRANCE = torch.empty(0, device="cpu", requires_grad=True)
 """The leaf behind all that has entered. It never gets a gradient."""
 
 
