@@ -200,7 +200,7 @@ def _of_paper(model: Model, rows: int) -> Workload:
 
     build = partial(_seeded, partial(_out_of_place, model))
     batch = partial(_random, model.image(SCALE))
-    sizes = ((2, 8), (4, 8), (8, 16))
+    sizes = ((1, 8), (2, 8), (4, 8), (8, 16))
     return Workload(model.name, build, batch, rows, full, for_peer=for_torchgpipe, sizes=sizes)
 
 
