@@ -97,6 +97,9 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
         return loss
 
     at_once = not set(case.units) & {"batch norm", *RANDOM}  # or their order would be seen
+    # torch takes a Python stack for each node then, and for that of a leaf while it holds the
+    # leaf's lock: two threads that use one leaf may wait for each other for ever, without a pipe.
+    at_once = at_once and not step.anomaly
     values = list(found.values)
     record = pipe.record() if step.recorded else contextlib.nullcontext()
     with anomalies(step), armed(pipe, step), record as seen:
