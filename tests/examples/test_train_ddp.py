@@ -70,6 +70,19 @@ def torchrun(example: ModuleType, argv: list[str]) -> str:
     return result.stdout
 
 
+def assert_same_training(runs: Runs) -> None:
+    """All weights are close, but for biases of keys.
+
+    These move each row of scores as a whole, which softmax takes away again. Their gradients are
+    nothing but rounding, which is another one on each machine, and Adam makes steps of it.
+    """
+    for model in (runs.model, runs.model_alone):
+        for name, weight in model.items():
+            if name.endswith("attend.1.bias"):
+                weight.chunk(3)[1].zero_()  # of queries, keys and values
+    torch.testing.assert_close(runs.model, runs.model_alone, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_training_lowers_the_held_out_loss(runs: Runs) -> None:
     assert runs.alone.after < runs.alone.before - 1
@@ -77,14 +90,14 @@ def test_training_lowers_the_held_out_loss(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_two_processes_end_a_run_as_one_does_that_began_it(runs: Runs) -> None:
-    torch.testing.assert_close(runs.model, runs.model_alone, rtol=1e-3, atol=1e-4)
+    assert_same_training(runs)
 
 
 @pytest.mark.slow
 @pytest.mark.multi_gpu
 def test_the_processes_train_on_gpus_where_there_are_some(runs: Runs) -> None:
     assert re.match(r"2 processes; in process 0, of 4 layers: \d on cuda:0", runs.output)
-    torch.testing.assert_close(runs.model, runs.model_alone, rtol=1e-3, atol=1e-4)
+    assert_same_training(runs)
 
 
 @pytest.mark.slow
