@@ -40,6 +40,16 @@ MUTANTS = [
         "if default(device) != default(device)",
     ),
     Mutant(
+        "copies-follow-nobody", STREAM, "copies of a run wait for the caller's streams",
+        "copying.wait_event(event)", "pass",
+    ),
+    Mutant(
+        "copies-follow-default-streams", STREAM,
+        "the caller's streams, which copies of a run wait for: default ones instead",
+        "torch.cuda.current_stream(device).record_event()",
+        "torch.cuda.default_stream(device).record_event()",
+    ),
+    Mutant(
         "no-wait", STREAM, "every wait of a stream for another",
         "waiter.wait_stream(awaited)", "pass",
     ),

@@ -25,9 +25,18 @@ __all__ = ["STAGES", "Tree", "Verdict"]
 
 TELLING = (
     "tests/cuda/test_waits.py", "tests/cuda/test_copies_overlap.py",
-    "tests/cuda/test_written_after_use.py",
+    "tests/cuda/test_written_after_use.py", "tests/cuda/test_read_on_other_streams.py",
 )  # fmt: skip
 """What is made for mutants, and notices most of them within a second."""
+
+FIRST = {
+    "pipert/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
+    "pipert/recording/": ("tests/cuda/test_copies_overlap.py",),
+    "pipert/check/": ("tests/check/test_check_on_gpus.py",),
+    "pipert/balance/": ("tests/balance/test_probe.py",),
+    "pipert/autograd/random_state.py": ("tests/cuda/test_cuda.py",),
+}
+"""What comes before that for a mutant of some files: nothing else can see it."""
 
 LIKELY = (
     "tests/step/test_step_streams.py",
@@ -37,6 +46,7 @@ LIKELY = (
     "tests/test_lane.py",
     "tests/recording",
     "tests/balance",
+    "tests/check/test_check_on_gpus.py",
     "tests/cuda/test_cuda.py",
     "tests/cuda/test_tied_on_cuda.py",
     "tests/skip/test_skips_on_cuda.py",
@@ -89,6 +99,7 @@ class Tree:
         seconds = 0.0
         verdict = Verdict("", "", 0.0)
         for tests in stages:
+            tests = _first_of_all(mutant.file, tests)
             try:
                 verdict = self._first_to_notice(tests, path, mutant.mutated(), once)
             finally:
@@ -150,6 +161,14 @@ class Tree:
                 f"{output.read_text()[-3000:]}"
             )
         return Verdict(*_failure(report), seconds)
+
+
+def _first_of_all(file: str, tests: Sequence[str]) -> Sequence[str]:
+    """The same tests, after those that a mutant of ``file`` is most likely noticed by."""
+    if tests is not TELLING:
+        return tests
+    first = [test for start, some in FIRST.items() if file.startswith(start) for test in some]
+    return (*first, *[test for test in tests if test not in first])
 
 
 def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
