@@ -24,14 +24,17 @@ from tests.mutants.mutant import ROOT, Mutant
 __all__ = ["STAGES", "Tree", "Verdict"]
 
 TELLING = (
-    "tests/cuda/test_waits.py", "tests/cuda/test_copies_overlap.py",
-    "tests/cuda/test_written_after_use.py", "tests/cuda/test_read_on_other_streams.py",
+    "tests/cuda/test_waits.py", "tests/cuda/test_waits_for_skips.py",
+    "tests/cuda/test_copies_overlap.py", "tests/cuda/test_written_after_use.py",
+    "tests/cuda/test_read_on_other_streams.py",
 )  # fmt: skip
 """What is made for mutants, and notices most of them within a second."""
 
 FIRST = {
     "pipert/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
-    "pipert/recording/": ("tests/cuda/test_copies_overlap.py",),
+    "pipert/recording/": (
+        "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
+    ),
     "pipert/check/": ("tests/check/test_check_on_gpus.py",),
     "pipert/balance/": ("tests/balance/test_probe.py",),
     "pipert/autograd/random_state.py": ("tests/cuda/test_cuda.py",),
@@ -191,6 +194,8 @@ def _failure(report: Path) -> tuple[str, str]:
     """The first test that failed, and how, in a line."""
     for case in ElementTree.parse(report).iter("testcase"):
         for child in case:
+            if child.get("message") == "collection failure":
+                raise RuntimeError(f"tests that cannot be imported notice nothing:\n{child.text}")
             if child.tag in ("failure", "error"):
                 return _node_id(case), _in_a_line(child.get("message") or "")
     raise RuntimeError(f"pytest says that a test has failed, and {report} has none")
