@@ -121,3 +121,17 @@ def test_the_same_model_has_the_same_balance_each_time() -> None:
     balances = [balance_by_time(2, module, sample, timeout=0.5) for _ in range(3)]
     # The middle one of the three large layers goes left or right: both halves are as good.
     assert all(balance in ([5, 5], [6, 4]) for balance in balances)
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_idle_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle: list[bool] = []
+
+    def clock() -> float:
+        idle.append(torch.cuda.current_stream().query())
+        return 0.0
+
+    monkeypatch.setattr(by_time, "perf_counter", clock)
+    layer_times(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), timeout=0)
+    begin, *around, end = idle
+    assert around == [True] * 8  # a forward and a backward, twice

@@ -26,7 +26,7 @@ __all__ = ["STAGES", "Tree", "Verdict"]
 TELLING = (
     "tests/cuda/test_waits.py", "tests/cuda/test_waits_for_skips.py",
     "tests/cuda/test_copies_overlap.py", "tests/cuda/test_written_after_use.py",
-    "tests/cuda/test_read_on_other_streams.py",
+    "tests/cuda/test_read_on_other_streams.py", "tests/cuda/test_streams_are_put_back.py",
 )  # fmt: skip
 """What is made for mutants, and notices most of them within a second."""
 
@@ -36,7 +36,7 @@ FIRST = {
         "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
     ),
     "pipert/check/": ("tests/check/test_check_on_gpus.py",),
-    "pipert/balance/": ("tests/balance/test_probe.py",),
+    "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
     "pipert/autograd/random_state.py": ("tests/cuda/test_cuda.py",),
 }
 """What comes before that for a mutant of some files: nothing else can see it."""
