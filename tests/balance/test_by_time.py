@@ -125,13 +125,19 @@ def test_the_same_model_has_the_same_balance_each_time() -> None:
 
 @pytest.mark.cuda
 def test_a_gpu_is_idle_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle: list[bool] = []
+    log: list[str] = []
+    synchronize: Any = torch.cuda.synchronize
+
+    def wait(device: torch.device) -> None:
+        synchronize(device)
+        log.append(f"{device} is idle")
 
     def clock() -> float:
-        idle.append(torch.cuda.current_stream().query())
+        log.append("read")
         return 0.0
 
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(by_time, "perf_counter", clock)
     layer_times(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), timeout=0)
-    begin, *around, end = idle
-    assert around == [True] * 8  # a forward and a backward, twice
+    # A forward and a backward, twice, each from idle to idle; and the time that is left.
+    assert log == ["read", *["cuda:0 is idle", "read"] * 8, "read"]

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-LOAD, OVERLAP, WAYS = (f"pipert/check/{name}.py" for name in ("load", "overlap", "ways"))
+LOAD, WAYS = "pipert/check/load.py", "pipert/check/ways.py"
 
 _RECORD = "event.record(torch.cuda.current_stream(device))"
 
@@ -25,10 +25,6 @@ MUTANTS = [
     Mutant(
         "check-stamps-current-device", LOAD, "the device that an event is of",
         _RECORD, "event.record()",
-    ),
-    Mutant(
-        "check-sleeps-on-current-device", OVERLAP, "the device that a layer keeps busy",
-        "with torch.cuda.device(x.device):", "if True:",
     ),
     Mutant(
         "check-while-busy", WAYS, "times begin and end when devices are idle",

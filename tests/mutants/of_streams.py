@@ -134,6 +134,10 @@ MUTANTS = [
         "        moved = stream.copy(there, home, *on)",
     ),
     Mutant(
+        "anomaly-overlooked", TRANSFER, "the waits before anomaly detection reads gradients",
+        "_let_autograd_read(moved, ctx.back[2])", "pass",
+    ),
+    Mutant(
         "anomaly-not-awaited", TRANSFER, "the wait before anomaly detection reads a gradient",
         "stream.wait(stream.compute_stream(tensor.device), target)", "pass",
     ),

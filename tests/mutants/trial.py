@@ -75,6 +75,13 @@ class Verdict(NamedTuple):
     """Its message, in a line."""
     seconds: float
 
+    @property
+    def by(self) -> str:
+        """A report of the simulation, a value that the test compares, or an error."""
+        if self.how.startswith(("RACE", "ALLOC", "USE")):
+            return "report"
+        return "value" if self.how.startswith(("assert", "AssertionError")) else "error"
+
     def __bool__(self) -> bool:
         """Whether the tests have noticed."""
         return bool(self.failed)
