@@ -121,3 +121,23 @@ def test_the_same_model_has_the_same_balance_each_time() -> None:
     balances = [balance_by_time(2, module, sample, timeout=0.5) for _ in range(3)]
     # The middle one of the three large layers goes left or right: both halves are as good.
     assert all(balance in ([5, 5], [6, 4]) for balance in balances)
+
+
+@pytest.mark.cuda
+def test_a_gpu_is_idle_when_the_clock_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    synchronize: Any = torch.cuda.synchronize
+
+    def wait(device: torch.device) -> None:
+        synchronize(device)
+        log.append(f"{device} is idle")
+
+    def clock() -> float:
+        log.append("read")
+        return 0.0
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(by_time, "perf_counter", clock)
+    layer_times(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), timeout=0)
+    # A forward and a backward, twice, each from idle to idle; and the time that is left.
+    assert log == ["read", *["cuda:0 is idle", "read"] * 8, "read"]

@@ -339,7 +339,7 @@ def test_layers_are_measured_on_the_gpu_and_the_module_stays_where_it_is(measure
         seen.append(x.device.type)
         return x
 
-    module = nn.Sequential(nn.Linear(2, 2), Apply(look))
+    module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(), Apply(look))
     state = torch.cuda.get_rng_state()
     measure(module, torch.ones(3, 2))
     assert set(seen) == {"cuda"} and module[0].weight.device.type == "cpu"

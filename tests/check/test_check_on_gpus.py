@@ -16,7 +16,7 @@ from pipert._typing import Tensors
 from pipert.check import overlap
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings
 from pipert.check.links import check_links
-from pipert.check.load import Load
+from pipert.check.load import Load, timed
 from pipert.check.memory import check_memory, load_for_memory
 from pipert.check.overlap import check_copies, check_overlap
 from pipert.check.speed import check_speed
@@ -240,3 +240,14 @@ def test_the_speed_up_is_taken_from_the_clocks_of_the_devices() -> None:
     assert rows["gpipe, checkpoint='never'"][-1] == "1.78"
     assert rows["loss.backward(), checkpoint='except_last'"][-1] == "-"
     assert found.outcome == REPORTED
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(simulated_gpus.running() is None, reason="needs the known times of simulation")
+@pytest.mark.parametrize("device", TWO.gpus, ids=str)
+def test_a_task_takes_as_long_as_the_device_that_takes_longest(device: torch.device) -> None:
+    def sleep() -> None:
+        with torch.cuda.device(device):
+            torch.cuda._sleep(40_000_000)  # type: ignore[no-untyped-call]
+
+    assert timed(TWO, sleep) == pytest.approx(20e-3, rel=0.01)

@@ -48,6 +48,13 @@ def own_streams() -> Iterator[None]:
         other.wait_stream(own)
 
 
+@pytest.fixture(params=["default", "own"])
+def caller(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Calls the pipe on the default streams, or on streams of his own; reads on others yet."""
+    with own_streams() if request.param == "own" else contextlib.nullcontext():
+        yield
+
+
 def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tensor | None]]) -> None:
     """Steps after which something is read on other streams, and dropped."""
     with Pipe(nn.Sequential(*layers), [1, 1], devices=DEVICES) as pipe:
@@ -62,10 +69,10 @@ def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tenso
             pipe.zero_grad()
 
 
-def test_an_output_that_was_copied_last() -> None:
+def test_an_output_that_was_copied_last(caller: None) -> None:
     read_after_each([nn.Linear(3, 3), nn.Identity()], lambda y: [y])
 
 
-def test_a_gradient_that_was_copied_last() -> None:
+def test_a_gradient_that_was_copied_last(caller: None) -> None:
     first = Hands()
     read_after_each([first, Apply(lambda xs: xs[0] * xs[1])], lambda y: [first.weight.grad])

@@ -74,7 +74,7 @@ def _verdicts(
 
 
 HEADER = """\
-| mutant | taken out | in | noticed by | by what | s |
+| mutant | taken out | in | noticed by | by | in words |
 |---|---|---|---|---|---|"""
 
 
@@ -82,15 +82,16 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
     """Markdown: what was taken out, and who has noticed, by what."""
     test = verdict.failed or "**nobody**"
     by = f"`{_short(test)}`" if "::" in test else test
+    kind = verdict.by if verdict else ""
     return (
         f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} | {by} "
-        f"| {_escaped(verdict.how)} | {verdict.seconds:.0f} |"
+        f"| {kind} | {_escaped(verdict.how)} |"
     )
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many were noticed."""
-    reports = sum(verdict.how.startswith(("RACE", "ALLOC", "USE")) for verdict in verdicts)
+    reports = sum(verdict.by == "report" for verdict in verdicts)
     survivors = sum(not verdict for verdict in verdicts)
     return (
         f"{len(verdicts)} mutants, {len(verdicts) - survivors} noticed, {reports} of them by a "

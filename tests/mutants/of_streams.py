@@ -40,6 +40,16 @@ MUTANTS = [
         "if default(device) != default(device)",
     ),
     Mutant(
+        "copies-follow-nobody", STREAM, "copies of a run wait for the caller's streams",
+        "copying.wait_event(event)", "pass",
+    ),
+    Mutant(
+        "copies-follow-default-streams", STREAM,
+        "the caller's streams, which copies of a run wait for: default ones instead",
+        "torch.cuda.current_stream(device).record_event()",
+        "torch.cuda.default_stream(device).record_event()",
+    ),
+    Mutant(
         "no-wait", STREAM, "every wait of a stream for another",
         "waiter.wait_stream(awaited)", "pass",
     ),
@@ -122,6 +132,10 @@ MUTANTS = [
         "home = ctx.back[0]\n"
         "        on = [stream.compute_stream(k) for k in (there[0].device, home)]\n"
         "        moved = stream.copy(there, home, *on)",
+    ),
+    Mutant(
+        "anomaly-overlooked", TRANSFER, "the waits before anomaly detection reads gradients",
+        "_let_autograd_read(moved, ctx.back[2])", "pass",
     ),
     Mutant(
         "anomaly-not-awaited", TRANSFER, "the wait before anomaly detection reads a gradient",

@@ -66,6 +66,10 @@ MUTANTS = [
         "on_cuda.update(devices_with_own_streams())", "pass",
     ),
     Mutant(
+        "run-follows-nobody", RUNTIME, "a run's copies come after what the caller did before it",
+        "self._streams.follow_the_caller()", "pass",
+    ),
+    Mutant(
         "nothing-returned", RUNTIME, "the caller waits for what has been read of his, after a run",
         "run.return_what_was_read()", "pass",
     ),

@@ -20,6 +20,8 @@ ANYWHERE = {
     "current_stream", "default_stream", "set_stream", "set_device", "fork_rng",
     "compute_stream", "stamp", "_current_streams", "_set_streams",
     "_wait", "_wait_for", "_wait_for_input", "_wait_for_caller", "_let_copy", "watch_node",
+    "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
+    "_at_end_of_backward", "_let_autograd_read",
 }  # fmt: skip
 """Names that say it, whatever they are called on."""
 

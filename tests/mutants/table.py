@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_lanes, of_recording, of_streams, of_workers
+from tests.mutants import of_check, of_lanes, of_recording, of_streams, of_workers
 
 __all__ = ["MUTANTS"]
 
@@ -11,4 +11,5 @@ MUTANTS = [
     *of_lanes.MUTANTS,
     *of_recording.MUTANTS,
     *of_workers.MUTANTS,
+    *of_check.MUTANTS,
 ]

@@ -62,5 +62,17 @@ def test_what_a_mutant_does_away_with_is_what_differs() -> None:
 def test_a_survivor_is_told() -> None:
     mutant = Mutant("hard", "pipert/stream.py", "all", "a", "b")
     verdict = Verdict("", "", 60.0)
-    assert row(mutant, verdict) == "| hard | all | stream.py | **nobody** |  | 60 |"
+    assert row(mutant, verdict) == "| hard | all | stream.py | **nobody** |  |  |"
     assert "1 survive. 1 minutes" in summary([verdict])
+
+
+def test_what_a_report_has_noticed_is_told_from_what_a_value_has() -> None:
+    mutant = Mutant("easy", "pipert/stream.py", "all", "a", "b")
+    by_report = Verdict("tests/cuda/test_waits.py::test_it[case]", "RACE: read after write", 1.0)
+    by_value = by_report._replace(how="assert 1 == 2")
+    assert row(mutant, by_report).endswith(
+        "| `cuda/test_waits.py::test_it` | report | RACE: read after write |"
+    )
+    assert row(mutant, by_value).endswith("| value | assert 1 == 2 |")
+    assert row(mutant, by_value._replace(how="KeyError: 0")).endswith("| error | KeyError: 0 |")
+    assert "2 noticed, 1 of them by a report" in summary([by_report, by_value])

@@ -24,10 +24,22 @@ from tests.mutants.mutant import ROOT, Mutant
 __all__ = ["STAGES", "Tree", "Verdict"]
 
 TELLING = (
-    "tests/cuda/test_waits.py", "tests/cuda/test_copies_overlap.py",
-    "tests/cuda/test_written_after_use.py",
+    "tests/cuda/test_waits.py", "tests/cuda/test_waits_for_skips.py",
+    "tests/cuda/test_copies_overlap.py", "tests/cuda/test_written_after_use.py",
+    "tests/cuda/test_read_on_other_streams.py", "tests/cuda/test_streams_are_put_back.py",
 )  # fmt: skip
 """What is made for mutants, and notices most of them within a second."""
+
+FIRST = {
+    "pipert/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
+    "pipert/recording/": (
+        "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
+    ),
+    "pipert/check/": ("tests/check/test_check_on_gpus.py",),
+    "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
+    "pipert/autograd/random_state.py": ("tests/cuda/test_cuda.py",),
+}
+"""What comes before that for a mutant of some files: nothing else can see it."""
 
 LIKELY = (
     "tests/step/test_step_streams.py",
@@ -37,6 +49,7 @@ LIKELY = (
     "tests/test_lane.py",
     "tests/recording",
     "tests/balance",
+    "tests/check/test_check_on_gpus.py",
     "tests/cuda/test_cuda.py",
     "tests/cuda/test_tied_on_cuda.py",
     "tests/skip/test_skips_on_cuda.py",
@@ -61,6 +74,13 @@ class Verdict(NamedTuple):
     how: str
     """Its message, in a line."""
     seconds: float
+
+    @property
+    def by(self) -> str:
+        """A report of the simulation, a value that the test compares, or an error."""
+        if self.how.startswith(("RACE", "ALLOC", "USE")):
+            return "report"
+        return "value" if self.how.startswith(("assert", "AssertionError")) else "error"
 
     def __bool__(self) -> bool:
         """Whether the tests have noticed."""
@@ -89,6 +109,7 @@ class Tree:
         seconds = 0.0
         verdict = Verdict("", "", 0.0)
         for tests in stages:
+            tests = _first_of_all(mutant.file, tests)
             try:
                 verdict = self._first_to_notice(tests, path, mutant.mutated(), once)
             finally:
@@ -152,6 +173,14 @@ class Tree:
         return Verdict(*_failure(report), seconds)
 
 
+def _first_of_all(file: str, tests: Sequence[str]) -> Sequence[str]:
+    """The same tests, after those that a mutant of ``file`` is most likely noticed by."""
+    if tests is not TELLING:
+        return tests
+    first = [test for start, some in FIRST.items() if file.startswith(start) for test in some]
+    return (*first, *[test for test in tests if test not in first])
+
+
 def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
     """In a process of its own: the tests of the copy in ``root`` against the package there."""
     os.chdir(root)
@@ -172,6 +201,8 @@ def _failure(report: Path) -> tuple[str, str]:
     """The first test that failed, and how, in a line."""
     for case in ElementTree.parse(report).iter("testcase"):
         for child in case:
+            if child.get("message") == "collection failure":
+                raise RuntimeError(f"tests that cannot be imported notice nothing:\n{child.text}")
             if child.tag in ("failure", "error"):
                 return _node_id(case), _in_a_line(child.get("message") or "")
     raise RuntimeError(f"pytest says that a test has failed, and {report} has none")

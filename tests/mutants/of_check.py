@@ -1,0 +1,33 @@
+"""Mutants of ``python -m pipert check``: what it measures a machine by."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+LOAD, WAYS = "pipert/check/load.py", "pipert/check/ways.py"
+
+_RECORD = "event.record(torch.cuda.current_stream(device))"
+
+MUTANTS = [
+    Mutant(
+        "check-without-times", LOAD, "the time between two events",
+        "start.elapsed_time(end)", "0.0",
+    ),
+    Mutant(
+        "check-event-without-time", LOAD, "the time in an event",
+        "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
+    ),
+    Mutant(
+        "check-not-stamped", LOAD, "the event's place in a stream", _RECORD, "pass",
+    ),
+    Mutant(
+        "check-stamps-current-device", LOAD, "the device that an event is of",
+        _RECORD, "event.record()",
+    ),
+    Mutant(
+        "check-while-busy", WAYS, "times begin and end when devices are idle",
+        "torch.cuda.synchronize(device)", "pass",
+    ),
+]  # fmt: skip
