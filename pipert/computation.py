@@ -223,14 +223,13 @@ class Computation:
                 if self._substitutes and layer in self._substitutes:
                     call = partial(self._substitutes[layer].during, call)
                 compiled = bool(self._compiled) and layer in self._compiled
-                given = differentiable(value)[0] if compiled else ()
+                given = [x.grad_fn for x in differentiable(value)[0]] if compiled else []
                 if isinstance(value, Arguments):
                     value = call(*value.args, **value.kwargs)
                 else:
                     value = call(value)
                 if compiled:
                     give_own_contexts(differentiable(value)[0], given)
-                    given = ()  # no input outlives its layer
                 if self.after_layer is not None:
                     self.after_layer()
                 done += 1

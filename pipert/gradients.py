@@ -90,7 +90,7 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *ends: Tensor) -> Tensor:
         ctx.count = len(ends)
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[None, ...]:

@@ -371,7 +371,8 @@ class Lane:
     ) -> Tensors:
         """Copy ``tensors``, all on one device and all in the graph or none, to this one."""
         in_graph = tensors[0].requires_grad and self._run.context.grad_enabled
-        move = transfer.copy if in_graph else stream.copy
+        copy_in_graph = partial(transfer.copy, to_caller=origin is None)
+        move = copy_in_graph if in_graph else stream.copy
         return move(tensors, self._device, source, target)
 
     def _wait_for_input(

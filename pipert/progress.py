@@ -61,6 +61,10 @@ class Progress:
             self.failed_at = _CANCELLED
             self._errors = {}
 
+    def has_failed(self) -> bool:
+        """Whether a task has failed, or the run was cancelled."""
+        return self.failed_at != _NEVER
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all tasks are settled; for ``timeout`` seconds at most. Whether they are."""
         return self._latch.wait(timeout)

@@ -69,7 +69,21 @@ class Run:
 
         In the caller, when the run is over in whatever way. He may write next what he has passed
         in: arguments and targets, parameters, and what layers have handed on as it was.
+
+        A device that has failed takes no wait: what is raised is what the run has failed by. An
+        interrupt does not cut this short, and takes the place of that.
         """
+        try:
+            self._wait_for_sources()
+        except RuntimeError:
+            if not self.progress.has_failed():
+                raise
+        except BaseException:
+            self.progress.cancel()  # or its errors would keep the frames that they come from
+            self._wait_for_sources()
+            raise
+
+    def _wait_for_sources(self) -> None:
         for (device, _), source in list(self.sources.items()):
             wait(compute_stream(device), source)
 

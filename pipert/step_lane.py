@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from pipert import stream
 from pipert._typing import Tensors, Value
@@ -278,7 +278,7 @@ class StepLane(Lane):
             found = torch.autograd.grad(ys, wanted, given, allow_unused=True)
         except BaseException:
             # What was ready when a node raised stays with this thread until its next backward.
-            torch.autograd.backward(torch.ones((), requires_grad=True))
+            torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
             raise
         inputs = found[: len(kept.xs)]
         found = found[len(kept.xs) :]
@@ -326,7 +326,7 @@ class StepLane(Lane):
 
 def edges_of(tensors: Tensors) -> Edges:
     """Where they are in the graph, which stays alive without them."""
-    return tuple([get_gradient_edge(tensor) for tensor in tensors])
+    return tuple([order.edge_of(tensor) for tensor in tensors])
 
 
 def alone(gradient: Tensor) -> Tensor:

@@ -14,15 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 __all__: list[str] = []
 
 _C: Any = torch._C
 
 
-def give_own_contexts(ys: Iterable[Tensor], xs: Iterable[Tensor]) -> None:
-    """Let each compiled function between ``xs`` and ``ys`` go backward in a context of its own."""
-    seen = {x.grad_fn for x in xs} | {None}
+def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> None:
+    """Let each compiled function behind ``ys`` go backward in a context of its own.
+
+    Down to what had made the inputs before they were used, since a layer may change them in place.
+    """
+    seen = {*makers, None}
     left = [y.grad_fn for y in ys]
     while left:
         node = left.pop()

@@ -28,12 +28,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert._typing import Tensors
 
 __all__: list[str] = []
 
-_EMPTY = torch.empty(0)
+_EMPTY = torch.empty(0, device="cpu")
 
 
 class _Fork(torch.autograd.Function):
@@ -77,12 +78,34 @@ def enter(xs: Tensors) -> Tensors:
     """``xs`` as results of an operation, which may be changed in place.
 
     The graph begins here, and does not keep ``xs``, as it would if they were its leaves: what no
-    operation saves is dropped. Ask for gradients by ``get_gradient_edge``.
+    operation saves is dropped. Ask for gradients by :func:`edge_of`.
     """
     entered: Tensors = _Enter.apply(  # type: ignore[no-untyped-call]
         ENTRANCE, *[x.detach() for x in xs]
     )
     return entered
+
+
+class _Anchor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        return _EMPTY.detach()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> None:
+        raise AssertionError("nobody goes backward from an anchor")
+
+
+def edge_of(x: Tensor) -> GradientEdge:
+    """The place of ``x`` in its graph, which stays alive without ``x``.
+
+    ``get_gradient_edge`` makes a view to keep the graph, which sparse tensors do not have.
+    """
+    if x.layout == torch.strided:
+        return get_gradient_edge(x)
+    anchor: Any = _Anchor.apply(x)  # type: ignore[no-untyped-call]
+    ((node, output),) = anchor.grad_fn.next_functions
+    return GradientEdge(node, output, anchor)  # the tensor: a node in Python keeps no graph
 
 
 def fork(ys: Tensors, token: Tensor | None = None) -> tuple[Tensors, Tensor]:

@@ -24,12 +24,14 @@ Stream = torch.cuda.Stream | None
 class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, device: torch.device, source: Stream, target: Stream, *xs: Tensor
+        ctx: Any, device: torch.device, source: Stream, target: Stream, to_caller: bool, *xs: Tensor
     ) -> Tensors:
         ctx.set_materialize_grads(False)
         # The thread of the backward has other current streams.
         home = xs[0].device
         ctx.back = (home, target, source, stream.compute_stream(home))
+        if to_caller:
+            ctx.back = (home, target, ctx.back[3], ctx.back[3])
         return stream.copy(xs, device, source, target)
 
     @staticmethod
@@ -41,7 +43,7 @@ class _Copy(torch.autograd.Function):
         copied, reader = iter(moved), ctx.back[1]
         if reader is not None and there:
             _at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))
-        return (None, None, None, *[None if g is None else next(copied) for g in grads])
+        return (None, None, None, None, *[None if g is None else next(copied) for g in grads])
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:
@@ -76,9 +78,17 @@ class _Wait(torch.autograd.Function):
         return (None, None, *grads)
 
 
-def copy(xs: Tensors, device: torch.device, source: Stream, target: Stream) -> Tensors:
-    """Copy ``xs``, all on one device, to ``device``; gradients come back the same way."""
-    copied: Tensors = _Copy.apply(device, source, target, *xs)  # type: ignore[no-untyped-call]
+def copy(
+    xs: Tensors, device: torch.device, source: Stream, target: Stream, to_caller: bool = False
+) -> Tensors:
+    """Copy ``xs``, all on one device, to ``device``; gradients come back the same way.
+
+    But ``to_caller``: they may become ``.grad``, which is read on any stream of his and dropped at
+    any time. So they are in memory of the stream that he computes on, which he orders by himself.
+    """
+    copied: Tensors = _Copy.apply(  # type: ignore[no-untyped-call]
+        device, source, target, to_caller, *xs
+    )
     return copied
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from pipert.autograd.order import fork, join
+from pipert.autograd.order import edge_of, enter, fork, join
 
 MODES = ["always", "except_last", "never"]
 
@@ -299,3 +300,13 @@ def test_each_partition_is_computed_in_order(checkpoint: str) -> None:
     log = run(3, 5, checkpoint, differentiable=False)
     for j in range(3):
         assert [s.i for s in log if s.kind == "F" and s.j == j] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("layout", ["clone", "to_sparse", "to_mkldnn"])
+def test_an_edge_keeps_its_place_in_the_graph_and_not_the_value(layout: str) -> None:
+    (x,) = enter((getattr(torch.ones(2, 2, requires_grad=True), layout)(),))
+    given, edge, value = x.detach(), edge_of(x), weakref.ref(x)
+    del x
+    assert value() is None
+    (found,) = torch.autograd.grad([edge], [edge], [given])
+    assert found is not None and found.layout == given.layout

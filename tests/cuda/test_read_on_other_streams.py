@@ -69,6 +69,21 @@ def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tenso
             pipe.zero_grad()
 
 
+def test_a_gradient_that_is_dropped_between_forward_and_backward() -> None:
+    first = Hands()
+    unused = nn.Sequential(Apply(lambda x: x), nn.Identity())
+    unused.register_parameter("weight", first.weight)  # it lives on the first device
+    second = nn.Sequential(first, Apply(lambda xs: xs[0] * xs[1]), nn.Linear(3, 3))
+    with Pipe(nn.Sequential(unused, second), [1, 1], devices=DEVICES) as pipe:
+        for _ in range(3):
+            y = pipe(torch.ones(4, 3))
+            if first.weight.grad is not None:
+                with own_streams():
+                    first.weight.grad.add(1)
+            pipe.zero_grad()
+            y.sum().backward()
+
+
 def test_an_output_that_was_copied_last(caller: None) -> None:
     read_after_each([nn.Linear(3, 3), nn.Identity()], lambda y: [y])
 

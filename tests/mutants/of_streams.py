@@ -105,6 +105,10 @@ MUTANTS = [
         "ctx.back = (home, target, stream.compute_stream(home), stream.compute_stream(home))",
     ),
     Mutant(
+        "handed-out-from-copy-stream", TRANSFER, "memory of the compute stream, for .grad",
+        "ctx.back = (home, target, ctx.back[3], ctx.back[3])", "pass",
+    ),
+    Mutant(
         "gradient-without-reader", TRANSFER, "the reader of a gradient",
         _BACK, "ctx.back = (home, target, source)",
     ),

@@ -353,3 +353,21 @@ def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> N
             )
             cross_entropy(plain(tokens), tokens).backward()
     same(grads_of(module), grads_of(plain))
+
+
+@ways
+@pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
+def test_a_value_that_is_not_strided(layout: str, way: Way) -> None:
+    module = nn.Sequential(
+        With(lambda x, w: getattr(x.float() * w.float(), layout)()),
+        With(lambda x, w: x.to_dense() * w.float()),
+    )
+    plain, x = copy.deepcopy(module), batch(6)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+        loss = pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+    expected = mean(plain(x), None)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(
+        [p.grad for p in module.parameters()], [p.grad for p in plain.parameters()]
+    )

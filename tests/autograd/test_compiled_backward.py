@@ -1,0 +1,41 @@
+"""Compiled functions that go backward in a context of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.autograd import compiled_backward
+
+pytestmark = [
+    pytest.mark.slow,  # the first compilation imports for seconds
+    # Of dynamo: about itself, and of NumPy, which need not be there.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _forget_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("make", [nn.Tanh, lambda: nn.ReLU(inplace=True)], ids=["new", "in place"])
+def test_a_compiled_layer_gets_one_and_what_comes_before_it_does_not(
+    make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[Tensor, ...]] = []
+    monkeypatch.setattr(compiled_backward, "_use_own_context", called.append)
+    before: Any = torch.compile(make(), backend="aot_eager")
+    layer: Any = torch.compile(make(), backend="aot_eager")
+    x = before(torch.ones(3, requires_grad=True).clone())
+    makers = [x.grad_fn]
+    y = layer(x)
+    compiled_backward.give_own_contexts([y], makers)
+    y.sum().backward()
+    assert len(called) == 1
