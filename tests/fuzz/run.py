@@ -106,6 +106,9 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
         try:
             take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
+            # Whether a run that failed had drawn before, and so has moved the generator, depends on
+            # which task came first.
+            torch.manual_seed(case.seed + k)
             found.values = values
             pipe.zero_grad(set_to_none=True)
             found.buffers[k] = [buffer.clone() for buffer in pipe.buffers()]
