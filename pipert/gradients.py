@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert.autograd.leaves import accumulators
+
 __all__: list[str] = []
 
 _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -112,7 +114,9 @@ def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
         del gradient
     ends = []
     for reached, brought in devices.values():
+        held = accumulators(reached)  # another caller's layers may be at work with these weights
         ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
+        del held
     end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
     return end
 

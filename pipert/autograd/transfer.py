@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipert import stream
 from pipert._typing import Tensors
+from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []
 
@@ -86,13 +87,17 @@ def copy(
     But ``to_caller``: they may become ``.grad``, which is read on any stream of his and dropped at
     any time. So they are in memory of the stream that he computes on, which he orders by himself.
     """
+    held = accumulators(xs)
     copied: Tensors = _Copy.apply(  # type: ignore[no-untyped-call]
         device, source, target, to_caller, *xs
     )
+    del held
     return copied
 
 
 def wait(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
     """``waiter`` waits for ``awaited`` now; in the backward of ``xs`` the other way round."""
+    held = accumulators(xs)
     waited: Tensors = _Wait.apply(waiter, awaited, *xs)  # type: ignore[no-untyped-call]
+    del held
     return waited

@@ -1,0 +1,41 @@
+"""No function of pipert's waits for a leaf that an operation of another thread begins to use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import faulthandler, sys, threading, time
+faulthandler.dump_traceback_later(40, exit=True)
+sys.setswitchinterval(1e-6)
+import torch
+from pipert.gradients import delivery
+
+def operations():
+    gate.wait()
+    for leaf in leaves:
+        leaf * 2
+
+ends = time.monotonic() + 8
+while time.monotonic() < ends:
+    leaves = [torch.ones(2, requires_grad=True) for _ in range(300)]
+    gate = threading.Barrier(2)
+    thread = threading.Thread(target=operations)
+    thread.start()
+    gate.wait()
+    for leaf in reversed(leaves):
+        delivery([(leaf, torch.ones(2))])
+    thread.join()
+print("nobody waits")
+"""
+
+
+@pytest.mark.slow
+def test_gradients_are_delivered_while_another_thread_begins_to_use_their_leaves() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=55
+    )
+    assert done.stdout == "nobody waits\n", done.stderr
