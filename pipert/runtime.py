@@ -196,7 +196,7 @@ class Runtime:
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         schedule = Schedule(len(inputs), len(self._partitions))
-        self._streams.follow_the_caller()
+        self._streams.follow_the_caller(on_cuda)
         return Run(
             schedule, checkpointed, self.devices, context, self._streams, account,
             self._components, posted,

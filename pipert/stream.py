@@ -13,6 +13,7 @@ its device is ever recorded.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 
 import torch
 
@@ -27,6 +28,7 @@ class CopyStreams:
     def __init__(self) -> None:
         self._lock = threading.Lock()  # callers of one pipe may ask at once
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
+        self._begun: dict[torch.device, torch.cuda.Event] = {}  # the last run, on each device
 
     def get(self, device: torch.device, i: int) -> torch.cuda.Stream | None:
         """The stream for copies of micro-batch ``i`` from or to ``device``; ``None`` on CPU."""
@@ -36,10 +38,13 @@ class CopyStreams:
             stream = self._streams.get((device, i))
             if stream is None:
                 stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                # The pool has 32: it may be one that the caller had, see follow_the_caller.
+                begun = self._begun.get(device)
+                stream.wait_event(begun or torch.cuda.current_stream(device).record_event())
                 self._streams[device, i] = stream
             return stream
 
-    def follow_the_caller(self) -> None:
+    def follow_the_caller(self, devices: Iterable[torch.device]) -> None:
         """Let what they do next come after all that the caller's streams have been given so far.
 
         What a run has returned, or left in ``.grad``, may be in memory of a copy stream. The
@@ -48,13 +53,13 @@ class CopyStreams:
         before that is done. He orders his own streams; these he does not know.
         """
         with self._lock:
-            streams = list(self._streams.items())
-        events: dict[torch.device, torch.cuda.Event] = {}
-        for (device, _), copying in streams:
-            event = events.get(device)
-            if event is None:
-                event = events[device] = torch.cuda.current_stream(device).record_event()
-            copying.wait_event(event)
+            streams = dict(self._streams)
+        known = {*devices, *(device for device, _ in streams)}
+        events = {device: torch.cuda.current_stream(device).record_event() for device in known}
+        for (device, _), copying in streams.items():
+            copying.wait_event(events[device])
+        with self._lock:
+            self._begun.update(events)
 
     def __repr__(self) -> str:
         return f"<CopyStreams, {len(self._streams)} made>"

@@ -23,6 +23,18 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.awaited.append(other)
 
+    wait_event = wait_stream
+
+    def record_event(self) -> FakeStream:
+        return self
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of devices that are not there."""
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
+
 
 def test_there_is_no_copy_stream_on_cpu() -> None:
     assert CopyStreams().get(CPU, 0) is None
@@ -32,29 +44,28 @@ def test_there_is_no_compute_stream_on_cpu() -> None:
     assert stream.compute_stream(CPU) is None
 
 
-def test_there_is_one_copy_stream_for_each_cuda_device_and_micro_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+def test_there_is_one_copy_stream_for_each_cuda_device_and_micro_batch(fakes: None) -> None:
     streams = CopyStreams()
     places = [(torch.device("cuda", k), i) for k in range(2) for i in range(3)]
     assert len({id(streams.get(*place)) for place in places}) == 6
 
 
-def test_a_copy_stream_is_on_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+def test_a_copy_stream_is_on_its_device(fakes: None) -> None:
     got = CopyStreams().get(torch.device("cuda", 1), 0)
     assert got is not None and got.device == torch.device("cuda", 1)
 
 
-def test_copy_streams_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+def test_a_new_copy_stream_waits_for_what_its_device_was_given(fakes: None) -> None:
+    got: Any = CopyStreams().get(torch.device("cuda", 1), 0)
+    assert [awaited.device for awaited in got.awaited] == [torch.device("cuda", 1)]
+
+
+def test_copy_streams_are_kept(fakes: None) -> None:
     streams = CopyStreams()
     assert streams.get(torch.device("cuda", 0), 2) is streams.get(torch.device("cuda", 0), 2)
 
 
-def test_the_repr_counts_the_streams_that_were_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+def test_the_repr_counts_the_streams_that_were_made(fakes: None) -> None:
     streams = CopyStreams()
     streams.get(torch.device("cuda", 0), 0)
     streams.get(CPU, 0)

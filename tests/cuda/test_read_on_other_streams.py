@@ -91,3 +91,18 @@ def test_an_output_that_was_copied_last(caller: None) -> None:
 def test_a_gradient_that_was_copied_last(caller: None) -> None:
     first = Hands()
     read_after_each([first, Apply(lambda xs: xs[0] * xs[1])], lambda y: [first.weight.grad])
+
+
+def test_memory_of_a_stream_that_a_pipe_takes_from_the_pool_for_its_copies() -> None:
+    """The 33rd stream of a device is the first one again."""
+    new: Any = torch.cuda.Stream
+    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=DEVICES) as pipe:
+        own = new(DEVICES[1])
+        with torch.cuda.stream(own):
+            tensor = torch.ones(4, 3, device=DEVICES[1])
+        for _ in range(31):
+            new(DEVICES[1])
+        torch.cuda.current_stream(DEVICES[1]).wait_stream(own)
+        tensor.add(1)
+        del tensor
+        pipe(torch.ones(4, 3))

@@ -41,13 +41,17 @@ MUTANTS = [
     ),
     Mutant(
         "copies-follow-nobody", STREAM, "copies of a run wait for the caller's streams",
-        "copying.wait_event(event)", "pass",
+        "copying.wait_event(events[device])", "pass",
+    ),
+    Mutant(
+        "new-copy-stream-follows-nobody", STREAM, "a new copy stream waits for the caller's",
+        "stream.wait_event(begun or torch.cuda.current_stream(device).record_event())", "pass",
     ),
     Mutant(
         "copies-follow-default-streams", STREAM,
         "the caller's streams, which copies of a run wait for: default ones instead",
-        "torch.cuda.current_stream(device).record_event()",
-        "torch.cuda.default_stream(device).record_event()",
+        "torch.cuda.current_stream(device).record_event() for",
+        "torch.cuda.default_stream(device).record_event() for",
     ),
     Mutant(
         "no-wait", STREAM, "every wait of a stream for another",

@@ -67,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "run-follows-nobody", RUNTIME, "a run's copies come after what the caller did before it",
-        "self._streams.follow_the_caller()", "pass",
+        "self._streams.follow_the_caller(on_cuda)", "pass",
     ),
     Mutant(
         "nothing-returned", RUNTIME, "the caller waits for what has been read of his, after a run",
