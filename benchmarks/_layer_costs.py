@@ -18,8 +18,8 @@ from _simulator import Transfer
 from torch import Tensor, nn
 
 from pipert.balance.probe import Probe, differentiable_outputs, probe_layers
+from pipert.batch.tensors import tensors_of
 from pipert.skip.routes import Carried, routes
-from pipert.value import tensors_of
 
 __all__ = ["Bytes", "Times", "layer_bytes", "layer_times", "sum_by"]
 

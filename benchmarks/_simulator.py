@@ -3,7 +3,7 @@
 A :class:`Plan` says how long each ``F[i,j]``, ``R[i,j]`` and ``B[i,j]`` takes, which bytes go from
 where to where, and on what kind of machine. Rules, each one of pipert's:
 
-1. A worker does its forward tasks in the order of :class:`pipert.schedule.Schedule`, and starts one
+1. A worker does its forward tasks in the order of the clock-cycle, and starts one
    when its input is there.
 2. The backward begins when the last forward task is done, and each device does it in the reverse
    order, the last micro-batch first. So it does without fork and join, too: autograd takes of the
@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pipert.schedule import Schedule
+from pipert.schedules.clock_cycle import Schedule
 
 __all__ = ["Plan", "Simulation", "Task", "Transfer", "checkpointed", "simulate"]
 

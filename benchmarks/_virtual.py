@@ -29,7 +29,7 @@ from torch import Tensor, nn  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
-from pipert.components import ALL, Components  # noqa: E402
+from pipert.stage.components import ALL, Components  # noqa: E402
 
 __all__ = [
     "GPUS", "MODES", "PLAIN", "Case", "Machine", "Steps", "Way", "by_autograd", "ideal", "measure",

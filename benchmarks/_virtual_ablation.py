@@ -19,7 +19,7 @@ from _paper import ABLATION
 from _virtual import PLAIN, Machine, Steps, Way, measure
 from _virtual_models import WORKLOADS, Workload
 
-from pipert.components import Components
+from pipert.stage.components import Components
 
 __all__ = ["ABLATIONS", "COLUMNS", "PARTS", "Ablation", "table"]
 

@@ -27,7 +27,7 @@ from _paper import Setting  # noqa: E402
 from _predict import Link, predict  # noqa: E402
 from _virtual_models import WORKLOADS  # noqa: E402
 
-from pipert.components import ALL, Components  # noqa: E402
+from pipert.stage.components import ALL, Components  # noqa: E402
 
 __all__ = ["main"]
 

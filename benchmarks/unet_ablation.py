@@ -34,7 +34,7 @@ from _steps import one_peak, one_step
 
 from pipert import Event, Pipe, Timeline
 from pipert.balance import balance_by_time
-from pipert.components import Components
+from pipert.stage.components import Components
 from pipert.timeline.picture import save_picture
 
 __all__ = ["main"]

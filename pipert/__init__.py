@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from pipert.computation import is_checkpointing, is_recomputing
+from pipert.batch.microbatch import Replicate
 from pipert.errors import (
     NestedCheckpointError,
     PipeClosedError,
@@ -18,10 +18,10 @@ from pipert.errors import (
     WorkerBusyError,
     WorkerDiedError,
 )
-from pipert.microbatch import Replicate
-from pipert.observe import Observer, RunInfo, TaskInfo
+from pipert.layers.call import is_checkpointing, is_recomputing
 from pipert.pipe import Pipe
-from pipert.recording.event import Event
+from pipert.seeing.event import Event
+from pipert.seeing.observers import Observer, RunInfo, TaskInfo
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.timeline.timeline import Timeline
 

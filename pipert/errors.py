@@ -111,7 +111,3 @@ class TransformError(PipertError):
     They belong to the thread that began them, so the workers would compute without. Use
     ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.
     """
-
-
-class QueueClosed(Exception):
-    """A closed queue was used. Never leaves pipert: the one who catches it settles the task."""

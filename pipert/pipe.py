@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device, Value
-from pipert.autograd.compiling import refuse_compilation
-from pipert.batchnorm import DeferredStats
-from pipert.computation import is_recomputing
+from pipert.batch.microbatch import gather, scatter
+from pipert.engine.runtime import Runtime
+from pipert.engine.timeout import check_timeout, refuse_keywords_of, still_busy
 from pipert.errors import PipelineTimeout
-from pipert.microbatch import gather, scatter
-from pipert.observe import Observer
-from pipert.overdue import check_timeout, refuse_keywords_of, still_busy
-from pipert.partition import require_balance
-from pipert.partitioned import Partitioned, whole
-from pipert.runtime import Runtime
-from pipert.schedules import BOUNDED, Maker, plan
+from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.call import is_recomputing
+from pipert.layers.compiling import refuse_compilation
+from pipert.model.partitioned import Partitioned, whole
+from pipert.model.split import require_balance
+from pipert.schedules.plan import BOUNDED, Maker, plan
+from pipert.seeing.observers import Observer
+from pipert.stage.step import LossFunction, Step, scale_of, split_step
 from pipert.status import Statistics
-from pipert.step import LossFunction, Step, scale_of, split_step
 from pipert.timeline.live import Record
 from pipert.timeline.timeline import Timeline
 from pipert.workers.context import refuse_transforms

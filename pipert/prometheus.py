@@ -46,8 +46,8 @@ except ImportError as error:
         "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
-from pipert.observe import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
+from pipert.seeing.observers import Observer, RunInfo, TaskInfo
 from pipert.status import WAITING, Statistics
 
 __all__ = ["PipeMetrics"]

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import is_recomputing, stream
-from pipert.lane import Lane
-from pipert.ledger import Ledger
+from pipert import is_recomputing
+from pipert.autograd import streams as stream
+from pipert.autograd.streams import CopyStreams
 from pipert.queues.closable import ClosableQueue
-from pipert.recorded_lane import RecordedLane
-from pipert.recording.recorder import Recording
-from pipert.run import Run
-from pipert.schedule import Schedule
+from pipert.schedules.clock_cycle import Schedule
+from pipert.seeing.ledger import Ledger
+from pipert.seeing.recorder import Recording
 from pipert.skip.routes import PartitionSkips
-from pipert.stream import CopyStreams
+from pipert.stage.lane import Lane
+from pipert.stage.recorded_lane import RecordedLane
+from pipert.stage.run import Run
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn

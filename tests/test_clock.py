@@ -7,10 +7,10 @@ from typing import cast
 
 import pytest
 
-from pipert.clock import LaneTask, Posting
-from pipert.lane import Lane
-from pipert.progress import Progress
-from pipert.schedule import Forward, Schedule
+from pipert.engine.clock import LaneTask, Posting
+from pipert.schedules.clock_cycle import Forward, Schedule
+from pipert.stage.lane import Lane
+from pipert.stage.outcome import Progress
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 from pipert.workers.worker import Task

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, stream
-from pipert.components import Components
+from pipert import Pipe
+from pipert.autograd import streams as stream
+from pipert.autograd.streams import ComputeStreams
 from pipert.skip import pop, skippable, stash
 from pipert.skip.routes import routes
 from pipert.skip.store import ABSENT
-from pipert.stream import ComputeStreams
+from pipert.stage.components import Components
 from tests.lanes import CPU, META, Driven, FakeStreams
 
 EVERY = [Components(*on) for on in itertools.product([True, False], repeat=3)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.device import assign_workers, default_devices, parse_devices
+from pipert.model.devices import assign_workers, default_devices, parse_devices
 
 CPU = torch.device("cpu")
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert.progress import NOT_RUN
+from pipert.autograd.streams import CopyStreams
 from pipert.queues.closable import ClosableQueue
-from pipert.schedule import Forward
+from pipert.schedules.clock_cycle import Forward
 from pipert.skip import pop, skippable, stash
 from pipert.skip.routes import routes
-from pipert.stream import CopyStreams
+from pipert.stage.outcome import NOT_RUN
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 from tests.lanes import CPU, META, Driven, FakeStream, FakeStreams, run_between_devices

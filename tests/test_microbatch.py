@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, Replicate, is_checkpointing
-from pipert.microbatch import Arguments, gather, scatter
+from pipert.batch.microbatch import Arguments, gather, scatter
 from tests.layers import Apply
 
 same = torch.testing.assert_close

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.partition import check_balance, check_module, draws, place, split
+from pipert.model.split import check_balance, check_module, draws, place, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipert.progress import NOT_RUN, Progress
-from pipert.schedule import Schedule
+from pipert.schedules.clock_cycle import Schedule
+from pipert.stage.outcome import NOT_RUN, Progress
 
 TIMEOUT = 3.0  # s
 SCHEDULE = Schedule(m=3, n=2)

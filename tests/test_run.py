@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.run import Run
-from pipert.schedule import Schedule
-from pipert.stream import CopyStreams
+from pipert.autograd.streams import CopyStreams
+from pipert.schedules.clock_cycle import Schedule
+from pipert.stage.run import Run
 from pipert.workers.context import CallerContext
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def waits(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[Any]:
         if len(awaited) == 2:
             raise error
 
-    monkeypatch.setattr("pipert.run.wait", wait)
+    monkeypatch.setattr("pipert.stage.run.wait", wait)
     return awaited
 
 

@@ -34,7 +34,7 @@ from pipert import (
     WorkerDiedError,
     is_recomputing,
 )
-from pipert.progress import Progress
+from pipert.stage.outcome import Progress
 from pipert.workers.worker import WorkerThread
 from tests.callers import Caller
 

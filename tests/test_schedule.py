@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipert.schedule import Forward, Schedule
+from pipert.schedules.clock_cycle import Forward, Schedule
 
 SIZES = [(m, n) for m in (1, 2, 3, 8) for n in (1, 2, 3, 5)]
 every_size = pytest.mark.parametrize(("m", "n"), SIZES)

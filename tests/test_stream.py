@@ -7,8 +7,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipert import stream
-from pipert.stream import CopyStreams
+from pipert.autograd import streams as stream
+from pipert.autograd.streams import CopyStreams
 
 CPU = torch.device("cpu")
 

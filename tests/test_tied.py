@@ -24,10 +24,10 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe
-from pipert import partition as partition_module
-from pipert import runtime
-from pipert.lane import Lane
-from pipert.tied import Substitute, Weights, borrowed, check_borrowers
+from pipert.engine import runtime
+from pipert.layers.tied import Substitute, Weights, borrowed, check_borrowers
+from pipert.model import split as partition_module
+from pipert.stage.lane import Lane
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7

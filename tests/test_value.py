@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.value import describe, differentiable, select, tensors_of
+from pipert.batch.tensors import describe, differentiable, select, tensors_of
 
 Pair = namedtuple("Pair", "left right")
 

@@ -38,8 +38,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
+from pipert.batch.tensors import describe, tensors_of, version
 from pipert.errors import NestedCheckpointError, RecomputationError
-from pipert.value import describe, tensors_of, version
 
 __all__: list[str] = []
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipert import stream
 from pipert._typing import Tensors
+from pipert.autograd import streams as stream
 from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []

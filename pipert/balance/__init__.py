@@ -12,7 +12,7 @@ from __future__ import annotations
 from pipert.balance.by_cost import balance_by_cost
 from pipert.balance.by_size import LayerSize, balance_by_size, layer_sizes
 from pipert.balance.by_time import balance_by_time, layer_times
-from pipert.microbatch import Arguments
+from pipert.batch.microbatch import Arguments
 
 __all__ = [
     "Arguments",

@@ -12,9 +12,9 @@ from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_fits, check_partitions
 from pipert.balance.probe import Probe, micro_batches, probe_layers
-from pipert.partition import check_module
+from pipert.batch.tensors import tensors_of
+from pipert.model.split import check_module
 from pipert.skip.routes import Carried
-from pipert.value import tensors_of
 
 __all__ = ["LayerSize", "balance_by_size", "layer_sizes"]
 

@@ -11,7 +11,7 @@ from torch import nn
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_fits, check_partitions
 from pipert.balance.probe import Probe, differentiable_outputs, micro_batches, probe_layers
-from pipert.partition import check_module
+from pipert.model.split import check_module
 from pipert.skip.routes import Carried
 
 __all__ = ["balance_by_time", "layer_times"]

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipert._typing import Device, Tensors, Value
-from pipert.device import default_devices, parse_devices
-from pipert.microbatch import Arguments, scatter
-from pipert.partition import check_module
+from pipert.batch.microbatch import Arguments, scatter
+from pipert.batch.tensors import select, tensors_of
+from pipert.model.devices import default_devices, parse_devices
+from pipert.model.split import check_module
 from pipert.skip.namespace import Key
 from pipert.skip.routes import Carried, PartitionSkips, routes
 from pipert.skip.store import of_task
 from pipert.skip.verify import verify_skippables
-from pipert.value import select, tensors_of
 
 __all__: list[str] = []
 

@@ -25,7 +25,7 @@ from pipert.check.settings import deterministic, limited, settled
 from pipert.check.speed import check_speed
 from pipert.check.values import check_values, check_values_under_load
 from pipert.check.ways import Devices
-from pipert.device import parse_devices
+from pipert.model.devices import parse_devices
 
 __all__: list[str] = []
 

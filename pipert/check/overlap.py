@@ -43,7 +43,7 @@ from pipert.check.finding import (
 from pipert.check.links import links, why_no_links
 from pipert.check.load import Load
 from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way, step
-from pipert.recording.event import COMPUTE, COPY, FORWARD, Event
+from pipert.seeing.event import COMPUTE, COPY, FORWARD, Event
 from pipert.timeline.intervals import Interval, length, overlap, union
 from pipert.timeline.timeline import Timeline
 

@@ -26,11 +26,13 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from pipert.errors import QueueClosed
-
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+
+class QueueClosed(Exception):
+    """A closed queue was used. Never leaves pipert: whoever catches it settles the task."""
 
 
 class ClosableQueue(Generic[T]):

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pipert._typing import Value
+from pipert.batch.tensors import describe
 from pipert.skip.namespace import Key, show
 from pipert.skip.store import current_store
-from pipert.value import describe
 
 __all__ = ["pop", "stash"]
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from torch import nn
 
 from pipert._typing import Value
-from pipert.process_lock import ProcessLock
+from pipert.queues.process_lock import ProcessLock
 from pipert.skip.namespace import Key, Namespace
 from pipert.skip.requests import answer_all
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 
 from pipert._typing import Tensors, Value
+from pipert.batch.tensors import tensors_of, version
 from pipert.skip.namespace import Key, show
-from pipert.value import tensors_of, version
 
 __all__: list[str] = []
 

@@ -7,9 +7,9 @@ from statistics import median
 
 import torch
 
-from pipert.ledger import Ledger
-from pipert.recording.event import Event
-from pipert.recording.recorder import Recording
+from pipert.seeing.event import Event
+from pipert.seeing.ledger import Ledger
+from pipert.seeing.recorder import Recording
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []

@@ -13,7 +13,7 @@ from statistics import median, median_low
 
 import torch
 
-from pipert.recording.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
 from pipert.timeline.advice import Advice, Seen, advise
 from pipert.timeline.intervals import Interval, length, overlap, union
 from pipert.timeline.predict import Costs

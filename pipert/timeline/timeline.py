@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from pipert.device import assign_workers
-from pipert.recording.event import KINDS, Event
+from pipert.model.devices import assign_workers
+from pipert.seeing.event import KINDS, Event
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Report, make_report

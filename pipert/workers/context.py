@@ -43,9 +43,8 @@ from torch.overrides import (
 from torch.utils import _python_dispatch as dispatch
 
 from pipert.autograd.checkpoint import hooks_of_caller
-from pipert.autograd.random_state import Watch
 from pipert.errors import TransformError
-from pipert.process_lock import ProcessLock
+from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
@@ -97,7 +96,9 @@ class CallerContext:
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = _get_autocast()
         # A run inside a task has random numbers of its own to watch over.
-        self._function_modes = [mode for mode in _function_modes() if not isinstance(mode, Watch)]
+        self._function_modes = [
+            mode for mode in _function_modes() if not getattr(mode, "belongs_to_its_task", False)
+        ]
         self._dispatch_modes = _dispatch_modes()
         self._variables = contextvars.copy_context()
         self.saved_tensor_hooks = hooks_of_caller()

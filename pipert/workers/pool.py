@@ -30,8 +30,9 @@ from typing import NamedTuple
 
 import torch
 
-from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
-from pipert.process_lock import ProcessLock
+from pipert.errors import PipeClosedError, WorkerDiedError
+from pipert.queues.closable import QueueClosed
+from pipert.queues.process_lock import ProcessLock
 from pipert.workers.activity import Activity, State
 from pipert.workers.stack import stack_of
 from pipert.workers.worker import Task, WorkerThread

@@ -19,8 +19,8 @@ from typing import Protocol
 import torch
 from torch.multiprocessing import _set_thread_name
 
-from pipert.errors import PipeClosedError, QueueClosed, WorkerDiedError
-from pipert.queues.closable import ClosableQueue
+from pipert.errors import PipeClosedError, WorkerDiedError
+from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.turn import Turn
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.autograd import compiled_backward
+from pipert.layers import compiled_backward
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds

@@ -12,7 +12,7 @@ import faulthandler, sys, threading, time
 faulthandler.dump_traceback_later(40, exit=True)
 sys.setswitchinterval(1e-6)
 import torch
-from pipert.gradients import delivery
+from pipert.stage.gradients import delivery
 
 def operations():
     gate.wait()

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipert import NestedCheckpointError, Pipe, is_recomputing
-from pipert.autograd.drawing import _DETERMINISTIC, FUNCTIONS_THAT_DRAW, may_draw
+from pipert.layers.drawing import _DETERMINISTIC, FUNCTIONS_THAT_DRAW, may_draw
 from tests.layers import Apply
 
 TIMEOUT = 3.0  # s

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, stream
+from pipert import Pipe
+from pipert.autograd import streams as stream
 from pipert.autograd import transfer
 
 CPU = torch.device("cpu")

@@ -21,8 +21,8 @@ from pipert.check.models import even, small_models
 from pipert.check.repeats import check_repeats
 from pipert.check.values import check_values, check_values_under_load, difference
 from pipert.check.ways import Devices
-from pipert.computation import Computation
-from pipert.gradients import Gradients
+from pipert.layers.call import Computation
+from pipert.stage.gradients import Gradients
 
 TWO = Devices((torch.device("cpu"),) * 2)
 DOUBLE = (torch.float64,)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipert import pipe, schedules, stream
+from pipert import pipe, schedules
 from pipert.__main__ import main
 from pipert._typing import Tensors
+from pipert.autograd import streams as stream
+from pipert.autograd.streams import CopyStreams, compute_stream
 from pipert.check import overlap
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings
 from pipert.check.links import check_links
@@ -22,8 +24,7 @@ from pipert.check.overlap import check_copies, check_overlap
 from pipert.check.speed import check_speed
 from pipert.check.values import check_values
 from pipert.check.ways import Devices, Way
-from pipert.recorded_lane import RecordedLane, RecordedStepLane
-from pipert.stream import CopyStreams, compute_stream
+from pipert.stage.recorded_lane import RecordedLane, RecordedStepLane
 from tests import simulated_gpus
 
 pytestmark = pytest.mark.slow

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Event, Pipe
-from pipert.components import Components
-from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
+from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.skip import Skippable, pop, skippable, stash
+from pipert.stage.components import Components
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation

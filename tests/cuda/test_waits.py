@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.components import Components
 from pipert.skip import Skippable, pop, skippable, stash
+from pipert.stage.components import Components
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.clock import LaneTask
+from pipert.engine.clock import LaneTask
 
 __all__ = ["in_lockstep"]
 

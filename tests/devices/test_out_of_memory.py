@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pipert import Pipe
-from pipert.lane import Lane
+from pipert.stage.lane import Lane
 from tests.devices import out_of_memory
 from tests.devices.lockstep import in_lockstep
 from tests.devices.out_of_memory import Started, Tight

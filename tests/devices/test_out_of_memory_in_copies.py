@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipert.autograd import transfer
-from pipert.lane import Lane
+from pipert.stage.lane import Lane
 from tests.devices.out_of_memory import Tight
 from tests.simulated_gpus.simulation import Simulation
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipert import Pipe
-from pipert.lane import Lane
-from pipert.step_lane import StepLane
+from pipert.stage.lane import Lane
+from pipert.stage.step_lane import StepLane
 from tests.devices.expected import bounds, for_each
 from tests.devices.lockstep import in_lockstep
 from tests.devices.subjects import SUBJECTS, Parts, Subject, even

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.autograd.compiling import CompileLock
+from pipert.layers.compiling import CompileLock
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds

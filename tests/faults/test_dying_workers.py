@@ -16,9 +16,9 @@ pytestmark = pytest.mark.slow
 # The collector is off, so that no finalizer runs on the thread that is being killed.
 DEATHS = """
 import gc
-import pipert.runtime
+import pipert.engine.runtime
 gc.disable()
-pipert.watch._LOOK = 0.05
+pipert.engine.waiting._LOOK = 0.05
 logging.getLogger("pipert").addHandler(logging.NullHandler())
 logging.getLogger("pipert").propagate = False
 threading.excepthook = lambda args: None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Observer, Pipe, PipelineTimeout, ReentrantCallError, TaskInfo
-from pipert.ledger import Ledger
+from pipert.seeing.ledger import Ledger
 from tests.faults.injector import until
 from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply

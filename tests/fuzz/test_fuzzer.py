@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import pipert.pipe
-from pipert import stream
-from pipert.microbatch import gather
-from pipert.run import Run
+from pipert.autograd import streams as stream
+from pipert.batch.microbatch import gather
+from pipert.stage.run import Run
 from tests import simulated_gpus
 from tests.fuzz.case import Case, Step, draw
 from tests.fuzz.check import Failure, check, shrink

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-LANE, STEP = "pipert/lane.py", "pipert/step_lane.py"
+LANE, STEP = "pipert/stage/lane.py", "pipert/stage/step_lane.py"
 
 _COMPUTE_WAITS = "return self._wait(i, x, stream.compute_stream(self._device), copied)"
 _COPY_WAITS = "y = self._wait(i, y, copying, stream.compute_stream(self._device))"

@@ -9,8 +9,8 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-STAMP, RECORDER = "pipert/recording/stamp.py", "pipert/recording/recorder.py"
-BACKWARD, LANE = "pipert/recording/backward.py", "pipert/recorded_lane.py"
+STAMP, RECORDER = "pipert/seeing/stamp.py", "pipert/seeing/recorder.py"
+BACKWARD, LANE = "pipert/seeing/backward.py", "pipert/stage/recorded_lane.py"
 
 _RECORD = "event.record(stream or torch.cuda.current_stream(device))"
 

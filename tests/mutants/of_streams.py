@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-STREAM, TRANSFER = "pipert/stream.py", "pipert/autograd/transfer.py"
+STREAM, TRANSFER = "pipert/autograd/streams.py", "pipert/autograd/transfer.py"
 
 _OWN = "stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]"
 _BACK = "ctx.back = (home, target, source, stream.compute_stream(home))"

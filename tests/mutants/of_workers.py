@@ -7,8 +7,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
-RUNTIME, RUN = "pipert/runtime.py", "pipert/run.py"
-RANDOM = "pipert/autograd/random_state.py"
+RUNTIME, RUN = "pipert/engine/runtime.py", "pipert/stage/run.py"
+RANDOM = "pipert/layers/random_numbers.py"
 
 _CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
 _FORWARD = "with _current_streams(self._streams):\n                return"

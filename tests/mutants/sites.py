@@ -38,9 +38,9 @@ OF = {
 """Names that say it when they are called on a module or a variable of this name."""
 
 REASONS = {
-    ("pipert/watch.py", "self._wait(run, posting, crew, timeout)"):
+    ("pipert/engine/waiting.py", "self._wait(run, posting, crew, timeout)"):
         "the caller waits for the run, not a stream for another",
-    ("pipert/recorded_lane.py", "self._recorder.during(WAIT, i, self.j, self._device)"):
+    ("pipert/stage/recorded_lane.py", "self._recorder.during(WAIT, i, self.j, self._device)"):
         "on CPU alone, by the process's clock",
 }  # fmt: skip
 """Why a place needs no mutant."""

@@ -42,32 +42,32 @@ def test_each_reason_is_of_a_place_that_is_there() -> None:
 
 def test_places_are_found() -> None:
     found = {(site.file, site.call) for site in sites()}
-    assert ("pipert/stream.py", "waiter.wait_stream(awaited)") in found
-    assert ("pipert/recording/stamp.py", "moment.synchronize()") in found
+    assert ("pipert/autograd/streams.py", "waiter.wait_stream(awaited)") in found
+    assert ("pipert/seeing/stamp.py", "moment.synchronize()") in found
 
 
 def test_a_mutant_out_of_date_is_told_with_its_text() -> None:
-    mutant = Mutant("old", "pipert/stream.py", "what", "no such text", "pass")
+    mutant = Mutant("old", "pipert/autograd/streams.py", "what", "no such text", "pass")
     with pytest.raises(ValueError, match="(?s)mutant old: .* 0 times.*no such text"):
         mutant.mutated()
 
 
 def test_what_a_mutant_does_away_with_is_what_differs() -> None:
     text = "waiter.wait_stream(awaited)"
-    mutant = Mutant("short", "pipert/stream.py", "what", text, "waiter.wait_stream(None)")
+    mutant = Mutant("short", "pipert/autograd/streams.py", "what", text, "waiter.wait_stream(None)")
     begin, end = mutant.changed()
     assert mutant.source()[begin:end] == "awaited"
 
 
 def test_a_survivor_is_told() -> None:
-    mutant = Mutant("hard", "pipert/stream.py", "all", "a", "b")
+    mutant = Mutant("hard", "pipert/autograd/streams.py", "all", "a", "b")
     verdict = Verdict("", "", 60.0)
-    assert row(mutant, verdict) == "| hard | all | stream.py | **nobody** |  |  |"
+    assert row(mutant, verdict) == "| hard | all | autograd/streams.py | **nobody** |  |  |"
     assert "1 survive. 1 minutes" in summary([verdict])
 
 
 def test_what_a_report_has_noticed_is_told_from_what_a_value_has() -> None:
-    mutant = Mutant("easy", "pipert/stream.py", "all", "a", "b")
+    mutant = Mutant("easy", "pipert/autograd/streams.py", "all", "a", "b")
     by_report = Verdict("tests/cuda/test_waits.py::test_it[case]", "RACE: read after write", 1.0)
     by_value = by_report._replace(how="assert 1 == 2")
     assert row(mutant, by_report).endswith(

@@ -31,13 +31,13 @@ TELLING = (
 """What is made for mutants, and notices most of them within a second."""
 
 FIRST = {
-    "pipert/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
-    "pipert/recording/": (
+    "pipert/stage/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
+    "pipert/seeing/": (
         "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
     ),
     "pipert/check/": ("tests/check/test_check_on_gpus.py",),
     "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
-    "pipert/autograd/random_state.py": ("tests/cuda/test_cuda.py",),
+    "pipert/layers/random_numbers.py": ("tests/cuda/test_cuda.py",),
 }
 """What comes before that for a mutant of some files: nothing else can see it."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert import Replicate
-from pipert.microbatch import Arguments, gather, scatter
+from pipert.batch.microbatch import Arguments, gather, scatter
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.schedule import Schedule
+from pipert.schedules.clock_cycle import Schedule
 from pipert.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipert.schedule import Forward, Schedule
+from pipert.schedules.clock_cycle import Forward, Schedule
 
 counts = st.integers(1, 30)
 schedules = st.builds(Schedule, counts, counts)

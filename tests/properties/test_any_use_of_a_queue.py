@@ -20,8 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from pipert.errors import QueueClosed
-from pipert.queues.closable import ClosableQueue
+from pipert.queues.closable import ClosableQueue, QueueClosed
 
 pytestmark = pytest.mark.slow
 

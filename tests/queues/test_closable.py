@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 
-from pipert.errors import QueueClosed
 from pipert.queues import closable
-from pipert.queues.closable import ClosableQueue
+from pipert.queues.closable import ClosableQueue, QueueClosed
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 

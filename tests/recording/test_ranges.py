@@ -18,7 +18,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pipert import Pipe
-from pipert.recording import ranges
+from pipert.seeing import ranges
 
 
 def pipe() -> Pipe:
@@ -100,7 +100,7 @@ def test_nobody_looks_without_a_profiler() -> None:
 
 @pytest.mark.slow
 def test_under_nsight_somebody_looks() -> None:
-    code = "from pipert.recording.ranges import profiler_looks as p; import sys; sys.exit(not p())"
+    code = "from pipert.seeing.ranges import profiler_looks as p; import sys; sys.exit(not p())"
     environment = {**os.environ, "NSYS_PROFILING_SESSION_ID": "1"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, timeout=60).returncode == 0
 

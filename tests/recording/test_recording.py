@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipert import Event, Pipe, Timeline
-from pipert.recorded_lane import RecordedLane
-from pipert.recording.recorder import Span
+from pipert.seeing.recorder import Span
 from pipert.skip import pop, skippable, stash
+from pipert.stage.recorded_lane import RecordedLane
 from tests.layers import Apply
 
 M, N = 4, 3

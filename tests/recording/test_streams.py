@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipert import Event
-from pipert.recording import backward, recorder, stamp
-from pipert.recording.event import COPY, WAIT
-from pipert.recording.recorder import Recording
+from pipert.seeing import backward, recorder, stamp
+from pipert.seeing.event import COPY, WAIT
+from pipert.seeing.recorder import Recording
 from tests.lanes import CPU, META, FakeStream, FakeStreams, run_between_devices
 
 
@@ -28,7 +28,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 
     for module in (recorder, backward):
         monkeypatch.setattr(module, "stamp", note)
-    monkeypatch.setattr("pipert.recorded_lane.stamp", note)
+    monkeypatch.setattr("pipert.stage.recorded_lane.stamp", note)
     return fake
 
 

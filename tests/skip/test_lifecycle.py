@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
-from pipert.lane import Lane
-from pipert.ledger import Ledger
-from pipert.run import Run
-from pipert.schedule import Schedule
+from pipert.autograd.streams import CopyStreams
+from pipert.schedules.clock_cycle import Schedule
+from pipert.seeing.ledger import Ledger
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.skip.routes import routes
-from pipert.stream import CopyStreams
+from pipert.stage.lane import Lane
+from pipert.stage.run import Run
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn

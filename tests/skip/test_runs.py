@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, is_checkpointing, is_recomputing, runtime
+from pipert import Pipe, is_checkpointing, is_recomputing
+from pipert.batch.tensors import tensors_of
+from pipert.engine import runtime
 from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
-from pipert.value import tensors_of
 from tests.layers import Apply
 
 Forward = Generator[Any, Any, Any]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, stream
+from pipert import Pipe
+from pipert.autograd import streams as stream
 from pipert.skip import Skippable, pop, skippable, stash
 
 pytestmark = pytest.mark.cuda

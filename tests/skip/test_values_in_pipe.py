@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
+from pipert.batch.tensors import tensors_of
 from pipert.skip import Skippable, pop, skippable, stash
-from pipert.value import tensors_of
 from tests.layers import Apply
 
 Forward = Generator[Any, Any, Any]

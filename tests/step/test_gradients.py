@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.gradients import Gradients, delivery
+from pipert.stage.gradients import Gradients, delivery
 
 META = torch.device("meta")
 
@@ -81,7 +81,7 @@ def test_the_sums_of_a_step_become_the_gradients_as_they_are(
         sums.extend(gradient.data_ptr() for _, gradient in arriving)
         return delivery(arriving)
 
-    monkeypatch.setattr("pipert.step.delivery", noted)
+    monkeypatch.setattr("pipert.stage.step.delivery", noted)
     with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
         pipe.chunks = 2
         pipe.forward_backward(torch.rand(4, 3), loss_fn=lambda y, _: y.sum())

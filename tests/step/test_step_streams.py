@@ -15,21 +15,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.gradients import Gradients
-from pipert.ledger import Ledger
-from pipert.progress import NOT_RUN
+from pipert.autograd.streams import CopyStreams
 from pipert.queues.closable import ClosableQueue
-from pipert.recorded_lane import RecordedStepLane
-from pipert.recording.event import COPY
-from pipert.recording.recorder import Recording
-from pipert.run import Run
-from pipert.schedule import Schedule
 from pipert.schedules import plan
+from pipert.schedules.clock_cycle import Schedule
+from pipert.seeing.event import COPY
+from pipert.seeing.ledger import Ledger
+from pipert.seeing.recorder import Recording
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.skip.routes import routes
-from pipert.step import Loss, Step
-from pipert.step_lane import StepLane, leaf_inputs
-from pipert.stream import CopyStreams
+from pipert.stage.gradients import Gradients
+from pipert.stage.outcome import NOT_RUN
+from pipert.stage.recorded_lane import RecordedStepLane
+from pipert.stage.run import Run
+from pipert.stage.step import Loss, Step
+from pipert.stage.step_lane import StepLane, leaf_inputs
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
-from pipert.errors import QueueClosed
+from pipert.queues.closable import QueueClosed
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
-from pipert.value import describe
+from pipert.batch.tensors import describe
 
 __all__ = ["Replicate"]
 

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipert.autograd.drawing import is_compiled
-from pipert.autograd.random_state import refuse_nested_checkpoint
-from pipert.value import version
+from pipert.batch.tensors import version
+from pipert.layers.drawing import is_compiled
+from pipert.layers.random_numbers import refuse_nested_checkpoint
 
 __all__: list[str] = []
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from pipert._typing import Value
-from pipert.autograd.random_state import RunSeed
-from pipert.components import ALL, Components
-from pipert.ledger import Account
-from pipert.progress import Progress
-from pipert.schedule import Schedule
-from pipert.schedules import StepSchedule
+from pipert.autograd.streams import CopyStreams, compute_stream, wait
+from pipert.layers.random_numbers import RunSeed
+from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.plan import StepSchedule
+from pipert.seeing.ledger import Account
 from pipert.skip.routes import Mail
-from pipert.stream import CopyStreams, compute_stream, wait
+from pipert.stage.components import ALL, Components
+from pipert.stage.outcome import Progress
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []

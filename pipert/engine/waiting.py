@@ -14,10 +14,10 @@ import logging
 import math
 from time import monotonic
 
-from pipert.clock import Posting
+from pipert.engine.clock import Posting
+from pipert.engine.timeout import Overdue, still_busy, timed_out
 from pipert.errors import PipeClosedError, PipelineTimeout, PipertError, WorkerDiedError
-from pipert.overdue import Overdue, still_busy, timed_out
-from pipert.run import Run
+from pipert.stage.run import Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics
 from pipert.workers.activity import State
 from pipert.workers.pool import Pool, WorkerView

@@ -15,8 +15,8 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipert.observe import Observer, RunInfo
 from pipert.pipe import Pipe, when_made
+from pipert.seeing.observers import Observer, RunInfo
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []

@@ -20,27 +20,27 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batchnorm import DeferredStats
-from pipert.clock import Posting
-from pipert.components import ALL, Components
-from pipert.device import assign_workers
+from pipert.autograd.streams import ComputeStreams, CopyStreams, devices_with_own_streams
+from pipert.batch.tensors import differentiable
+from pipert.engine.clock import Posting
+from pipert.engine.waiting import Watch
 from pipert.errors import PipeClosedError, ReentrantCallError
-from pipert.lane import Lane
-from pipert.ledger import Account, Ledger
+from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.tied import borrowed, hooked
+from pipert.model.devices import assign_workers
 from pipert.queues.closable import ClosableQueue
-from pipert.recorded_lane import RecordedLane, RecordedStepLane
-from pipert.run import Run
-from pipert.schedule import Schedule
-from pipert.schedules import StepSchedule
+from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.plan import StepSchedule
+from pipert.seeing.ledger import Account, Ledger
 from pipert.skip import store
 from pipert.skip.routes import routes
+from pipert.stage.components import ALL, Components
+from pipert.stage.lane import Lane
+from pipert.stage.recorded_lane import RecordedLane, RecordedStepLane
+from pipert.stage.run import Run
+from pipert.stage.step import Step
+from pipert.stage.step_lane import StepLane, leaf_inputs
 from pipert.status import PHASES, Statistics
-from pipert.step import Step
-from pipert.step_lane import StepLane, leaf_inputs
-from pipert.stream import ComputeStreams, CopyStreams, devices_with_own_streams
-from pipert.tied import borrowed, hooked
-from pipert.value import differentiable
-from pipert.watch import Watch
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread

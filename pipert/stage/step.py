@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Tensors, Value
-from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
-from pipert.gradients import Gradients, delivery, gathered, leaves_behind
-from pipert.microbatch import as_value, gather, scatter_with_sizes
-from pipert.schedules import StepSchedule
+from pipert.batch.microbatch import as_value, gather, scatter_with_sizes
+from pipert.batch.tensors import describe
+from pipert.layers.random_numbers import RunSeed, call_layer, run_seeded
+from pipert.schedules.plan import StepSchedule
 from pipert.skip.namespace import Key
-from pipert.value import describe
+from pipert.stage.gradients import Gradients, delivery, gathered, leaves_behind
 
 __all__: list[str] = []
 

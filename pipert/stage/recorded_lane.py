@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from pipert import stream
 from pipert._typing import Tensors, Value
+from pipert.autograd import streams as stream
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.transfer import Stream
-from pipert.computation import Computation
-from pipert.lane import Lane
-from pipert.recording.backward import (
+from pipert.batch.tensors import differentiable
+from pipert.layers.call import Computation
+from pipert.seeing.backward import (
     interrupt,
     makers,
     node_count,
     watch_backward,
     watch_node,
 )
-from pipert.recording.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
-from pipert.recording.ranges import task_range
-from pipert.recording.recorder import Recorder, Span
-from pipert.recording.stamp import Stamp, stamp
+from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
+from pipert.seeing.ranges import task_range
+from pipert.seeing.recorder import Recorder, Span
+from pipert.seeing.stamp import Stamp, stamp
+from pipert.stage.lane import Lane
+from pipert.stage.step_lane import StepLane
 from pipert.status import task_name
-from pipert.step_lane import StepLane
-from pipert.value import differentiable
 from pipert.workers.turn import Turn
 
 __all__: list[str] = []

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipert.process_lock import ProcessLock
+from pipert.queues.process_lock import ProcessLock
 
 __all__ = ["Observer", "RunInfo", "TaskInfo"]
 

@@ -39,15 +39,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
-from pipert.autograd.compiling import CompileLock
-from pipert.autograd.drawing import (
+from pipert.errors import NestedCheckpointError, ReentrantCallError
+from pipert.layers.compiling import CompileLock
+from pipert.layers.drawing import (
     FUNCTIONS_THAT_DRAW,
     is_compiled,
     may_draw,
     may_draw_inside,
 )
-from pipert.errors import NestedCheckpointError, ReentrantCallError
-from pipert.process_lock import ProcessLock
+from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
@@ -184,6 +184,8 @@ _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", defaul
 
 class Watch(TorchFunctionMode):
     """Hands the functions that draw to the task's stream."""
+
+    belongs_to_its_task = True  # a run that starts inside of it does not take it over
 
     def __init__(self, stream: _Stream) -> None:
         super().__init__()

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pipert.recording.event import FORWARD, Event
-from pipert.recording.stamp import Origin, Stamp, stamp
+from pipert.seeing.event import FORWARD, Event
+from pipert.seeing.stamp import Origin, Stamp, stamp
 
 __all__: list[str] = []
 

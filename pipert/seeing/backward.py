@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from pipert.recording.event import BACKWARD
-from pipert.recording.ranges import mark
-from pipert.recording.recorder import Recorder, Span
-from pipert.recording.stamp import Stamp, stamp
+from pipert.seeing.event import BACKWARD
+from pipert.seeing.ranges import mark
+from pipert.seeing.recorder import Recorder, Span
+from pipert.seeing.stamp import Stamp, stamp
 from pipert.status import task_name
 
 __all__: list[str] = []

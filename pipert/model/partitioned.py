@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device
-from pipert.batchnorm import check_batch_norm
-from pipert.device import default_devices, parse_devices
-from pipert.partition import check_balance, check_module, place, sequential, split
+from pipert.layers.batchnorm import check_batch_norm
+from pipert.model.devices import default_devices, parse_devices
+from pipert.model.split import check_balance, check_module, place, sequential, split
 from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []

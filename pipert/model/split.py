@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipert.autograd.drawing import may_draw
-from pipert.tied import Weights, borrowed, check_borrowers
+from pipert.layers.drawing import may_draw
+from pipert.layers.tied import Weights, borrowed, check_borrowers
 
 __all__: list[str] = []
 

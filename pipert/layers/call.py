@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pipert._typing import Value
-from pipert.autograd.compiled_backward import give_own_contexts
-from pipert.autograd.drawing import is_compiled
-from pipert.autograd.random_state import RunSeed, call_layer, run_seeded
-from pipert.autograd.running_stats import Buffers, KeepBuffers, may_change_buffers
+from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import describe, differentiable, version
 from pipert.errors import add_note
-from pipert.ledger import Account
-from pipert.microbatch import Arguments
-from pipert.schedule import Schedule
+from pipert.layers.buffers import Buffers, KeepBuffers, may_change_buffers
+from pipert.layers.compiled_backward import give_own_contexts
+from pipert.layers.drawing import is_compiled
+from pipert.layers.random_numbers import RunSeed, call_layer, run_seeded
+from pipert.layers.tied import Substitute, Weights
+from pipert.schedules.clock_cycle import Schedule
+from pipert.seeing.ledger import Account
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.skip.store import of_task
 from pipert.status import FORWARD, LETTERS, RECOMPUTATION, task_name
-from pipert.tied import Substitute, Weights
-from pipert.value import describe, differentiable, version
 from pipert.workers.context import CallerContext
 
 __all__ = ["is_checkpointing", "is_recomputing"]

@@ -32,23 +32,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert import stream
 from pipert._typing import Tensors, Value
-from pipert.autograd import order, transfer
+from pipert.autograd import order
+from pipert.autograd import streams as stream
+from pipert.autograd import transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.transfer import Stream
-from pipert.batchnorm import PartitionStats
-from pipert.computation import Computation
-from pipert.errors import QueueClosed
-from pipert.partition import draws
-from pipert.progress import NOT_RUN
-from pipert.queues.closable import ClosableQueue
-from pipert.run import Run
-from pipert.schedule import Forward
+from pipert.batch.tensors import differentiable, select, version
+from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.call import Computation
+from pipert.layers.tied import Weights
+from pipert.model.split import draws
+from pipert.queues.closable import ClosableQueue, QueueClosed
+from pipert.schedules.clock_cycle import Forward
 from pipert.skip.routes import Carried, PartitionSkips
+from pipert.stage.outcome import NOT_RUN
+from pipert.stage.run import Run
 from pipert.status import FORWARD, WAITING, Doing
-from pipert.tied import Weights
-from pipert.value import differentiable, select, version
 from pipert.workers.activity import Seat
 from pipert.workers.turn import Turn
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
-from pipert.progress import Progress
+from pipert.stage.outcome import Progress
 from pipert.status import WorkerStatistics
 
 __all__: list[str] = []

@@ -25,19 +25,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipert import stream
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
+from pipert.autograd import streams as stream
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.transfer import Stream
-from pipert.gradients import Gradients, leaves_behind
-from pipert.lane import Lane
-from pipert.progress import NOT_RUN
+from pipert.batch.tensors import differentiable
 from pipert.queues.closable import ClosableQueue
 from pipert.skip.routes import Carried
+from pipert.stage.gradients import Gradients, leaves_behind
+from pipert.stage.lane import Lane
+from pipert.stage.outcome import NOT_RUN
+from pipert.stage.step import Step
 from pipert.status import BACKWARD, FORWARD, RECOMPUTATION
-from pipert.step import Step
-from pipert.value import differentiable
 from pipert.workers.activity import Seat
 from pipert.workers.turn import Turn
 

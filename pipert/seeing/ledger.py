@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from pipert.observe import Audience, Observer, Observers, RunInfo, TaskInfo
-from pipert.process_lock import ProcessLock
-from pipert.recording.ranges import profiler_looks
-from pipert.recording.recorder import Recorder, Recording
+from pipert.queues.process_lock import ProcessLock
+from pipert.seeing.observers import Audience, Observer, Observers, RunInfo, TaskInfo
+from pipert.seeing.ranges import profiler_looks
+from pipert.seeing.recorder import Recorder, Recording
 from pipert.status import BACKWARD, FORWARD, RECOMPUTATION
 
 __all__: list[str] = []

@@ -35,9 +35,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
-from pipert.autograd.random_state import refuse_nested_checkpoint
-from pipert.autograd.running_stats import COUNTING, changed_by
-from pipert.process_lock import ProcessLock
+from pipert.layers.buffers import COUNTING, changed_by
+from pipert.layers.random_numbers import refuse_nested_checkpoint
+from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 

@@ -18,8 +18,8 @@ import enum
 import threading
 
 from pipert.queues.latch import Latch
-from pipert.schedule import Schedule
-from pipert.schedules import StepSchedule
+from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.plan import StepSchedule
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipert.lane import Lane
+from pipert.stage.lane import Lane
 from pipert.workers.activity import Seat
 from pipert.workers.worker import Task
 

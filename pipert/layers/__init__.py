@@ -1,0 +1,5 @@
+"""What running the user's layers takes: random numbers, buffers, tied weights, compilation."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
