@@ -29,7 +29,7 @@ ROOMS = [
     {"balance"},
     {"timeline"},
     {"pipe", "prometheus", "__init__"},
-    {"check"},
+    {"check", "traced_script"},
     {"__main__"},
 ]
 
