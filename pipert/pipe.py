@@ -21,9 +21,10 @@ from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.partitioned import Partitioned, whole
 from pipert.model.split import require_balance
-from pipert.schedules.plan import BOUNDED, Maker, plan
+from pipert.schedules.plan import BOUNDED, Schedule, plan
 from pipert.seeing.observers import Observer
-from pipert.stage.step import LossFunction, Step, scale_of, split_step
+from pipert.stage.loss import LossFunction, scale_of, split_step
+from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.live import Record
 from pipert.timeline.timeline import Timeline
@@ -150,9 +151,9 @@ class Pipe(Partitioned):
         m = len(inputs)
         checkpointed = _checkpointed(self.checkpoint, m)
         if not self._deferred_batch_norm or is_recomputing():
-            return gather(self._runtime.forward(inputs, checkpointed, timeout=seconds))
+            return gather(self._runtime.call(inputs, checkpointed, timeout=seconds))
         stats = DeferredStats(self._partitions)
-        outputs = gather(self._runtime.forward(inputs, checkpointed, stats, seconds))
+        outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds))
         stats.commit()
         return outputs
 
@@ -208,7 +209,8 @@ class Pipe(Partitioned):
         task is kept, about a kilobyte with its backward, so record some steps, not a training.
         """
         runtime = self._runtime
-        return Record(runtime.ledger, runtime.devices, runtime.workers, self._balance, self._chunks)
+        of_pipe = runtime.devices, runtime.workers, self._balance, self._chunks
+        return Record(runtime.counters, *of_pipe)
 
     def statistics(self) -> Statistics:
         """What has happened in this pipe so far, and what is happening. From any thread."""
@@ -218,11 +220,11 @@ class Pipe(Partitioned):
         """Tell ``observer`` about the calls from now on. A copy of the pipe has none."""
         if not isinstance(observer, Observer):
             raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
-        self._runtime.ledger.observers.add(observer)
+        self._runtime.counters.observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
-        self._runtime.ledger.observers.remove(observer)
+        self._runtime.counters.observers.remove(observer)
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads and wait for them. Again: no-op. Calls after it are refused.
@@ -243,7 +245,7 @@ class Pipe(Partitioned):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stuck = self._runtime.watch.stuck()
+        stuck = self._runtime.waiting.stuck()
         if error is not None and stuck:
             self._stop()  # the layer that does not return must not keep the error from being seen
             _log.warning("%s", still_busy(stuck))
@@ -260,7 +262,7 @@ class Pipe(Partitioned):
         *args: Any,
         loss_fn: LossFunction,
         target: Value = None,
-        schedule: str | Maker = "1f1b",
+        schedule: str | Schedule = "1f1b",
         reduction: str = "mean",
         loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
@@ -325,9 +327,9 @@ class Pipe(Partitioned):
         chosen = self._checkpoint or ("never" if schedule in BOUNDED else "except_last")
         checkpointed = _checkpointed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        step = Step(planned, loss, return_outputs)
+        step = Step(loss, return_outputs)
         stats = DeferredStats(self._partitions) if self._deferred_batch_norm else None
-        total = self._runtime.step(inputs, checkpointed, step, stats, seconds)
+        total = self._runtime.step(inputs, planned, step, stats, seconds)
         if stats is not None:
             stats.commit()
         return (total, step.output) if return_outputs else total

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
-from pipert.stage.outcome import Progress
+from pipert.stage.outcome import Outcome
 from pipert.status import WorkerStatistics
 
 __all__: list[str] = []
@@ -68,23 +68,23 @@ def refuse_keywords_of(
             )
 
 
-class Overdue:
+class GivenUp:
     """The runs of one pipe that were given up and are not settled. Any thread."""
 
     __slots__ = ("_runs",)
 
     def __init__(self) -> None:
-        self._runs: dict[Progress, tuple[int, int]] = {}  # its operations are atomic
+        self._runs: dict[Outcome, tuple[int, int]] = {}  # its operations are atomic
 
-    def add(self, progress: Progress, number: int) -> None:
+    def add(self, outcome: Outcome, number: int) -> None:
         """The run was given up."""
-        self._runs[progress] = os.getpid(), number
+        self._runs[outcome] = os.getpid(), number
 
     def is_empty(self) -> bool:
         """Whether all of them are settled by now."""
-        for progress, (pid, _) in list(self._runs.items()):
-            if progress.is_settled() or pid != os.getpid():
-                self._runs.pop(progress, None)
+        for outcome, (pid, _) in list(self._runs.items()):
+            if outcome.is_settled() or pid != os.getpid():
+                self._runs.pop(outcome, None)
         return not self._runs
 
     def busy(self, workers: Iterable[WorkerStatistics]) -> list[WorkerStatistics]:
@@ -96,7 +96,7 @@ class Overdue:
         return [w for w in workers if w.doing is not None and w.doing.run in numbers]
 
     def __repr__(self) -> str:
-        return f"<Overdue: {len(self._runs)} runs>"
+        return f"<GivenUp: {len(self._runs)} runs>"
 
 
 def timed_out(
