@@ -30,7 +30,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from _measure import Row, both, medians, report, rows, start, take_turns
+from _measure import Row, both, medians, report, rows, start, take_turns, verdict
 from torch import Tensor, nn
 
 __all__ = ["main"]
@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *("by diagonal", "torchgpipe"),
     )
     title = f"Forward of sleeping layers, n={N} m={M}, T={1e3 * T:.0f} ms, milliseconds"
-    held = report(title, columns, table)
-    return int(arguments.check and not held)
+    return verdict(report(title, columns, table), check=arguments.check)
 
 
 if __name__ == "__main__":
