@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+from pipert.schedules.clock_cycle import Schedule
 from pipert.status import task_name
 
 __all__ = ["Action", "StepSchedule", "eager_one_f_one_b", "gpipe", "one_f_one_b", "plan"]
@@ -296,6 +297,24 @@ def plan(
     if not callable(maker) or not isinstance(maker, Hashable):
         raise TypeError(f"schedule must be a name or a function that makes one, got {schedule!r}")
     return _plan(maker, m, n, tuple(range(n) if placement is None else placement), recomputed)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The actions of a call; its backward is autograd's."""
+
+    placement: tuple[int, ...]
+    order: tuple[Action, ...]
+
+    def needs(self, action: Action) -> Iterator[Action]:
+        if action.j > 0:
+            yield Action(FORWARD, action.i, action.j - 1)
+
+
+def plan_call(m: int, n: int, placement: Sequence[int]) -> _Call:
+    """The plan of a call: the clock-cycle."""
+    order = [Action(FORWARD, i, j) for i, j in Schedule(m, n)]
+    return _Call(tuple(placement), tuple(order))
 
 
 @lru_cache(maxsize=64)
