@@ -13,7 +13,7 @@ The order of a plan has what an action needs before it, so one pass over it is e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 __all__: list[str] = []
@@ -33,7 +33,7 @@ class Ordered(Protocol[A]):
     """What a simulation asks of a plan."""
 
     @property
-    def order(self) -> Collection[A]:
+    def order(self) -> Iterable[A]:
         """Each action, behind all that it needs."""
 
     @property
