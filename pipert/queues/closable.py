@@ -1,22 +1,23 @@
-"""A FIFO that can be closed from anywhere, a finalizer included.
+"""A FIFO that any thread can close, even from a finalizer.
 
 Guarantees:
 
-* **Q1** each item put is received once, or returned by :meth:`ClosableQueue.close`, or refused by
-  the ``put`` that brought it. Never two of these, never none.
+* **Q1** each item put is either received once, or returned by :meth:`ClosableQueue.close`, or
+  refused by its ``put``: exactly one of these.
 * **Q2** ``close`` and ``shut`` wake every waiter, now and later.
-* **Q3** both may be called from a finalizer, on any thread, also on a thread that is inside
+* **Q3** both may be called from a finalizer, on any thread, even on a thread that is inside
   ``put`` or ``get`` of the same queue at that moment.
 
-Q3 rules out a lock of our own: a finalizer that runs on the thread that holds it would wait for
-itself. ``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the one holds the items, the
-other wakes. An item lies in a *cell*, a list of one element, and whoever empties the cell owns the
-item. That settles the race of ``put`` with ``close``: a put that finds the queue closed afterwards
-tries to empty its own cell. If it can, the item is refused; if it cannot, somebody has it.
+Q3 rules out a lock of our own: a finalizer on the thread that holds it would deadlock.
+``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the former holds the items, the
+latter wakes waiters. An item lies in a *cell*, a list of one element, and whoever empties the cell
+owns the item. That settles the race of ``put`` with ``close``: a put that finds the queue closed
+afterwards tries to empty its own cell. If it succeeds, the item is refused; if not, another thread
+has it.
 
-What a waiter blocks on carries nothing. An exception thrown into a waiting thread from outside is
-raised the moment the thread wakes, and would take along whatever the blocking call returns; this
-way the item stays in the queue, where ``close`` finds it.
+The wake-ups that a waiter blocks on carry no item. An exception thrown into a waiting thread from
+outside is raised the moment the thread wakes, and would lose whatever the blocking call returns;
+this way the item stays in the queue, where ``close`` finds it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class QueueClosed(Exception):
-    """A closed queue was used. Never leaves pipert: whoever catches it settles the task."""
+    """Raised on use of a closed queue. Never leaves pipert: whoever catches it settles the task."""
 
 
 class ClosableQueue(Generic[T]):
@@ -46,7 +47,7 @@ class ClosableQueue(Generic[T]):
         self._closed = False
 
     def put(self, item: T) -> None:
-        """Append ``item``; :class:`QueueClosed` if the queue does not accept it any more."""
+        """Append ``item``, or raise :class:`QueueClosed` if the queue no longer accepts it."""
         if self.is_closed():
             raise QueueClosed
         cell = [item]
@@ -56,9 +57,9 @@ class ClosableQueue(Generic[T]):
             raise QueueClosed
 
     def get(self, before_waiting: Callable[[], None] | None = None) -> T:
-        """Remove and return the oldest item; wait for one, or raise :class:`QueueClosed`.
+        """Remove and return the oldest item, waiting for one; or raise :class:`QueueClosed`.
 
-        ``before_waiting`` is called when there is nothing yet, before the thread blocks.
+        If the queue is empty, ``before_waiting`` is called before the thread blocks.
         """
         while True:
             if self.is_closed():
@@ -75,40 +76,40 @@ class ClosableQueue(Generic[T]):
             try:
                 taken = _take(self._cells.popleft())
             except IndexError:
-                continue  # somebody else was faster
+                continue  # another thread was faster
             if taken is not None:
                 return taken[0]
 
     def _use_wakeup(self) -> None:
         try:
             self._wakeups.get_nowait()
-        except Empty:  # the put was interrupted before it woke anybody, or is about to
+        except Empty:  # the put was interrupted before its wake-up, or is about to send it
             pass
 
     def shut(self) -> None:
-        """Refuse every put and get from now on; what is left waits for :meth:`close`."""
+        """Refuse every put and get from now on; remaining items wait for :meth:`close`."""
         self._closed = True
         self._wakeups.put(None)
 
     def close(self) -> list[T]:
-        """Shut and return what nobody had received. Again: an empty list."""
+        """Shut the queue and return the items not received; later calls return an empty list."""
         self.shut()
         left: list[T] = []
         while self._cells:
             try:
                 taken = _take(self._cells.popleft())
-            except IndexError:  # somebody else was faster
+            except IndexError:  # another thread was faster
                 break
             if taken is not None:
                 left.append(taken[0])
         return left
 
     def is_closed(self) -> bool:
-        """Whether :meth:`close` was called; with other threads about, only "yes" lasts."""
+        """Whether the queue was shut; with concurrent threads only "yes" is final."""
         return self._closed
 
     def depth(self) -> int:
-        """How many items wait; with other threads about, it was so a moment ago."""
+        """The number of waiting items; with concurrent threads, a snapshot."""
         return len(self._cells)
 
     def __repr__(self) -> str:
@@ -117,7 +118,7 @@ class ClosableQueue(Generic[T]):
 
 
 def _take(cell: list[T]) -> tuple[T] | None:
-    """Empty ``cell`` if nobody has; ``list.pop`` is atomic, so just one caller gets the item."""
+    """Empty ``cell`` unless already empty; ``list.pop`` is atomic, so one caller gets the item."""
     try:
         return (cell.pop(),)
     except IndexError:
