@@ -255,7 +255,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
-    """Make the backward of ``ys``, all differentiable, start with the recomputation (rules 2, 4)."""
+    """Make the backward of ``ys``, all differentiable, recompute first (rules 2 and 4)."""
     weak = weakref.ref(checkpoint)
     outputs: Tensors = _Recompute.apply(weak, *ys)  # type: ignore[no-untyped-call]
     return outputs
