@@ -1,4 +1,4 @@
-"""Where skips go: from the partition that stashes straight to those that pop."""
+"""Routes skips from the partition that stashes straight to those that pop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class Carried(NamedTuple):
-    """What a partition gets or returns: its value, and the skips that arrive or leave with it."""
+    """A partition's input or output: a value, and the skips that arrive or leave with it."""
 
     value: Value
     skips: tuple[Value, ...]
@@ -28,19 +28,19 @@ class PartitionSkips:
     """The skips of one partition."""
 
     arriving: tuple[tuple[Key, int], ...]
-    """Each that is popped here and stashed elsewhere, with the partition that stashes it."""
+    """The skips popped here and stashed elsewhere, with the stashing partition."""
     leaving: tuple[tuple[Key, int], ...]
-    """Each that is stashed here and popped elsewhere, with the partition that pops it. One that
-    several pop is there for each of them: their gradients come on streams of their own, and are to
+    """The skips stashed here and popped elsewhere, with the popping partition. A skip that several
+    pop appears once for each: its gradients arrive on separate streams, and may
     be added only behind the nodes that wait for those."""
     pops: Mapping[Key, int]
-    """How many layers of this partition pop each, 0 for what is only stashed here."""
+    """The number of layers of this partition that pop each; 0 for skips only stashed here."""
 
     def __bool__(self) -> bool:
         return bool(self.pops)
 
     def store(self, arriving: Sequence[Value]) -> Store:
-        """The store for one task of the partition, with what ``arriving`` names in it."""
+        """Makes the store for one task of the partition, filled with ``arriving``."""
         store = Store(self.pops, [key for key, _ in self.leaving])
         for (key, _), value in zip(self.arriving, arriving, strict=True):
             store.receive(key, value)
@@ -50,13 +50,13 @@ class PartitionSkips:
 def routes(
     partitions: Sequence[nn.Sequential], direct: bool = True
 ) -> tuple[PartitionSkips, ...]:
-    """The skips of each partition.
+    """Returns the skips of each partition.
 
-    The stashes and pops of all together match, see ``verify_skippables``.
+    All stashes and pops must match, see ``verify_skippables``.
 
     Args:
-        direct: whether they go straight to the partitions that pop them; else each partition in
-            between gets them and sends them on.
+        direct: whether skips go straight to the partitions that pop them; otherwise each partition
+            in between receives them and sends them on.
     """
     source: dict[Key, int] = {}
     pops: dict[Key, dict[int, int]] = {}
@@ -90,29 +90,29 @@ def _of_partition_on_the_way(
 
 
 class Mail:
-    """What is between the partition that stashed and the one that pops, in one run.
+    """The skips in transit between partitions in one run.
 
-    A partition posts what leaves it before it sends its output on, so it is there when a later
-    partition has received its input. Each is fetched once; the rest goes with the run.
+    A partition posts its skips before it sends its output, so they are present once a later
+    partition has received its input. Each is fetched once; the rest is dropped with the run.
     """
 
     def __init__(self) -> None:
         self._posted: dict[tuple[Key, int, int], Stashed] = {}  # its operations are atomic
 
     def post(self, key: Key, i: int, j: int, value: Value) -> None:
-        """Leave a skip of micro-batch ``i`` for partition ``j``."""
+        """Post a skip of micro-batch ``i`` for partition ``j``."""
         self._posted[key, i, j] = Stashed(value)
 
     def fetch(self, key: Key, i: int, j: int) -> Value:
-        """Take what was left for partition ``j``.
+        """Take the skip posted for partition ``j``.
 
         Raises:
-            RuntimeError: it was modified in place since.
+            RuntimeError: it has been modified in place.
         """
         return self._posted.pop((key, i, j)).get(key)
 
     def clear(self) -> None:
-        """Drop what nobody will fetch."""
+        """Drop the skips that will not be fetched."""
         self._posted.clear()
 
     def __repr__(self) -> str:
