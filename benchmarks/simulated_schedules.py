@@ -1,4 +1,4 @@
-"""What schedules make of slow links, in the virtual time of simulated GPUs.
+"""Compares schedules over slow links, in the virtual time of simulated GPUs.
 
 ::
 
@@ -11,7 +11,7 @@ memory and launches cost nothing; links take the time of their bytes. A task of 
 devices with 32 micro-batches takes 34 us, one of backward 67 us, and a copy 5.5 us. *MiB* is the
 peak of what a step allocates on the first device.
 
-What runs is pipert; only the clocks of the devices are simulated, so nothing here was measured on a
+pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a
 GPU. The figures are the same in each run.
 """
 

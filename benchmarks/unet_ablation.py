@@ -1,13 +1,13 @@
-"""What each part of the runtime is worth: the ablation of section 4.1 of the paper, U-Net (5, 64).
+"""Measures what each part of the runtime is worth: the paper's section 4.1, U-Net (5, 64).
 
 The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
-the devices that are here, four pipes with the same switches run in turns. ``--picture`` draws the
-four timelines, as the paper's figure does: those that ran if there are four devices, else the
+the available devices, four pipes with the same switches run in turn. ``--picture`` draws the
+four timelines, as the paper's figure does: the real ones if there are four devices, else the
 simulated. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
 
-*Clock only* and *+ fork/join* differ in the paper, and not here. Autograd takes of the nodes that
-are ready the one made last. A worker of pipert makes the nodes of its micro-batches one after the
-other, and a recomputation makes none that are run backward, so the last micro-batch comes first
+*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready
+node created last. A worker of pipert creates the nodes of its micro-batches one after the
+other, and a recomputation creates none that run backward, so the last micro-batch comes first
 anyway. Fork and join turn what happens into what must happen.
 """
 
