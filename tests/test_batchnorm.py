@@ -331,6 +331,22 @@ def test_a_norm_in_eval_mode_in_a_training_module_is_left_alone() -> None:
     same(statistics(module), before)
 
 
+class Frozen(nn.BatchNorm1d):
+    """Normalises by its running statistics in every mode."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, self.running_mean, self.running_var, training=False)
+
+
+def test_a_layer_that_normalises_by_its_statistics_while_it_trains_is_left_alone() -> None:
+    module = norm_first(Frozen(3))
+    module[0].running_mean.fill_(1.0)
+    before, x = statistics(module), batch(8)
+    with deferred(module) as pipe:
+        torch.testing.assert_close(pipe(x), module(x))
+    same(statistics(module), before)
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_statistics_are_updated_without_grad_as_in_the_plain_module(mode: Any) -> None:
     module = norm_first(nn.BatchNorm1d(3))
