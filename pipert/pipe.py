@@ -14,16 +14,18 @@ from torch import Tensor, nn
 from pipert._typing import Device, Value
 from pipert.batch.microbatch import gather, scatter
 from pipert.engine.runtime import Runtime
-from pipert.engine.timeout import check_timeout, refuse_keywords_of, still_busy
+from pipert.engine.timeout import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
-from pipert.model.partitioned import Partitioned, whole
+from pipert.model.partitioned import Partitioned
+from pipert.model.settings import check_timeout, recomputed, refuse_keywords_of
 from pipert.model.split import require_balance
-from pipert.schedules.plan import BOUNDED, Maker, plan
+from pipert.schedules.plan import BOUNDED, Schedule, plan
 from pipert.seeing.observers import Observer
-from pipert.stage.step import LossFunction, Step, scale_of, split_step
+from pipert.stage.loss import LossFunction, scale_of, split_step
+from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.live import Record
 from pipert.timeline.timeline import Timeline
@@ -32,8 +34,6 @@ from pipert.workers.context import refuse_transforms
 __all__ = ["Pipe"]
 
 _log = logging.getLogger("pipert")
-
-_MODES = ("always", "except_last", "never")
 
 when_made: list[Callable[[Pipe], None]] = []
 """Called with each pipe that is made. For programs that start others, see ``traced_script``."""
@@ -77,10 +77,7 @@ class Pipe(Partitioned):
         IndexError: there are more partitions than devices.
     """
 
-    _own = Partitioned._own | {
-        "_checkpoint", "_chunks", "_runtime", "_stop", "_timeout", "checkpoint", "chunks",
-        "timeout",
-    }  # fmt: skip
+    _own = Partitioned._own | {"_runtime", "_stop"}
 
     is_pipe = True  # for a pipe around this one: skips and statistics in here are not its business
 
@@ -96,10 +93,10 @@ class Pipe(Partitioned):
         timeout: float | None = None,
     ) -> None:
         require_balance(balance)
+        assert balance is not None
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
-        assert balance is not None
         super().__init__(module, balance, devices, deferred_batch_norm)
         self._start()
 
@@ -148,53 +145,13 @@ class Pipe(Partitioned):
             return args[0]
         inputs = scatter(args, kwargs, self._chunks)
         m = len(inputs)
-        checkpointed = _checkpointed(self.checkpoint, m)
+        checkpointed = recomputed(self.checkpoint, m)
         if not self._deferred_batch_norm or is_recomputing():
-            return gather(self._runtime.forward(inputs, checkpointed, timeout=seconds))
+            return gather(self._runtime.call(inputs, checkpointed, timeout=seconds))
         stats = DeferredStats(self._partitions)
-        outputs = gather(self._runtime.forward(inputs, checkpointed, stats, seconds))
+        outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds))
         stats.commit()
         return outputs
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches, at most. May be assigned between calls."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        number = whole(chunks, "chunks")
-        if number < 1:
-            raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
-        self._chunks = number
-
-    @property
-    def checkpoint(self) -> str:
-        """Which micro-batches are recomputed. May be assigned between calls."""
-        return self._checkpoint or "except_last"
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str | None) -> None:
-        if checkpoint is None:  # not chosen
-            self._checkpoint = None
-            return
-        if str(checkpoint) not in _MODES:
-            raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
-        self._checkpoint = str(checkpoint)
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds that a call may take, or ``None``. May be assigned between calls."""
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, timeout: float | None) -> None:
-        self._timeout = check_timeout(timeout)
-
-    @property
-    def deferred_batch_norm(self) -> bool:
-        """Whether running statistics are updated once for each call."""
-        return self._deferred_batch_norm
 
     def record(self) -> AbstractContextManager[Timeline, None]:
         """Record what each device does in the calls that begin inside of the block.
@@ -208,7 +165,8 @@ class Pipe(Partitioned):
         task is kept, about a kilobyte with its backward, so record some steps, not a training.
         """
         runtime = self._runtime
-        return Record(runtime.ledger, runtime.devices, runtime.workers, self._balance, self._chunks)
+        of_pipe = runtime.devices, runtime.workers, self._balance, self._chunks
+        return Record(runtime.counters, *of_pipe)
 
     def statistics(self) -> Statistics:
         """What has happened in this pipe so far, and what is happening. From any thread."""
@@ -218,11 +176,11 @@ class Pipe(Partitioned):
         """Tell ``observer`` about the calls from now on. A copy of the pipe has none."""
         if not isinstance(observer, Observer):
             raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
-        self._runtime.ledger.observers.add(observer)
+        self._runtime.counters.observers.add(observer)
 
     def remove_observer(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
-        self._runtime.ledger.observers.remove(observer)
+        self._runtime.counters.observers.remove(observer)
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads and wait for them. Again: no-op. Calls after it are refused.
@@ -243,7 +201,7 @@ class Pipe(Partitioned):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stuck = self._runtime.watch.stuck()
+        stuck = self._runtime.waiting.stuck()
         if error is not None and stuck:
             self._stop()  # the layer that does not return must not keep the error from being seen
             _log.warning("%s", still_busy(stuck))
@@ -260,7 +218,7 @@ class Pipe(Partitioned):
         *args: Any,
         loss_fn: LossFunction,
         target: Value = None,
-        schedule: str | Maker = "1f1b",
+        schedule: str | Schedule = "1f1b",
         reduction: str = "mean",
         loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
@@ -323,11 +281,11 @@ class Pipe(Partitioned):
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
         chosen = self._checkpoint or ("never" if schedule in BOUNDED else "except_last")
-        checkpointed = _checkpointed(chosen, m)
+        checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        step = Step(planned, loss, return_outputs)
+        step = Step(loss, return_outputs)
         stats = DeferredStats(self._partitions) if self._deferred_batch_norm else None
-        total = self._runtime.step(inputs, checkpointed, step, stats, seconds)
+        total = self._runtime.step(inputs, planned, step, stats, seconds)
         if stats is not None:
             stats.commit()
         return (total, step.output) if return_outputs else total
@@ -345,8 +303,3 @@ class Pipe(Partitioned):
 
     def extra_repr(self) -> str:
         return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
-
-
-def _checkpointed(mode: str, m: int) -> int:
-    """How many of ``m`` micro-batches, from the first, are recomputed."""
-    return {"always": m, "except_last": m - 1, "never": 0}[mode]

@@ -6,34 +6,12 @@ They hold words and numbers, no tensors and no thread, and may be kept, compared
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 __all__ = ["Statistics", "TaskStatus", "WorkerStatistics"]
 
-FORWARD = "forward"
-RECOMPUTATION = "recomputation"
-BACKWARD = "backward"
 WAITING = "waiting for input"
-
-
-def task_name(letter: str, i: int, j: int) -> str:
-    """How a task is called everywhere: ``F[3,1]``."""
-    return f"{letter}[{i},{j}]"
-
-
-LETTERS = {FORWARD: "F", RECOMPUTATION: "R", BACKWARD: "B"}
-PHASES = {letter: phase for phase, letter in LETTERS.items()}
-
-
-class Doing(NamedTuple):
-    """What a worker notes that it is at; a :class:`TaskStatus` without the time."""
-
-    run: int
-    phase: str
-    partition: int
-    micro_batch: int
 
 
 @dataclass(frozen=True, slots=True)

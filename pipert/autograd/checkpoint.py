@@ -38,12 +38,14 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
+from pipert.autograd.function import applied
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.errors import NestedCheckpointError, RecomputationError
 
 __all__: list[str] = []
 
 Hook = Callable[[Any], Any]
+Replay = Callable[[Callable[[], Value], Callable[[], None], bool], None]
 
 
 class _Slot:
@@ -95,7 +97,8 @@ class Checkpoint:
     Args:
         replay: puts on the context of the first time, grad enabled included, asks the first
             function it is given for the input value, computes the task again with the same random
-            numbers, and calls the second. It must reference no run and no thread.
+            numbers, and calls the second; the flag says whether it is on a worker. It must
+            reference no run and no thread.
         value: the input, any pytree.
         hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they get what is recomputed,
             as they would get what is saved without checkpointing.
@@ -105,13 +108,13 @@ class Checkpoint:
 
     def __init__(
         self,
-        replay: Callable[[Callable[[], Value], Callable[[], None]], None],
+        replay: Replay,
         value: Value,
         hooks: tuple[Hook, Hook] | None,
     ) -> None:
         self._replay = replay
         tensors, self._rebuild = tensors_of(value)
-        self._inputs = [_Input(tensor) for tensor in tensors]
+        self._inputs = tuple(map(_Input, tensors))
         self.slots: list[weakref.ref[_Slot]] = []
         self.hooks = hooks
         self.recording = False
@@ -119,7 +122,7 @@ class Checkpoint:
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """``compute(value)`` with each saved tensor replaced by a slot (rule 1, 5)."""
         tensors, rebuild = tensors_of(value)
-        own = rebuild(tuple([tensor.clone() for tensor in tensors]))
+        own = rebuild(tuple(map(Tensor.clone, tensors)))
         self.recording = True
         try:
             with torch.autograd.graph.saved_tensors_hooks(_Keep(self), _Slot.take):
@@ -127,11 +130,11 @@ class Checkpoint:
         finally:
             self.recording = False
 
-    def recompute(self) -> None:
+    def recompute(self, on_worker: bool = False) -> None:
         """Run the task again and fill the slots that are still there."""
         fill = _Fill(self)
         with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
-            self._replay(self._fresh_value, fill.check)
+            self._replay(self._fresh_value, fill.check, on_worker)
 
     def _fresh_value(self) -> Value:
         return self._rebuild(tuple([x.fresh() for x in self._inputs]))
@@ -227,7 +230,7 @@ class _Input:
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
         self._requires_grad = tensor.requires_grad
-        self._version = version(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version  # as in ``version``
 
     def fresh(self) -> Tensor:
         """A copy for the partition to use up, no leaf, so that it may be changed in place."""
@@ -244,9 +247,9 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, checkpoint: weakref.ref[Checkpoint], *ys: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.checkpoint = checkpoint
-        return tuple(y.detach() for y in ys)
+        return tuple(map(Tensor.detach, ys))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -256,10 +259,13 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
+_apply_recompute = applied(_Recompute)
+
+
 def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
     """Make the backward of ``ys``, differentiable all, begin with the recomputation (rule 2, 4)."""
     weak = weakref.ref(checkpoint)
-    outputs: Tensors = _Recompute.apply(weak, *ys)  # type: ignore[no-untyped-call]
+    outputs: Tensors = _apply_recompute(weak, *ys)
     return outputs
 
 

@@ -4,8 +4,8 @@ The micro-batches of one partition share no tensor, so autograd would run their 
 order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of ``F[i,j]``, and
 ``Join`` ties it into the values of ``F[i+1,j]``::
 
-    y, token = fork(y)          # at the end of F[i,j]
-    x = join(x, token)          # at the start of F[i+1,j]
+    token, y = fork(None, y)    # at the end of F[i,j]
+    (x,) = join(token, x)       # at the start of F[i+1,j]
 
 In the backward, ``Join'`` of ``B[i+1,j]`` comes last, and ``Fork'`` of ``B[i,j]``, which comes
 first, has to wait for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is
@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert._typing import Tensors
+from pipert.autograd.function import applied
 
 __all__: list[str] = []
 
@@ -40,8 +41,8 @@ _EMPTY = torch.empty(0, device="cpu")
 class _Fork(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor | None, *ys: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return (_EMPTY.detach(), *[y.detach() for y in ys])
+        ctx.materialize_grads = False
+        return (_EMPTY.detach(), *map(Tensor.detach, ys))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -51,8 +52,8 @@ class _Fork(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in xs)
+        ctx.materialize_grads = False
+        return tuple(map(Tensor.detach, xs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -62,8 +63,8 @@ class _Join(torch.autograd.Function):
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in xs)
+        ctx.materialize_grads = False
+        return tuple(map(Tensor.detach, xs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
@@ -80,9 +81,7 @@ def enter(xs: Tensors) -> Tensors:
     The graph begins here, and does not keep ``xs``, as it would if they were its leaves: what no
     operation saves is dropped. Ask for gradients by :func:`edge_of`.
     """
-    entered: Tensors = _Enter.apply(  # type: ignore[no-untyped-call]
-        ENTRANCE, *[x.detach() for x in xs]
-    )
+    entered: Tensors = _apply_enter(ENTRANCE, *map(Tensor.detach, xs))
     return entered
 
 
@@ -96,6 +95,16 @@ class _Anchor(torch.autograd.Function):
         raise AssertionError("nobody goes backward from an anchor")
 
 
+fork = applied(_Fork)
+"""``token, *ys = fork(token, *ys)``: take a token out of ``ys``, differentiable all. A token that
+was not joined before goes in; ``None`` for none."""
+
+join = applied(_Join)
+"""``xs = join(token, *xs)``: tie ``token`` into ``xs``, differentiable all."""
+
+_apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
+
+
 def edge_of(x: Tensor) -> GradientEdge:
     """The place of ``x`` in its graph, which stays alive without ``x``.
 
@@ -103,18 +112,6 @@ def edge_of(x: Tensor) -> GradientEdge:
     """
     if x.layout == torch.strided:
         return get_gradient_edge(x)
-    anchor: Any = _Anchor.apply(x)  # type: ignore[no-untyped-call]
+    anchor: Any = _apply_anchor(x)
     ((node, output),) = anchor.grad_fn.next_functions
     return GradientEdge(node, output, anchor)  # the tensor: a node in Python keeps no graph
-
-
-def fork(ys: Tensors, token: Tensor | None = None) -> tuple[Tensors, Tensor]:
-    """Take a token out of ``ys``, differentiable all; a ``token`` not joined before goes in."""
-    out, *rest = _Fork.apply(token, *ys)  # type: ignore[no-untyped-call]
-    return tuple(rest), out
-
-
-def join(xs: Tensors, token: Tensor) -> Tensors:
-    """Tie ``token`` into ``xs``, differentiable all."""
-    joined: Tensors = _Join.apply(token, *xs)  # type: ignore[no-untyped-call]
-    return joined

@@ -65,14 +65,6 @@ class CopyStreams:
         return f"<CopyStreams, {len(self._streams)} made>"
 
 
-class ComputeStreams(CopyStreams):
-    """The streams of the computation, for copies too: what copies are like without streams."""
-
-    def get(self, device: torch.device, i: int) -> torch.cuda.Stream | None:
-        """The stream that the current thread computes on; ``None`` on CPU."""
-        return compute_stream(device)
-
-
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
     """The stream that the current thread computes on; ``None`` on CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None

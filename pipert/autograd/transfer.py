@@ -1,7 +1,7 @@
 """Copy and Wait: moving values between devices inside the graph (section 3.2.3 of the paper).
 
 Each does in the backward what the other direction needs: ``Copy'`` brings the gradient back over
-the same two streams, and ``Wait'`` lets what waited go on to be waited for. On CPU the lane has
+the same two streams, and ``Wait'`` lets what waited go on to be waited for. On CPU there is
 neither.
 """
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pipert._typing import Tensors
-from pipert.autograd import streams as stream
+from pipert.autograd import streams
+from pipert.autograd.function import applied
 from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []
@@ -27,18 +28,18 @@ class _Copy(torch.autograd.Function):
     def forward(
         ctx: Any, device: torch.device, source: Stream, target: Stream, to_caller: bool, *xs: Tensor
     ) -> Tensors:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         # The thread of the backward has other current streams.
         home = xs[0].device
-        ctx.back = (home, target, source, stream.compute_stream(home))
+        ctx.back = (home, target, source, streams.compute_stream(home))
         if to_caller:
             ctx.back = (home, target, ctx.back[3], ctx.back[3])
-        return stream.copy(xs, device, source, target)
+        return streams.copy(xs, device, source, target)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         there = tuple(grad for grad in grads if grad is not None)
-        moved = stream.copy(there, *ctx.back)
+        moved = streams.copy(there, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
         copied, reader = iter(moved), ctx.back[1]
@@ -53,12 +54,12 @@ def _let_autograd_read(moved: Tensors, target: Stream) -> None:
     It also lets the host wait for what it has found, so that the memory may be used again.
     """
     for tensor in moved:
-        stream.wait(stream.compute_stream(tensor.device), target)
+        streams.wait(streams.compute_stream(tensor.device), target)
 
 
 def _wait_in_caller(device: torch.device, reader: Stream) -> None:
     """D1: who has passed a gradient in, which a layer may hand on as it is, may write it next."""
-    stream.wait(stream.compute_stream(device), reader)
+    streams.wait(streams.compute_stream(device), reader)
 
 
 # What it is given is called, when the backward has succeeded, with its caller's current streams.
@@ -68,14 +69,14 @@ _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, waiter: Stream, awaited: Stream, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.back = (awaited, waiter)
-        stream.wait(waiter, awaited)
-        return tuple(x.detach() for x in xs)
+        streams.wait(waiter, awaited)
+        return tuple(map(Tensor.detach, xs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        stream.wait(*ctx.back)
+        streams.wait(*ctx.back)
         return (None, None, *grads)
 
 
@@ -88,9 +89,7 @@ def copy(
     any time. So they are in memory of the stream that he computes on, which he orders by himself.
     """
     held = accumulators(xs)
-    copied: Tensors = _Copy.apply(  # type: ignore[no-untyped-call]
-        device, source, target, to_caller, *xs
-    )
+    copied: Tensors = applied(_Copy)(device, source, target, to_caller, *xs)
     del held
     return copied
 
@@ -98,6 +97,6 @@ def copy(
 def wait(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
     """``waiter`` waits for ``awaited`` now; in the backward of ``xs`` the other way round."""
     held = accumulators(xs)
-    waited: Tensors = _Wait.apply(waiter, awaited, *xs)  # type: ignore[no-untyped-call]
+    waited: Tensors = applied(_Wait)(waiter, awaited, *xs)
     del held
     return waited

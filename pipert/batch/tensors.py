@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,12 +38,14 @@ def select(
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """:func:`select` of the tensors that require grad."""
+    if isinstance(value, Tensor):  # by far the most common, and in the way of every task
+        return ((value,), _only) if value.requires_grad else ((), lambda _: value)
     return select(value, _requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """:func:`select` of all tensors."""
-    return select(value, _any)
+    return ((value,), _only) if isinstance(value, Tensor) else select(value, _any)
 
 
 def describe(value: Value) -> str:
@@ -62,8 +65,7 @@ def version(tensor: Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
-def _only(tensors: Tensors) -> Any:
-    return tensors[0]
+_only: Callable[[Tensors], Any] = itemgetter(0)
 
 
 def _is_size(value: Any) -> bool:

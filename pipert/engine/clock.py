@@ -1,8 +1,8 @@
-"""The clock: posts the tasks of a run to the in-queues, diagonal by diagonal (section 3.2.1).
+"""The clock: posts the actions of a run to the in-queues, in the order of its plan.
 
 It fixes the total order and does not wait for a diagonal to finish: a worker starts ``F[i,j]`` the
 moment its input is there. It is a thread of its own, so that runs of several callers are posted
-whole, one after the other, and overlap in the pipeline.
+whole, one after the other, and overlap in the pipeline (section 3.2.1 of the paper).
 """
 
 from __future__ import annotations
@@ -10,78 +10,51 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipert.stage.lane import Lane
-from pipert.workers.activity import Seat
+from pipert.queues.once import Once
+from pipert.stage.stage import Stage
+from pipert.stage.stage import Task as StageTask
 from pipert.workers.worker import Task
 
 __all__: list[str] = []
-
-
-class LaneTask:
-    """A task of one run, as a worker takes it."""
-
-    __slots__ = ("_due", "_lane", "_task")
-
-    def __init__(self, lane: Lane, task: Any) -> None:
-        self._lane = lane
-        self._task = task
-        self._due = [lane.progress]  # emptied by whoever settles the task; pop() is atomic
-
-    def run(self, seat: Seat) -> None:
-        self._lane.perform(self._task, seat)
-        self._due.pop().settle()
-
-    def abandon(self, error: BaseException) -> None:
-        try:
-            progress = self._due.pop()
-        except IndexError:
-            return  # its run was broken off after it was settled
-        self._lane.abandon(self._task, error)
-        progress.settle()
-
-    def __repr__(self) -> str:
-        return f"<LaneTask {self._task}>"
 
 
 class Posting:
     """Posts one run; the clock's task. Posts or abandons it once, however often it is put.
 
     Args:
-        lanes: the run's, one for each partition.
-        workers: the worker of each partition.
+        stages: the run's.
         put: hands a task to a worker, or abandons it.
     """
 
-    __slots__ = ("_claim", "_put", "_workers", "is_done", "lanes")
+    __slots__ = ("_due", "_put", "is_done", "layers_took", "stages", "what")
 
-    def __init__(
-        self, lanes: Sequence[Lane], workers: Sequence[int], put: Callable[[int, Task], None]
-    ) -> None:
-        self.lanes = lanes
+    def __init__(self, stages: Sequence[Stage], put: Callable[[int, Task], None]) -> None:
+        self.stages = stages
         self.is_done = False  # whether all tasks are posted
-        self._workers = workers
         self._put = put
-        self._claim = [True]  # emptied by whoever posts or abandons the run; pop() is atomic
+        self._due = Once((stages[0].run.plan,))  # taken by whoever posts or abandons the run
+        self.what = stages[0].run.number, None
+        self.layers_took: float | None = None
 
-    def run(self, seat: Seat) -> None:
-        if self._is_first():
-            put, lanes, workers = self._put, self.lanes, self._workers
-            for task in lanes[0].progress.schedule:
-                put(workers[task.j], LaneTask(lanes[task.j], task))
+    def receive(self, before_waiting: Callable[[], None]) -> Any:
+        return ()
+
+    def execute(self, received: Any) -> Any:
+        put, stages = self._put, self.stages
+        for plan in self._due.take() or ():
+            for action in plan.order:
+                put(plan.placement[action.j], StageTask(stages[action.j], action))
             self.is_done = True
+        return ()
+
+    def send(self, result: Any) -> None:
+        """Nobody waits for the clock."""
 
     def abandon(self, error: BaseException) -> None:
-        if self._is_first():
-            for task in self.lanes[0].progress.schedule:
-                LaneTask(self.lanes[task.j], task).abandon(error)
+        for plan in self._due.take() or ():
+            for action in plan.order:
+                StageTask(self.stages[action.j], action).abandon(error)
             self.is_done = True
 
-    def _is_first(self) -> bool:
-        try:
-            self._claim.pop()
-        except IndexError:
-            return False
-        return True
-
     def __repr__(self) -> str:
-        return f"<Posting of {self.lanes[0].progress!r}>"
+        return f"<Posting of {self.stages[0].outcome!r}>"

@@ -2,10 +2,10 @@
 
 Guarantees:
 
-* **R2** when :meth:`Watch.execute` returns, raises or is interrupted, no task of the run is queued
-  or executing; what that means for a layer that never returns is in ``overdue``.
+* **R2** when :meth:`Waiting.execute` returns, raises or is interrupted, no task of the run is
+  queued or executing; what that means for a layer that never returns is in ``timeout``.
 * **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what
-  its successor waits for. One that was ended in the middle of that is found out by looking.
+  its successor waits for. A worker killed half-way through that is detected by polling.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from time import monotonic
 
 from pipert.engine.clock import Posting
-from pipert.engine.timeout import Overdue, still_busy, timed_out
+from pipert.engine.timeout import GivenUp, still_busy, timed_out
 from pipert.errors import PipeClosedError, PipelineTimeout, PipertError, WorkerDiedError
 from pipert.stage.run import Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics
@@ -31,33 +31,33 @@ _LOOK = 0.5  # s; how often a caller looks whether all workers are alive
 _LOOK_AGAIN = 0.02  # s; and, when one is not, whether the others are done with the run
 
 
-class Watch:
-    """Over the runs of one pipe. Any thread.
+class Waiting:
+    """Waits for the runs of one pipe. Any thread.
 
     Args:
         pool: the workers, and the clock behind them.
         clock: which of the pool's threads is the clock.
     """
 
-    __slots__ = ("_clock", "_overdue", "_pool")
+    __slots__ = ("_clock", "_given_up", "_pool")
 
     def __init__(self, pool: Pool, clock: int) -> None:
         self._pool = pool
         self._clock = clock
-        self._overdue = Overdue()
+        self._given_up = GivenUp()
 
-    def crew(self) -> list[WorkerThread]:
-        """The threads, started if need be.
+    def threads(self) -> list[WorkerThread]:
+        """Return the threads, started if need be.
 
         Raises:
             PipeClosedError: the pipe was closed.
             WorkerBusyError: a layer of a call that was given up has not returned.
         """
-        crew = self._pool.start()
+        threads = self._pool.start()
         busy = self.stuck()
         if busy:
             raise still_busy(busy)
-        return crew
+        return threads
 
     def workers(self) -> tuple[WorkerStatistics, ...]:
         """What each worker is doing."""
@@ -65,23 +65,23 @@ class Watch:
 
     def stuck(self) -> list[WorkerStatistics]:
         """The workers that are busy with a call that was given up."""
-        return [] if self._overdue.is_empty() else self._overdue.busy(self.workers())
+        return [] if self._given_up.is_empty() else self._given_up.busy(self.workers())
 
     def execute(
-        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> None:
         """Post the run and wait for it."""
         try:
             self._pool.put(self._clock, posting)
-            if self._wait(run, posting, crew, timeout):
+            if self._wait(run, posting, threads, timeout):
                 return
             error = self.timed_out("a call of the pipe was not over", timeout)
             self._give_up(run, posting)
         except BaseException:
             try:
-                self._call_off(run, posting, crew, timeout)
+                self._call_off(run, posting, threads, timeout)
             except BaseException:  # noqa: B036  at its very beginning, or between two of its rounds
-                self._call_off(run, posting, crew, timeout)
+                self._call_off(run, posting, threads, timeout)
             raise
         try:
             raise error
@@ -89,38 +89,37 @@ class Watch:
             del error  # it references this frame
 
     def _wait(
-        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> bool:
         """Wait until nothing of the run is queued or executing, or the time is over (R6).
 
         A worker that dies settles its tasks, but for those that something outside ended it right in
-        the middle of taking or settling. So every now and then it is looked whether all are alive.
-        If one is not, and twice in a row nobody works on the run, it is lost.
+        the middle of taking or settling. So every now and then the caller looks whether all are
+        alive. If one is not, and twice in a row nobody works on the run, the run is lost.
         """
         deadline = math.inf if timeout is None else monotonic() + timeout
         look, lost = _LOOK, 0
-        while not run.progress.wait(max(0.0, min(look, deadline - monotonic()))):
+        while not run.outcome.wait(max(0.0, min(look, deadline - monotonic()))):
             if monotonic() >= deadline:
                 return False
-            needed = crew[: self._clock] if posting.is_done else crew
+            needed = threads[: self._clock] if posting.is_done else threads
             dead = [thread.name for thread in needed if not thread.is_alive()]
             if lost < 2 and (not dead or any(state.works for state in self._at(run))):
                 look, lost = _LOOK, 0
                 continue
             look, lost = _LOOK_AGAIN, lost + 1
             if lost == 2:
-                run.progress.fail(0, self._died(dead))
-                for lane in posting.lanes:
-                    lane.give_up()  # so that nobody waits for what does not come
+                run.outcome.fail(0, self._died(dead))
+                for stage in posting.stages:
+                    stage.give_up()  # so that nobody waits for what does not come
             elif lost > 2 and not self._at(run):
                 return True
         return True
 
     def _at(self, run: Run) -> list[State]:
         """The workers that work on a task of the run, or wait for its input."""
-        number = run.account.run.number
         states = [view.state for view in self._pool.look()]
-        return [state for state in states if state.what is not None and state.what.run == number]
+        return [state for state in states if state.what and state.what[0] == run.number]
 
     def _died(self, dead: list[str]) -> PipertError:
         if self._pool.closed:
@@ -128,18 +127,18 @@ class Watch:
         return WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
 
     def _call_off(
-        self, run: Run, posting: Posting, crew: list[WorkerThread], timeout: float | None
+        self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> None:
         """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
         interrupts = 0
         while True:
             try:
-                run.progress.cancel()
+                run.outcome.cancel()
                 if interrupts == 1:  # once: it may be the log's own handler that raises
                     _log.warning("interrupted again; waiting for the layers that are executing")
                 # Again, since nobody knows how far the interrupted call came. It posts once.
                 self._pool.put(self._clock, posting)
-                if not self._wait(run, posting, crew, timeout):
+                if not self._wait(run, posting, threads, timeout):
                     self._give_up(run, posting)
                     _log.warning("an interrupted call leaves a layer behind that does not return")
                 return
@@ -147,11 +146,11 @@ class Watch:
                 interrupts += 1
 
     def _give_up(self, run: Run, posting: Posting) -> None:
-        """R2 as far as it goes when a layer does not return; see ``overdue``. Again: no-op."""
-        run.progress.cancel()
-        self._overdue.add(run.progress, run.account.run.number)
-        for lane in posting.lanes:
-            lane.give_up()
+        """R2 as far as it goes when a layer does not return; see ``timeout``. Again: no-op."""
+        run.outcome.cancel()
+        self._given_up.add(run.outcome, run.number)
+        for stage in posting.stages:
+            stage.give_up()
 
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
         workers = self.workers()
@@ -163,14 +162,16 @@ class Watch:
         return timed_out(what, timeout or 0.0, workers, stacks)
 
     def __repr__(self) -> str:
-        return f"<Watch over {self._pool!r}>"
+        return f"<Waiting for {self._pool!r}>"
 
 
 def _statistics(view: WorkerView) -> WorkerStatistics:
     doing, what = None, view.state.what
     if what is not None:
         seconds = max(0.0, view.now - view.state.since)
-        doing = TaskStatus(what.run, what.phase, what.partition, what.micro_batch, seconds)
+        number, action = what
+        phase = action.phase if view.state.works else WAITING
+        doing = TaskStatus(number, phase, action.j, action.i, seconds)
     return WorkerStatistics(
         view.name, view.device, view.state.tasks, view.busy, view.depth, doing
     )

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pipert._typing import Value
 from pipert.layers.buffers import COUNTING, changed_by
 from pipert.layers.random_numbers import refuse_nested_checkpoint
 from pipert.queues.process_lock import ProcessLock
@@ -137,10 +137,9 @@ class PartitionStats:
         self.statistics: dict[int, _Statistics] = {}
         self.notes: dict[tuple[int, int], list[_Note]] = {}
 
-    def collect(self, compute: Callable[..., Value], *args: Any) -> Value:
-        """``compute(*args)``, which is one micro-batch, with its statistics noted."""
-        with _Collect(self):
-            return compute(*args)
+    def collecting(self) -> AbstractContextManager[object]:
+        """Note the statistics of one micro-batch, which is computed in the block."""
+        return _Collect(self)
 
     def check(self) -> None:
         """Refuse a layer that was counted and whose statistics did not come by.

@@ -9,16 +9,27 @@ gets a copy of that context before it runs (torch 2.13).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert._typing import Value
+from pipert.batch.tensors import differentiable
+
 __all__: list[str] = []
 
 _C: Any = torch._C
+
+
+def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
+    """Call a compiled layer whose backward may meet those of other partitions."""
+    given = [x.grad_fn for x in differentiable((args, kwargs))[0]]
+    value = call(*args, **kwargs)
+    give_own_contexts(differentiable(value)[0], given)
+    return value
 
 
 def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> None:

@@ -22,6 +22,11 @@ def may_draw(layer: nn.Module) -> bool:
     return kind not in _DETERMINISTIC
 
 
+def draws(partition: nn.Sequential) -> bool:
+    """Whether one of its layers could draw random numbers, in the mode it is in now."""
+    return any(may_draw(layer) for layer in partition)
+
+
 def is_compiled(layer: nn.Module) -> bool:
     """Whether torch.compile or torch.jit made or changed the layer or a part of it."""
     return any(

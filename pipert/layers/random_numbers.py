@@ -222,23 +222,17 @@ def _dropout(
     return input.mul_(noise) if inplace else input * noise
 
 
-def run_seeded(
-    seed: RunSeed, place: int, device: torch.device, compute: Callable[..., Value], *args: Any
-) -> Value:
-    """``compute(*args)`` with the random numbers of one task, the same each time.
+def begin_stream(seed: RunSeed, place: int, device: torch.device) -> None:
+    """Let :func:`call_layer` draw the random numbers of one task, the same each time.
 
-    ``compute`` calls its layers by :func:`call_layer`.
+    For the rest of the task, in its own copy of the caller's context variables.
 
     Args:
         seed: the run's seed.
         place: a number of the task, unique in its run.
         device: where the partition computes.
     """
-    token = _current.set(_Stream(seed, place, device))
-    try:
-        return compute(*args)
-    finally:
-        _current.reset(token)
+    _current.set(_Stream(seed, place, device))
 
 
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:

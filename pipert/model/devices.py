@@ -7,7 +7,7 @@ the clock's order. Every ``cpu`` entry is a *logical device* with a worker of it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -66,7 +66,7 @@ def _parse(device: Device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def assign_workers(devices: list[torch.device]) -> list[int]:
+def assign_workers(devices: Sequence[torch.device]) -> list[int]:
     """The worker of each partition: shared for one CUDA device, its own for each ``cpu`` entry."""
     workers: list[int] = []
     of_cuda: dict[torch.device, int] = {}

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from pipert.layers.drawing import may_draw
 from pipert.layers.tied import Weights, borrowed, check_borrowers
 
 __all__: list[str] = []
@@ -182,8 +181,3 @@ def _check_shared_buffers(
             + "; ".join(clashes)
             + ". Choose a balance that puts those layers on one device"
         )
-
-
-def draws(partition: nn.Sequential) -> bool:
-    """Whether one of its layers could draw random numbers, in the mode it is in now."""
-    return any(may_draw(layer) for layer in partition)

@@ -10,9 +10,9 @@ Guarantees:
 
 Q3 rules out a lock of our own: a finalizer that runs on the thread that holds it would wait for
 itself. ``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the one holds the items, the
-other wakes. An item lies in a *cell*, a list of one element, and whoever empties the cell owns the
-item. That settles the race of ``put`` with ``close``: a put that finds the queue closed afterwards
-tries to empty its own cell. If it can, the item is refused; if it cannot, somebody has it.
+other wakes. An item lies in a :class:`Once`, and whoever takes it from there owns it. That settles
+the race of ``put`` with ``close``: a put that finds the queue closed afterwards tries to take its
+own item back. If it can, the item is refused; if it cannot, somebody has it.
 
 What a waiter blocks on carries nothing. An exception thrown into a waiting thread from outside is
 raised the moment the thread wakes, and would take along whatever the blocking call returns; this
@@ -25,6 +25,8 @@ from collections import deque
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
+
+from pipert.queues.once import Once
 
 __all__: list[str] = []
 
@@ -41,18 +43,18 @@ class ClosableQueue(Generic[T]):
     __slots__ = ("__weakref__", "_cells", "_closed", "_wakeups")
 
     def __init__(self) -> None:
-        self._cells: deque[list[T]] = deque()
+        self._cells: deque[Once[T]] = deque()
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # one for each put, one for close
-        self._closed = False
+        self._closed: list[bool] = []  # not empty once it is closed
 
     def put(self, item: T) -> None:
         """Append ``item``; :class:`QueueClosed` if the queue does not accept it any more."""
-        if self.is_closed():
+        if self._closed:
             raise QueueClosed
-        cell = [item]
+        cell = Once((item,))
         self._cells.append(cell)
         self._wakeups.put(None)
-        if self.is_closed() and _take(cell) is not None:
+        if self._closed and cell.take() is not None:
             raise QueueClosed
 
     def get(self, before_waiting: Callable[[], None] | None = None) -> T:
@@ -61,33 +63,28 @@ class ClosableQueue(Generic[T]):
         ``before_waiting`` is called when there is nothing yet, before the thread blocks.
         """
         while True:
-            if self.is_closed():
+            if self._closed:
                 raise QueueClosed
             if self._cells:
-                self._use_wakeup()
+                try:
+                    self._wakeups.get_nowait()
+                except Empty:  # the put was interrupted before it woke anybody, or is about to
+                    pass
             else:
                 if before_waiting is not None:
                     before_waiting()
                 self._wakeups.get()
-            if self.is_closed():
+            if self._closed:
                 self._wakeups.put(None)  # for the next waiter
                 raise QueueClosed
             try:
-                taken = _take(self._cells.popleft())
+                return self._cells.popleft().pop()
             except IndexError:
                 continue  # somebody else was faster
-            if taken is not None:
-                return taken[0]
-
-    def _use_wakeup(self) -> None:
-        try:
-            self._wakeups.get_nowait()
-        except Empty:  # the put was interrupted before it woke anybody, or is about to
-            pass
 
     def shut(self) -> None:
         """Refuse every put and get from now on; what is left waits for :meth:`close`."""
-        self._closed = True
+        self._closed.append(True)
         self._wakeups.put(None)
 
     def close(self) -> list[T]:
@@ -96,16 +93,14 @@ class ClosableQueue(Generic[T]):
         left: list[T] = []
         while self._cells:
             try:
-                taken = _take(self._cells.popleft())
+                left += self._cells.popleft().take() or ()
             except IndexError:  # somebody else was faster
                 break
-            if taken is not None:
-                left.append(taken[0])
         return left
 
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called; with other threads about, only "yes" lasts."""
-        return self._closed
+        return bool(self._closed)
 
     def depth(self) -> int:
         """How many items wait; with other threads about, it was so a moment ago."""
@@ -114,11 +109,3 @@ class ClosableQueue(Generic[T]):
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<ClosableQueue {state}, about {len(self._cells)} waiting>"
-
-
-def _take(cell: list[T]) -> tuple[T] | None:
-    """Empty ``cell`` if nobody has; ``list.pop`` is atomic, so just one caller gets the item."""
-    try:
-        return (cell.pop(),)
-    except IndexError:
-        return None

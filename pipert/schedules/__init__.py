@@ -1,14 +1,10 @@
-"""Schedules as data: the actions of a run and their order."""
+"""Schedules of a step: which action each worker does when, as data."""
 
 from __future__ import annotations
 
-from pipert.schedules.plan import (
-    Action,
-    StepSchedule,
-    eager_one_f_one_b,
-    gpipe,
-    one_f_one_b,
-    plan,
-)
+from pipert.schedules.action import Action
+from pipert.schedules.gpipe import gpipe
+from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipert.schedules.plan import Plan, plan
 
-__all__ = ["Action", "StepSchedule", "eager_one_f_one_b", "gpipe", "one_f_one_b", "plan"]
+__all__ = ["Action", "Plan", "eager_one_f_one_b", "gpipe", "one_f_one_b", "plan"]

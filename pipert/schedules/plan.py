@@ -1,20 +1,17 @@
-"""Schedules of a whole training step as data: nothing here runs anything.
+"""Plans: the actions of one run and their order, as data. Nothing here runs anything.
 
-A step has a forward ``F[i,j]`` and a backward ``B[i,j]`` for each micro-batch *i* and partition
-*j*, and a recomputation ``R[i,j]`` where activations were not kept. A schedule lays them out in
-*ticks*, as if all took as long. What counts is the order: the clock posts tick by tick, and a
-worker starts a task the moment its input is there. So a schedule is right, and nobody waits for
-ever, if these hold:
+A plan lays the actions out in *ticks*, as if all took as long. What counts is the order: the clock
+posts tick by tick, and a worker starts an action the moment its input is there. So a plan is right,
+and nobody waits for ever, if these hold:
 
 1. Each action is there once.
-2. What it needs stands in an earlier tick. ``F[i,j]`` needs ``F[i,j-1]``. ``R[i,j]`` needs
-   ``F[i,j]``. ``B[i,j]`` needs ``F[i,j]``, ``R[i,j]`` if there is one, and ``B[i,j+1]``.
+2. What it needs stands in an earlier tick: ``action.RULES`` says what that is.
 3. A worker has one action in a tick.
 4. A partition does its ``F`` in the order in which the one before does them, and its ``B`` in the
    order of the one behind: values go from one to the other in a queue.
 
-A schedule is made by a pure function of *m*, *n* and the placement, which names the worker of each
-partition: :func:`gpipe`, :func:`one_f_one_b`, :func:`eager_one_f_one_b`, or one of yours.
+A schedule makes the ticks: a pure function of *m*, *n* and the placement, which names the worker of
+each partition. ``pipe(x)`` has the clock-cycle; a step has one of ``NAMED``, or one of yours.
 
 >>> print(plan("1f1b", 3, 2))
 tick  0       1       2       3       4       5       6       7
@@ -27,49 +24,50 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
-from pipert.status import task_name
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action
+from pipert.schedules.clock_cycle import clock_cycle
+from pipert.schedules.gpipe import gpipe
+from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
+from pipert.schedules.ticks import Shape, Ticks, lay_out
 
-__all__ = ["Action", "StepSchedule", "eager_one_f_one_b", "gpipe", "one_f_one_b", "plan"]
+__all__: list[str] = []
 
-FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
-
-
-class Action(NamedTuple):
-    """One task of a step."""
-
-    kind: str
-    """``'F'``, ``'R'`` or ``'B'``."""
-    i: int
-    """The micro-batch."""
-    j: int
-    """The partition."""
-
-    def __str__(self) -> str:
-        return task_name(self.kind, self.i, self.j)
-
-
-Ticks = Iterable[Iterable[Action]]
-Maker = Callable[[int, int, tuple[int, ...]], Ticks]
+Schedule = Callable[[int, int, tuple[int, ...]], Ticks]
 """From ``m``, ``n`` and the placement to ticks, with an ``R`` for each micro-batch."""
+
+NAMED: dict[str, Schedule] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "eager-1f1b": eager_one_f_one_b,
+}
+BOUNDED = ("1f1b", "eager-1f1b")
+"""Those that keep a number of micro-batches which does not grow with ``m``."""
+
+CALL = (FORWARD,)
+STEP = (FORWARD, RECOMPUTE, BACKWARD)
 
 
 @dataclass(frozen=True)
-class StepSchedule:
-    """The actions of a step in ticks.
+class Plan:
+    """The actions of one run, in ticks.
 
     Raises:
         ValueError: a rule is broken; the message names the first action that does.
     """
 
     m: int
+    """Micro-batches."""
     n: int
+    """Partitions."""
     placement: tuple[int, ...]
     """The worker of each partition."""
     recomputed: int
-    """How many micro-batches, from the first, are recomputed."""
+    """How many micro-batches, from the first, are recomputed: by an ``R`` in a step, by autograd in
+    the backward of a call."""
     ticks: tuple[tuple[Action, ...], ...]
+    kinds: tuple[str, ...] = STEP
+    """The kinds of action that it has in any case."""
 
     def __post_init__(self) -> None:
         done: set[Action] = set()
@@ -81,9 +79,14 @@ class StepSchedule:
                 if missing:
                     raise ValueError(f"{action} is in tick {k} and needs {missing[0]} before it")
             done.update(tick)
-        lacking = [action for action in self._all() if action not in done]
-        if lacking:
-            raise ValueError(f"a schedule has each action once, but {lacking[0]} is not in it")
+        for kind in self.kinds:
+            for i in range(RULES[kind].count(self)):
+                for j in range(self.n):
+                    if Action(kind, i, j) not in done:
+                        raise ValueError(
+                            f"a schedule has each action once, but {Action(kind, i, j)} is not in "
+                            "it"
+                        )
         for kind in (FORWARD, BACKWARD):
             first, *others = [self._of(kind, j) for j in range(self.n)]
             for j, other in enumerate(others, start=1):
@@ -94,17 +97,13 @@ class StepSchedule:
                     )
 
     def _of(self, kind: str, j: int) -> list[int]:
-        return [i for tick in self.ticks for k, i, of in tick if k == kind and of == j]
-
-    def _all(self) -> Iterator[Action]:
-        for kind, m in ((FORWARD, self.m), (RECOMPUTE, self.recomputed), (BACKWARD, self.m)):
-            yield from (Action(kind, i, j) for i in range(m) for j in range(self.n))
+        return [i for k, i, of in self.order if k == kind and of == j]
 
     def _check_place(
         self, action: Action, k: int, done: set[Action], busy: dict[int, Action]
     ) -> None:
         kind, i, j = action
-        limit = {FORWARD: self.m, RECOMPUTE: self.recomputed, BACKWARD: self.m}.get(kind, 0)
+        limit = RULES[kind].count(self) if kind in RULES else 0
         if not (0 <= i < limit and 0 <= j < self.n):
             raise ValueError(
                 f"{action} in tick {k} is no action of {self.m} micro-batches, {self.recomputed} "
@@ -117,19 +116,9 @@ class StepSchedule:
             raise ValueError(f"a worker does one action in a tick; tick {k} has {other}, {action}")
         busy[self.placement[j]] = action
 
-    def needs(self, action: Action) -> Iterator[Action]:
+    def needs(self, action: Action) -> Iterable[Action]:
         """What has to be done before it (rule 2)."""
-        kind, i, j = action
-        if kind == FORWARD:
-            if j > 0:
-                yield Action(FORWARD, i, j - 1)
-            return
-        yield Action(FORWARD, i, j)
-        if kind == BACKWARD:
-            if i < self.recomputed:
-                yield Action(RECOMPUTE, i, j)
-            if j < self.n - 1:
-                yield Action(BACKWARD, i, j + 1)
+        return RULES[action.kind].needs(action, self)
 
     @cached_property
     def order(self) -> tuple[Action, ...]:
@@ -137,16 +126,14 @@ class StepSchedule:
         return tuple([action for tick in self.ticks for action in tick])
 
     @cached_property
-    def _positions(self) -> dict[Action, int]:
+    def positions(self) -> dict[Action, int]:
+        """Where in the order each action is."""
         return {action: position for position, action in enumerate(self.order)}
 
-    def position(self, action: Action) -> int:
-        """Where in the order it is."""
-        return self._positions[action]
-
-    def task_at(self, position: int) -> Action:
-        """The action at that place of the order."""
-        return self.order[position]
+    @property
+    def goes_back(self) -> bool:
+        """Whether the backward is part of it, and not left to autograd."""
+        return BACKWARD in self.kinds
 
     def __iter__(self) -> Iterator[Action]:
         return iter(self.order)
@@ -161,112 +148,17 @@ class StepSchedule:
             by_tick = [[a for a in tick if self.placement[a.j] == worker] for tick in self.ticks]
             rows.append([f"w={worker}", *("".join(map(str, actions)) for actions in by_tick)])
         columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(map(str.ljust, row, columns)).rstrip() for row in rows
-        )
-
-
-def gpipe(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
-    """Fill and drain: all forwards, then all backwards, the last micro-batch first.
-
-    The order of ``pipe(x)`` and ``loss.backward()`` (section 2.1 of the paper). Every partition
-    keeps all micro-batches.
-    """
-    forward = [[Action(FORWARD, i, j) for i in range(m)] for j in range(n)]
-    backward = [list(_back(reversed(range(m)), j)) for j in range(n)]
-    return _lay_out([[*there, *back] for there, back in zip(forward, backward)], placement)
-
-
-def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
-    """One forward, one backward: a backward as soon as there is one to do.
-
-    Partition *j* keeps ``min(m, n - j)`` micro-batches at most.
-    """
-    return _in_turns(m, [n - j for j in range(n)], placement)
-
-
-def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
-    """One forward, one backward, with one micro-batch more on its way over each link.
-
-    With :func:`one_f_one_b` a partition sends a gradient back, does one forward and one backward,
-    and goes on with the input that came of the gradient. Until then the partition before has done
-    as much, so in each turn both ways over the link are waited for. Here a partition has two of
-    each to do in that time, and nobody waits as long as both ways take no longer than a forward and
-    a backward (*eager 1F1B* in arXiv:2211.05322).
-
-    Partition *j* keeps ``min(m, 2 * (n - j) - 1)`` micro-batches at most.
-    """
-    return _in_turns(m, [2 * (n - j) - 1 for j in range(n)], placement)
-
-
-def _in_turns(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
-    """Forward and backward in turns, after as many forwards as partition ``j`` keeps at most."""
-    sequences = []
-    for j, kept in enumerate(most):
-        ahead = min(m, kept)
-        sequence = [Action(FORWARD, i, j) for i in range(ahead)]
-        for i in range(m):
-            sequence += _back([i], j)
-            if i + ahead < m:
-                sequence.append(Action(FORWARD, i + ahead, j))
-        sequences.append(sequence)
-    return _lay_out(sequences, placement)
-
-
-def _back(micro_batches: Iterable[int], j: int) -> Iterator[Action]:
-    for i in micro_batches:
-        yield Action(RECOMPUTE, i, j)
-        yield Action(BACKWARD, i, j)
-
-
-def _lay_out(sequences: Sequence[list[Action]], placement: Sequence[int]) -> Ticks:
-    """Ticks in which each sequence is done in its order, as early as can be.
-
-    ``placement`` is the worker of each. Of several a worker prefers the one that can go backward,
-    which frees memory.
-    """
-    n, done = 1 + max(action.j for sequence in sequences for action in sequence), set[Action]()
-    at = [0] * len(sequences)
-    while any(at[s] < len(sequence) for s, sequence in enumerate(sequences)):
-        tick: dict[int, tuple[Action, int]] = {}
-        for s, sequence in enumerate(sequences):
-            if at[s] < len(sequence) and _is_ready(sequence[at[s]], n, done):
-                other = tick.get(placement[s])
-                if other is None or _before(sequence[at[s]], other[0]):
-                    tick[placement[s]] = sequence[at[s]], s
-        assert tick, "the sequences wait for each other"
-        for action, s in tick.values():
-            at[s] += 1
-            done.add(action)
-        yield sorted((action for action, _ in tick.values()), key=lambda action: action.j)
-
-
-def _is_ready(action: Action, n: int, done: set[Action]) -> bool:
-    kind, i, j = action
-    if kind == FORWARD:
-        return j == 0 or Action(FORWARD, i, j - 1) in done
-    return kind == RECOMPUTE or j == n - 1 or Action(BACKWARD, i, j + 1) in done
-
-
-def _before(one: Action, other: Action) -> bool:
-    return (one.kind == FORWARD, one.i) < (other.kind == FORWARD, other.i)
-
-
-_NAMED: dict[str, Maker] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "eager-1f1b": eager_one_f_one_b,
-}  # fmt: skip
-BOUNDED = ("1f1b", "eager-1f1b")
-"""Those that keep a number of micro-batches which does not grow with ``m``."""
+        return "\n".join("  ".join(map(str.ljust, row, columns)).rstrip() for row in rows)
 
 
 def plan(
-    schedule: str | Maker,
+    schedule: str | Schedule,
     m: int,
     n: int,
     placement: Sequence[int] | None = None,
     recomputed: int = 0,
-) -> StepSchedule:
-    """The schedule of a step, checked.
+) -> Plan:
+    """Plan a step, and check the plan.
 
     Args:
         schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, or a function from ``m``, ``n`` and
@@ -282,37 +174,54 @@ def plan(
         ValueError: there is no schedule of that name, or it breaks a rule.
         TypeError: ``schedule`` is neither, or the function makes something else.
     """
-    if isinstance(schedule, str) and schedule not in _NAMED:
+    if isinstance(schedule, str) and schedule not in NAMED:
         raise ValueError(
-            f"schedule must be one of {list(_NAMED)}, or a function that makes one, got "
+            f"schedule must be one of {list(NAMED)}, or a function that makes one, got "
             f"{schedule!r}"
         )
+    maker = NAMED[schedule] if isinstance(schedule, str) else schedule
+    if not callable(maker) or not isinstance(maker, Hashable):
+        raise TypeError(f"schedule must be a name or a function that makes one, got {schedule!r}")
+    _check_size(m, n, recomputed)
+    return _plan(maker, m, n, tuple(range(n) if placement is None else placement), recomputed, STEP)
+
+
+def plan_call(m: int, n: int, placement: Sequence[int], recomputed: int = 0) -> Plan:
+    """Plan a call: the clock-cycle, whose backward is left to autograd."""
+    _check_size(m, n, recomputed)
+    return _plan(clock_cycle, m, n, tuple(placement), recomputed, CALL)
+
+
+def _check_size(m: int, n: int, recomputed: int) -> None:
     if m < 1 or n < 1 or not 0 <= recomputed <= m:
         raise ValueError(
             "m and n must be positive and recomputed at most m, got "
             f"m={m}, n={n} and recomputed={recomputed}"
         )
-    maker = _NAMED[schedule] if isinstance(schedule, str) else schedule
-    if not callable(maker) or not isinstance(maker, Hashable):
-        raise TypeError(f"schedule must be a name or a function that makes one, got {schedule!r}")
-    return _plan(maker, m, n, tuple(range(n) if placement is None else placement), recomputed)
 
 
 @lru_cache(maxsize=64)
 def _plan(
-    maker: Maker, m: int, n: int, placement: tuple[int, ...], recomputed: int
-) -> StepSchedule:
+    maker: Schedule,
+    m: int,
+    n: int,
+    placement: tuple[int, ...],
+    recomputed: int,
+    kinds: tuple[str, ...],
+) -> Plan:
     try:
         ticks = tuple([tuple([Action(*a) for a in tick]) for tick in maker(m, n, placement)])
     except TypeError as error:
         raise TypeError(
             "a function that makes a schedule returns ticks, each a list of Action(kind, i, j)"
         ) from error
-    whole = StepSchedule(m, n, placement, m, ticks)  # checked before anything is left out of it
+    if RECOMPUTE not in kinds:
+        return Plan(m, n, placement, recomputed, ticks, kinds)
+    whole = Plan(m, n, placement, m, ticks, kinds)  # checked before anything is left out of it
     if recomputed == m:
         return whole
-    workers = sorted(set(placement))
     kept = [a for a in whole.order if a.kind != RECOMPUTE or a.i < recomputed]
+    workers = sorted(set(placement))
     orders = [[a for a in kept if placement[a.j] == worker] for worker in workers]
-    ticks = tuple([tuple(tick) for tick in _lay_out(orders, workers)])
-    return StepSchedule(m, n, placement, recomputed, ticks)
+    ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, Shape(m, n, recomputed))])
+    return Plan(m, n, placement, recomputed, ticks, kinds)

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert.schedules.action import Action
 from pipert.seeing.event import BACKWARD
 from pipert.seeing.ranges import mark
 from pipert.seeing.recorder import Recorder, Span
 from pipert.seeing.stamp import Stamp, stamp
-from pipert.status import task_name
 
 __all__: list[str] = []
 
@@ -76,7 +76,7 @@ class _Task:
             return  # by another output
         self._graph_task = graph_task
         i, j, device = self._at
-        mark(task_name("B", i, j), device)
+        mark(str(Action("B", i, j)), device)
         if self._recorder:
             self._span = self._recorder.begin(BACKWARD, i, j, device)
             _thread.is_at(self, self._span.start)

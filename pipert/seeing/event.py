@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipert.status import task_name
+from pipert.schedules.action import Action
 
 __all__ = ["Event"]
 
@@ -20,6 +20,12 @@ KINDS = (FORWARD, RECOMPUTE, BACKWARD, COPY, WAIT)
 COMPUTE = (FORWARD, RECOMPUTE, BACKWARD)
 
 _LETTERS = {FORWARD: "F", RECOMPUTE: "R", BACKWARD: "B"}
+_KINDS = {letter: kind for kind, letter in _LETTERS.items()}
+
+
+def kind_of(action: Action) -> str:
+    """How the event of an action is called."""
+    return _KINDS.get(action.kind, action.phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,7 @@ class Event:
         """The name of the task, ``F[3,1]``; of others what they are."""
         letter = _LETTERS.get(self.kind)
         if letter is not None:
-            return task_name(letter, self.i, self.j)
+            return str(Action(letter, self.i, self.j))
         if self.kind == COPY and self.origin is not None:
             return f"copy {self.i}: {self.origin} to {self.j}"
         return f"{self.kind} {self.i}"

@@ -12,23 +12,13 @@ for it.
 
 from __future__ import annotations
 
-import logging
-import threading
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Any, TypeVar
 
 import torch
 
 from pipert.queues.process_lock import ProcessLock
 
 __all__ = ["Observer", "RunInfo", "TaskInfo"]
-
-T = TypeVar("T")
-
-_log = logging.getLogger("pipert")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,52 +106,3 @@ class Observers:
 
 
 _changing = ProcessLock(reentrant=True)  # a signal handler may add an observer
-
-
-class Audience:
-    """Who is told about one run: the observers there were when it began.
-
-    References neither the run nor the pipe, since recomputations outlive the one and may outlive
-    the other.
-    """
-
-    __slots__ = ("_members", "_observers")
-
-    def __init__(self, observers: Observers) -> None:
-        self._observers = observers
-        self._members = observers.all
-
-    def __bool__(self) -> bool:
-        return bool(self._members)
-
-    def tell(self, about: Callable[[Observer], None]) -> None:
-        """Call ``about`` with each observer; drop the one that it raises for."""
-        for observer in self._members:
-            if not self._observers.has(observer):
-                continue  # removed meanwhile, or dropped
-            try:
-                about(observer)
-            except BaseException as error:  # noqa: B036
-                # What a signal handler raises on the main thread is not the observer's.
-                if not isinstance(error, Exception) and _is_main_thread():
-                    raise
-                self._observers.remove(observer)
-                text = traceback.format_exc()  # not the exception, which may keep tensors alive
-                _log.error("%r raised and is told nothing more: %s", observer, text)
-
-    def watch(self, task: TaskInfo, function: Callable[..., T], *args: Any) -> T:
-        """``function(*args)``, which is ``task``."""
-        self.tell(lambda observer: observer.task_started(task))
-        started = perf_counter()
-        try:
-            return function(*args)
-        finally:
-            seconds = perf_counter() - started
-            self.tell(lambda observer: observer.task_finished(task, seconds))
-
-    def __repr__(self) -> str:
-        return f"<Audience of {len(self._members)}>"
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

@@ -1,8 +1,8 @@
-"""What the lanes of one run tell, and the recordings that keep it.
+"""What the stages of one run tell, and the recordings that keep it.
 
 A :class:`Recording` belongs to one ``with pipe.record()``. A run has a :class:`Recorder` if any
-recording is open when it begins, or a profiler is looking; else its lanes are plain ones, and
-nothing is measured or made. A recorder references neither the run nor the pipe, since the backward
+recording is open when it begins, or a profiler is looking; else nothing
+is measured or made. A recorder references neither the run nor the pipe, since the backward
 uses it, too.
 
 Spans are noted by workers, by threads of autograd and by callers at once: each list is only ever
@@ -98,22 +98,22 @@ class Recorder:
     Args:
         run: its number.
         recordings: those that are open as it begins; none if only a profiler looks.
+        goes_back: whether its workers go backward, too.
     """
 
     __slots__ = ("_recordings", "run")
 
-    def __init__(self, run: int, recordings: Sequence[Recording]) -> None:
+    def __init__(
+        self, run: int, recordings: Sequence[Recording], goes_back: bool = False
+    ) -> None:
         self.run = run
         self._recordings = tuple(recordings)
+        for recording in self._recordings if goes_back else ():
+            recording.steps.add(run)
 
     def __bool__(self) -> bool:
         """Whether anybody keeps spans."""
         return any(recording.is_open for recording in self._recordings)
-
-    def is_step(self) -> None:
-        """The run is a step: its workers go backward, too."""
-        for recording in self._recordings:
-            recording.steps.add(self.run)
 
     def knows(self, device: torch.device) -> bool:
         """Whether stamps of ``device`` can be dated."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.skip.namespace import Key
-from pipert.skip.store import Stashed, Store
+from pipert.skip.store import Store
 from pipert.skip.verify import declarations
 
 __all__: list[str] = []
@@ -47,16 +47,10 @@ class PartitionSkips:
         return store
 
 
-def routes(
-    partitions: Sequence[nn.Sequential], direct: bool = True
-) -> tuple[PartitionSkips, ...]:
-    """The skips of each partition.
+def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
+    """Find the skips of each partition.
 
     The stashes and pops of all together match, see ``verify_skippables``.
-
-    Args:
-        direct: whether they go straight to the partitions that pop them; else each partition in
-            between gets them and sends them on.
     """
     source: dict[Key, int] = {}
     pops: dict[Key, dict[int, int]] = {}
@@ -67,8 +61,7 @@ def routes(
                 of_key[j] = of_key.get(j, 0) + (not declared.is_stash)
                 if declared.is_stash:
                     source[declared.key] = j
-    of_partition = _of_partition if direct else _of_partition_on_the_way
-    return tuple([of_partition(j, source, pops) for j in range(len(partitions))])
+    return tuple([_of_partition(j, source, pops) for j in range(len(partitions))])
 
 
 def _of_partition(
@@ -78,42 +71,3 @@ def _of_partition(
     arriving = [(key, source[key]) for key in here if source[key] != j]
     leaving = [(key, k) for key in here if source[key] == j for k in sorted(pops[key]) if k != j]
     return PartitionSkips(tuple(arriving), tuple(leaving), here)
-
-
-def _of_partition_on_the_way(
-    j: int, source: Mapping[Key, int], pops: Mapping[Key, Mapping[int, int]]
-) -> PartitionSkips:
-    here = {key: by.get(j, 0) for key, by in pops.items() if source[key] <= j <= max(by)}
-    arriving = [(key, j - 1) for key in here if source[key] != j]
-    leaving = [(key, j + 1) for key in here if j != max(pops[key])]
-    return PartitionSkips(tuple(arriving), tuple(leaving), here)
-
-
-class Mail:
-    """What is between the partition that stashed and the one that pops, in one run.
-
-    A partition posts what leaves it before it sends its output on, so it is there when a later
-    partition has received its input. Each is fetched once; the rest goes with the run.
-    """
-
-    def __init__(self) -> None:
-        self._posted: dict[tuple[Key, int, int], Stashed] = {}  # its operations are atomic
-
-    def post(self, key: Key, i: int, j: int, value: Value) -> None:
-        """Leave a skip of micro-batch ``i`` for partition ``j``."""
-        self._posted[key, i, j] = Stashed(value)
-
-    def fetch(self, key: Key, i: int, j: int) -> Value:
-        """Take what was left for partition ``j``.
-
-        Raises:
-            RuntimeError: it was modified in place since.
-        """
-        return self._posted.pop((key, i, j)).get(key)
-
-    def clear(self) -> None:
-        """Drop what nobody will fetch."""
-        self._posted.clear()
-
-    def __repr__(self) -> str:
-        return f"<Mail of {len(self._posted)} skips>"

@@ -1,4 +1,4 @@
-"""What the lanes of one run share."""
+"""A run: one mini-batch going through, and what its stages share."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import torch
 from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams, compute_stream, wait
 from pipert.layers.random_numbers import RunSeed
-from pipert.schedules.clock_cycle import Schedule
-from pipert.schedules.plan import StepSchedule
-from pipert.seeing.ledger import Account
-from pipert.skip.routes import Mail
-from pipert.stage.components import ALL, Components
-from pipert.stage.outcome import Progress
+from pipert.schedules.plan import Plan
+from pipert.seeing.told import Told
+from pipert.stage.links import SkipLinks
+from pipert.stage.outcome import Outcome
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
@@ -24,48 +22,41 @@ class Run:
     """One mini-batch going through. Made in the caller; dies when the call returns.
 
     Args:
-        schedule: its forward tasks.
-        checkpointed: how many micro-batches, from the first, are checkpointed.
+        plan: its actions.
         devices: of each partition.
         context: the caller's.
         streams: the pipe's copy streams.
-        account: where what happens is told.
-        components: the parts of the runtime that it has.
-        posted: all its tasks, if there are others.
+        told: who hears of what happens.
     """
 
     __slots__ = (
-        "account", "checkpointed", "components", "context", "devices", "dropped", "mail", "outputs",
-        "progress", "schedule", "seed", "sources", "streams",
+        "context", "devices", "dropped", "number", "outcome", "outputs", "plan", "seed", "skips",
+        "sources", "streams", "told",
     )  # fmt: skip
 
     def __init__(
         self,
-        schedule: Schedule,
-        checkpointed: int,
+        plan: Plan,
         devices: Sequence[torch.device],
         context: CallerContext,
         streams: CopyStreams,
-        account: Account,
-        components: Components = ALL,
-        posted: Schedule | StepSchedule | None = None,
+        told: Told,
     ) -> None:
-        self.schedule = schedule
-        self.checkpointed = checkpointed
+        self.plan = plan
         self.devices = devices
         self.context = context
         self.streams = streams
-        self.account = account
-        self.components = components
-        self.progress = Progress(posted or schedule)
+        self.told = told
+        self.number = told.run.number
+        self.outcome = Outcome(plan)
         self.seed = RunSeed()
-        self.mail = Mail()
+        self.skips = SkipLinks()
         self.outputs: list[Value] = []
         self.sources: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
         self.dropped = False
 
     def return_what_was_read(self) -> None:
-        """D1: the caller's streams wait for all that has been read on other streams of theirs.
+        """D1: let the caller's streams wait for all that was read on other streams of theirs.
 
         In the caller, when the run is over in whatever way. He may write next what he has passed
         in: arguments and targets, parameters, and what layers have handed on as it was.
@@ -76,10 +67,10 @@ class Run:
         try:
             self._wait_for_sources()
         except RuntimeError:
-            if not self.progress.has_failed():
+            if not self.outcome.has_failed():
                 raise
         except BaseException:
-            self.progress.cancel()  # or its errors would keep the frames that they come from
+            self.outcome.cancel()  # or its errors would keep the frames that they come from
             self._wait_for_sources()
             raise
 
@@ -88,10 +79,10 @@ class Run:
             wait(compute_stream(device), source)
 
     def drop(self) -> None:
-        """Keep nothing of it: nobody waits for it any more, though a task may be executing."""
+        """Keep no values: nobody waits for them any more, though an action may be executing."""
         self.dropped = True
-        self.mail.clear()
+        self.skips.clear()
         self.outputs.clear()
 
     def __repr__(self) -> str:
-        return f"<Run of {self.progress!r}>"
+        return f"<Run of {self.outcome!r}>"

@@ -7,8 +7,8 @@ from statistics import median
 
 import torch
 
+from pipert.seeing.counters import Counters
 from pipert.seeing.event import Event
-from pipert.seeing.ledger import Ledger
 from pipert.seeing.recorder import Recording
 from pipert.timeline.timeline import Timeline
 
@@ -63,13 +63,13 @@ class Record:
 
     def __init__(
         self,
-        ledger: Ledger,
+        counters: Counters,
         devices: Sequence[torch.device],
         workers: Sequence[int],
         balance: Sequence[int],
         chunks: int,
     ) -> None:
-        self._ledger = ledger
+        self._counters = counters
         self._of_pipe = devices, workers, balance, chunks
         self._open: list[Recording] = []
 
@@ -77,11 +77,11 @@ class Record:
         devices, workers, balance, chunks = self._of_pipe
         recording = Recording(devices)
         self._open.append(recording)
-        self._ledger.start_recording(recording)
+        self._counters.start_recording(recording)
         return LiveTimeline(recording, devices, workers, balance, chunks)
 
     def __exit__(self, *_: object) -> None:
-        self._ledger.stop_recording(self._open.pop())
+        self._counters.stop_recording(self._open.pop())
 
     def __repr__(self) -> str:
         return f"<Record, {'open' if self._open else 'not open'}>"

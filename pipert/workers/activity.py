@@ -8,10 +8,9 @@ It holds words and numbers: an idle worker references nothing of its last task (
 
 from __future__ import annotations
 
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
-
-from pipert.workers.turn import Turn
 
 __all__: list[str] = []
 
@@ -24,11 +23,14 @@ class State(NamedTuple):
     busy: float
     """Seconds it has spent on them."""
     what: Any = None
-    """What it is doing now; ``None`` when it is idle."""
+    """The ``what`` of the task it is at; ``None`` when it is idle."""
     since: float = 0.0
     """When it began that, in ``perf_counter`` seconds."""
     works: bool = False
-    """Whether it works on that, rather than waiting for it."""
+    """Whether it executes that, rather than waiting for it."""
+
+
+_state = partial(tuple.__new__, State)  # without a Python call
 
 
 class Activity:
@@ -50,26 +52,21 @@ class Activity:
         return busy
 
     def waits(self, what: Any) -> None:
-        """A task was taken and lacks its input. ``what`` holds no tensors and is immutable."""
-        self.state = State(self.state.tasks, self.state.busy, what, perf_counter())
+        """Note that a task was taken and lacks its input. ``what`` holds no tensors."""
+        tasks, busy, *_ = self.state
+        self.state = _state((tasks, busy, what, perf_counter(), False))
 
-    def works(self, what: Any) -> None:
-        """The task begins."""
-        self.state = State(self.state.tasks, self.state.busy, what, perf_counter(), True)
+    def works(self) -> None:
+        """Note that the task begins."""
+        tasks, busy, what, *_ = self.state
+        self.state = _state((tasks, busy, what, perf_counter(), True))
 
-    def rests(self) -> float:
-        """The task is over. Returns the seconds it took, 0 if it never began."""
+    def rests(self) -> None:
+        """Note that the task is over."""
         tasks, busy, _, since, works = self.state
-        took = perf_counter() - since if works else 0.0
-        self.state = State(tasks + works, busy + took)
-        return took
+        if works:
+            tasks, busy = tasks + 1, busy + perf_counter() - since
+        self.state = _state((tasks, busy, None, 0.0, False))
 
     def __repr__(self) -> str:
         return f"<Activity: {self.state.what or 'idle'}, {self.state.tasks} tasks>"
-
-
-class Seat(NamedTuple):
-    """What a worker lends to its tasks."""
-
-    turn: Turn
-    activity: Activity

@@ -75,7 +75,7 @@ class Turn:
     def layers_took(self, took: float) -> None:
         """The layers of the task computed for ``took`` seconds."""
         self._took = took if took > _LONG else min(took, self._took * _FORGET)
-        if self._took >= _SHORT:
+        if self._held_since is not None and self._took >= _SHORT:
             self.give_up()
 
     def give_up(self) -> None:

@@ -2,8 +2,8 @@
 
 Guarantees:
 
-* **W1** each accepted task has one outcome: it is run, or it is abandoned with the reason. What its
-  computation raises is the task's own business; an exception thrown into the thread from outside
+* **W1** each accepted task has one outcome: it is sent, or it is abandoned with the reason. What
+  its execution raises is the task's own business; an exception thrown into the thread from outside
   ends the loop, and the task at hand and all that are left are abandoned.
 * **W2** an idle worker references nothing of its last task.
 * **W3** a worker never references its pool: it gets a queue and values.
@@ -11,17 +11,19 @@ Guarantees:
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 import traceback
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing import _set_thread_name
 
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
-from pipert.workers.activity import Activity, Seat
+from pipert.workers.activity import Activity
 from pipert.workers.turn import Turn
 
 __all__: list[str] = []
@@ -29,11 +31,30 @@ __all__: list[str] = []
 _log = logging.getLogger("pipert")
 
 
-class Task(Protocol):
-    """What a worker takes from its in-queue. It is run once, or abandoned."""
+class _NotRun(enum.Enum):
+    NOT_RUN = "not run"
 
-    def run(self, seat: Seat) -> None:
-        """Do it, on the worker, and settle it whatever happens. Gives the turn up if it blocks."""
+
+NOT_RUN = _NotRun.NOT_RUN
+"""In place of a value: whoever should have made it did not run."""
+
+
+class Task(Protocol):
+    """What a worker takes from its in-queue: received, executed and sent once, or abandoned."""
+
+    what: Any
+    """Which one it is, for those who look; immutable, and without tensors."""
+    layers_took: float | None
+    """Seconds that layers of the user's took in ``execute``; ``None`` if it called none."""
+
+    def receive(self, before_waiting: Callable[[], None]) -> Any:
+        """Return what it needs, or ``NOT_RUN``. Calls ``before_waiting`` before it blocks."""
+
+    def execute(self, received: Any) -> Any:
+        """Do it. What it raises is the task's own business: it returns ``NOT_RUN``."""
+
+    def send(self, result: Any) -> None:
+        """Hand the result on, which may be ``NOT_RUN``, and settle the task."""
 
     def abandon(self, error: BaseException) -> None:
         """It never runs, or its run was broken off, because of ``error``. Settle it, if it is not
@@ -48,8 +69,8 @@ class WorkerThread(threading.Thread):
         self, name: str, device: torch.device, turns: threading.Lock, activity: Activity
     ) -> None:
         in_queue: ClosableQueue[Task] = ClosableQueue()
-        seat = Seat(Turn(turns), activity)
-        super().__init__(target=work, args=(in_queue, device, seat), name=name, daemon=True)
+        args = in_queue, device, Turn(turns), activity
+        super().__init__(target=work, args=args, name=name, daemon=True)
         self.in_queue = in_queue
 
     def serves(self) -> bool:
@@ -63,8 +84,10 @@ class WorkerThread(threading.Thread):
             _abandon(self.in_queue.close(), None, self.name)
 
 
-def work(in_queue: ClosableQueue[Task], device: torch.device, seat: Seat) -> None:
-    """Run tasks until the queue is closed."""
+def work(
+    in_queue: ClosableQueue[Task], device: torch.device, turn: Turn, activity: Activity
+) -> None:
+    """Receive, execute and send one task after the other, until the queue is closed."""
     name = threading.current_thread().name
     _set_thread_name(name[:15])  # what Linux takes
     task: Task | None = None
@@ -74,16 +97,26 @@ def work(in_queue: ClosableQueue[Task], device: torch.device, seat: Seat) -> Non
             torch.cuda.set_device(device)
         while True:
             try:
-                task = in_queue.get(before_waiting=seat.turn.give_up)
+                task = in_queue.get(turn.give_up)
             except QueueClosed:
                 return
-            task.run(seat)
-            task = None  # W2
+            activity.waits(task.what)
+            value = task.receive(turn.give_up)
+            if value is not NOT_RUN:
+                turn.take()
+                activity.works()
+                value = task.execute(value)
+                if task.layers_took is not None:
+                    turn.layers_took(task.layers_took)
+            activity.rests()
+            task.send(value)
+            task = value = None  # W2
     except BaseException as error:  # noqa: B036  whoever waits for a task gets it
         reason = error
     finally:
-        seat.turn.give_up()
-        seat.activity.rests()
+        value = None
+        turn.give_up()
+        activity.rests()
         left = in_queue.close()
         if task is not None:
             left.insert(0, task)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from pipert.autograd.order import edge_of, enter, fork, join
+from pipert.autograd import order
+from pipert.autograd.order import edge_of, enter
 
 MODES = ["always", "except_last", "never"]
 
@@ -42,6 +43,17 @@ def backward(*tensors: Tensor) -> None:
 
 def leaf() -> Tensor:
     return torch.ones((), requires_grad=True)
+
+
+def fork(ys: tuple[Tensor, ...], token: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
+    token, *rest = order.fork(token, *ys)
+    assert token is not None
+    return tuple(rest), token
+
+
+def join(xs: tuple[Tensor, ...], token: Tensor) -> tuple[Tensor, ...]:
+    joined: tuple[Tensor, ...] = order.join(token, *xs)
+    return joined
 
 
 # One of each.

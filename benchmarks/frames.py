@@ -1,0 +1,133 @@
+"""Python calls of one action, and frames between a worker's task and the user's layers.
+
+Three partitions of one ``nn.Linear`` each, three micro-batches, on CPU workers. A profile hook
+counts every call of a Python function, torch's included, from the moment at which a worker has
+taken a task until it asks for the next; the middle action of each kind, ``[1,1]``, is shown. The
+frames are those between the worker's loop and the call of the layer. Nothing here is timed. Of ten
+mini-batches the fewest calls count: the first one meets what is made once, and an action that has
+to wait for its input gives up its turn.
+
+A recomputation that is no task, on a thread of autograd, is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipert import Pipe
+from pipert.queues.closable import ClosableQueue
+from pipert.stage.stage import Task
+from pipert.workers.worker import work
+
+__all__ = ["Counted", "count", "main"]
+
+N = M = 3
+REPEATS = 10
+BARS = {("call", "never", "F"): (30, 7), ("call", "always", "F"): (45, 7)}
+"""Python calls and frames, at most."""
+
+
+class Counted(NamedTuple):
+    """What one action costs in Python."""
+
+    calls: int
+    files: int
+    frames: int | None
+    """``None`` if it calls no layer."""
+
+
+class _Thread:
+    """Counts in one worker."""
+
+    def __init__(self, found: dict[str, Counted]) -> None:
+        self._found = found
+        self._action = ""
+        self._files: set[str] = set()
+        self._calls = 0
+        self._frames: int | None = None
+
+    def see(self, frame: FrameType, event: str, _: Any) -> None:
+        if event != "call":
+            return
+        code, stack = frame.f_code, _above(frame)
+        if work.__code__ not in stack:
+            return
+        if code is ClosableQueue.get.__code__ and stack[0] is work.__code__:
+            if self._action:  # the one before is over
+                counted = Counted(self._calls, len(self._files), self._frames)
+                before = self._found.get(self._action, counted)
+                self._found[self._action] = min(before, counted, key=lambda one: one.calls)
+            self._action, self._calls, self._frames = "", 0, None
+            self._files.clear()
+        elif not (stack[0] is ClosableQueue.get.__code__ and stack[1] is work.__code__):
+            self._calls += 1
+            self._files.add(code.co_filename)
+            if code is Task.receive.__code__:
+                self._action = str(frame.f_locals["self"].what[1])
+            if code is nn.Module.__call__.__code__ and self._frames is None:
+                self._frames = stack.index(work.__code__)
+
+
+def _above(frame: FrameType) -> list[Any]:
+    stack, above = [], frame.f_back
+    while above is not None:
+        stack.append(above.f_code)
+        above = above.f_back
+    return stack
+
+
+def count(way: str, checkpoint: str) -> dict[str, Counted]:
+    """Count each kind of action.
+
+    Args:
+        way: ``'call'``, or the schedule of a step.
+        checkpoint: as ``Pipe`` takes it.
+    """
+    found: dict[str, Counted] = {}
+
+    def hook(frame: FrameType, event: str, arg: Any) -> None:
+        thread = _Thread(found)
+        sys.setprofile(thread.see)
+
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(N)])
+    x = torch.randn(M, 4)
+    pipe = Pipe(layers, [1] * N, devices=["cpu"] * N, chunks=M, checkpoint=checkpoint)
+    threading.setprofile(hook)
+    try:
+        with pipe:
+            for _ in range(REPEATS):
+                if way == "call":
+                    pipe(x)
+                else:
+                    pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss, schedule=way)
+    finally:
+        threading.setprofile(None)
+    return {name[0]: counted for name, counted in found.items() if name.endswith("[1,1]")}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.parse_args(argv)
+    missed = []
+    print(f"{'way':6} {'checkpoint':10} {'action':6} {'calls':>5} {'files':>5} {'frames':>6}")
+    for way in ("call", "1f1b"):
+        for checkpoint in ("never", "always"):
+            for kind, (calls, files, frames) in sorted(count(way, checkpoint).items()):
+                print(f"{way:6} {checkpoint:10} {kind:6} {calls:5} {files:5} {frames or '-':>6}")
+                most = BARS.get((way, checkpoint, kind))
+                if most and (calls > most[0] or (frames or 0) > most[1]):
+                    missed.append(f"{kind} of a {way}, {checkpoint}: at most {most[0]} calls and "
+                                  f"{most[1]} frames")  # fmt: skip
+    print("Every bar held." if not missed else "Missed:\n" + "\n".join(missed))
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

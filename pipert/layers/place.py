@@ -1,0 +1,50 @@
+"""Where an action is carried out: for errors and for random numbers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from pipert.errors import add_note
+from pipert.schedules.action import Action
+
+__all__: list[str] = []
+
+
+class Place(NamedTuple):
+    """Partition *j* of *n* on its device, in a run of *m* micro-batches."""
+
+    j: int
+    n: int
+    m: int
+    device: torch.device
+
+    def number(self, i: int) -> int:
+        """Number micro-batch ``i`` here, unlike any other in the run, for its random numbers."""
+        return (i + self.j) * self.n + self.j
+
+    def number_of_loss(self, i: int) -> int:
+        """Number the loss of micro-batch ``i``, likewise."""
+        return (self.m + self.n) * self.n + i
+
+    def note(self, error: BaseException, action: Action) -> None:
+        """Say which action ``error`` was raised in, unless a layer was named already."""
+        add_note(error, partial(self._note_if_new, error, action))
+
+    def _note_if_new(self, error: BaseException, action: Action) -> str:
+        note = self.describe(action)
+        start = note[: note.index(",", note.index("]"))]
+        notes = getattr(error, "__notes__", ())
+        return "" if any(str(other).startswith(start) for other in notes) else note
+
+    def describe(self, action: Action, where: str = "") -> str:
+        """Describe where an action is, as errors do."""
+        return (
+            f"in {action.phase} {action}: partition {self.j} on {self.device}{where}, "
+            f"micro-batch {action.i} of {self.m}"
+        )
+
+    def __str__(self) -> str:
+        return f"partition {self.j} on {self.device}"

@@ -1,0 +1,48 @@
+"""What a partition was like when it computed, so that it computes the same again."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from pipert.batch.tensors import version
+from pipert.layers.buffers import Buffers, may_change_buffers
+
+__all__: list[str] = []
+
+Home = dict[str, nn.Parameter | None]
+
+
+class Snapshot:
+    """The parameters of a partition and their versions. One for a stage."""
+
+    __slots__ = ("_parameters", "buffers")
+
+    def __init__(self, partition: nn.Sequential) -> None:
+        # Walking the modules again for each R would cost more than the rest of it for small ones.
+        # A parameter that is still uninitialised is about to change.
+        self._parameters = [
+            (home, name, p, version(p))
+            for home, name, p in _places(partition)
+            if p is None or not is_lazy(p)
+        ]
+        self.buffers = Buffers(partition) if may_change_buffers(partition) else None
+
+    def is_current(self) -> bool:
+        """Whether the parameters are still the same, and unchanged."""
+        return all(
+            home.get(name) is p and version(p) == before
+            for home, name, p, before in self._parameters
+        )
+
+
+def _places(module: nn.Module) -> list[tuple[Home, str, nn.Parameter | None]]:
+    """The parameters of a module by where they are looked up, which is quick to do again.
+
+    A scripted module cannot be looked up in.
+    """
+    return [
+        (home if isinstance(home, dict) else {name: parameter}, name, parameter)
+        for home in (child._parameters for child in module.modules())
+        for name, parameter in home.items()
+    ]

@@ -1,0 +1,102 @@
+"""Actions: what one partition does with one micro-batch, and what has to be done before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+__all__ = ["Action", "Rule", "RULES"]
+
+FORWARD, RECOMPUTE, BACKWARD = "F", "R", "B"
+
+_TEXT = re.compile(r"([A-Z])\[(\d+),(\d+)\]")
+
+
+class Action(NamedTuple):
+    """One task of a run.
+
+    >>> print(Action("F", 3, 1))
+    F[3,1]
+    """
+
+    kind: str
+    """``'F'``, ``'R'`` or ``'B'``: forward, recomputation, backward."""
+    i: int
+    """The micro-batch."""
+    j: int
+    """The partition."""
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what ``str`` writes.
+
+        Raises:
+            ValueError: ``text`` is not an action.
+        """
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"an action reads like F[3,1], got {text!r}")
+        return cls(match[1], int(match[2]), int(match[3]))
+
+    @property
+    def phase(self) -> str:
+        """What users read: ``'forward'``, ``'recomputation'`` or ``'backward'``."""
+        return RULES[self.kind].phase
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.i},{self.j}]"
+
+
+class Size(Protocol):
+    """How large a run is."""
+
+    @property
+    def m(self) -> int:
+        """Micro-batches."""
+
+    @property
+    def n(self) -> int:
+        """Partitions."""
+
+    @property
+    def recomputed(self) -> int:
+        """How many micro-batches, from the first, are recomputed."""
+
+
+class Rule(NamedTuple):
+    """What holds for all actions of one kind."""
+
+    phase: str
+    """What users read."""
+    count: Callable[[Size], int]
+    """How many micro-batches, from the first, have this action in each partition."""
+    needs: Callable[[Action, Size], Iterable[Action]]
+    """What has to be done before it."""
+
+
+def _forward_needs(action: Action, size: Size) -> Iterable[Action]:
+    _, i, j = action
+    return [Action(FORWARD, i, j - 1)] if j > 0 else []
+
+
+def _recompute_needs(action: Action, size: Size) -> Iterable[Action]:
+    return [Action(FORWARD, action.i, action.j)]
+
+
+def _backward_needs(action: Action, size: Size) -> Iterable[Action]:
+    _, i, j = action
+    needed = [Action(FORWARD, i, j)]
+    if i < size.recomputed:
+        needed.append(Action(RECOMPUTE, i, j))
+    if j < size.n - 1:
+        needed.append(Action(BACKWARD, i, j + 1))
+    return needed
+
+
+RULES: dict[str, Rule] = {
+    FORWARD: Rule("forward", lambda size: size.m, _forward_needs),
+    RECOMPUTE: Rule("recomputation", lambda size: size.recomputed, _recompute_needs),
+    BACKWARD: Rule("backward", lambda size: size.m, _backward_needs),
+}
+"""One row for each kind of action; how it is carried out is a row of ``stage.actions.ACTIONS``."""

@@ -1,0 +1,46 @@
+"""One forward, one backward: schedules that bound how many micro-batches are kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipert.schedules.action import FORWARD, Action
+from pipert.schedules.ticks import Shape, Ticks, go_back, lay_out
+
+__all__: list[str] = []
+
+
+def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
+    """One forward, one backward: a backward as soon as there is one to do.
+
+    Partition *j* keeps ``min(m, n - j)`` micro-batches at most.
+    """
+    return _in_turns(m, [n - j for j in range(n)], placement)
+
+
+def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
+    """One forward, one backward, with one more micro-batch on its way over each link.
+
+    With :func:`one_f_one_b` a partition sends a gradient back, does one forward and one backward,
+    and goes on with the input that came of the gradient. Until then the partition before has done
+    as much, so in each turn both ways over the link are waited for. Here a partition has two of
+    each to do in that time, and nobody waits as long as both ways take no longer than a forward and
+    a backward (*eager 1F1B* in arXiv:2211.05322).
+
+    Partition *j* keeps ``min(m, 2 * (n - j) - 1)`` micro-batches at most.
+    """
+    return _in_turns(m, [2 * (n - j) - 1 for j in range(n)], placement)
+
+
+def _in_turns(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
+    """Go forward and backward in turns, after as many forwards as partition ``j`` keeps at most."""
+    sequences = []
+    for j, kept in enumerate(most):
+        ahead = min(m, kept)
+        sequence = [Action(FORWARD, i, j) for i in range(ahead)]
+        for i in range(m):
+            sequence += go_back([i], j)
+            if i + ahead < m:
+                sequence.append(Action(FORWARD, i + ahead, j))
+        sequences.append(sequence)
+    return lay_out(sequences, placement, Shape(m, len(most), m))

@@ -1,0 +1,61 @@
+"""Laying out sequences of actions in ticks, as if all actions took as long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
+
+__all__: list[str] = []
+
+Ticks = Iterable[Iterable[Action]]
+
+
+class Shape(NamedTuple):
+    """A plain :class:`Size`."""
+
+    m: int
+    n: int
+    recomputed: int
+
+
+def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Size) -> Ticks:
+    """Do each sequence in its order, each action as early as it can be done.
+
+    ``workers`` names the worker of each sequence. Of several that are ready it prefers a backward,
+    which frees memory.
+
+    Raises:
+        ValueError: the sequences wait for each other.
+    """
+    done, at = set[Action](), [0] * len(sequences)
+    while any(at[s] < len(sequence) for s, sequence in enumerate(sequences)):
+        tick: dict[int, tuple[Action, int]] = {}
+        for s, sequence in enumerate(sequences):
+            if at[s] < len(sequence) and _is_ready(sequence[at[s]], done, size):
+                other = tick.get(workers[s])
+                if other is None or _before(sequence[at[s]], other[0]):
+                    tick[workers[s]] = sequence[at[s]], s
+        if not tick:
+            waiting = [sequence[at[s]] for s, sequence in enumerate(sequences) if sequence[at[s]:]]
+            raise ValueError(f"the sequences wait for each other: {', '.join(map(str, waiting))}")
+        for action, s in tick.values():
+            at[s] += 1
+            done.add(action)
+        yield sorted((action for action, _ in tick.values()), key=lambda action: action.j)
+
+
+def _is_ready(action: Action, done: set[Action], size: Size) -> bool:
+    return all(needed in done for needed in RULES[action.kind].needs(action, size))
+
+
+def _before(one: Action, other: Action) -> bool:
+    return (one.kind == FORWARD, one.i) < (other.kind == FORWARD, other.i)
+
+
+def go_back(micro_batches: Iterable[int], j: int) -> Iterator[Action]:
+    """Recompute and go backward, micro-batch after micro-batch."""
+    for i in micro_batches:
+        yield Action(RECOMPUTE, i, j)
+        yield Action(BACKWARD, i, j)

@@ -1,0 +1,130 @@
+"""The counters of one pipe, and who is to be told about its runs.
+
+Counters change under a lock that a signal handler may take again and a forked child finds free. A
+child counts from zero: it has none of its parent's threads and runs.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from time import perf_counter
+
+from pipert.queues.process_lock import ProcessLock
+from pipert.schedules.plan import Plan
+from pipert.seeing.observers import Observers, RunInfo
+from pipert.seeing.ranges import profiler_looks
+from pipert.seeing.recorder import Recorder, Recording
+from pipert.seeing.told import Told
+
+__all__: list[str] = []
+
+_counting = ProcessLock(reentrant=True)
+
+
+class Counters:
+    """The counters, observers and recordings of one pipe. Any thread."""
+
+    __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "recordings", "runs")
+
+    def __init__(self) -> None:
+        self.observers = Observers()
+        self.recordings: tuple[Recording, ...] = ()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self.runs = 0
+        self.recomputations = 0
+        self.ended = {"succeeded": 0, "failed": 0}  # what is neither was cancelled
+        self.live: weakref.WeakSet[Told] = weakref.WeakSet()
+
+    def _own(self) -> None:
+        if self._pid != os.getpid():
+            self._reset()
+
+    def read(self) -> dict[str, int]:
+        """Return the fields of ``status.Statistics`` that are numbers.
+
+        An interrupt may keep a run from ending here. Nobody holds its ``Told`` then, and a run that
+        neither lives nor ended otherwise was cancelled.
+        """
+        with _counting.current:
+            self._own()
+            live, succeeded, failed = len(self.live), self.ended["succeeded"], self.ended["failed"]
+            return {
+                "runs": self.runs,
+                "in_flight": live,
+                "succeeded": succeeded,
+                "failures": failed,
+                "cancellations": self.runs - live - succeeded - failed,
+                "recomputations": self.recomputations,
+            }
+
+    def open(self, plan: Plan) -> OpenRun:
+        """Count a run of ``plan`` that is about to begin."""
+        profiled = profiler_looks()  # before the lock: it may log
+        with _counting.current:
+            self._own()
+            recorder = None
+            if self.recordings or profiled:
+                recorder = Recorder(self.runs, self.recordings, plan.goes_back)
+            info = RunInfo(self.runs, plan.m, plan.n)
+            told = Told(info, self.observers, self._count_recomputation, recorder)
+            self.runs += 1
+            self.live.add(told)
+        return OpenRun(self, told)
+
+    def close(self, told: Told) -> None:
+        """Count the end of a run, as its outcome says."""
+        with _counting.current:
+            self.live.discard(told)
+            if told.outcome in self.ended:
+                self.ended[told.outcome] += 1
+
+    def start_recording(self, recording: Recording) -> None:
+        """Record the runs from now on."""
+        with _counting.current:
+            self.recordings = (*self.recordings, recording)
+
+    def stop_recording(self, recording: Recording) -> None:
+        """Record no further run, and nothing more of those in flight."""
+        with _counting.current:
+            self.recordings = tuple(one for one in self.recordings if one is not recording)
+        recording.close()
+
+    def _count_recomputation(self) -> None:
+        with _counting.current:
+            self.recomputations += 1
+
+    def __repr__(self) -> str:
+        return f"<Counters of {self.runs} runs>"
+
+
+class OpenRun:
+    """A block around one run: observers hear of its beginning and its end."""
+
+    __slots__ = ("_counters", "_started", "told")
+
+    def __init__(self, counters: Counters, told: Told) -> None:
+        self._counters = counters
+        self.told = told
+        self._started = 0.0
+
+    def __enter__(self) -> Told:
+        told = self.told
+        self._started = perf_counter()
+        try:
+            told.tell(lambda observer: observer.run_started(told.run))
+        except BaseException:
+            self._end()
+            raise
+        return told
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        seconds, told = perf_counter() - self._started, self.told
+        self._counters.close(told)
+        told.tell(lambda observer: observer.run_finished(told.run, seconds, told.outcome))

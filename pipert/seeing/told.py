@@ -1,0 +1,150 @@
+"""Telling what one run does to those who look: observers, recordings and profilers.
+
+Whether anybody looks is decided when the run begins. If nobody does, its stages are put together
+without what tells, so that it costs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from time import perf_counter
+
+import torch
+
+from pipert.schedules.action import Action
+from pipert.seeing.backward import interrupt
+from pipert.seeing.event import kind_of
+from pipert.seeing.observers import Observer, Observers, RunInfo, TaskInfo
+from pipert.seeing.ranges import task_range
+from pipert.seeing.recorder import Recorder, Span
+
+__all__: list[str] = []
+
+_log = logging.getLogger("pipert")
+
+
+class Told:
+    """Tells about one run. Any thread.
+
+    It references neither the run nor the pipe, since recomputations outlive the one and may outlive
+    the other.
+
+    Args:
+        run: what observers are told of it.
+        observers: the pipe's; those that there are now are told.
+        count_recomputation: called for each.
+        recorder: if it is recorded or profiled.
+    """
+
+    __slots__ = (
+        "__weakref__", "_members", "_observers", "count_recomputation", "is_observed", "looks",
+        "outcome", "recorder", "run",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        run: RunInfo,
+        observers: Observers,
+        count_recomputation: Callable[[], None],
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.run = run
+        self._observers = observers
+        self._members = observers.all
+        self.count_recomputation = count_recomputation
+        self.is_observed = bool(self._members)
+        self.recorder = recorder
+        self.looks = self.is_observed or recorder is not None  # whether anybody looks at all
+        self.outcome = "cancelled"  # as long as nobody knows better
+
+    def tell(self, about: Callable[[Observer], None]) -> None:
+        """Call ``about`` with each observer; drop the one that it raises for."""
+        for observer in self._members:
+            if not self._observers.has(observer):
+                continue  # removed meanwhile, or dropped
+            try:
+                about(observer)
+            except BaseException as error:  # noqa: B036
+                # What a signal handler raises on the main thread is not the observer's.
+                if not isinstance(error, Exception) and _is_main_thread():
+                    raise
+                self._observers.remove(observer)
+                text = traceback.format_exc()  # not the exception, which may keep tensors alive
+                _log.error("%r raised and is told nothing more: %s", observer, text)
+
+    def failed(self, action: Action, device: torch.device, error: BaseException) -> None:
+        """Tell that ``error`` of an action is about to be raised."""
+        task = self._task(action, device)
+        self.tell(lambda observer: observer.failed(task, error))
+
+    @contextlib.contextmanager
+    def observed(self, action: Action, device: torch.device) -> Iterator[None]:
+        """Tell observers when the block begins and ends."""
+        task = self._task(action, device)
+        self.tell(lambda observer: observer.task_started(task))
+        started = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - started
+            self.tell(lambda observer: observer.task_finished(task, seconds))
+
+    @contextlib.contextmanager
+    def recorded(self, action: Action, device: torch.device) -> Iterator[Span | None]:
+        """Record the block, and show it to profilers."""
+        if self.recorder is None:
+            yield None
+            return
+        with self.recorder.during(kind_of(action), action.i, action.j, device) as span:
+            with task_range(str(action), device):
+                yield span
+
+    @contextlib.contextmanager
+    def recomputing(self, action: Action, device: torch.device, is_task: bool) -> Iterator[None]:
+        """Record and observe a recomputation.
+
+        Args:
+            is_task: whether a worker does it as a task, whose failure the call raises. Else it runs
+                on a thread of autograd, and the backward raises it.
+        """
+        with contextlib.ExitStack() as stack:
+            if self.recorder is not None:
+                stack.enter_context(_interrupted(device))
+                stack.enter_context(self.recorded(action, device))
+            if self.is_observed:
+                if not is_task:
+                    stack.enter_context(self._told_if_it_fails(action, device))
+                stack.enter_context(self.observed(action, device))
+            yield
+
+    @contextlib.contextmanager
+    def _told_if_it_fails(self, action: Action, device: torch.device) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self.failed(action, device, error)
+            raise
+
+    def _task(self, action: Action, device: torch.device) -> TaskInfo:
+        return TaskInfo(self.run.number, action.phase, action.j, action.i, device)
+
+    def __repr__(self) -> str:
+        return f"<Told of {self.run}>"
+
+
+@contextlib.contextmanager
+def _interrupted(device: torch.device) -> Iterator[None]:
+    """Let no backward that is recorded on this thread take the block for its own."""
+    interrupt(device)
+    try:
+        yield
+    finally:
+        interrupt(device)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

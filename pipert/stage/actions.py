@@ -1,0 +1,26 @@
+"""What each kind of action is: the rows that say how a stage carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE
+from pipert.stage.backward import backward
+from pipert.stage.forward import compute_layers, forward
+from pipert.stage.recompute import recompute
+from pipert.stage.recorded import recorded_compute
+from pipert.stage.stage import How, Stage
+
+__all__: list[str] = []
+
+
+def _forward(stage: Stage) -> How:
+    return forward(stage, compute_layers if stage.run.told.recorder is None else recorded_compute)
+
+
+ACTIONS: dict[str, Callable[[Stage], How]] = {
+    FORWARD: _forward,
+    RECOMPUTE: recompute,
+    BACKWARD: backward,
+}
+"""One row for each kind; what it needs is a row of ``schedules.action.RULES``."""

@@ -1,0 +1,116 @@
+"""``B[i,j]`` of a step: from the gradients of a stage's outputs to those of its inputs.
+
+In a call it is autograd's walk along the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipert.autograd import order
+from pipert.schedules.action import BACKWARD, Action
+from pipert.stage.cut import Cut, Kept
+from pipert.stage.gradients import leaves_behind
+from pipert.stage.stage import How, Stage
+
+__all__: list[str] = []
+
+Gradients = Sequence[Tensor | None]
+
+
+def backward(stage: Stage) -> How:
+    """Carry out ``B`` in this stage."""
+    body = _observed if stage.run.told.is_observed else _backward
+    context = stage.run.context.going_back_on_worker
+    return How(stage.links.dy.receive, context, body, stage.links.dx.send)
+
+
+def _observed(stage: Stage, i: int, dy: Gradients) -> Gradients:
+    with stage.run.told.observed(Action(BACKWARD, i, stage.place.j), stage.place.device):
+        return _backward(stage, i, dy)
+
+
+def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
+    """Gather the gradients of outputs, differentiate, and scatter those of inputs."""
+    cut = stage.cut
+    assert cut is not None
+    kept = cut.kept.pop(i, None)
+    if kept is None:
+        return ()
+    told, dys = stage.run.told, _gather(stage, cut, i, dy, kept)
+    if told.recorder is None:
+        dxs = _differentiate(cut, i, kept, dys)
+    else:
+        with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
+            dxs = _differentiate(cut, i, kept, dys)
+    return _scatter(stage, cut, i, dxs, kept)
+
+
+def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[Tensor | None]:
+    """The gradient of each output, from all who have used it."""
+    if kept.loss is not None:
+        return [cut.step.loss.gradient_of(i, kept.loss)]
+    gathered = cut.bring_gradients(i, dy, stage.place.j + 1)
+    if not gathered:
+        gathered = [None] * (len(kept.ys) - sum(kept.leaving))
+    for (key, k), count in zip(stage.leaving, kept.leaving, strict=True):
+        of_skip = stage.run.skips.receive_back(key, i, k) or [None] * count
+        gathered += cut.bring_gradients(i, of_skip, k)
+    return gathered
+
+
+def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
+    """Note the gradients of the weights; return those of the inputs."""
+    pairs = [(y, dy) for y, dy in zip(kept.ys, dys, strict=True) if dy is not None]
+    if not pairs:
+        return (None,) * len(kept.xs)
+    ys, given = zip(*pairs, strict=True)
+    leaves = leaves_behind([y.node for y in ys], [order.ENTRANCE])
+    for leaf in leaves:
+        if leaf._backward_hooks and leaf not in cut.stand_ins:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
+                "its gradient for each micro-batch: nothing can stand in for what loss_fn or "
+                "a custom autograd function uses, or what is no parameter of a layer. Use "
+                "register_post_accumulate_grad_hook, or loss.backward()"
+            )
+    try:
+        wanted: list[Any] = [*kept.xs, *leaves]
+        found = torch.autograd.grad(ys, wanted, given, allow_unused=True)
+    except BaseException:
+        # What was ready when a node raised stays with this thread until its next backward.
+        torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
+        raise
+    inputs, of_leaves = found[: len(kept.xs)], found[len(kept.xs) :]
+    del found
+    dxs = tuple([None if dx is None else alone(dx) for dx in inputs])
+    del inputs  # and what they were parts of
+    cut.let_others_copy(i)  # before the sums: the copy needs none of them
+    cut.gradients.add([cut.stand_ins.get(leaf, leaf) for leaf in leaves], of_leaves)
+    return dxs
+
+
+def _scatter(stage: Stage, cut: Cut, i: int, dxs: Gradients, kept: Kept) -> Gradients:
+    """Send the gradients of skips where they come from; return those of the value."""
+    start = len(kept.xs) - sum(kept.arriving)
+    value, rest = dxs[:start], dxs[start:]
+    for (key, _), count in zip(stage.arriving, kept.arriving, strict=True):
+        stage.run.skips.send_back(key, i, stage.place.j, rest[:count])
+        rest = rest[count:]
+    if stage.place.j == 0:
+        cut.step.input_gradients[i] = value
+    return value
+
+
+def alone(gradient: Tensor) -> Tensor:
+    """The same, and not as a part of a larger one, which it would keep while it waits.
+
+    Such as that of a skip, which was concatenated to something, until its stash goes backward.
+    """
+    if gradient.layout != torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes:
+        return gradient
+    return gradient.clone()

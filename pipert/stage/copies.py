@@ -1,0 +1,105 @@
+"""What comes to a stage from other devices, and what is copied when."""
+
+from __future__ import annotations
+
+import torch
+
+from pipert._typing import Tensors, Value
+from pipert.autograd import streams
+from pipert.autograd.transfer import Stream
+from pipert.batch.tensors import select
+from pipert.skip.routes import Carried, PartitionSkips
+from pipert.stage.run import Run
+from pipert.stage.transport import Transport
+
+__all__: list[str] = []
+
+
+class Copies:
+    """Brings values to the device of stage *j*. Its worker's alone.
+
+    Args:
+        run: the run.
+        j: the partition's index.
+        skips: which it stashes and pops.
+        transport: how tensors move.
+    """
+
+    __slots__ = ("_before", "_device", "_run", "_skips", "come_in", "go_out", "transport")
+
+    def __init__(self, run: Run, j: int, skips: PartitionSkips, transport: Transport) -> None:
+        self._run = run
+        self._device = run.devices[j]
+        self._skips = skips
+        self.transport = transport
+        self._before = j - 1 if j > 0 else None
+        sources = [*range(j)[-1:], *(k for _, k in skips.arriving)]
+        readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]
+        # Whether values come, or may come, from other devices, and whether others copy from here.
+        self.come_in = j == 0 or any(run.devices[k] != self._device for k in sources)
+        self.go_out = any(run.devices[k] != self._device for k in readers)
+
+    def stream(self, i: int) -> Stream:
+        """The copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""
+        return self._run.streams.get(self._device, i)
+
+    def bring_input(self, i: int, x: Value) -> tuple[Value, Stream]:
+        """Bring an input here; also the stream to wait for before it is read, if any.
+
+        Skips first: they have been there for longer.
+        """
+        if not isinstance(x, Carried):
+            return self.bring(i, x, self._before)
+        copied, skips = None, []
+        for (_, source), skip in zip(self._skips.arriving, x.skips, strict=True):
+            skip, target = self.bring(i, skip, source)
+            copied = copied or target
+            skips.append(skip)
+        value, target = self.bring(i, x.value, self._before)
+        return Carried(value, tuple(skips)), copied or target
+
+    def bring(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
+        """Bring a value here from partition ``origin``, or ``None`` from the caller.
+
+        What moves is all that the caller passes, and what a partition has on its own device. What
+        a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.
+        """
+        home = self._device
+        before = None if origin is None else self._run.devices[origin]
+        if before == home:
+            return x, None
+        tensors, rebuild = select(x, lambda t: t.device == before if before else t.device != home)
+        if not tensors:
+            return x, None
+        target = self.stream(i)
+        for device in {tensor.device for tensor in tensors}:
+            tensors = self._copy_from(i, device, tensors, target, origin)
+        return rebuild(tensors), target
+
+    def _copy_from(
+        self, i: int, device: torch.device, tensors: Tensors, target: Stream, origin: int | None
+    ) -> Tensors:
+        """Copy those of ``tensors`` that are on ``device``; together what is in the graph."""
+        source = self._run.streams.get(device, i)
+        if source is not None:
+            self._run.sources[device, i] = source
+        results = list(tensors)
+        for in_graph in (True, False):
+            places = [
+                k
+                for k, tensor in enumerate(tensors)
+                if tensor.device == device and self.transport.in_graph(tensor) == in_graph
+            ]
+            if places:
+                moving = tuple([tensors[k] for k in places])
+                if origin is None:  # no stage has made the copy stream wait
+                    moving = self.transport.wait_for_caller(moving, source)
+                moved = self.transport.copy(i, moving, source, target, origin)
+                for k, tensor in zip(places, moved, strict=True):
+                    results[k] = tensor
+        return tuple(results)
+
+    def let_others_copy(self, i: int) -> None:
+        """Let the copy stream of micro-batch ``i`` wait for what this stage has computed."""
+        if self.go_out or self.come_in:
+            streams.wait(self.stream(i), streams.compute_stream(self._device))

@@ -1,0 +1,72 @@
+"""``F[i,j]``: from the input of a stage to its output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from pipert._typing import Value
+from pipert.autograd.checkpoint import Checkpoint
+from pipert.layers.call import AfterLayer
+from pipert.schedules.action import FORWARD, Action
+from pipert.skip.routes import Carried
+from pipert.stage.stage import How, Stage
+
+__all__: list[str] = []
+
+Compute = Callable[[Stage, int, Value], tuple[Value, Checkpoint | None]]
+
+
+def forward(stage: Stage, compute: Compute) -> How:
+    """Carry out ``F`` in this stage; ``compute`` is :func:`compute_layers`, or has it inside."""
+    body = partial(_observed if stage.run.told.is_observed else _forward, compute)
+    return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
+
+
+def _observed(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
+    # In here a call of the pipe by an observer is one by its own task, and refused.
+    action = Action(FORWARD, i, stage.place.j)
+    with stage.run.told.observed(action, stage.place.device):
+        return _forward(compute, stage, i, x)
+
+
+def _forward(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
+    """Enter, compute, leave; receive the skips that arrive and send those that leave."""
+    if stage.borrowed:
+        stage.borrow(i)
+    if stage.skips is None:
+        x = stage.ends.enter(i, x)
+        return stage.ends.leave(i, *compute(stage, i, x))
+    skips, j = stage.run.skips, stage.place.j
+    arriving = [skips.receive(key, i, j) for key, _ in stage.skips.arriving]
+    x = stage.ends.enter(i, Carried(x, tuple(arriving)))
+    y, leaving = stage.ends.leave(i, *compute(stage, i, x))
+    for (key, k), value in zip(stage.skips.leaving, leaving, strict=True):
+        skips.send(key, i, k, value)
+    return y
+
+
+def compute_layers(
+    stage: Stage, i: int, x: Value, after_layer: AfterLayer = None
+) -> tuple[Value, Checkpoint | None]:
+    """Compute the layers, and the loss if it is computed here.
+
+    Returns:
+        The value, and what recomputes it, if the micro-batch is checkpointed.
+    """
+    checkpoint = None
+    call: Callable[[Value], Value] = partial(stage.layers.forward, i, False, after_layer)
+    if i < stage.recomputed:
+        # It outlives the run, so it must reference neither the stage nor the run.
+        replay, hooks = partial(stage.layers.recompute, i), stage.run.context.saved_tensor_hooks
+        checkpoint = Checkpoint(replay, x, hooks)
+        checkpointed = partial(stage.layers.forward, i, True, after_layer)
+        call = partial(checkpoint.record, checkpointed)
+    if stage.stats is None:
+        y = call(x)
+    else:
+        with stage.stats.collecting():
+            y = call(x)
+    if stage.loss is not None:
+        y = stage.loss(i, y)
+    return y, checkpoint

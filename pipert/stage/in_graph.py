@@ -1,0 +1,140 @@
+"""Ends in the graph: a call, whose backward is autograd's walk along one graph.
+
+::
+
+    forward, in time order                       backward, in time order (read upwards)
+
+    receive   x from stage j-1                   dx goes on to stage j-1
+    copy      on copy streams j-1 -> j           Copy'      on the copy streams
+    join      with the token of F[i-1,j]         Join'      releases B[i-1,j]
+    wait      compute waits for the copy         Wait'
+    compute   y = partition(x)                   B[i,j]
+    wait      copy stream waits for compute      Wait'      compute waits for dy   <- only here
+    recompute if checkpointed                    R[i,j]     while dy is still being copied
+    fork      token for F[i+1,j]                 Fork'      B[i+1,j] is done
+    send      y to stage j+1                     Copy'      dy arrives from stage j+1
+
+What does nothing is left out: on CPU there are no copies and waits, without grad no autograd pieces
+at all, and the first and last micro-batch have nothing to join and nobody to fork for.
+
+The skips that a partition pops from others are further values beside ``x`` all the way, copied from
+the device of the partition that stashed them; those that others pop are further values beside ``y``
+and sent before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from pipert._typing import Value
+from pipert.autograd import order, streams
+from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.transfer import Stream
+from pipert.batch.tensors import differentiable
+from pipert.layers.tied import Weights
+from pipert.skip.routes import Carried
+from pipert.stage.copies import Copies
+
+__all__: list[str] = []
+
+
+class InGraph:
+    """The ends of a stage whose graph is kept whole.
+
+    Args:
+        device: the stage's.
+        last: the last micro-batch, which nobody is forked for.
+        grad_enabled: whether there is a graph.
+        copies: brings values here.
+    """
+
+    __slots__ = ("_copies", "_device", "_grad_enabled", "_last", "_token")
+
+    def __init__(
+        self, device: torch.device, last: int, grad_enabled: bool, copies: Copies
+    ) -> None:
+        self._device = device
+        self._last = last
+        self._grad_enabled = grad_enabled
+        self._copies = copies
+        self._token: Tensor | None = None
+
+    def enter(self, i: int, x: Value) -> Value:
+        copied = None
+        if self._copies.come_in:
+            x, copied = self._copies.bring_input(i, x)
+        if isinstance(x, Carried):
+            x = Carried(self._join(x.value), tuple([self._join(skip) for skip in x.skips]))
+        elif self._token is not None:
+            x = self._join(x)
+        return x if copied is None else self._wait_for(i, copied, x)
+
+    def leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
+        if self._copies.go_out:
+            copying = self._copies.stream(i)
+            if copying is not None:
+                compute = streams.compute_stream(self._device)
+                y = self._copies.transport.wait(i, y, copying, compute)
+        if not self._grad_enabled:
+            return y
+        ys, rebuild = differentiable(y)
+        if not ys:
+            return y
+        if checkpoint is not None:
+            ys = recompute_before(ys, checkpoint)
+        if i != self._last or self._token is not None:
+            token, *ys = order.fork(self._token, *ys)
+            self._token = token if i != self._last else None
+        return rebuild(ys)
+
+    def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
+        """Copy the parameters that live elsewhere, like a call's arguments.
+
+        Each for itself, since they have nothing in common but the device: what is used in a call
+        must not depend on what is not. Without grad they are leaves, and never inference tensors,
+        so that layers may differentiate by them and changes in place are seen.
+        """
+        grad, borrowed = self._grad_enabled, list[Tensor]()
+        with contextlib.nullcontext() if grad else _no_graph():
+            for weight in weights:
+                (copy,), copied = self._copies.bring(i, (weight,), None)
+                if copied is not None:
+                    (copy,) = self._wait_for(i, copied, (copy,))
+                copy = copy if grad else copy.detach().requires_grad_(weight.requires_grad)
+                borrowed.append(copy)
+        return borrowed
+
+    def drop(self) -> None:
+        self._token = None  # through it the graph of the micro-batches before
+
+    def _join(self, x: Value) -> Value:
+        """Tie the token to the first value that can take it.
+
+        To that alone: two values that pass through one node are both entered by a backward that
+        needs only one of them.
+        """
+        if self._token is None:
+            return x
+        xs, rebuild = differentiable(x)
+        if not xs:
+            return x  # a token that nobody takes goes into the fork
+        token, self._token = self._token, None
+        return rebuild(order.join(token, *xs))
+
+    def _wait_for(self, i: int, copied: Stream, x: Value) -> Value:
+        """Let compute wait for the copy, and the copy back for compute."""
+        if isinstance(x, Carried):
+            skips = [self._wait_for(i, copied, skip) for skip in x.skips]
+            return Carried(self._wait_for(i, copied, x.value), tuple(skips))
+        compute = streams.compute_stream(self._device)
+        return self._copies.transport.wait(i, x, compute, copied)
+
+
+@contextlib.contextmanager
+def _no_graph() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -1,0 +1,193 @@
+"""A stage: one partition in one run.
+
+A worker takes an action of a stage as a :class:`Task`, and carries it out as the row for its kind
+says (``actions``): receive from a link, execute, send over a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from pipert._typing import Value
+from pipert.batch.tensors import version
+from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.call import Layers
+from pipert.layers.place import Place
+from pipert.layers.tied import Weights
+from pipert.queues.once import Once
+from pipert.schedules.action import Action
+from pipert.skip.namespace import Key
+from pipert.skip.routes import PartitionSkips
+from pipert.stage.cut import Cut
+from pipert.stage.ends import Ends
+from pipert.stage.links import Link
+from pipert.stage.run import Run
+from pipert.workers.worker import NOT_RUN
+
+__all__: list[str] = []
+
+
+class How(NamedTuple):
+    """How a stage carries out one kind of action."""
+
+    receive: Callable[[int, Callable[[], None]], Value]
+    """From the micro-batch, and what to call before it blocks, to what the action needs."""
+    context: AbstractContextManager[None]
+    """Under which it is executed; the caller's context variables come with it."""
+    execute: Callable[[Stage, int, Value], Value]
+    """From the stage, the micro-batch and what was received to what is sent. It must not hold the
+    stage itself: the run would keep its tensors until the garbage collector comes by."""
+    send: Callable[[int, Value], None]
+    """Takes the micro-batch and what was executed, or ``NOT_RUN``. Never blocks."""
+
+
+class Links(NamedTuple):
+    """The links of one stage: of its inputs and outputs, and in a step of their gradients."""
+
+    x: Link
+    y: Link
+    dx: Link
+    dy: Link
+
+
+class Stage:
+    """Partition *j* in one run.
+
+    Used by its worker alone, but for :meth:`give_up`, :meth:`drop` and ``Task.abandon``.
+
+    Args:
+        run: the run.
+        place: where it is.
+        layers: what it computes.
+        skips: which skips it stashes and pops.
+        links: to its neighbours.
+        ends: how values enter and leave.
+        borrowed: the parameters that something else stands for.
+        stats: where its running statistics are noted, if they are deferred.
+    """
+
+    __slots__ = (
+        "_versions", "borrowed", "cut", "ends", "how", "layers", "links", "loss", "outcome",
+        "place", "recomputed", "run", "skips", "stats",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        run: Run,
+        place: Place,
+        layers: Layers,
+        skips: PartitionSkips,
+        links: Links,
+        ends: Ends,
+        borrowed: Weights,
+        stats: PartitionStats | None,
+    ) -> None:
+        self.run = run
+        self.outcome = run.outcome
+        self.place = place
+        self.layers = layers
+        self.skips = skips or None
+        self.links = links
+        self.ends = ends
+        self.cut = ends if isinstance(ends, Cut) else None
+        self.loss = self.cut.compute_loss if self.cut and place.j == place.n - 1 else None
+        self.stats = stats
+        self.recomputed = run.plan.recomputed if run.context.grad_enabled else 0
+        self.borrowed = borrowed
+        self._versions = [version(weight) for weight in borrowed]
+        self.how: dict[str, How] = {}
+
+    @property
+    def arriving(self) -> tuple[tuple[Key, int], ...]:
+        """The skips that it pops and others stash, with the stages that do."""
+        return () if self.skips is None else self.skips.arriving
+
+    @property
+    def leaving(self) -> tuple[tuple[Key, int], ...]:
+        """The skips that it stashes and others pop, with the stages that do."""
+        return () if self.skips is None else self.skips.leaving
+
+    def borrow(self, i: int) -> None:
+        """Let the layers compute with what stands for parameters; once for the run."""
+        weights, self.borrowed = self.borrowed, ()
+        self.layers.lend(weights, self.ends.borrow(i, weights), self._versions)
+
+    def give_up(self) -> None:
+        """Give up what nobody waits for any more, though an action may be executing. Any thread.
+
+        Wakes the worker if it waits for an input, and forgets all that no action has in its hands.
+        """
+        for link in self.links:
+            link.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget every micro-batch."""
+        self.ends.drop()
+        self.run.drop()
+
+    def __repr__(self) -> str:
+        return f"<Stage of {self.place}, {self.outcome!r}>"
+
+
+class Task:
+    """One action of one run, as a worker takes it."""
+
+    __slots__ = ("_action", "_due", "_how", "_position", "_stage", "layers_took", "what")
+
+    def __init__(self, stage: Stage, action: Action) -> None:
+        self._stage = stage
+        self._action = action
+        self._position = stage.run.plan.positions[action]
+        self._how = stage.how[action.kind]
+        self._due = Once((stage.outcome,))  # taken by whoever settles it
+        self.what = stage.run.number, action
+        self.layers_took: float | None = None
+
+    def receive(self, before_waiting: Callable[[], None]) -> Any:
+        """Return what the action needs; ``NOT_RUN`` if the run failed before it, or will here."""
+        if self._position >= self._stage.outcome.failed_at:
+            return NOT_RUN
+        try:
+            return self._how.receive(self._action.i, before_waiting)
+        except BaseException as error:  # noqa: B036  raised in the caller
+            return self._fail(error)
+
+    def execute(self, received: Any) -> Any:
+        stage = self._stage
+        if self._position >= stage.outcome.failed_at:
+            return NOT_RUN
+        how = self._how
+        try:
+            with how.context:
+                variables = stage.run.context.variables.copy()
+                result = variables.run(how.execute, stage, self._action.i, received)
+        except BaseException as error:  # noqa: B036  raised in the caller
+            return self._fail(error)
+        self.layers_took = stage.layers.took
+        return result
+
+    def send(self, result: Any) -> None:
+        run = self._stage.run
+        self._how.send(self._action.i, NOT_RUN if run.dropped else result)
+        if run.dropped:
+            self._stage.drop()  # again: what was given up may have been at work
+        self._due.pop().settle()
+
+    def abandon(self, error: BaseException) -> None:
+        for outcome in self._due.take() or ():  # else its run was broken off after it was settled
+            outcome.fail(self._position, error)
+            self._how.send(self._action.i, NOT_RUN)
+            if self._stage.run.dropped:
+                self._stage.drop()
+            outcome.settle()
+
+    def _fail(self, error: BaseException) -> Any:
+        self._stage.place.note(error, self._action)
+        self._stage.outcome.fail(self._position, error)
+        return NOT_RUN
+
+    def __repr__(self) -> str:
+        return f"<Task {self._action}>"

@@ -1,0 +1,176 @@
+"""torch's settings for the current thread: what they are, and putting others on for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import (
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+from torch.utils import _python_dispatch as dispatch
+
+from pipert.queues.process_lock import ProcessLock
+
+__all__: list[str] = []
+
+_AUTOCAST_TYPES = tuple(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
+    if torch.amp.is_autocast_available(kind)
+)
+
+Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+
+
+@contextlib.contextmanager
+def current_streams(streams: list[torch.cuda.Stream]) -> Iterator[None]:
+    """Make these the current streams of their devices."""
+    if not streams:
+        yield
+        return
+    device = torch.cuda.current_device()
+    before = [torch.cuda.current_stream(stream.device) for stream in streams]
+    _set_streams(streams, device)
+    try:
+        yield
+    finally:
+        _set_streams(before, device)
+
+
+def _set_streams(streams: list[torch.cuda.Stream], device: int) -> None:
+    for stream in streams:
+        torch.cuda.set_stream(stream)  # makes the stream's device the current one
+    torch.cuda.set_device(device)
+
+
+def set_own_threads(count: int) -> None:
+    """Set the intra-op thread count of the current thread alone.
+
+    ``torch.set_num_threads`` sets it for the current thread and as the default of threads to come.
+    The default is seen and put back by a thread made for that: it starts with the default, and what
+    it sets for itself is gone with it. ``get_num_threads`` comes first, because a thread that never
+    asked would take the default again at its first operation.
+    """
+    torch.get_num_threads()
+    with _default_threads.current:
+        default: list[int] = []
+        _on_new_thread(lambda: default.append(torch.get_num_threads()))
+        torch.set_num_threads(count)
+        _on_new_thread(lambda: torch.set_num_threads(default[0]))
+
+
+_default_threads = ProcessLock()  # held while the default is not what it was
+
+
+def _on_new_thread(function: Callable[[], None]) -> None:
+    thread = threading.Thread(target=function, name="pipert-helper", daemon=True)
+    thread.start()
+    thread.join()
+
+
+def get_autocast() -> Autocast:
+    """Read what ``torch.autocast`` sets."""
+    return torch.is_autocast_cache_enabled(), tuple(
+        [
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _AUTOCAST_TYPES
+        ]
+    )
+
+
+def _get_new_thread_autocast() -> Autocast:
+    found: list[Autocast] = []
+    _on_new_thread(lambda: found.append(get_autocast()))
+    return found[0]
+
+
+NEW_THREAD_AUTOCAST = _get_new_thread_autocast()
+
+
+def _set_autocast(autocast: Autocast) -> None:
+    torch.set_autocast_cache_enabled(autocast[0])
+    for kind, (enabled, dtype) in zip(_AUTOCAST_TYPES, autocast[1], strict=True):
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
+
+
+@contextlib.contextmanager
+def autocast(settings: Autocast, clear_cache: bool) -> Iterator[None]:
+    """Set what ``torch.autocast`` sets.
+
+    The cache of cast weights is one for the process. The outermost autocast block clears it at its
+    end, so that no weight is used as it was before an optimizer's step: the caller's does so after
+    ``F``. A recomputation may run outside of any block, and clears the cache itself.
+    """
+    before = get_autocast()
+    if before == settings:
+        yield
+        return
+    outermost = not any(enabled for enabled, _ in before[1])
+    _set_autocast(settings)
+    try:
+        yield
+    finally:
+        _set_autocast(before)
+        if outermost and clear_cache:
+            torch.clear_autocast_cache()
+
+
+def nothing_put_on() -> bool:
+    """Whether the current thread is like a new one, but for its grad mode."""
+    return (
+        not torch.is_inference_mode_enabled()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._len_torch_dispatch_stack()
+        and get_autocast() == NEW_THREAD_AUTOCAST
+    )
+
+
+def function_modes() -> list[Any]:
+    """Return the stack of torch-function modes."""
+    if not torch._C._len_torch_function_stack():
+        return []
+    return _get_current_function_mode_stack()  # type: ignore[no-untyped-call,no-any-return]
+
+
+def dispatch_modes() -> list[Any]:
+    """Return the stack of dispatch modes."""
+    if not torch._C._len_torch_dispatch_stack():
+        return []
+    return dispatch._get_current_dispatch_mode_stack()
+
+
+@contextlib.contextmanager
+def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
+    """Replace the stacks of modes.
+
+    The modes are pushed as they are, not entered: they have been entered, by the caller.
+    """
+    old_functions, old_dispatches = function_modes(), dispatch_modes()
+    same = old_functions == functions and old_dispatches == dispatches
+    if not same:
+        _replace_modes(old_functions, functions, old_dispatches, dispatches)
+    try:
+        yield
+    finally:
+        if not same:
+            _replace_modes(functions, old_functions, dispatches, old_dispatches)
+
+
+def _replace_modes(
+    functions: list[Any], new_functions: list[Any], dispatches: list[Any], new_dispatches: list[Any]
+) -> None:
+    for _ in functions:
+        _pop_mode()  # type: ignore[no-untyped-call]
+    for mode in new_functions:
+        _push_mode(mode)  # type: ignore[no-untyped-call]
+    for _ in dispatches:
+        dispatch._pop_mode()
+    for mode in new_dispatches:
+        dispatch._push_mode(mode)
