@@ -92,8 +92,7 @@ class Pipe(Partitioned):
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        require_balance(balance)
-        assert balance is not None
+        balance = require_balance(balance)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
@@ -144,13 +143,12 @@ class Pipe(Partitioned):
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
         inputs = scatter(args, kwargs, self._chunks)
-        m = len(inputs)
-        checkpointed = recomputed(self.checkpoint, m)
-        if not self._deferred_batch_norm or is_recomputing():
-            return gather(self._runtime.call(inputs, checkpointed, timeout=seconds))
-        stats = DeferredStats(self._partitions)
+        deferred = self._deferred_batch_norm and not is_recomputing()
+        stats = DeferredStats(self._partitions) if deferred else None
+        checkpointed = recomputed(self.checkpoint, len(inputs))
         outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds))
-        stats.commit()
+        if stats is not None:
+            stats.commit()
         return outputs
 
     def record(self) -> AbstractContextManager[Timeline, None]:
@@ -300,6 +298,3 @@ class Pipe(Partitioned):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start()
-
-    def extra_repr(self) -> str:
-        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"

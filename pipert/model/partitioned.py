@@ -212,6 +212,9 @@ class Partitioned(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def extra_repr(self) -> str:
+        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
+
     def __repr__(self) -> str:
         lines = [f"Pipe({self.extra_repr()}"]
         for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):

@@ -13,35 +13,13 @@ The order of a plan has what an action needs before it, so one pass over it is e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pipert.schedules.action import Action
+from pipert.schedules.plan import Plan
 
 __all__: list[str] = []
-
-
-class Placed(Hashable, Protocol):
-    """What is done for partition ``j``."""
-
-    @property
-    def j(self) -> int: ...
-
-
-A = TypeVar("A", bound=Placed)
-
-
-class Ordered(Protocol[A]):
-    """What a simulation asks of a plan."""
-
-    @property
-    def order(self) -> Iterable[A]:
-        """Each action, behind all that it needs."""
-
-    @property
-    def placement(self) -> Sequence[int]:
-        """The worker of each partition."""
-
-    def needs(self, action: A) -> Iterable[A]:
-        """What has to be done before ``action``."""
 
 
 class Span(NamedTuple):
@@ -51,10 +29,10 @@ class Span(NamedTuple):
     end: float
 
 
-def simulate(plan: Ordered[A], seconds: Callable[[A], float]) -> dict[A, Span]:
-    """When each action of ``plan`` is done, if it takes ``seconds(action)``."""
+def simulate(plan: Plan, seconds: Callable[[Action], float]) -> dict[Action, Span]:
+    """Time each action of ``plan``, if it takes ``seconds(action)``."""
     free = dict.fromkeys(plan.placement, 0.0)
-    times: dict[A, Span] = {}
+    times: dict[Action, Span] = {}
     for action in plan.order:
         worker = plan.placement[action.j]
         start = max([free[worker], *[times[needed].end for needed in plan.needs(action)]])

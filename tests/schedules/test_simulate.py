@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, cast
 
 import pytest
 
+from pipert.schedules import Action, Plan
 from pipert.schedules.plan import plan, plan_call
-from pipert.schedules.simulate import Ordered, Placed, Span, simulate
-
-K = TypeVar("K", bound=Placed)
+from pipert.schedules.simulate import Span, simulate
 
 
 class Step(NamedTuple):
@@ -38,12 +37,12 @@ SECONDS = {A: 1.0, B: 2.0, C: 4.0}
 
 
 def times(chosen: Chosen) -> list[tuple[float, ...]]:
-    found = simulate(chosen, SECONDS.__getitem__)
-    assert list(found) == chosen.order
+    found = simulate(cast(Plan, chosen), cast(Any, SECONDS.__getitem__))
+    assert cast(Any, list(found)) == chosen.order
     return [tuple(span) for span in found.values()]
 
 
-def bubble(of: Ordered[K], found: dict[K, Span]) -> float:
+def bubble(of: Plan, found: dict[Action, Span]) -> float:
     """The share of the workers' time in which they wait."""
     busy = sum(end - start for start, end in found.values())
     return 1 - busy / (len(set(of.placement)) * max(end for _, end in found.values()))
