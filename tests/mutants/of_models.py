@@ -23,7 +23,7 @@ OF_SKIPS = [
         "what a task's layers have stashed and nobody has popped stays with whoever has its "
         "context",
         "        self._values.clear()", "        pass",
-        ("tests/skip/test_store.py", "tests/skip/test_lifecycle.py"),
+        ("tests/skip/test_store.py",),
     ),
     Mutant(
         "skip-changed-unnoticed", STORE,
@@ -92,7 +92,7 @@ OF_MODELS = [
         "shared-parameter-moves-on", SPLIT,
         "a parameter that several partitions use is moved to the device of the last one",
         "        if others:\n", "        if False:\n",
-        ("tests/test_partition.py", "tests/test_tied.py"),
+        ("tests/test_partition.py",),
     ),
 ]  # fmt: skip
 
