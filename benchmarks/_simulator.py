@@ -28,7 +28,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.clock_cycle import clock_cycle
 
 __all__ = ["Plan", "Simulation", "Task", "Transfer", "checkpointed", "simulate"]
 
@@ -140,7 +140,8 @@ class _Program:
 
     def __post_init__(self) -> None:
         hops = self.plan.hops()
-        diagonals = list(Schedule(self.plan.m, self.plan.n).diagonals())
+        ticks = clock_cycle(self.plan.m, self.plan.n, tuple(range(self.plan.n)))
+        diagonals = [[(i, j) for _, i, j in tick] for tick in ticks]
         done: dict[tuple[str, int, int], Task] = {}
         for diagonal in diagonals:
             arrived = {j: self._copies(hops, i, j, "forward", done) for i, j in diagonal}
