@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from _malloc import bytes_in_use, check_counter
-from _measure import Row, report, rows, start, take_turns
+from _measure import Row, report, rows, start, take_turns, verdict
 from _schedule1f1b import BALANCE, CHUNKS, batch, convolutions, processes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -276,14 +276,14 @@ def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> li
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the four tables. 1 when ``--check`` was asked for and a bar was missed."""
     arguments = start(argv, __doc__)
-    short, slack, held = arguments.short, arguments.slack, True
+    short, slack = arguments.short, arguments.slack
+    missed: list[str] = []
 
     def show(
         title: str, columns: Sequence[str], cases: Sequence[Callable[[], list[Row]]]
     ) -> None:
-        nonlocal held
         table = [row for case in cases for row in rows(case, check=arguments.check)]
-        held &= report(title, columns, table)
+        missed.extend(report(title, columns, table))
 
     show(
         f"A step of nine convolutions, n={len(BALANCE)} m={CHUNKS}, milliseconds",
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("case", *WAYS, *(f"{way}/autograd" for way in WAYS[1:]), "bar"),
         [partial(host_cost, *size, 7 if short else 31, slack) for size in sizes],
     )
-    return int(arguments.check and not held)
+    return verdict(missed, check=arguments.check)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ GPUS = simulated_gpus.start()
 
 # isort: split
 import torch  # noqa: E402
-from _measure import Row, header, report  # noqa: E402
+from _measure import Row, header, report, verdict  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
@@ -113,10 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = measure(layers().to("cuda:0"))
     table = [row(n, m, plain) for n, m in (map(int, case.split("x")) for case in only)]
     title = f"simulated, speed-up over plain on one device, links {arguments.link:g} GB/s"
-    held = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
-    reports = GPUS.reports()
-    print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
-    return int(bool(reports) or (arguments.check and not held))
+    missed = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
+    return verdict(missed, check=arguments.check, reports=GPUS.reports())
 
 
 if __name__ == "__main__":
