@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import of_check, of_lanes, of_recording, of_streams, of_workers
+from tests.mutants import of_check, of_recording, of_stages, of_streams, of_workers
 
 __all__ = ["MUTANTS"]
 
 MUTANTS = [
     *of_streams.MUTANTS,
-    *of_lanes.MUTANTS,
+    *of_stages.MUTANTS,
     *of_recording.MUTANTS,
     *of_workers.MUTANTS,
     *of_check.MUTANTS,
