@@ -83,9 +83,9 @@ OF_RUNS = [
         "except-last-of-those-asked-for", "pipert/pipe.py",
         "`except_last` counts the chunks that were asked for: with fewer rows the last "
         "micro-batch is recomputed, too",
-        "checkpointed = recomputed(self.checkpoint, len(inputs))",
-        "checkpointed = min(len(inputs), recomputed(self.checkpoint, self._chunks))",
-        ("tests/test_microbatch.py", "tests/test_runtime.py"),
+        "recomputed(self.checkpoint, len(inputs))",
+        "min(len(inputs), recomputed(self.checkpoint, self._chunks))",
+        ("tests/test_microbatch.py", "tests/test_computation.py"),
     ),
 ]  # fmt: skip
 
