@@ -173,9 +173,7 @@ def predicted(experiment: Experiment, arguments: argparse.Namespace) -> list[dic
         *(("GPipe on TPUs",) if experiment.gpipe else ()),
     )
     where = hardware(arguments.devices[0])
-    report(
-        f"{experiment.title}: simulated from layers measured on {where}", columns, table, bars=False
-    )
+    report(f"{experiment.title}: simulated from layers measured on {where}", columns, table)
     return [_figures(best, papers, base) for best, papers in found]
 
 

@@ -33,7 +33,10 @@ except ImportError:
         "Install it with: pip install torchgpipe==0.0.7"
     ) from None
 
-__all__ = ["ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns"]
+__all__ = [
+    "ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns",
+    "verdict",
+]  # fmt: skip
 
 ATTEMPTS = 3
 
@@ -112,10 +115,8 @@ def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
     return measured
 
 
-def report(
-    title: str, columns: Sequence[str], table: Sequence[Row], *, bars: bool = True
-) -> bool:
-    """Print an aligned Markdown table and the bars that were missed. True when none was."""
+def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> list[str]:
+    """Print an aligned Markdown table, and return the bars that it missed, for ``verdict``."""
     cells = [tuple(columns), *(row.cells for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     ruler = tuple("-" * width for width in widths)
@@ -123,7 +124,22 @@ def report(
     for line in (cells[0], ruler, *cells[1:]):
         first, *rest = zip(line, widths, strict=True)
         print(f"| {first[0]:<{first[1]}} |", *(f"{cell:>{width}} |" for cell, width in rest))
-    missed = [line for row in table for line in row.missed]
-    lines = [f"MISSED: {line}" for line in missed] or ["Every bar held."] * bars
-    print("", *lines, "", sep="\n")
-    return not missed
+    print()
+    return [line for row in table for line in row.missed]
+
+
+def verdict(
+    missed: Sequence[str], *, check: bool, reports: Sequence[object] | None = None
+) -> int:
+    """Print the one verdict on all tables of a benchmark, below them, and return its exit status.
+
+    Args:
+        missed: the bars that were missed, in any of the tables.
+        check: whether a missed bar is a failure.
+        reports: of missing waits, each a failure without ``check`` as well; ``None`` where nobody
+            looks for them.
+    """
+    if reports is not None:
+        print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
+    print(*([f"MISSED: {line}" for line in missed] or ["Every bar held."]), sep="\n")
+    return int(bool(reports) or (check and bool(missed)))

@@ -1,5 +1,8 @@
 """What pipert's schedule takes, from the durations of its tasks: nothing here computes a layer.
 
+``pipert.schedules.simulate`` knows workers with an order of their own, and copies that are free.
+Here copies take turns at the links, whichever is ready first, so tasks wait for two things at once.
+
 A :class:`Plan` says how long each ``F[i,j]``, ``R[i,j]`` and ``B[i,j]`` takes, which bytes go from
 where to where, and on what kind of machine. Rules, each one of pipert's:
 
@@ -27,8 +30,9 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.plan import plan_call
 
 __all__ = ["Plan", "Simulation", "Task", "Transfer", "checkpointed", "simulate"]
 
@@ -140,7 +144,10 @@ class _Program:
 
     def __post_init__(self) -> None:
         hops = self.plan.hops()
-        diagonals = list(Schedule(self.plan.m, self.plan.n).diagonals())
+        order = plan_call(self.plan.m, self.plan.n, range(self.plan.n)).order
+        diagonals = [
+            [(i, j) for _, i, j in clock] for _, clock in groupby(order, lambda a: a.i + a.j)
+        ]
         done: dict[tuple[str, int, int], Task] = {}
         for diagonal in diagonals:
             arrived = {j: self._copies(hops, i, j, "forward", done) for i, j in diagonal}

@@ -57,7 +57,7 @@ def measured(
         table.append(Row(tuple(cells)))
     columns = ("setting", "batch", "m", "pipert, samples/s", "torchgpipe", "ratio", "pipert, MiB")
     where = ", ".join(map(str, devices))
-    report(f"{title}: measured on {where}", (*columns, "torchgpipe, MiB"), table, bars=False)
+    report(f"{title}: measured on {where}", (*columns, "torchgpipe, MiB"), table)
     for figures in found:
         for name in names:
             if figures.get(name, {}).get("failed"):

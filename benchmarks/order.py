@@ -30,8 +30,11 @@ from functools import partial
 from statistics import median
 
 import torch
-from _measure import Row, both, medians, report, rows, start, take_turns
+from _measure import Row, both, medians, report, rows, start, take_turns, verdict
 from torch import Tensor, nn
+
+from pipert.schedules.plan import plan_call
+from pipert.schedules.simulate import simulate
 
 __all__ = ["main"]
 
@@ -64,12 +67,9 @@ def plan(variation: float) -> list[list[float]]:
 
 def critical_path(durations: Sequence[Sequence[float]]) -> float:
     """The longest path: each task after its predecessor in its micro-batch and in its partition."""
-    finished = [0.0] * len(durations[0])  # of each micro-batch, in the partition before
-    for partition in durations:
-        free = 0.0  # when the worker of this partition is
-        for i, duration in enumerate(partition):
-            free = finished[i] = max(free, finished[i]) + duration
-    return finished[-1]
+    n, m = len(durations), len(durations[0])
+    times = simulate(plan_call(m, n, range(n)), lambda action: durations[action.j][action.i])
+    return max(end for _, end in times.values())
 
 
 def by_diagonal(durations: Sequence[Sequence[float]]) -> float:
@@ -124,8 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         *("by diagonal", "torchgpipe"),
     )
     title = f"Forward of sleeping layers, n={N} m={M}, T={1e3 * T:.0f} ms, milliseconds"
-    held = report(title, columns, table)
-    return int(arguments.check and not held)
+    return verdict(report(title, columns, table), check=arguments.check)
 
 
 if __name__ == "__main__":

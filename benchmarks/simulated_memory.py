@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plain = of_plain(subject, m)
         report(
             f"{subject.name}, n={n} m={m}, simulated, KiB; plain on one device: {plain / KIB:.0f}",
-            columns, list(rows(subject, n, m)), bars=False,
+            columns, list(rows(subject, n, m)),
         )  # fmt: skip
     return 0
 

@@ -22,7 +22,7 @@ from _virtual import GPUS, Way, measure  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
-from _measure import Row, header, report  # noqa: E402
+from _measure import Row, header, report, verdict  # noqa: E402
 from _paper import Setting  # noqa: E402
 from _predict import Link, predict  # noqa: E402
 from _virtual_models import WORKLOADS  # noqa: E402
@@ -100,10 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
     table = [compare(case, BAR * arguments.slack) for case in (SHORT if arguments.short else CASES)]
     columns = ("case", "simulated step", "predicted", "ratio")
-    held = report(f"Predicted and simulated, milliseconds, bar ±{BAR:.2f}", columns, table)
-    reports = GPUS.reports()
-    print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
-    return int(bool(reports) or (arguments.check and not held))
+    missed = report(f"Predicted and simulated, milliseconds, bar ±{BAR:.2f}", columns, table)
+    return verdict(missed, check=arguments.check, reports=GPUS.reports())
 
 
 if __name__ == "__main__":

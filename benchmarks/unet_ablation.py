@@ -92,7 +92,7 @@ def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
         *("paper, utilisation", "predicted", "paper, GiB", "predicted"),
     )
     print(assumptions(arguments, speed), end="\n\n")
-    report("U-Net (5, 64), four devices, batch 128, m=8: simulated", columns, table, bars=False)
+    report("U-Net (5, 64), four devices, batch 128, m=8: simulated", columns, table)
     return found
 
 
@@ -133,7 +133,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         table.append(Row(tuple(cells)))
     columns = ("parts", "samples/s", "speed-up", "utilisation", "MiB")
     where = ", ".join(map(str, devices))
-    report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table, bars=False)
+    report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table)
     if len(set(devices)) > 1:  # there are copies, and how much of them computation hides
         print(timelines["+ direct skips"].report(), end="\n\n")
     return figures, timelines

@@ -59,7 +59,7 @@ def at_paper_sizes() -> list[dict[str, Any]]:
         *("setting", "(B, C)", "paper, 10^9 parameters", "ours", "paper, GiB", "computed"),
         *("of that parameters", "each device"),
     )
-    report("U-Net, memory: computed from shapes", columns, table, bars=False)
+    report("U-Net, memory: computed from shapes", columns, table)
     return found
 
 
@@ -81,7 +81,7 @@ def here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         cells += ["-" if peak is None else f"{peak / GIB:.3f}", f"{figures['computed'] / GIB:.3f}"]
         table.append(Row(tuple(cells)))
     columns = ("setting", "batch", "m", "measured, GiB", "computed")
-    report("The same steps, computed from shapes", columns, table, bars=False)
+    report("The same steps, computed from shapes", columns, table)
     return found
 
 

@@ -1,7 +1,7 @@
 """``Partitioned``: an ``nn.Sequential`` that is split and placed, and still looks like one.
 
-This is all of a pipe that does not run anything: layers, devices, hooks, what it shares with the
-module that it was made of.
+This is all of a pipe that does not run anything: layers, devices, hooks, settings, what it shares
+with the module that it was made of.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pipert.model.devices import (
     parse_devices,
     where_tensors_are,
 )
+from pipert.model.settings import check_checkpoint, check_chunks, check_timeout, whole
 from pipert.model.split import check_balance, check_module, place, sequential, split
 from pipert.skip.verify import verify_skippables
 
@@ -46,7 +47,10 @@ class Partitioned(nn.Module):
 
     # What is set on this object itself, and is no layer.
     _own = frozenset(
-        {"_balance", "_deferred_batch_norm", "_devices", "_partitions", "_workers", "training"}
+        {
+            "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
+            "_timeout", "_workers", "checkpoint", "chunks", "timeout", "training",
+        }  # fmt: skip
     )
 
     def __init__(
@@ -141,6 +145,38 @@ class Partitioned(nn.Module):
         """The partitions, each an ``nn.Sequential`` of the module's own layers."""
         return self._partitions
 
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches, at most. May be assigned between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = check_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are recomputed. May be assigned between calls."""
+        return self._checkpoint or "except_last"
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str | None) -> None:
+        self._checkpoint = check_checkpoint(checkpoint)  # None: not chosen
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a call may take, or ``None``. May be assigned between calls."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | None) -> None:
+        self._timeout = check_timeout(timeout)
+
+    @property
+    def deferred_batch_norm(self) -> bool:
+        """Whether running statistics are updated once for each call."""
+        return self._deferred_batch_norm
+
     def __len__(self) -> int:
         return sum(self._balance)
 
@@ -182,6 +218,9 @@ class Partitioned(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def extra_repr(self) -> str:
+        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
+
     def __repr__(self) -> str:
         lines = [f"Pipe({self.extra_repr()}"]
         for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
@@ -189,15 +228,3 @@ class Partitioned(nn.Module):
             for name, layer in partition._modules.items():
                 lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
         return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
-
-
-def whole(number: Any, what: str) -> int:
-    """``number`` as an integer.
-
-    Raises:
-        ValueError: it is none.
-    """
-    whole = int(number)
-    if not isinstance(number, str) and whole != number:
-        raise ValueError(f"{what} must be a whole number, got {number!r}")
-    return whole

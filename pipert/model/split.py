@@ -45,8 +45,8 @@ def check_module(module: Any) -> None:
         )
 
 
-def require_balance(balance: Any) -> None:
-    """Refuse to go without.
+def require_balance(balance: Any) -> Iterable[int]:
+    """Return the balance, which a pipe cannot go without.
 
     Raises:
         ValueError: there is none.
@@ -59,6 +59,7 @@ def require_balance(balance: Any) -> None:
         )
     if not isinstance(balance, Iterable):
         raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
+    return balance
 
 
 def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | None) -> None:

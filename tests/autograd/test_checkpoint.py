@@ -29,7 +29,9 @@ class Replay:
         self.compute = compute
         self.values: list[Any] = []
 
-    def __call__(self, get_value: Callable[[], Any], check: Callable[[], None]) -> None:
+    def __call__(
+        self, get_value: Callable[[], Any], check: Callable[[], None], on_worker: bool
+    ) -> None:
         with torch.enable_grad():
             self.values.append(get_value())
             self.compute(self.values[-1])
@@ -43,7 +45,9 @@ class Replay:
 class Forgetful(Replay):
     """One that keeps nothing alive."""
 
-    def __call__(self, get_value: Callable[[], Any], check: Callable[[], None]) -> None:
+    def __call__(
+        self, get_value: Callable[[], Any], check: Callable[[], None], on_worker: bool
+    ) -> None:
         with torch.enable_grad():
             self.compute(get_value())
         check()

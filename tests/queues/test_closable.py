@@ -21,6 +21,7 @@ import pytest
 
 from pipert.queues import closable
 from pipert.queues.closable import ClosableQueue, QueueClosed
+from pipert.queues.once import Once
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 
@@ -237,9 +238,9 @@ def between_bytecodes(
     return stop
 
 
-PUT = {ClosableQueue.put.__code__, closable._take.__code__}
-GET = {ClosableQueue.get.__code__, closable._take.__code__}
-CLOSE = {ClosableQueue.close.__code__, closable._take.__code__}
+PUT = {ClosableQueue.put.__code__, Once.take.__code__}
+GET = {ClosableQueue.get.__code__, Once.take.__code__}
+CLOSE = {ClosableQueue.close.__code__, Once.take.__code__}
 
 
 def test_an_item_that_is_put_while_the_queue_is_closed_is_accounted_for_once() -> None:

@@ -1,4 +1,4 @@
-"""Several partitions on each of some simulated GPUs: nothing is read too early, and time is saved."""
+"""Several partitions on each simulated GPU: nothing is read too early, and time is saved."""
 
 from __future__ import annotations
 

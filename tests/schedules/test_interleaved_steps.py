@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
 from tests.layers import Apply
+from tests.skip.declaring import declaring
 from tests.step.compare import MODES, batch, grads_of, linear, mean, same
 
 PATIENCE = 10.0  # s
@@ -46,7 +47,7 @@ class Pop(Skippable):
 
 def with_skips() -> nn.Sequential:
     """To the other worker, and to another partition of the same one."""
-    near, far = skippable(pop=["near"])(Pop), skippable(pop=["far"])(Pop)
+    near, far = declaring(Pop, pop=["near"]), declaring(Pop, pop=["far"])
     return nn.Sequential(Stash(), near(), far(), linear(3, 3))
 
 

@@ -28,13 +28,14 @@ from pipert import Pipe, is_recomputing
 from pipert.autograd.streams import CopyStreams
 from pipert.schedules.clock_cycle import Schedule
 from pipert.seeing.ledger import Ledger
-from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip import Skippable, pop, stash
 from pipert.skip.routes import routes
 from pipert.stage.lane import Lane
 from pipert.stage.run import Run
 from pipert.workers.activity import Activity, Seat
 from pipert.workers.context import CallerContext
 from pipert.workers.turn import Turn
+from tests.skip.declaring import declaring
 
 Forward = Generator[Any, Any, Any]
 
@@ -125,8 +126,8 @@ class Setting:
         self.skips, self.popped = Skips(), Skips()
         self.counts: dict[str, int] = {}
         self.fail = fail
-        poppers = [skippable(pop=["a"])(Pop)(self.popped, self.log) for _ in range(pops)]
-        stasher = skippable(stash={"a": pops})(Stash)(self.skips, self.log)
+        poppers = [declaring(Pop, pop=["a"])(self.popped, self.log) for _ in range(pops)]
+        stasher = declaring(Stash, stash={"a": pops})(self.skips, self.log)
         self.layers = [stasher, Log(self.log, "3 in between"), *poppers]
 
     def log(self, event: str) -> None:
