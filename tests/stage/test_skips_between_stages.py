@@ -185,7 +185,7 @@ def test_in_inference_mode_what_is_copied_is_not_computed_on_the_way(
 
 
 def test_each_micro_batch_s_skip_is_copied_on_streams_of_its_own(naming: NamingStreams) -> None:
-    layers = [[Stash(nn.Identity())], [Pop(nn.Identity())]]
+    layers: list[list[nn.Module]] = [[Stash(nn.Identity())], [Pop(nn.Identity())]]
     Driven(layers, inputs_of(2), [CPU, META], streams=naming).go()
     assert [line for line in naming.copies() if line.endswith("skip")] == [
         f"from <copy cpu {i}> to <copy meta {i}>: skip" for i in range(2)
