@@ -1,9 +1,9 @@
-"""What the benchmarks share: both products side by side, taking turns, and tables of medians.
+"""Shared by the benchmarks: measures both products alternately, and prints tables of medians.
 
-A machine that does other work too makes every absolute time wrong, by factors at times. So the
-products are measured in one process, they take turns call by call, whoever went first goes second
-in the next round, and what counts is the ratio of the two medians. A bar that was missed under
-``--check`` is measured afresh, ``ATTEMPTS`` times in all, and the output says so each time.
+Other work on the machine distorts every absolute time, sometimes by factors. So the
+products run in one process and alternate call by call, swapping their order in each
+round, and the ratio of the two medians counts. A bar missed under
+``--check`` is measured again, up to ``ATTEMPTS`` times in all, and the output says so each time.
 
 PyTorch computes with one intra-op thread: on layers this small a second one adds only noise.
 """
@@ -33,7 +33,10 @@ except ImportError:
         "Install it with: pip install torchgpipe==0.0.7"
     ) from None
 
-__all__ = ["ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns"]
+__all__ = [
+    "ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns",
+    "verdict",
+]  # fmt: skip
 
 ATTEMPTS = 3
 
@@ -49,7 +52,7 @@ class Row:
 
 
 def start(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read ``--check``, ``--short`` and ``--slack``, and fix what every benchmark fixes."""
+    """Read ``--check``, ``--short`` and ``--slack``, set one thread, and print the header."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
@@ -61,7 +64,7 @@ def start(argv: Sequence[str] | None, description: str | None) -> argparse.Names
 
 
 def header() -> str:
-    """The versions and the hardware that the figures below it belong to."""
+    """Returns the versions and the hardware of the figures below it."""
     return (
         f"pipert {__version__}, torchgpipe {version('torchgpipe')}, "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
@@ -85,7 +88,7 @@ def both(
 def take_turns(
     measure: Callable[[str], T], names: Sequence[str], *, repeats: int, warm_up: int = 2
 ) -> dict[str, list[T]]:
-    """Call ``measure(name)`` for each name in turn, ``repeats`` times, and keep what it returns."""
+    """Call ``measure(name)`` for each name in turn, ``repeats`` times, and collect the results."""
     results: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(-warm_up, repeats):
         for name in names if turn % 2 else reversed(names):
@@ -101,7 +104,7 @@ def medians(samples: Sequence[Sequence[float]]) -> list[float]:
 
 
 def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
-    """The rows of a case. One that missed a bar is measured afresh, under ``--check`` only."""
+    """Returns the rows of a case. Under ``--check``, a case that misses a bar is measured again."""
     measured = measure()
     for attempt in range(2, ATTEMPTS + 1):
         missed = [line for row in measured for line in row.missed]
@@ -112,10 +115,8 @@ def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
     return measured
 
 
-def report(
-    title: str, columns: Sequence[str], table: Sequence[Row], *, bars: bool = True
-) -> bool:
-    """Print an aligned Markdown table and the bars that were missed. True when none was."""
+def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> list[str]:
+    """Print an aligned Markdown table, and return the bars that it missed, for ``verdict``."""
     cells = [tuple(columns), *(row.cells for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     ruler = tuple("-" * width for width in widths)
@@ -123,7 +124,22 @@ def report(
     for line in (cells[0], ruler, *cells[1:]):
         first, *rest = zip(line, widths, strict=True)
         print(f"| {first[0]:<{first[1]}} |", *(f"{cell:>{width}} |" for cell, width in rest))
-    missed = [line for row in table for line in row.missed]
-    lines = [f"MISSED: {line}" for line in missed] or ["Every bar held."] * bars
-    print("", *lines, "", sep="\n")
-    return not missed
+    print()
+    return [line for row in table for line in row.missed]
+
+
+def verdict(
+    missed: Sequence[str], *, check: bool, reports: Sequence[object] | None = None
+) -> int:
+    """Print the one verdict on all tables of a benchmark, below them, and return its exit status.
+
+    Args:
+        missed: the bars that were missed, in any of the tables.
+        check: whether a missed bar is a failure.
+        reports: of missing waits, each a failure without ``check`` as well; ``None`` where nobody
+            looks for them.
+    """
+    if reports is not None:
+        print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
+    print(*([f"MISSED: {line}" for line in missed] or ["Every bar held."]), sep="\n")
+    return int(bool(reports) or (check and bool(missed)))

@@ -1,4 +1,4 @@
-"""Training steps that really run: pipert and torchgpipe over the same model, in turns."""
+"""Measures real training steps: pipert and torchgpipe alternate over the same model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def measured(
         table.append(Row(tuple(cells)))
     columns = ("setting", "batch", "m", "pipert, samples/s", "torchgpipe", "ratio", "pipert, MiB")
     where = ", ".join(map(str, devices))
-    report(f"{title}: measured on {where}", (*columns, "torchgpipe, MiB"), table, bars=False)
+    report(f"{title}: measured on {where}", (*columns, "torchgpipe, MiB"), table)
     for figures in found:
         for name in names:
             if figures.get(name, {}).get("failed"):

@@ -108,7 +108,7 @@ def count(way: str, checkpoint: str) -> dict[str, Counted]:
                 else:
                     pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss, schedule=way)
     finally:
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return {name[0]: counted for name, counted in found.items() if name.endswith("[1,1]")}
 
 

@@ -1,4 +1,4 @@
-"""What a recording costs: the same step with ``pipe.record()`` and without, taking turns.
+"""Measures the cost of a recording: the same step with and without ``pipe.record()``, in turn.
 
 A small GPT in two partitions on two CPU workers: forward, loss and backward. A recording times each
 task and each layer, and hooks the nodes of the backward.
@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from statistics import median
 
 import torch
-from _measure import Row, report, rows, start, take_turns
+from _measure import Row, report, rows, start, take_turns, verdict
 from torch import Tensor, nn
 
 from pipert import Pipe
@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         table += rows(measure, check=arguments.check)
     columns = ("checkpoint", "events", "plain", "recorded", "ratio", "bar")
-    held = report("A step of a small GPT, milliseconds", columns, table)
-    return int(arguments.check and not held)
+    missed = report("A step of a small GPT, milliseconds", columns, table)
+    return verdict(missed, check=arguments.check)
 
 
 if __name__ == "__main__":

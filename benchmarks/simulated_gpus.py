@@ -7,10 +7,10 @@
     python benchmarks/simulated_gpus.py --short --check       # for CI
 
 The plain module on one device, torchgpipe and pipert take the same step on devices of the same
-speed. What runs are the real runtimes; only the devices' clocks are simulated (``_virtual.py``), so
+speed. The runtimes are real; only the devices' clocks are simulated (``_virtual.py``), so
 nothing in these tables was measured on a GPU. Figures are medians of ``--repeats`` steps. pipert's
-are the same in each: its order does not depend on the timing of threads. *spread* is the largest of
-the row, the longest step over the shortest.
+are the same in each: its order does not depend on thread timing. *spread* is the row's largest
+ratio of the longest step to the shortest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from _virtual import GPUS, MODES, PLAIN, Case, Machine, Steps, Way, ideal, measu
 import _virtual_ablation as ablation  # noqa: E402
 import _virtual_host as host  # noqa: E402
 import torch  # noqa: E402
-from _measure import Row, header, report  # noqa: E402
+from _measure import Row, header, report, verdict  # noqa: E402
 from _paper import AMOEBANET_SPEED, UNET_SPEED  # noqa: E402
 from _predict import best_balance  # noqa: E402
 from _virtual_models import WORKLOADS, Workload  # noqa: E402
@@ -95,9 +95,10 @@ def _figures(
     }  # fmt: skip
 
 
-def speeds(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+def speeds(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
     """Print a table for each model."""
-    held, all_found = True, []
+    missed: list[str] = []
+    all_found = []
     for name in arguments.only:
         workload = WORKLOADS[name]
         sizes = SHORT if arguments.short else workload.sizes
@@ -105,9 +106,9 @@ def speeds(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
         with tqdm(total=total, desc=name, unit="figure", mininterval=5) as bar:
             table, found = speed(workload, sizes, arguments.repeats, bar.update)
         columns = ("case", "ideal", "torchgpipe", "pipert", "gpipe", "1f1b", "spread")
-        held &= report(_title(workload.name, workload.rates()), columns, table)
+        missed += report(_title(workload.name, workload.rates()), columns, table)
         all_found += found
-    return held, all_found
+    return missed, all_found
 
 
 def _title(name: str, machine: Machine) -> str:
@@ -137,7 +138,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments  # fmt: skip
 
 
-def ablations(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+def ablations(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
     """Print what each part is worth, for each case."""
     all_found = []
     models = [WORKLOADS[name] for name in arguments.only]
@@ -147,23 +148,23 @@ def ablations(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
         for one in cases:
             table, found = ablation.table(one, arguments.repeats, bar.update)
             title = f"{one}: simulated, speed-up over the clock alone ({one.machine})"
-            report(title, ablation.COLUMNS, table, bars=False)
+            report(title, ablation.COLUMNS, table)
             all_found += found
-    return True, all_found
+    return [], all_found
 
 
-def hosts(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+def hosts(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
     """Print what a step takes if launches cost time."""
     us = host.launch_us() if arguments.host_us is None else arguments.host_us
     print(f"A launch costs {us:.1f} us of the host.", end="\n\n")
     with tqdm(desc="host", mininterval=5) as bar:
         table, found = host.table(us, arguments.repeats, bar.update, short=arguments.short)
     title = "AmoebaNet-D (18, 256), 16 samples, never: simulated, milliseconds of a step"
-    report(title, host.COLUMNS, table, bars=False)
-    return True, found
+    report(title, host.COLUMNS, table)
+    return [], found
 
 
-def papers(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
+def papers(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
     """Print the paper's settings, as the simulator has them for the simulated machine."""
     all_found = []
     columns = (
@@ -186,11 +187,11 @@ def papers(arguments: argparse.Namespace) -> tuple[bool, list[Figures]]:
             all_found.append({"model": name, "setting": setting.name,
                               **dict(zip(names, throughputs, strict=True))})  # fmt: skip
         title = f"{workload.name}: predicted from its layers, simulated at 1/16 of its width"
-        report(f"{title} ({workload.rates()})", columns, table, bars=False)
-    return True, all_found
+        report(f"{title} ({workload.rates()})", columns, table)
+    return [], all_found
 
 
-Table = Callable[[argparse.Namespace], tuple[bool, list[Figures]]]
+Table = Callable[[argparse.Namespace], tuple[list[str], list[Figures]]]
 TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": hosts, "paper": papers}
 
 
@@ -202,17 +203,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
     GPUS.detect(not arguments.no_detect)
-    held, figures = True, {}
+    missed: list[str] = []
+    figures = {}
     for name in arguments.tables:
-        good, figures[name] = TABLES[name](arguments)
-        held &= good
+        of_table, figures[name] = TABLES[name](arguments)
+        missed += of_table
     reports = GPUS.reports()
-    looked = "not looked for" if arguments.no_detect else f"{len(reports)} reports"
-    print(f"Missing waits: {looked}.", *reports[:10], sep="\n")
     if arguments.json is not None:
         given = {"versions": header(), "reports": len(reports), "rates": _rates(arguments)}
         arguments.json.write_text(json.dumps({**given, **figures}, indent=1), encoding="utf-8")
-    return int(bool(reports) or (arguments.check and not held))
+    if arguments.no_detect:
+        print("Missing waits: not looked for.")
+    looked = None if arguments.no_detect else reports
+    return verdict(missed, check=arguments.check, reports=looked)
 
 
 def _rates(arguments: argparse.Namespace) -> dict[str, Any]:

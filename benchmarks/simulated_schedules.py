@@ -1,4 +1,4 @@
-"""What schedules make of slow links, in the virtual time of simulated GPUs.
+"""Compares schedules over slow links, in the virtual time of simulated GPUs.
 
 ::
 
@@ -11,7 +11,7 @@ memory and launches cost nothing; links take the time of their bytes. A task of 
 devices with 32 micro-batches takes 34 us, one of backward 67 us, and a copy 5.5 us. *MiB* is the
 peak of what a step allocates on the first device.
 
-What runs is pipert; only the clocks of the devices are simulated, so nothing here was measured on a
+pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a
 GPU. The figures are the same in each run.
 """
 
@@ -32,7 +32,7 @@ GPUS = simulated_gpus.start()
 
 # isort: split
 import torch  # noqa: E402
-from _measure import Row, header, report  # noqa: E402
+from _measure import Row, header, report, verdict  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
@@ -113,10 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     plain = measure(layers().to("cuda:0"))
     table = [row(n, m, plain) for n, m in (map(int, case.split("x")) for case in only)]
     title = f"simulated, speed-up over plain on one device, links {arguments.link:g} GB/s"
-    held = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
-    reports = GPUS.reports()
-    print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
-    return int(bool(reports) or (arguments.check and not held))
+    missed = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
+    return verdict(missed, check=arguments.check, reports=GPUS.reports())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What each part of the runtime is worth: the ablation of section 4.1 of the paper, U-Net (5, 64).
+"""Measures what each part of the runtime is worth: the paper's section 4.1, U-Net (5, 64).
 
 The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
-the devices that are here, four pipes with the same switches run in turns. ``--picture`` draws the
-four timelines, as the paper's figure does: those that ran if there are four devices, else the
+the available devices, four pipes with the same switches run in turn. ``--picture`` draws the
+four timelines, as the paper's figure does: the real ones if there are four devices, else the
 simulated. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
 
-*Clock only* and *+ fork/join* differ in the paper, and not here. Autograd takes of the nodes that
-are ready the one made last. A worker of pipert makes the nodes of its micro-batches one after the
-other, and a recomputation makes none that are run backward, so the last micro-batch comes first
+*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready
+node created last. A worker of pipert creates the nodes of its micro-batches one after the
+other, and a recomputation creates none that run backward, so the last micro-batch comes first
 anyway. Fork and join turn what happens into what must happen.
 """
 
@@ -92,7 +92,7 @@ def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
         *("paper, utilisation", "predicted", "paper, GiB", "predicted"),
     )
     print(assumptions(arguments, speed), end="\n\n")
-    report("U-Net (5, 64), four devices, batch 128, m=8: simulated", columns, table, bars=False)
+    report("U-Net (5, 64), four devices, batch 128, m=8: simulated", columns, table)
     return found
 
 
@@ -133,7 +133,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         table.append(Row(tuple(cells)))
     columns = ("parts", "samples/s", "speed-up", "utilisation", "MiB")
     where = ", ".join(map(str, devices))
-    report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table, bars=False)
+    report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table)
     if len(set(devices)) > 1:  # there are copies, and how much of them computation hides
         print(timelines["+ direct skips"].report(), end="\n\n")
     return figures, timelines

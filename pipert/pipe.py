@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from pipert._typing import Device, Value
 from pipert.batch.microbatch import gather, scatter
 from pipert.engine.runtime import Runtime
-from pipert.engine.timeout import check_timeout, refuse_keywords_of, still_busy
+from pipert.engine.timeout import still_busy
 from pipert.errors import PipelineTimeout
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
-from pipert.model.partitioned import Partitioned, whole
+from pipert.model.partitioned import Partitioned
+from pipert.model.settings import check_timeout, recomputed, refuse_keywords_of
 from pipert.model.split import require_balance
 from pipert.schedules.plan import BOUNDED, Schedule, plan
 from pipert.seeing.observers import Observer
@@ -33,8 +34,6 @@ from pipert.workers.context import refuse_transforms
 __all__ = ["Pipe"]
 
 _log = logging.getLogger("pipert")
-
-_MODES = ("always", "except_last", "never")
 
 when_made: list[Callable[[Pipe], None]] = []
 """Called with each pipe that is made. For programs that start others, see ``traced_script``."""
@@ -78,10 +77,7 @@ class Pipe(Partitioned):
         IndexError: there are more partitions than devices.
     """
 
-    _own = Partitioned._own | {
-        "_checkpoint", "_chunks", "_runtime", "_stop", "_timeout", "checkpoint", "chunks",
-        "timeout",
-    }  # fmt: skip
+    _own = Partitioned._own | {"_runtime", "_stop"}
 
     is_pipe = True  # for a pipe around this one: skips and statistics in here are not its business
 
@@ -96,11 +92,10 @@ class Pipe(Partitioned):
         deferred_batch_norm: bool | None = None,
         timeout: float | None = None,
     ) -> None:
-        require_balance(balance)
+        balance = require_balance(balance)
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
-        assert balance is not None
         super().__init__(module, balance, devices, deferred_batch_norm)
         self._start()
 
@@ -148,54 +143,13 @@ class Pipe(Partitioned):
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
         inputs = scatter(args, kwargs, self._chunks)
-        m = len(inputs)
-        checkpointed = _checkpointed(self.checkpoint, m)
-        if not self._deferred_batch_norm or is_recomputing():
-            return gather(self._runtime.call(inputs, checkpointed, timeout=seconds))
-        stats = DeferredStats(self._partitions)
+        deferred = self._deferred_batch_norm and not is_recomputing()
+        stats = DeferredStats(self._partitions) if deferred else None
+        checkpointed = recomputed(self.checkpoint, len(inputs))
         outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds))
-        stats.commit()
+        if stats is not None:
+            stats.commit()
         return outputs
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches, at most. May be assigned between calls."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        number = whole(chunks, "chunks")
-        if number < 1:
-            raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
-        self._chunks = number
-
-    @property
-    def checkpoint(self) -> str:
-        """Which micro-batches are recomputed. May be assigned between calls."""
-        return self._checkpoint or "except_last"
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str | None) -> None:
-        if checkpoint is None:  # not chosen
-            self._checkpoint = None
-            return
-        if str(checkpoint) not in _MODES:
-            raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
-        self._checkpoint = str(checkpoint)
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds that a call may take, or ``None``. May be assigned between calls."""
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, timeout: float | None) -> None:
-        self._timeout = check_timeout(timeout)
-
-    @property
-    def deferred_batch_norm(self) -> bool:
-        """Whether running statistics are updated once for each call."""
-        return self._deferred_batch_norm
 
     def record(self) -> AbstractContextManager[Timeline, None]:
         """Record what each device does in the calls that begin inside of the block.
@@ -325,7 +279,7 @@ class Pipe(Partitioned):
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
         chosen = self._checkpoint or ("never" if schedule in BOUNDED else "except_last")
-        checkpointed = _checkpointed(chosen, m)
+        checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(loss, return_outputs)
         stats = DeferredStats(self._partitions) if self._deferred_batch_norm else None
@@ -344,11 +298,3 @@ class Pipe(Partitioned):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._start()
-
-    def extra_repr(self) -> str:
-        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
-
-
-def _checkpointed(mode: str, m: int) -> int:
-    """How many of ``m`` micro-batches, from the first, are recomputed."""
-    return {"always": m, "except_last": m - 1, "never": 0}[mode]

@@ -1,4 +1,4 @@
-"""The equivalence contract of ARCHITECTURE.md: ``Pipe(module)`` against ``module``.
+"""The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
 
 Rows 1, 2, 4, 5 and 6, and the pitfalls about gradients. Row 3 is about random numbers and row 7
 about refusals; those are tested beside what draws and what refuses.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert import Pipe, PipeClosedError
-from pipert.workers import context
 from pipert.workers import pool as pool_module
+from pipert.workers import thread_state
 from pipert.workers.worker import WorkerThread
 
 pytestmark = [
@@ -283,7 +283,7 @@ def test_a_child_forked_while_a_worker_sets_its_count_of_threads_can_run_the_pip
     threads = torch.get_num_threads()
     with two() as pipe:
         monkeypatch.setattr(torch, "set_num_threads", slow)
-        start: Callable[[], Any] = lambda: context.set_own_threads(threads)  # noqa: E731
+        start: Callable[[], Any] = lambda: thread_state.set_own_threads(threads)  # noqa: E731
         set_num_threads(4)  # so that the workers, too, will have to set theirs
         try:
             assert in_the_middle(pipe, start, reached, go_on) == RIGHT

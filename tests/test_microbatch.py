@@ -407,12 +407,12 @@ def test_equal_leaves_are_returned_once() -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([3, 4], r"output is no tensor.*3 in micro-batch 0 and 4 in micro-batch 1"),
-        ([(0, {"n": 3}), (0, {"n": 4})], r"output\[1\]\['n'\] is no tensor"),
-        ([Pair(1, 2), Pair(1, 3)], r"output\.right is no tensor"),
+        ([3, 4], r"output is not a tensor.*3 in micro-batch 0 and 4 in micro-batch 1"),
+        ([(0, {"n": 3}), (0, {"n": 4})], r"output\[1\]\['n'\] is not a tensor"),
+        ([Pair(1, 2), Pair(1, 3)], r"output\.right is not a tensor"),
         ([1, 1.0], r"1 in micro-batch 0 and 1\.0 in micro-batch 1"),
         ([1, True], r"1 in micro-batch 0 and True in micro-batch 1"),
-        ([(rows(1), 0), (None, 0)], r"output\[0\] is no tensor"),
+        ([(rows(1), 0), (None, 0)], r"output\[0\] is not a tensor"),
         ([5, 5, 6], r"5 in micro-batch 0 and 6 in micro-batch 2"),
         ([3, 4], "return a tensor"),
     ],

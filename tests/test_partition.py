@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.model.split import check_balance, check_module, draws, place, split
+from pipert.layers.drawing import draws
+from pipert.model.split import check_balance, check_module, place, split
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 

@@ -11,61 +11,14 @@ but what the executing layer itself holds.
 
 from __future__ import annotations
 
-import inspect
-import math
 import os
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-
-from torch import nn
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
 from pipert.stage.outcome import Outcome
 from pipert.status import WorkerStatistics
 
 __all__: list[str] = []
-
-
-def check_timeout(timeout: Any) -> float | None:
-    """A time limit in seconds, or ``None`` for none; none is also what no lock can wait for.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive.
-    """
-    if timeout is None:
-        return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
-    seconds = float(timeout)
-    if math.isnan(seconds) or seconds <= 0.0:
-        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
-    return seconds if seconds <= threading.TIMEOUT_MAX else None
-
-
-def refuse_keywords_of(
-    layer: nn.Module | None, given: Mapping[str, object], positional: int = 0
-) -> None:
-    """Refuse what is ``given`` to the call itself where the first layer takes a keyword of the same
-    name; ``None`` is not given.
-
-    Of the layer's parameters the first ``positional`` are there by position.
-
-    Raises:
-        TypeError: it does.
-    """
-    names = [name for name, value in given.items() if value is not None]
-    if layer is None or not names:
-        return
-    taken = list(inspect.signature(layer.forward).parameters)[positional:]
-    for name in names:
-        if name in taken:
-            raise TypeError(
-                f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
-                " too, and would not get it. Pass the layer's by position, or give it another name"
-                + ("; or set pipe.timeout" if name == "timeout" else "")
-            )
 
 
 class GivenUp:

@@ -1,7 +1,7 @@
 """``Partitioned``: an ``nn.Sequential`` that is split and placed, and still looks like one.
 
-This is all of a pipe that does not run anything: layers, devices, hooks, what it shares with the
-module that it was made of.
+This is all of a pipe that does not run anything: layers, devices, hooks, settings, what it shares
+with the module that it was made of.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.devices import default_devices, parse_devices
+from pipert.model.settings import check_checkpoint, check_chunks, check_timeout, whole
 from pipert.model.split import check_balance, check_module, place, sequential, split
 from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
 
-# The hooks of the wrapped module that calling the pipe must honour.
+# The hooks of the wrapped module that a call of the pipe must run.
 _SHARED_WITH_MODULE = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -34,13 +35,18 @@ class Partitioned(nn.Module):
 
     Args:
         module: the layers.
-        balance: how many each partition takes.
-        devices: where each partition goes; ``None`` for the default ones.
+        balance: the number of layers in each partition.
+        devices: the device of each partition; ``None`` for the default ones.
         deferred_batch_norm: the user's choice, if any.
     """
 
     # What is set on this object itself, and is no layer.
-    _own = frozenset({"_balance", "_deferred_batch_norm", "_devices", "_partitions", "training"})
+    _own = frozenset(
+        {
+            "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
+            "_timeout", "checkpoint", "chunks", "timeout", "training",
+        }  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -64,17 +70,17 @@ class Partitioned(nn.Module):
         self._partitions = split(module, self._balance)
         place(self._partitions, self._devices)
         self.training = module.training
-        # Not add_module: it refuses layers that are called like an attribute of this class.
+        # Not add_module: it refuses layers named like an attribute of this class.
         self._modules.update(module._modules)
         for name in _SHARED_WITH_MODULE:
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_hooked"] = module
 
     def _layers_changed(self) -> None:
-        """Called when a layer was replaced by another."""
+        """Called after a layer was replaced."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A layer may have any name, also that of a setting, and must not be in its way.
+        # A layer may have any name, even that of a setting, and must not shadow it.
         if name in self._own:
             object.__setattr__(self, name, value)
         elif isinstance(value, nn.Module):
@@ -83,11 +89,11 @@ class Partitioned(nn.Module):
             super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Replace the layer called ``name``; it moves to its partition's device.
+        """Replace the layer called ``name``; the new one moves to its partition's device.
 
         Raises:
-            ValueError: no layer has that name, or ``module`` is no module; a pipe has the layers it
-                was made of. Or a buffer would be needed on two devices.
+            ValueError: no layer has that name (layers cannot be added), ``module`` is not a
+                module, or a buffer would be needed on two devices.
             TypeError: its stashes and pops do not match those of the other layers, or it is a
                 SyncBatchNorm.
         """
@@ -96,7 +102,7 @@ class Partitioned(nn.Module):
             verify_skippables(whole)
             check_batch_norm(module, self._deferred_batch_norm)
             partitions = split(whole, self._balance)
-            place(partitions, self._devices)  # all: it may change where a shared parameter lives
+            place(partitions, self._devices)  # all of them: a shared parameter's home may change
             for partition in self._partitions:
                 if name in partition._modules:
                     partition._modules[name] = self._modules[name] = module
@@ -109,7 +115,7 @@ class Partitioned(nn.Module):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Which kind of backward hooks there are, registered with the module or the pipe."""
+        """The kind of backward hooks registered with the module or the pipe."""
         own: bool | None = self.__dict__["_full_backward_hook"]
         module = self.__dict__.get("_hooked")
         return own if own is not None or module is None else module._is_full_backward_hook
@@ -120,7 +126,7 @@ class Partitioned(nn.Module):
 
     @property
     def balance(self) -> list[int]:
-        """How many layers each partition has."""
+        """The number of layers in each partition."""
         return list(self._balance)
 
     @property
@@ -132,6 +138,38 @@ class Partitioned(nn.Module):
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The partitions, each an ``nn.Sequential`` of the module's own layers."""
         return self._partitions
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches, at most. May be assigned between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = check_chunks(chunks)
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are recomputed. May be assigned between calls."""
+        return self._checkpoint or "except_last"
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str | None) -> None:
+        self._checkpoint = check_checkpoint(checkpoint)  # None: not chosen
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a call may take, or ``None``. May be assigned between calls."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | None) -> None:
+        self._timeout = check_timeout(timeout)
+
+    @property
+    def deferred_batch_norm(self) -> bool:
+        """Whether running statistics are updated once for each call."""
+        return self._deferred_batch_norm
 
     def __len__(self) -> int:
         return sum(self._balance)
@@ -162,7 +200,7 @@ class Partitioned(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like come down to."""
+        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and the like."""
         for device in set(self._devices):
             moved = fn(torch.empty(0, device=device)).device
             if moved != device:
@@ -174,6 +212,9 @@ class Partitioned(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
+    def extra_repr(self) -> str:
+        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
+
     def __repr__(self) -> str:
         lines = [f"Pipe({self.extra_repr()}"]
         for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
@@ -181,15 +222,3 @@ class Partitioned(nn.Module):
             for name, layer in partition._modules.items():
                 lines.append(f"    ({name}): {repr(layer)}".replace("\n", "\n    "))
         return "\n".join(lines) + "\n)" if len(lines) > 1 else lines[0] + ")"
-
-
-def whole(number: Any, what: str) -> int:
-    """``number`` as an integer.
-
-    Raises:
-        ValueError: it is none.
-    """
-    whole = int(number)
-    if not isinstance(number, str) and whole != number:
-        raise ValueError(f"{what} must be a whole number, got {number!r}")
-    return whole

@@ -130,6 +130,11 @@ class Plan:
         """Where in the order each action is."""
         return {action: position for position, action in enumerate(self.order)}
 
+    @cached_property
+    def kinds_there_are(self) -> frozenset[str]:
+        """The kinds of action that it has, those of a schedule's own included."""
+        return frozenset([action.kind for action in self.order])
+
     @property
     def goes_back(self) -> bool:
         """Whether the backward is part of it, and not left to autograd."""

@@ -76,8 +76,7 @@ def assemble(
             weights[j],
             stats.partitions[j] if stats else None,
         )
-        kinds = {action.kind for action in run.plan.order}
-        stage.how = {kind: ACTIONS[kind](stage) for kind in kinds}
+        stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
 

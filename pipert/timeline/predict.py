@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipert.schedules.plan import plan_call
+from pipert.schedules.simulate import simulate
+
 __all__ = ["Costs"]
 
 
@@ -49,19 +52,12 @@ def step_seconds(
     ``one_thread``: of autograd does the backward of all partitions.
     """
     n = len(costs)
-    there = _grid(m, range(n), [cost.forward for cost in costs], workers)
+    there = _last_end(m, [cost.forward for cost in costs], workers)
     back = [cost.recompute + cost.backward for cost in costs]
-    return there + _grid(m, range(n - 1, -1, -1), back, [0] * n if one_thread else workers)
+    return there + _last_end(m, back[::-1], [0] * n if one_thread else workers[::-1])
 
 
-def _grid(m: int, way: range, seconds: Sequence[float], workers: Sequence[int]) -> float:
-    """When the last of ``m`` micro-batches has gone the ``way`` through the partitions."""
-    free = {worker: 0.0 for worker in workers}
-    done = [0.0] * m
-    for k in range(m + len(way) - 1):
-        for step, j in enumerate(way):
-            i = k - step
-            if 0 <= i < m:
-                start = max(free[workers[j]], done[i])
-                free[workers[j]] = done[i] = start + seconds[j]
-    return max(done)
+def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float:
+    """When the last of ``m`` micro-batches has gone through all partitions."""
+    clock = plan_call(m, len(seconds), workers)
+    return max(end for _, end in simulate(clock, lambda action: seconds[action.j]).values())

@@ -32,6 +32,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -89,55 +90,34 @@ class CallerContext:
     """
 
     __slots__ = (
-        "_autocast", "_dispatch_modes", "_function_modes", "_grad", "_inference", "_plain",
-        "_streams", "_threads", "going_back_on_worker", "on_worker", "saved_tensor_hooks",
-        "variables",
+        "_plain", "_settings", "_threads", "going_back_on_worker", "on_worker",
+        "saved_tensor_hooks", "variables",
     )  # fmt: skip
 
     def __init__(self, devices: Sequence[torch.device] = (), cpu_workers: int = 0) -> None:
-        self._grad = torch.is_grad_enabled()
-        self._inference = torch.is_inference_mode_enabled()
-        self._autocast = get_autocast()
-        # A run inside a task has random numbers of its own to watch over.
-        self._function_modes = [
-            mode for mode in function_modes() if not getattr(mode, "belongs_to_its_task", False)
-        ]
-        self._dispatch_modes = dispatch_modes()
-        self.variables = contextvars.copy_context()
-        self.saved_tensor_hooks = hooks_of_caller()
-        self._streams = [torch.cuda.current_stream(device) for device in devices]
+        self._settings = settings = _Settings(devices)
         self._threads = torch.get_num_threads()
-        self._plain = self._autocast == NEW_THREAD_AUTOCAST and not (
-            self._inference
-            or self._function_modes
-            or self._dispatch_modes
-            or self.saved_tensor_hooks
+        self.variables = contextvars.copy_context()
+        self.saved_tensor_hooks = settings.hooks
+        has_modes = bool(settings.functions or settings.dispatches)
+        self._plain = settings.autocast == NEW_THREAD_AUTOCAST and not (
+            settings.inference or settings.hooks or has_modes
         )
-        usual = self._plain and not self._streams
         share = max(1, self._threads // max(1, cpu_workers))
-        self.on_worker = OnWorker(self._grad, share, None if usual else self._all_on_worker)
-        usual = not (self._streams or self._function_modes or self._dispatch_modes)
-        more = None if usual else self._going_back_on_worker
-        self.going_back_on_worker = OnWorker(True, share, more)
+        usual = self._plain and not settings.streams
+        more = None if usual else partial(_all_on_worker, settings)
+        self.on_worker = OnWorker(settings.grad, share, more)
+        going_back = partial(_going_back, settings) if has_modes or settings.streams else None
+        self.going_back_on_worker = OnWorker(True, share, going_back)
 
     @property
     def grad_enabled(self) -> bool:
         """Whether a graph is to be made."""
-        return self._grad and not self._inference
+        return self._settings.grad and not self._settings.inference
 
     def set_variable(self, variable: contextvars.ContextVar[T], value: T) -> None:
         """Let the tasks see ``value``; the caller does not. Before the first task."""
         self.variables.run(variable.set, value)
-
-    @contextlib.contextmanager
-    def _all_on_worker(self) -> Iterator[None]:
-        with current_streams(self._streams), self._unusual(clear_cache=False):
-            yield
-
-    @contextlib.contextmanager
-    def _going_back_on_worker(self) -> Iterator[None]:
-        with current_streams(self._streams), modes(self._function_modes, self._dispatch_modes):
-            yield
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
@@ -146,30 +126,59 @@ class CallerContext:
         if count != self._threads:
             set_own_threads(self._threads)
         try:
-            torch._C._set_grad_enabled(self._grad)
+            torch._C._set_grad_enabled(self._settings.grad)
             if self._plain and nothing_put_on():
                 yield
             else:
-                with self._unusual(clear_cache=True):
+                with _all(self._settings, clear_cache=True):
                     yield
         finally:
             torch._C._set_grad_enabled(grad)
             if count != self._threads:
                 set_own_threads(count)
 
-    @contextlib.contextmanager
-    def _unusual(self, clear_cache: bool) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self._inference))
-                torch._C._set_grad_enabled(self._grad)
-            stack.enter_context(autocast(self._autocast, clear_cache))
-            if self.saved_tensor_hooks is not None and self.saved_tensor_hooks != hooks_of_caller():
-                stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks)
-                )
-            stack.enter_context(modes(self._function_modes, self._dispatch_modes))
-            yield
+
+class _Settings:
+    """What the current thread has put on. References no context, so that no cycle keeps one."""
+
+    __slots__ = ("autocast", "dispatches", "functions", "grad", "hooks", "inference", "streams")
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        self.autocast = get_autocast()
+        self.hooks = hooks_of_caller()
+        # A run inside a task has random numbers of its own to watch over.
+        self.functions = [
+            mode for mode in function_modes() if not getattr(mode, "belongs_to_its_task", False)
+        ]
+        self.dispatches = dispatch_modes()
+        self.streams = [torch.cuda.current_stream(device) for device in devices]
+
+
+@contextlib.contextmanager
+def _all(settings: _Settings, clear_cache: bool) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        if settings.inference != torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(settings.inference))
+            torch._C._set_grad_enabled(settings.grad)
+        stack.enter_context(autocast(settings.autocast, clear_cache))
+        if settings.hooks is not None and settings.hooks != hooks_of_caller():
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*settings.hooks))
+        stack.enter_context(modes(settings.functions, settings.dispatches))
+        yield
+
+
+@contextlib.contextmanager
+def _all_on_worker(settings: _Settings) -> Iterator[None]:
+    with current_streams(settings.streams), _all(settings, clear_cache=False):
+        yield
+
+
+@contextlib.contextmanager
+def _going_back(settings: _Settings) -> Iterator[None]:
+    with current_streams(settings.streams), modes(settings.functions, settings.dispatches):
+        yield
 
 
 class OnWorker:

@@ -29,7 +29,9 @@ class Replay:
         self.compute = compute
         self.values: list[Any] = []
 
-    def __call__(self, get_value: Callable[[], Any], check: Callable[[], None]) -> None:
+    def __call__(
+        self, get_value: Callable[[], Any], check: Callable[[], None], on_worker: bool
+    ) -> None:
         with torch.enable_grad():
             self.values.append(get_value())
             self.compute(self.values[-1])
@@ -43,7 +45,9 @@ class Replay:
 class Forgetful(Replay):
     """One that keeps nothing alive."""
 
-    def __call__(self, get_value: Callable[[], Any], check: Callable[[], None]) -> None:
+    def __call__(
+        self, get_value: Callable[[], Any], check: Callable[[], None], on_worker: bool
+    ) -> None:
         with torch.enable_grad():
             self.compute(get_value())
         check()
@@ -495,7 +499,7 @@ def test_recomputation_that_saves_less_is_refused() -> None:
 
 
 def test_refusal_of_another_computation_says_what_to_change() -> None:
-    assert "Use checkpoint='never' otherwise" in refused(torch.sin, lambda x: x.sin().sin())
+    assert "Otherwise use checkpoint='never'" in refused(torch.sin, lambda x: x.sin().sin())
 
 
 def test_checkpoint_shows_what_it_holds() -> None:

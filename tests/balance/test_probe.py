@@ -1,4 +1,4 @@
-"""Measuring leaves no trace in the module, and runs each layer on what it would get."""
+"""Measuring leaves the module untouched, and runs each layer on its real input."""
 
 from __future__ import annotations
 

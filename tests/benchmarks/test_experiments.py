@@ -1,4 +1,4 @@
-"""What the experiments of the paper count and predict, on small cases that are known."""
+"""The counts and predictions of the paper's experiments, on small known cases."""
 
 from __future__ import annotations
 

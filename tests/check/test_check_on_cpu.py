@@ -1,4 +1,4 @@
-"""Each check holds as pipert is, and does not when a fault is put into pipert: on CPU workers."""
+"""Each check holds for pipert as it is, and fails with a fault injected: on CPU workers."""
 
 from __future__ import annotations
 

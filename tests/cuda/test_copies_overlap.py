@@ -1,4 +1,4 @@
-"""Copies are on streams of their own, seen in the virtual time of simulated GPUs.
+"""Copies run on streams of their own, as the virtual time of simulated GPUs shows.
 
 Each partition computes for 1000 us, forward and backward, and each copy of a micro-batch takes 500.
 On streams of their own copies are hidden: with ``m`` micro-batches and ``n`` partitions a pass

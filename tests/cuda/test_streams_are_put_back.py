@@ -1,4 +1,4 @@
-"""A worker computes on the streams of whoever calls, and is left with its own."""
+"""A worker computes on its caller's streams, and gets its own back."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Each wait between streams is needed: configurations in which nothing else stands in for it.
+"""Each wait between streams is needed: configurations in which no other wait replaces it.
 
-Numbers are right here, with and without. What fails without a wait is the report of the simulated
-GPUs that nothing orders two accesses, or that memory is used again while it is still read; so on
+The numbers are right even without the wait. The test fails because the simulated GPUs report
+unordered accesses, or memory reused while it is still read; so on
 real GPUs these tests show little. ``python -m tests.mutants`` shows which of them notices what.
 """
 

@@ -1,8 +1,8 @@
-"""Tasks one at a time, in the order of their schedule: then peaks are the same in every run.
+"""Runs tasks one at a time, in schedule order, so that peaks are the same in every run.
 
-Left alone, how many values are on their way between two devices depends on the threads. Here a
-worker begins a task when the one posted before it is over. That is one of the orders that may
-happen anyway, since no task needs what stands behind it.
+Otherwise the number of values in transit between two devices depends on the threads. Here a
+worker begins a task when the one posted before it is over. That is one of the possible
+orders, since no task needs a later one.
 """
 
 from __future__ import annotations

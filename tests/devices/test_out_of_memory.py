@@ -1,8 +1,8 @@
-"""Memory that runs out, at any allocation of any device: what holds then holds for each.
+"""Memory runs out at any allocation of any device: the same guarantees hold for each.
 
 ``torch.OutOfMemoryError`` comes out with its type and, if it was raised in a task, a note of where
 (R3); no later task of its device starts (R4); nothing of the step stays alive, and the next one is
-right (R5). That no access goes unordered meanwhile (D1) is looked at by the simulation.
+right (R5). The simulation checks that every access is ordered meanwhile (D1).
 """
 
 from __future__ import annotations

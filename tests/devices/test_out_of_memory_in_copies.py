@@ -1,6 +1,6 @@
-"""Copies between devices that find no memory where they go: of each kind there is one that fails.
+"""Copies between devices run out of memory at their destination: each kind fails at least once.
 
-``test_out_of_memory.py`` says what holds then; here it is looked at that it has been to all places.
+``test_out_of_memory.py`` checks what holds then; this file checks that every place is reached.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The most bytes that each device has at once, against what its partition has to hold.
+"""The peak bytes of each device, compared with what its partition has to hold.
 
-Looked at in lockstep, where it is the same in every run; ``expected.py`` says what is expected.
+Measured in lockstep, where peaks are the same in every run; ``expected.py`` predicts them.
 """
 
 from __future__ import annotations

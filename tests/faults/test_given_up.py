@@ -1,4 +1,4 @@
-"""What is left of a call that was given up, interrupted, or left by a forked child: nothing."""
+"""Nothing is left of a call that was abandoned, interrupted, or left by a forked child."""
 
 from __future__ import annotations
 

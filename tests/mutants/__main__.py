@@ -1,4 +1,4 @@
-"""``python -m tests.mutants``: take out one wait after the other, and see who notices."""
+"""``python -m tests.mutants``: removes one wait after the other, and reports which test notices."""
 
 from __future__ import annotations
 

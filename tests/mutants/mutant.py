@@ -1,4 +1,4 @@
-"""A mutant is data: a piece of one file, and what stands there instead."""
+"""A mutant as data: a piece of one file, and its replacement."""
 
 from __future__ import annotations
 

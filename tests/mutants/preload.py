@@ -1,7 +1,7 @@
-"""What every trial begins with, done once: torch with simulated GPUs, and pytest.
+"""Imports once what every trial needs: torch with simulated GPUs, and pytest.
 
-The process that trials are forked from imports this. No autograd has run in it, nor is pipert
-imported: a child can still do both as if it had been started for that.
+The process that trials are forked from imports this. It has neither run autograd nor imported
+pipert, so a child can do both as if freshly started.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where the package asks something of streams, events or current devices.
+"""Finds where the package uses streams, events or current devices.
 
 Each such place must have a mutant, or a reason not to have one, so that the table of mutants is
-whole. Places are calls, found by the name that is called.
+complete. Places are calls, found by the called name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The table of mutants fits the package: none is out of date, and no place is without one.
+"""The table of mutants matches the package: none is out of date, and no place lacks one.
 
-Whether the tests notice them is shown by ``python -m tests.mutants``.
+``python -m tests.mutants`` shows whether the tests notice them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The tests against one mutant, in a copy of the repository.
+"""Runs the tests against one mutant, in a copy of the repository.
 
-Each trial is a process of its own, forked from one that has imported torch (see ``preload``): most
-mutants are noticed within a second, and importing takes three.
+Each trial is a separate process, forked from one that has imported torch (see ``preload``): most
+mutants are noticed within a second, but importing takes three.
 """
 
 from __future__ import annotations

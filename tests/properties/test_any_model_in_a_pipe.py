@@ -1,4 +1,4 @@
-"""The equivalence contract for models, balances, calls and failures that nobody thought of."""
+"""The equivalence contract for random models, balances, calls and failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Q1 to Q3 of the closable queue: nothing lost, nobody left waiting, closed from anywhere.
+"""Q1 to Q3 of the closable queue: nothing lost, no thread left waiting, closed from anywhere.
 
-What a finalizer does to a thread that is inside ``put``, ``get`` or ``close`` is not left to
-chance: a trace function runs it between any two bytecodes of the queue, one after the other.
+A finalizer that interrupts ``put``, ``get`` or ``close`` is not left to
+chance: a trace function runs it between each pair of the queue's bytecodes in turn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pytest
 
 from pipert.queues import closable
 from pipert.queues.closable import ClosableQueue, QueueClosed
+from pipert.queues.once import Once
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 
@@ -237,9 +238,9 @@ def between_bytecodes(
     return stop
 
 
-PUT = {ClosableQueue.put.__code__, closable._take.__code__}
-GET = {ClosableQueue.get.__code__, closable._take.__code__}
-CLOSE = {ClosableQueue.close.__code__, closable._take.__code__}
+PUT = {ClosableQueue.put.__code__, Once.take.__code__}
+GET = {ClosableQueue.get.__code__, Once.take.__code__}
+CLOSE = {ClosableQueue.close.__code__, Once.take.__code__}
 
 
 def test_an_item_that_is_put_while_the_queue_is_closed_is_accounted_for_once() -> None:

@@ -1,4 +1,4 @@
-"""The latch: opens after everyone, for everyone, and lets a signal through."""
+"""The latch opens after all arrivals, for all waiters, and lets a signal through."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Copies of skippable layers, pickled or not, are of the same class and belong together as before.
 
-The classes are those that a user may have: decorated in place, decorated under another name, local.
+The classes are those that a user may have: of a base or of none, in a class, in a function.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Base(Skippable):
         return self.linear(x)
 
 
+@skippable(stash=["a"])
 class Plain(nn.Module):
     """Not derived from Skippable."""
 
@@ -66,21 +67,23 @@ class Derived(Decorated):
     pass
 
 
-ByCall = skippable(stash=["a"])(Base)
-PlainByCall = skippable(stash=["a"])(Plain)
-ForTwo = skippable(stash={"a": 2})(Base)
-Twice = skippable(stash=["b"])(skippable(stash=["a"])(Base))
-OfDecorated = skippable(stash={"a": 2})(Decorated)
-Pop = skippable(pop=["a"])(Base)
+@skippable(stash=["a"])
+class Stash(Base):
+    pass
 
 
-class DerivedByCall(ByCall):  # type: ignore[misc,valid-type]
+@skippable(stash=["b"])
+@skippable(stash={"a": 2})
+class Twice(Base):
+    pass
+
+
+@skippable(pop=["a"])
+class Pop(Base):
     pass
 
 
 class Outer:
-    Inner = skippable(stash=["a"])(Base)
-
     @skippable(stash=["a"])
     class Nested(Base):
         pass
@@ -107,15 +110,11 @@ COPIES: dict[str, Copy] = {
     **{f"pickle {protocol}": pickled(protocol) for protocol in range(2, 6)},
 }
 KINDS: dict[str, Any] = {
-    "decorated in place": Decorated,
-    "decorated by a call": ByCall,
-    "no Skippable, by a call": PlainByCall,
-    "for two layers": ForTwo,
-    "decorated twice by calls": Twice,
-    "decorated class decorated by a call": OfDecorated,
+    "decorated": Decorated,
+    "no Skippable": Plain,
+    "forward of its base": Stash,
+    "decorated twice": Twice,
     "subclass of decorated": Derived,
-    "subclass of one decorated by a call": DerivedByCall,
-    "attribute of a class": Outer.Inner,
     "inside a class": Outer.Nested,
 }
 copies = pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
@@ -132,34 +131,23 @@ def test_a_copy_is_of_the_same_class_with_the_same_state(kind: Any, copied: Copy
         assert torch.equal(other.state_dict()[name], tensor)
 
 
-def local(decorated_by_call: bool) -> type[nn.Module]:
-    class Local(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
+def local() -> type[nn.Module]:
+    @skippable(stash=["a"])
+    class Local(Base):
+        pass
 
-        def forward(self, x: Tensor) -> Forward:
-            yield stash("a", x)
-            return self.linear(x)
-
-    Renamed = skippable(stash=["a"])(Local)
-    if not decorated_by_call:
-        Local = Renamed  # type: ignore[misc]
-    return Renamed
+    return Local
 
 
-@pytest.mark.parametrize("decorated_by_call", [False, True])
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_copy_of_a_layer_of_a_local_class_is_of_that_class(
-    decorated_by_call: bool, copied: Copy
-) -> None:
-    kind = local(decorated_by_call)
+def test_a_copy_of_a_layer_of_a_local_class_is_of_that_class(copied: Copy) -> None:
+    kind = local()
     assert type(copied(kind())) is kind
 
 
 def test_a_layer_of_a_local_class_cannot_be_pickled_as_any_other() -> None:
     with pytest.raises((pickle.PicklingError, AttributeError), match="local"):
-        pickle.dumps(local(True)())
+        pickle.dumps(local()())
 
 
 @copies
@@ -172,7 +160,7 @@ def test_a_copy_has_attributes_of_its_own_as_far_as_copies_go(copied: Copy) -> N
 
 @copies
 def test_a_copied_model_computes_the_same(copied: Copy) -> None:
-    model = nn.Sequential(ByCall(), nn.Tanh(), Pop())
+    model = nn.Sequential(Stash(), nn.Tanh(), Pop())
     x = torch.randn(3, 2)
     assert torch.equal(copied(model)(x), model(x))
 
@@ -183,8 +171,8 @@ def test_a_copied_model_computes_the_same(copied: Copy) -> None:
 def two_pairs() -> nn.Sequential:
     first, second = Namespace(), Namespace()
     return nn.Sequential(
-        ByCall().isolate(first),
-        ByCall().isolate(second),
+        Stash().isolate(first),
+        Stash().isolate(second),
         Pop().isolate(first),
         Pop().isolate(second),
     )
@@ -209,7 +197,7 @@ def test_a_copied_layer_belongs_to_the_one_its_original_belongs_to(copied: Copy)
 
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_may_be_isolated_without_its_original(name: str) -> None:
-    layer = ByCall().isolate(Namespace())
+    layer = Stash().isolate(Namespace())
     key = layer.skip_key("a")
     COPIES[name](layer).isolate(Namespace())
     assert layer.skip_key("a") == key

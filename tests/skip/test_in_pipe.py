@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.skip.declaring import declaring
 
 Forward = Generator[Any, Any, Any]
 
@@ -75,11 +76,11 @@ class Residual(nn.Module):
 
 
 def s(*names: str, **counts: int) -> Stash:
-    return skippable(stash={**dict.fromkeys(names, 1), **counts})(Stash)()
+    return declaring(Stash, stash={**dict.fromkeys(names, 1), **counts})()
 
 
 def p(*names: str) -> Pop:
-    return skippable(pop=names)(Pop)()
+    return declaring(Pop, pop=names)()
 
 
 def unet() -> list[nn.Module]:
@@ -99,7 +100,7 @@ def several_in_one() -> list[nn.Module]:
         linear(),
         s("a", "b"),
         nn.Tanh(),
-        skippable(stash=["c"], pop=["a"])(PopAndStash)(),
+        declaring(PopAndStash, stash=["c"], pop=["a"])(),
         linear(),
         p("b", "c"),
         nn.Tanh(),

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
-from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip import Skippable, pop, stash
+from tests.skip.declaring import declaring
 from tests.stages import Driven
 
 Forward = Generator[Any, Any, Any]
@@ -117,8 +118,8 @@ class Setting:
         self.skips, self.popped = Skips(), Skips()
         self.counts: dict[str, int] = {}
         self.fail = fail
-        poppers = [skippable(pop=["a"])(Pop)(self.popped, self.log) for _ in range(pops)]
-        stasher = skippable(stash={"a": pops})(Stash)(self.skips, self.log)
+        poppers = [declaring(Pop, pop=["a"])(self.popped, self.log) for _ in range(pops)]
+        stasher = declaring(Stash, stash={"a": pops})(self.skips, self.log)
         self.layers = [stasher, Log(self.log, "3 in between"), *poppers]
 
     def log(self, event: str) -> None:

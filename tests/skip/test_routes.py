@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.skip import Namespace, Skippable, skippable
+from pipert.skip import Namespace, Skippable
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.store import ABSENT
 from pipert.stage.links import SkipLinks
+from tests.skip.declaring import declaring
 
 NO_SKIPS = PartitionSkips((), (), {})
 
@@ -34,7 +35,7 @@ def p(*names: str) -> Layer:
 
 
 def declared(stashes: Mapping[str, int], pops: Iterable[str]) -> Layer:
-    return skippable(stash=stashes, pop=pops)(Layer)()
+    return declaring(Layer, stash=stashes, pop=pops)()
 
 
 def routes_of(*partitions: list[nn.Module]) -> tuple[PartitionSkips, ...]:

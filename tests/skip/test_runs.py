@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe, is_checkpointing, is_recomputing
 from pipert.batch.tensors import tensors_of
-from pipert.engine import runtime
 from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from pipert.stage import links
 from tests.layers import Apply
 
 Forward = Generator[Any, Any, Any]
@@ -93,7 +93,7 @@ def test_partitions_in_between_never_see_the_skip(
             return x
 
     seen: list[int] = []
-    monkeypatch.setattr(runtime, "ClosableQueue", Spy)
+    monkeypatch.setattr(links, "ClosableQueue", Spy)
     between = Apply(lambda x: seen.append(x.shape[1]) or x)
     with pipe_of(StashWide(), between, between, PopAdd(), chunks=2, checkpoint=checkpoint) as pipe:
         assert pipe(rows(4)).shape == (4, 3)

@@ -13,31 +13,35 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.skip.declaring import declaring
 
 Forward = Generator[Any, Any, Any]
 
 
-class Undecorated(nn.Module):
-    """Stashes its input."""
+def define() -> type[Any]:
+    class Layer(nn.Module):
+        """Stashes its input."""
 
-    limit = 5
+        limit = 5
 
-    def __init__(self, factor: float = 1.0, *, width: int = 1) -> None:
-        """Make one."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([factor]))
-        self.linear = nn.Linear(width, width)
+        def __init__(self, factor: float = 1.0, *, width: int = 1) -> None:
+            """Make one."""
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor([factor]))
+            self.linear = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Forward:
-        """Multiply."""
-        yield stash("a", x)
-        return x * self.weight
+        def forward(self, x: Tensor) -> Forward:
+            """Multiply."""
+            yield stash("a", x)
+            return x * self.weight
 
-    def describe(self) -> str:
-        return f"times {self.weight.item()}"
+        def describe(self) -> str:
+            return f"times {self.weight.item()}"
+
+    return Layer
 
 
-Stash = skippable(stash=["a"])(Undecorated)
+Undecorated, Stash = define(), skippable(stash=["a"])(define())
 
 
 @skippable(pop=["a"])
@@ -64,14 +68,28 @@ def test_a_decorated_class_has_what_the_class_has(name: str) -> None:
     assert getattr(Stash, name) == getattr(Undecorated, name)
 
 
-@pytest.mark.parametrize("kind", [Undecorated, Skippable, nn.Module])
+@pytest.mark.parametrize("kind", [Stash, Skippable, nn.Module])
 def test_a_layer_is_an_instance_of(kind: type[Any]) -> None:
     assert isinstance(Stash(), kind) and issubclass(Stash, kind)
 
 
-def test_the_class_itself_is_left_as_it_is() -> None:
-    output: Any = Undecorated()(one())
-    assert inspect.isgenerator(output) and not issubclass(Undecorated, Skippable)
+def test_the_class_itself_is_decorated() -> None:
+    kind = define()
+    assert skippable(stash=["a"])(kind) is kind and skipped(kind()) == 2
+
+
+def test_a_class_of_several_bases_keeps_their_order() -> None:
+    class First:
+        name = "first"
+
+    class Second(nn.Module):
+        name = "second"
+
+    @skippable()
+    class Layer(First, Second):
+        pass
+
+    assert Layer.name == "first" and Layer.__mro__[-4:-2] == (First, Second)
 
 
 def test_arguments_attributes_and_methods_are_those_of_the_class() -> None:
@@ -122,8 +140,7 @@ def test_a_metaclass_is_kept() -> None:
         @abc.abstractmethod
         def size(self) -> int: ...
 
-    undecorated: Any = Abstract
-    kind = skippable(stash=["a"])(undecorated)
+    kind: Any = skippable(stash=["a"])(Abstract)
     with pytest.raises(TypeError, match="abstract"):
         kind()
 
@@ -144,28 +161,16 @@ def test_a_decorated_class_may_derive_from_skippable() -> None:
     assert skipped(layer.isolate(None)) == 2
 
 
-def test_decorating_a_class_in_the_same_way_twice_gives_the_same_class() -> None:
-    assert skippable(stash=["a"])(Undecorated) is Stash
-
-
-def test_decorating_a_class_in_another_way_gives_another_class() -> None:
-    assert skippable(stash={"a": 2})(Undecorated) is not Stash
-
-
-def test_one_class_may_be_decorated_in_two_ways_at_once() -> None:
-    class Flexible(nn.Module):
+def test_subclasses_of_one_class_may_be_decorated_in_different_ways() -> None:
+    class Flexible(Skippable):
         def forward(self, x: Tensor) -> Forward:
-            declared: Any = self
-            for name in declared.skip_stashes:
+            for name in self.skip_stashes:
                 yield stash(name, x)
             return x
 
-    kinds = [skippable(stash=names)(Flexible) for names in (["a"], ["b", "c"], [])]
-    assert [set(kind().skip_stashes) for kind in kinds] == [  # type: ignore[arg-type]
-        {"a"},
-        {"b", "c"},
-        set(),
-    ]
+    kinds = [declaring(Flexible, stash=names) for names in (["a"], ["b", "c"], [])]
+    assert [set(kind().skip_stashes) for kind in kinds] == [{"a"}, {"b", "c"}, set()]
+    assert not Flexible.skip_stashes
 
 
 class StashAndPop(nn.Module):
@@ -191,21 +196,22 @@ class StashAndPop(nn.Module):
 def test_decorating_twice_declares_both(
     first: dict[str, list[str]], second: dict[str, list[str]]
 ) -> None:
-    layer: Any = skippable(**second)(skippable(**first)(StashAndPop))()
+    layer: Any = skippable(**second)(declaring(StashAndPop, **first))()
     assert (dict(layer.skip_stashes), set(layer.skip_pops)) == ({"a": 1, "c": 1}, {"b"})
 
 
 def test_decorating_twice_the_later_count_of_a_stash_is_the_one() -> None:
-    kind: Any = skippable(stash={"a": 3})(skippable(stash=["a"])(Undecorated))
+    kind: Any = skippable(stash={"a": 3})(declaring(Undecorated, stash=["a"]))
     assert dict(kind.skip_stashes) == {"a": 3}
 
 
 def test_a_layer_of_a_class_decorated_twice_does_both() -> None:
-    layer = skippable(pop=["b"])(skippable(stash=["a", "c"])(StashAndPop))()
-    first = nn.Sequential(skippable(stash=["b"])(StashB)(), layer)
+    layer = skippable(pop=["b"])(declaring(StashAndPop, stash=["a", "c"]))()
+    first = nn.Sequential(StashB(), layer)
     assert skipped(first) == 3
 
 
+@skippable(stash=["b"])
 class StashB(nn.Module):
     def forward(self, x: Tensor) -> Forward:
         yield stash("b", x)
@@ -343,27 +349,16 @@ def test_a_subclass_may_be_decorated_with_what_it_does_in_addition() -> None:
             b = yield pop("b")
             return x * self.weight + b
 
-    assert skipped(nn.Sequential(skippable(stash=["b"])(StashB)(), Both())) == 4
+    assert skipped(nn.Sequential(StashB(), Both())) == 4
 
 
 # The constructor ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("base", [nn.Module, Skippable])
-def test_naming_the_class_in_super_is_refused_in_clear_words(base: type[nn.Module]) -> None:
-    """That name means the decorated class, which would call itself for ever."""
-
+def test_a_class_may_name_itself_in_super(base: type[nn.Module]) -> None:
     @skippable(stash=["a"])
     class Old(base):  # type: ignore[misc,valid-type]
-        def __init__(self) -> None:
-            super(Old, self).__init__()
-
-    with pytest.raises(TypeError, match=r"write super\(\).__init__\(\) instead"):
-        Old()
-
-
-def test_a_class_that_names_itself_in_super_may_be_decorated_under_another_name() -> None:
-    class Old(nn.Module):
         def __init__(self) -> None:
             super(Old, self).__init__()
 
@@ -371,7 +366,7 @@ def test_a_class_that_names_itself_in_super_may_be_decorated_under_another_name(
             yield stash("a", x)
             return x
 
-    assert skipped(skippable(stash=["a"])(Old)()) == 2
+    assert skipped(Old()) == 2
 
 
 def test_a_layer_may_make_another_of_its_own_class_in_its_constructor() -> None:
@@ -382,17 +377,3 @@ def test_a_layer_may_make_another_of_its_own_class_in_its_constructor() -> None:
             self.inner = Nested(depth - 1) if depth else None
 
     assert len(list(Nested(3).modules())) == 4
-
-
-def test_a_constructor_that_failed_may_be_called_again() -> None:
-    class Fussy(nn.Module):
-        def __init__(self, fail: bool) -> None:
-            super().__init__()
-            if fail:
-                raise ValueError
-
-    layer: Any = skippable()(Fussy).__new__(skippable()(Fussy))
-    with pytest.raises(ValueError):
-        layer.__init__(True)
-    layer.__init__(False)
-    assert layer.training

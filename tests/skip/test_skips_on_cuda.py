@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.autograd import streams as stream
-from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip import Skippable, pop, stash
+from tests.skip.declaring import declaring
 
 pytestmark = pytest.mark.cuda
 
@@ -120,9 +121,9 @@ def model(
     take: Callable[[Tensor], Tensor] = torch.clone,
 ) -> nn.Sequential:
     """Three layers; the first stashes, the last or the last two pop."""
-    layers = [skippable(stash={"a": poppers})(Stash)(put)]
+    layers = [declaring(Stash, stash={"a": poppers})(put)]
     pops = [[], ["a"]] if poppers == 1 else [["a"], ["a"]]
-    return nn.Sequential(*layers, *[skippable(pop=names)(Add)(take) for names in pops])
+    return nn.Sequential(*layers, *[declaring(Add, pop=names)(take) for names in pops])
 
 
 def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **options: Any) -> Pipe:

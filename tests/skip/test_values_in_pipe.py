@@ -45,7 +45,9 @@ class Stash(Skippable):
         return y
 
 
-StashForTwo = skippable(stash={"a": 2})(Stash)
+@skippable(stash={"a": 2})
+class StashForTwo(Stash):
+    pass
 
 
 @skippable(pop=["a"])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
+from tests.skip.declaring import declaring
 
 Forward = Generator[Any, Any, Any]
 
@@ -28,7 +29,7 @@ class Both(Skippable):
 
 
 def layer(stash: Iterable[str] | Mapping[str, int] = (), pop: Iterable[str] = ()) -> Both:
-    return skippable(stash=stash, pop=pop)(Both)()
+    return declaring(Both, stash=stash, pop=pop)()
 
 
 def s(*names: str, **counts: int) -> Both:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import pop, skippable, stash
+from tests.skip.declaring import declaring
 from tests.stage.graphs import inputs_of, scale
 from tests.stages import Driven, FakeStream, FakeStreams
 
@@ -77,7 +78,7 @@ def run_with_skip(
     """A run with a skip from the first partition to the last, and to others that pop it."""
     layers = [fake.layer(j, device) for j, device in enumerate(devices)]
     poppers = {*pops, len(devices) - 1}
-    layers[0] = skippable(stash={"skip": len(poppers)})(Stash)(layers[0], requires_grad)
+    layers[0] = declaring(Stash, stash={"skip": len(poppers)})(layers[0], requires_grad)
     for j in poppers:
         layers[j] = Pop(layers[j])
     return Driven([[layer] for layer in layers], [torch.ones(2)], devices, recomputed, fake)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.skip.declaring import declaring
 from tests.step.compare import SCHEDULES, Way, assert_equal, batch, linear, mean, ways
 
 Forward = Generator[Any, Any, Any]
@@ -45,11 +46,11 @@ class Pop(Skippable):
 
 
 def s(*names: str, make: Callable[[Tensor], Any] = torch.tanh, **counts: int) -> Stash:
-    return skippable(stash={**dict.fromkeys(names, 1), **counts})(Stash)(make)
+    return declaring(Stash, stash={**dict.fromkeys(names, 1), **counts})(make)
 
 
 def p(*names: str, take: Callable[[Any], Any] = lambda skip: skip) -> Pop:
-    return skippable(pop=names)(Pop)(take)
+    return declaring(Pop, pop=names)(take)
 
 
 def isolated() -> list[nn.Module]:

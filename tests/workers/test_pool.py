@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.workers import pool as pool_module
-from pipert.workers.activity import Seat
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 
@@ -33,13 +32,21 @@ ROWS = torch.arange(4.0).reshape(4, 1)
 class Job:
     """A task that notes its outcomes."""
 
+    what = "a job"
+    layers_took: float | None = None
+
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         self.body = body
         self.outcomes: list[object] = []
         self.settled = threading.Event()
 
-    def run(self, seat: Seat) -> None:
+    def receive(self, before_waiting: Callable[[], None]) -> tuple[()]:
+        return ()
+
+    def execute(self, received: object) -> None:
         self.body()
+
+    def send(self, result: object) -> None:
         self.outcomes.append("run")
         self.settled.set()
 

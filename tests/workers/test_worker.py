@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.queues.closable import QueueClosed
-from pipert.workers.activity import Activity, Seat
+from pipert.workers.activity import Activity
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
 
@@ -37,13 +37,21 @@ kills = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptio
 class Job:
     """A task that notes its outcomes."""
 
+    what = "a job"
+    layers_took: float | None = None
+
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         self.body = body
         self.outcomes: list[object] = []
         self.settled = threading.Event()
 
-    def run(self, seat: Seat) -> None:
+    def receive(self, before_waiting: Callable[[], None]) -> tuple[()]:
+        return ()
+
+    def execute(self, received: object) -> None:
         self.body()
+
+    def send(self, result: object) -> None:
         self.outcomes.append("run")
         self.settled.set()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pipert.schedules import Action, StepSchedule, gpipe, one_f_one_b, plan
+from pipert.schedules import Action, Plan, gpipe, one_f_one_b, plan
 
 PLACEMENTS = {
     "one each": (0, 1, 2, 3),
@@ -30,8 +30,8 @@ def ticks(*texts: str) -> tuple[tuple[Action, ...], ...]:
     return tuple(tuple(actions(text)) for text in texts)
 
 
-def schedule(*texts: str, m: int = 1, n: int = 2, recomputed: int = 0) -> StepSchedule:
-    return StepSchedule(m, n, tuple(range(n)), recomputed, ticks(*texts))
+def schedule(*texts: str, m: int = 1, n: int = 2, recomputed: int = 0) -> Plan:
+    return Plan(m, n, tuple(range(n)), recomputed, ticks(*texts))
 
 
 def grid(*rows: str) -> str:
@@ -76,7 +76,7 @@ def test_an_action_that_the_step_does_not_have_is_named(stranger: str) -> None:
 
 def test_a_negative_index_is_no_action() -> None:
     with pytest.raises(ValueError, match=r"F\[-1,0\] in tick 0 is no action"):
-        StepSchedule(1, 1, (0,), 0, ((Action("F", -1, 0),),))
+        Plan(1, 1, (0,), 0, ((Action("F", -1, 0),),))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_rule_3_two_actions_of_one_worker_in_a_tick_are_named() -> None:
 def test_rule_3_counts_workers_and_not_partitions() -> None:
     lines = ticks("F00", "F01", "F10", "F11 B01", "B11", "B00", "B10")
     with pytest.raises(ValueError, match=r"tick 3 has F\[1,1\], B\[0,1\]"):
-        StepSchedule(2, 2, (0, 0), 0, lines)
+        Plan(2, 2, (0, 0), 0, lines)
 
 
 @pytest.mark.parametrize("kind", ["F", "B"])
@@ -131,8 +131,7 @@ def test_rule_4_neighbours_that_differ_in_the_order_of_micro_batches_are_named(k
 
 def test_positions_are_the_places_in_the_order() -> None:
     one = plan("1f1b", 3, 2, recomputed=1)
-    assert [one.position(action) for action in one] == list(range(len(one)))
-    assert [one.task_at(k) for k in range(len(one))] == list(one)
+    assert [one.positions[action] for action in one.order] == list(range(len(one)))
 
 
 @pytest.mark.parametrize(

@@ -8,22 +8,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipert.schedules import Action, StepSchedule, plan
+from pipert.schedules import Action, Plan, plan
+from pipert.schedules.plan import plan_call
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> StepSchedule:
+def schedules(draw: st.DrawFn) -> Plan:
     """Of each kind, over workers that serve any partitions."""
     m, n = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     workers = draw(st.integers(1, n))
     placement = draw(st.lists(st.integers(0, workers - 1), min_size=n, max_size=n))
-    name = draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]))
+    name = draw(st.sampled_from(["call", "gpipe", "1f1b", "eager-1f1b"]))
+    if name == "call":
+        return plan_call(m, n, placement, draw(st.integers(0, m)))
     return plan(name, m, n, placement, draw(st.integers(0, m)))
 
 
 @given(schedules())
-def test_each_action_is_there_once(schedule: StepSchedule) -> None:
-    counts = {"F": schedule.m, "R": schedule.recomputed, "B": schedule.m}
+def test_each_action_is_there_once(schedule: Plan) -> None:
+    counts = {"F": schedule.m}
+    if schedule.goes_back:
+        counts |= {"R": schedule.recomputed, "B": schedule.m}
     expected = {
         Action(kind, i, j)
         for kind, m in counts.items()
@@ -35,14 +40,14 @@ def test_each_action_is_there_once(schedule: StepSchedule) -> None:
 
 
 @given(schedules())
-def test_what_an_action_needs_comes_in_an_earlier_tick(schedule: StepSchedule) -> None:
+def test_what_an_action_needs_comes_in_an_earlier_tick(schedule: Plan) -> None:
     tick_of = {action: k for k, tick in enumerate(schedule.ticks) for action in tick}
     for action in schedule:
         assert all(tick_of[needed] < tick_of[action] for needed in schedule.needs(action))
 
 
 @given(schedules())
-def test_a_worker_has_one_action_in_a_tick(schedule: StepSchedule) -> None:
+def test_a_worker_has_one_action_in_a_tick(schedule: Plan) -> None:
     for tick in schedule.ticks:
         workers = [schedule.placement[action.j] for action in tick]
         assert len(set(workers)) == len(workers)
@@ -51,7 +56,7 @@ def test_a_worker_has_one_action_in_a_tick(schedule: StepSchedule) -> None:
 @settings(max_examples=30)
 @given(schedules(), st.data())
 def test_workers_that_take_their_actions_in_order_never_wait_in_a_circle(
-    schedule: StepSchedule, data: st.DataObject
+    schedule: Plan, data: st.DataObject
 ) -> None:
     """Whoever of them comes first."""
     queues: dict[int, deque[Action]] = {worker: deque() for worker in schedule.placement}
@@ -65,7 +70,7 @@ def test_workers_that_take_their_actions_in_order_never_wait_in_a_circle(
 
 
 @given(schedules())
-def test_neighbours_take_the_micro_batches_in_one_order(schedule: StepSchedule) -> None:
+def test_neighbours_take_the_micro_batches_in_one_order(schedule: Plan) -> None:
     """Values and gradients go from one partition to the next through queues."""
     for kind in "FB":
         orders = [
@@ -89,7 +94,7 @@ def test_no_more_micro_batches_are_kept_than_is_promised(
 
 @given(schedules())
 def test_the_grid_shows_each_action_in_the_row_of_its_worker_and_the_column_of_its_tick(
-    schedule: StepSchedule,
+    schedule: Plan,
 ) -> None:
     head, *rows = str(schedule).splitlines()
     assert head.split() == ["tick", *map(str, range(len(schedule.ticks)))]

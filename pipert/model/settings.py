@@ -1,0 +1,96 @@
+"""The settings of a pipe and of its calls, checked when they are given."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+__all__: list[str] = []
+
+_MODES = ("always", "except_last", "never")
+
+
+def check_chunks(chunks: Any) -> int:
+    """Return a number of micro-batches.
+
+    Raises:
+        ValueError: it is no positive whole number.
+    """
+    number = whole(chunks, "chunks")
+    if number < 1:
+        raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
+    return number
+
+
+def check_checkpoint(checkpoint: Any) -> str | None:
+    """Return which micro-batches are recomputed; ``None`` for no choice.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
+    if checkpoint is not None and str(checkpoint) not in _MODES:
+        raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
+    return None if checkpoint is None else str(checkpoint)
+
+
+def recomputed(checkpoint: str, m: int) -> int:
+    """Count the micro-batches, from the first, that are recomputed of ``m``."""
+    return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+
+
+def whole(number: Any, what: str) -> int:
+    """``number`` as an integer.
+
+    Raises:
+        ValueError: it is none.
+    """
+    whole = int(number)
+    if not isinstance(number, str) and whole != number:
+        raise ValueError(f"{what} must be a whole number, got {number!r}")
+    return whole
+
+
+def check_timeout(timeout: Any) -> float | None:
+    """A time limit in seconds, or ``None`` for none; none is also what no lock can wait for.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is not positive.
+    """
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
+    seconds = float(timeout)
+    if math.isnan(seconds) or seconds <= 0.0:
+        raise ValueError(f"timeout must be a positive number of seconds or None, got {timeout!r}")
+    return seconds if seconds <= threading.TIMEOUT_MAX else None
+
+
+def refuse_keywords_of(
+    layer: nn.Module | None, given: Mapping[str, object], positional: int = 0
+) -> None:
+    """Refuse what is ``given`` to the call itself where the first layer takes a keyword of the same
+    name; ``None`` is not given.
+
+    Of the layer's parameters the first ``positional`` are there by position.
+
+    Raises:
+        TypeError: it does.
+    """
+    names = [name for name, value in given.items() if value is not None]
+    if layer is None or not names:
+        return
+    taken = list(inspect.signature(layer.forward).parameters)[positional:]
+    for name in names:
+        if name in taken:
+            raise TypeError(
+                f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
+                " too, and would not get it. Pass the layer's by position, or give it another name"
+                + ("; or set pipe.timeout" if name == "timeout" else "")
+            )

@@ -1,0 +1,89 @@
+"""The clock-cycle as data: its order, its text form, what it promises to the workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipert.schedules import Action
+from pipert.schedules.clock_cycle import clock_cycle
+from pipert.schedules.plan import Plan, plan_call
+
+SIZES = [(m, n) for m in (1, 2, 3, 8) for n in (1, 2, 3, 5)]
+every_size = pytest.mark.parametrize(("m", "n"), SIZES)
+
+
+def cycle(m: int, n: int) -> Plan:
+    return plan_call(m, n, range(n))
+
+
+def test_diagonals_of_three_micro_batches_on_two_partitions() -> None:
+    assert list(clock_cycle(3, 2, (0, 1))) == [
+        [Action("F", 0, 0)],
+        [Action("F", 1, 0), Action("F", 0, 1)],
+        [Action("F", 2, 0), Action("F", 1, 1)],
+        [Action("F", 2, 1)],
+    ]
+
+
+@every_size
+def test_clock_k_is_the_diagonal_k(m: int, n: int) -> None:
+    assert len(cycle(m, n).ticks) == m + n - 1
+    for k, diagonal in enumerate(cycle(m, n).ticks):
+        assert {action.i + action.j for action in diagonal} == {k}
+
+
+@every_size
+def test_each_action_occurs_once(m: int, n: int) -> None:
+    assert sorted(cycle(m, n)) == [Action("F", i, j) for i in range(m) for j in range(n)]
+
+
+@every_size
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_whatever_worker_serves_a_partition_the_order_is_that_of_the_diagonals(
+    m: int, n: int, workers: int
+) -> None:
+    shared = plan_call(m, n, [j % workers for j in range(n)])
+    assert shared.order == cycle(m, n).order
+
+
+def test_a_worker_does_its_actions_of_a_diagonal_in_consecutive_ticks() -> None:
+    assert [" ".join(map(str, tick)) for tick in plan_call(2, 2, (0, 0)).ticks] == [
+        "F[0,0]", "F[1,0]", "F[0,1]", "F[1,1]",
+    ]  # fmt: skip
+
+
+@every_size
+def test_a_partition_gets_its_micro_batches_in_order(m: int, n: int) -> None:
+    for partition in range(n):
+        assert [i for _, i, j in cycle(m, n) if j == partition] == list(range(m))
+
+
+def test_it_leaves_the_backward_to_autograd() -> None:
+    assert not cycle(3, 2).goes_back
+
+
+def test_recomputations_are_no_actions_of_it() -> None:
+    assert plan_call(3, 2, (0, 1), recomputed=2).order == cycle(3, 2).order
+
+
+def test_it_prints_as_a_grid() -> None:
+    assert str(cycle(3, 2)).splitlines() == [
+        "tick  0       1       2       3",
+        "w=0   F[0,0]  F[1,0]  F[2,0]",
+        "w=1           F[0,1]  F[1,1]  F[2,1]",
+    ]
+
+
+def test_equal_sizes_are_equal_plans() -> None:
+    assert cycle(3, 2) == cycle(3, 2) != cycle(2, 3)
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        cycle(3, 2).m = 4  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("m", "n"), [(0, 1), (1, 0), (-1, 2)])
+def test_sizes_must_be_positive(m: int, n: int) -> None:
+    with pytest.raises(ValueError, match=f"must be positive .* got m={m}, n={n}"):
+        plan_call(m, n, range(n))
