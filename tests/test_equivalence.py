@@ -339,6 +339,22 @@ def test_pitfall_5_recomputation_updates_no_batchnorm_statistics(checkpoint: str
         same(dict(pipe.named_buffers()), before)
 
 
+class InstanceNorm(nn.InstanceNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        return torch.instance_norm(input, None, None, mean, var, True, 0.1, 1e-5, False)
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, InstanceNorm])
+def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.InstanceNorm1d]) -> None:
+    module = nn.Sequential(linear(4, 4), kind(3, track_running_stats=True).double(), nn.Tanh())
+    with wrapped(module, "always") as pipe:
+        loss = pipe(torch.randn(8, 3, 4, dtype=torch.float64)).sum()
+        before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+        loss.backward()
+        same(dict(pipe.named_buffers()), before)
+
+
 # Row 5.
 
 

@@ -6,6 +6,9 @@ each ``record_stream``, each event, each setting of a current device or stream, 
 choice of a stream for a copy. It runs the tests on simulated GPUs against the rest, and prints
 which test noticed. README.md in this folder has its table.
 
+``python -m tests.mutants --breakages`` breaks what has nothing to do with GPUs, and runs the tests
+without any.
+
 ``mutant`` says what a mutant is, the ``of_...`` files list them, ``sites`` finds the places in the
-package that one must exist for, ``trial`` runs the tests.
+package that one must exist for, ``suite`` says which tests are run, ``trial`` runs them.
 """

@@ -25,6 +25,8 @@ class Mutant(NamedTuple):
     text: str
     """Occurs in the file exactly once."""
     instead: str
+    tests: tuple[str, ...] = ()
+    """The files of tests that are expected to notice it. Mutants of waits have no such list."""
 
     def source(self, root: Path = ROOT) -> str:
         """The file as it is."""

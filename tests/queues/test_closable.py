@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from pipert.queues import closable
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.once import Once
 

@@ -90,6 +90,12 @@ def test_wait_does_not_return_before_the_last_arrival() -> None:
     assert over == [True]
 
 
+def test_a_wait_that_ends_before_the_last_arrival_says_that_it_is_shut() -> None:
+    latch = Latch(2)
+    latch.arrive()
+    assert not latch.wait(timeout=0.0)
+
+
 def test_the_last_arrival_wakes_everyone_who_waits() -> None:
     latch = Latch(1)
     threads = [start(latch.wait) for _ in range(4)]
