@@ -25,11 +25,11 @@ GPUS = simulated_gpus.start()
 # isort: split
 import torch  # noqa: E402
 import torchgpipe.pipeline  # noqa: E402
+from _ablation import ALL, Components, only  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
-from pipert.stage.components import ALL, Components  # noqa: E402
 
 __all__ = [
     "GPUS", "MODES", "PLAIN", "Case", "Machine", "Steps", "Way", "by_autograd", "ideal", "measure",
@@ -164,8 +164,7 @@ def prepared(case: Case, way: Way) -> Iterator[Step]:
             module, case.balance, devices=devices, chunks=case.m, checkpoint=way.mode,
             deferred_batch_norm=False,
         )  # fmt: skip
-        with pipe:
-            pipe._runtime.components = way.components
+        with pipe, only(pipe, way.components):
 
             def whole() -> object:
                 pipe.zero_grad()

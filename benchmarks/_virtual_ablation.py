@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from _ablation import Components
 from _measure import Row
 from _paper import ABLATION
 from _virtual import PLAIN, Machine, Steps, Way, measure
 from _virtual_models import WORKLOADS, Workload
-
-from pipert.stage.components import Components
 
 __all__ = ["ABLATIONS", "COLUMNS", "PARTS", "Ablation", "table"]
 

@@ -22,12 +22,11 @@ from _virtual import GPUS, Way, measure  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
+from _ablation import ALL, Components  # noqa: E402
 from _measure import Row, header, report, verdict  # noqa: E402
 from _paper import Setting  # noqa: E402
 from _predict import Link, predict  # noqa: E402
 from _virtual_models import WORKLOADS  # noqa: E402
-
-from pipert.stage.components import ALL, Components  # noqa: E402
 
 __all__ = ["main"]
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from _ablation import Components, only
 from _experiments import GIB, Experiment, assumptions, costs_of, options, parse, speed_of, write
 from _measure import Row, report, take_turns
 from _models import UNET
@@ -34,7 +35,6 @@ from _steps import one_peak, one_step
 
 from pipert import Event, Pipe, Timeline
 from pipert.balance import balance_by_time
-from pipert.stage.components import Components
 from pipert.timeline.picture import save_picture
 
 __all__ = ["main"]
@@ -109,21 +109,22 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         balance = balance_by_time(len(devices), module, x[: batch // chunks].cpu())
     with ExitStack() as stack:
         pipes = {}
-        for name, switches in SWITCHES.items():
+        for name in SWITCHES:
             pipe = Pipe(deepcopy(module), balance, devices=devices, chunks=chunks)
-            pipe._runtime.components = switches
             pipes[name] = stack.enter_context(pipe)
         step = partial(_step_of, pipes, x, devices)
         times = take_turns(step, tuple(pipes), repeats=arguments.steps, warm_up=1)
         timelines: dict[str, Timeline] = {}
         figures: dict[str, dict[str, float]] = {}
         for name, pipe in pipes.items():
-            with pipe.record() as timelines[name]:
-                one_step(pipe, x, devices)
+            with only(pipe, SWITCHES[name]):
+                with pipe.record() as timelines[name]:
+                    one_step(pipe, x, devices)
+                peak = one_peak(pipe, x, devices)
             figures[name] = {
                 "throughput": batch / median(times[name]),
                 "utilisation": 1 - timelines[name].report().bubble,
-                "peak": one_peak(pipe, x, devices),
+                "peak": peak,
             }
     base = figures["clock only"]["throughput"]
     table = []
@@ -142,7 +143,8 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
 def _step_of(
     pipes: dict[str, Pipe], x: torch.Tensor, devices: Sequence[torch.device], name: str
 ) -> float:
-    return one_step(pipes[name], x, devices)
+    with only(pipes[name], SWITCHES[name]):
+        return one_step(pipes[name], x, devices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

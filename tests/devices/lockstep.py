@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.engine.clock import LaneTask
+from pipert.stage.stage import Task
 
 __all__ = ["in_lockstep"]
 
@@ -54,18 +54,27 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
 def in_lockstep() -> Iterator[None]:
     """Calls of one caller in here do one task at a time; autograd, too, has one thread."""
     queue, numbers = _Queue(), dict[int, int]()
-    make: Callable[..., None] = LaneTask.__init__
-    run: Callable[..., None] = LaneTask.run
+    make: Callable[..., None] = Task.__init__
+    receive: Callable[..., Any] = Task.receive
+    send: Callable[..., None] = Task.send
+    turns = threading.local()  # a worker's, from when it receives to when it has sent
 
-    def make_next(task: LaneTask, *args: Any) -> None:
+    def make_next(task: Task, *args: Any) -> None:
         make(task, *args)
         numbers[id(task)] = queue.number()
 
-    def run_next(task: LaneTask, seat: Any) -> None:
-        with queue.turn(numbers.pop(id(task))), _one_thread():
-            run(task, seat)
+    def receive_next(task: Task, before_waiting: Any) -> Any:
+        turns.block = contextlib.ExitStack()
+        turns.block.enter_context(queue.turn(numbers.pop(id(task))))
+        turns.block.enter_context(_one_thread())
+        return receive(task, before_waiting)
+
+    def send_last(task: Task, result: Any) -> None:
+        with turns.block:
+            send(task, result)
 
     with pytest.MonkeyPatch.context() as patch, _one_thread():
-        patch.setattr(LaneTask, "__init__", make_next)
-        patch.setattr(LaneTask, "run", run_next)
+        patch.setattr(Task, "__init__", make_next)
+        patch.setattr(Task, "receive", receive_next)
+        patch.setattr(Task, "send", send_last)
         yield

@@ -31,7 +31,7 @@ OF_WORKERS = [
     Mutant(
         "autocast-lost", CONTEXT,
         "tasks run without the caller's autocast, in float32 (W4)",
-        "stack.enter_context(autocast(self._autocast, clear_cache))", "pass",
+        "stack.enter_context(autocast(settings.autocast, clear_cache))", "pass",
         ("tests/workers/test_context.py",),
     ),
 ]  # fmt: skip
@@ -83,8 +83,8 @@ OF_RUNS = [
         "except-last-of-those-asked-for", "pipert/pipe.py",
         "`except_last` counts the chunks that were asked for: with fewer rows the last "
         "micro-batch is recomputed, too",
-        "checkpointed = recomputed(self.checkpoint, m)",
-        "checkpointed = min(m, recomputed(self.checkpoint, self._chunks))",
+        "recomputed(self.checkpoint, len(inputs))",
+        "min(len(inputs), recomputed(self.checkpoint, self._chunks))",
         ("tests/test_microbatch.py", "tests/test_computation.py"),
     ),
 ]  # fmt: skip

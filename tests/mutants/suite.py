@@ -35,7 +35,7 @@ TELLING = (
 """What is made for mutants, and notices most of them within a second."""
 
 FIRST = {
-    "pipert/stage/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
+    "pipert/stage/recorded.py": ("tests/cuda/test_copies_overlap.py",),
     "pipert/seeing/": (
         "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
     ),

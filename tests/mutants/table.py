@@ -5,9 +5,9 @@ from __future__ import annotations
 from tests.mutants import (
     of_check,
     of_foundations,
-    of_lanes,
     of_models,
     of_recording,
+    of_stages,
     of_streams,
     of_the_engine,
     of_workers,
@@ -17,7 +17,7 @@ __all__ = ["BREAKAGES", "MUTANTS"]
 
 MUTANTS = [
     *of_streams.MUTANTS,
-    *of_lanes.MUTANTS,
+    *of_stages.MUTANTS,
     *of_recording.MUTANTS,
     *of_workers.MUTANTS,
     *of_check.MUTANTS,
