@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
-from pipert.stage.components import Components
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
@@ -157,18 +156,6 @@ def test_a_gradient_of_a_skip_or_a_value_alone_needs_no_synchronisation(
     with pipe_of(module, devices, checkpoint="never") as pipe:
         for _ in range(2):
             train(pipe, batch(grad=True))
-
-
-@places
-@ways
-def test_without_copy_streams_a_step_needs_no_synchronisation(
-    train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
-) -> None:
-    with pipe_of(with_skip(), devices) as pipe:
-        pipe._runtime.components = Components(copy_streams=False)
-        x = batch(grad=True)
-        for _ in range(2):
-            train(pipe, x)
 
 
 @places
