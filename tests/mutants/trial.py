@@ -150,7 +150,7 @@ class Tree:
         report.unlink(missing_ok=True)
         started = perf_counter()
         arguments = [
-            "--simulated-gpus", "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
+            "--simulated-gpus", "--sweep", "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
             f"--junitxml={report}", *options,
         ]  # fmt: skip
         process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
