@@ -1,7 +1,11 @@
-"""What every test gets: a seed, and a check that it leaves no thread of pipert behind."""
+"""What every test gets: a seed, and a check that it leaves no thread of pipert behind.
+
+And what it may ask for: to run without the collector of cycles.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -35,6 +39,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Without the collector of cycles: reference counting alone has to free everything."""
+    with _without_gc():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_gc_in_module() -> Iterator[None]:
+    """The same for all tests of a file together: a collection takes longer than some of them."""
+    with _without_gc():
+        yield
 
 
 def worker_threads() -> set[threading.Thread]:

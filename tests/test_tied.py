@@ -13,7 +13,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -368,14 +368,6 @@ def test_a_copy_of_the_pipe_is_tied_in_itself(copies: Copies, how: Callable[[Pip
         assert other[0].weight is other[3].weight is not pipe[0].weight
         step(other)
         assert copies.forward == 1 and weight_of(pipe).grad is None
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @modes

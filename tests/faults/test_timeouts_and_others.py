@@ -21,8 +21,8 @@ from pipert import (
     is_recomputing,
 )
 from pipert.engine import waiting
+from tests.activations import until
 from tests.callers import Caller
-from tests.faults.injector import until
 from tests.faults.stuck import SHORT, WAIT, Stuck, until_back
 from tests.test_exit import PRELUDE, SWEEP, run
 

@@ -150,8 +150,8 @@ class Tree:
         report.unlink(missing_ok=True)
         started = perf_counter()
         arguments = [
-            "--simulated-gpus", "--sweep", "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
-            f"--junitxml={report}", *options,
+            "--simulated-gpus", "--sweep", "-q", "-p", "no:cacheprovider",
+            f"--rootdir={self._root}", f"--junitxml={report}", *options,
         ]  # fmt: skip
         process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
         process.start()

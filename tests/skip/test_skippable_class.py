@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.skips import PopAdd
 
 Forward = Generator[Any, Any, Any]
 
@@ -38,13 +39,6 @@ class Undecorated(nn.Module):
 
 
 Stash = skippable(stash=["a"])(Undecorated)
-
-
-@skippable(pop=["a"])
-class PopAdd(nn.Module):
-    def forward(self, x: Tensor) -> Forward:
-        a = yield pop("a")
-        return x + a
 
 
 def one() -> Tensor:

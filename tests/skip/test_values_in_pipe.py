@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.batch.tensors import tensors_of
-from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip import skippable, stash
 from tests.layers import Apply
+from tests.skips import identity, popping, stashing
 
 Forward = Generator[Any, Any, Any]
 
@@ -30,34 +31,14 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 3, dtype=torch.float64)
 
 
-@skippable(stash=["a"])
-class Stash(Skippable):
-    """Stashes what a function makes of the output of its layer."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Forward:
-        y = self.layer(x)
-        yield stash("a", self.function(y))
-        return y
+def stashed(function: Callable[[Tensor], Any], count: int = 1) -> nn.Module:
+    """A layer; stashes what a function makes of its output."""
+    return stashing("a", make=function, before=linear(), count=count)
 
 
-StashForTwo = skippable(stash={"a": 2})(Stash)
-
-
-@skippable(pop=["a"])
-class Pop(Skippable):
+def taken(function: Callable[[Tensor, Any], Any]) -> nn.Module:
     """Returns what a function makes of its input and the skip."""
-
-    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Forward:
-        return self.function(x, (yield pop("a")))
+    return popping("a", take=function)
 
 
 def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
@@ -66,10 +47,6 @@ def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
 
 def batch(rows: int = 5) -> Tensor:
     return torch.randn(rows, 3, dtype=torch.float64)
-
-
-def identity(x: Any) -> Any:
-    return x
 
 
 # Any value ----------------------------------------------------------------------------------------
@@ -112,7 +89,7 @@ def test_a_step_is_that_of_the_plain_model_with(
     checkpoint: str,
     balance: list[int],
 ) -> None:
-    model, x = nn.Sequential(Stash(put), linear(), Pop(take), linear()), batch()
+    model, x = nn.Sequential(stashed(put), linear(), taken(take), linear()), batch()
     expected = gradients(copy.deepcopy(model), x)
     with pipe_of(model, balance, chunks=2, checkpoint=checkpoint) as pipe:
         same(gradients(pipe, x), expected)
@@ -125,7 +102,7 @@ def test_an_output_without_grad_is_that_of_the_plain_model_with(
     take: Callable[[Tensor, Any], Tensor],
     mode: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
-    model, x = nn.Sequential(Stash(put), linear(), Pop(take)), batch()
+    model, x = nn.Sequential(stashed(put), linear(), taken(take)), batch()
     with mode(), pipe_of(model, [1, 1, 1], chunks=2) as pipe:
         same(pipe(x), model(x))
 
@@ -145,7 +122,8 @@ def test_what_is_popped_requires_grad_as_in_the_plain_model(
         seen.append([tensor.requires_grad for tensor in tensors_of(skip)[0]])
         return take(x, skip)
 
-    model = nn.Sequential(Stash(put), linear(), Pop(look)).requires_grad_(requires_grad)
+    model = nn.Sequential(stashed(put), linear(), taken(look))
+    model.requires_grad_(requires_grad)
     model(batch(1))
     (expected,) = seen
     with pipe_of(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
@@ -163,7 +141,7 @@ def test_what_is_popped_in_a_recomputation_is_no_part_of_the_graph_of_the_forwar
         popped.append(skip)
         return x * skip
 
-    model = nn.Sequential(Stash(torch.exp), Pop(look))
+    model = nn.Sequential(stashed(torch.exp), taken(look))
     with pipe_of(model, [1, 1], checkpoint="always") as pipe:
         pipe(batch()).sum().backward()
     forward, again = popped
@@ -183,7 +161,7 @@ def test_a_parameter_may_be_stashed(checkpoint: str) -> None:
             yield stash("a", self.layer.weight)
             return self.layer(x)
 
-    model, x = nn.Sequential(StashWeight(), Pop(lambda x, skip: x @ skip)), batch()
+    model, x = nn.Sequential(StashWeight(), taken(lambda x, skip: x @ skip)), batch()
     expected = gradients(copy.deepcopy(model), x)
     with pipe_of(model, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
         same(gradients(pipe, x), expected)
@@ -197,13 +175,14 @@ balances = pytest.mark.parametrize("balance", BALANCES, ids=str)
 
 def modifying() -> nn.Sequential:
     """The layer between changes the output of the first, which is stashed, too."""
-    return nn.Sequential(Stash(identity), nn.ReLU(inplace=True), Pop(lambda x, skip: x * 10 + skip))
+    last = taken(lambda x, skip: x * 10 + skip)
+    return nn.Sequential(stashed(identity), nn.ReLU(inplace=True), last)
 
 
 def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
     """What the model would compute if its second layer worked on a copy."""
     first: Any = model[0]
-    y: Tensor = first.layer(x)
+    y: Tensor = first.before(x)
     return y.relu() * 10 + y
 
 
@@ -244,7 +223,7 @@ def change(x: Tensor, skip: Tensor) -> Tensor:
 
 def two_poppers() -> nn.Sequential:
     """The first who pops changes what it has popped."""
-    return nn.Sequential(StashForTwo(torch.exp), Pop(change), Pop(torch.add))
+    return nn.Sequential(stashed(torch.exp, 2), taken(change), taken(torch.add))
 
 
 @balances
@@ -254,7 +233,7 @@ def test_what_the_first_who_pops_modifies_the_second_does_not_get(
 ) -> None:
     model, x = two_poppers(), batch()
     first: Any = model[0]
-    y = first.layer(x)
+    y = first.before(x)
     with pipe_of(model, balance, chunks=2, checkpoint=checkpoint) as pipe:
         try:
             output = pipe(x)
@@ -271,7 +250,7 @@ def test_in_inference_mode_too_the_second_does_not_get_what_the_first_modified(
     model, x = two_poppers(), batch()
     first: Any = model[0]
     with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
-        y = first.layer(x)
+        y = first.before(x)
         same(pipe(x), y + 1000 * y.exp() + y.exp())
 
 
@@ -285,7 +264,7 @@ def test_a_skip_that_is_modified_between_a_forward_and_its_recomputation_is_refu
         skips.append(y.exp())
         return skips[-1]
 
-    model = nn.Sequential(Stash(keep), Pop(lambda x, skip: x * skip))
+    model = nn.Sequential(stashed(keep), taken(lambda x, skip: x * skip))
     with pipe_of(model, [1, 1], checkpoint=checkpoint) as pipe:
         output = pipe(batch())
         skips[0].detach().add_(1)
@@ -319,7 +298,7 @@ def test_a_container_that_is_changed_later_is_popped_as_it_was_stashed(
             yield stash("a", d)
             return d
 
-    model = nn.Sequential(StashDict(), Apply(set_to_zero), Pop(lambda x, skip: x + skip["x"]))
+    model = nn.Sequential(StashDict(), Apply(set_to_zero), taken(lambda x, skip: x + skip["x"]))
     x = batch()
     layer: Any = model[0]
     with mode(), pipe_of(model, balance, chunks=2) as pipe:
