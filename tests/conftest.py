@@ -41,6 +41,25 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    yield
+    _freeze()
+
+
+def _freeze() -> None:
+    """Let the collector look no more at what is there now: for all tests that is a second a time.
+
+    Modules and tests are millions of objects. What lives this long is no business of a test.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
     gc.collect()

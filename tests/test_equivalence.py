@@ -138,18 +138,22 @@ def steps(request: pytest.FixtureRequest) -> Pair:
     return pair(module, case.balance, x, chunks=case.chunks, checkpoint=case.checkpoint)
 
 
+@pytest.mark.pairwise
 def test_output_is_the_plain_modules(steps: Pair) -> None:
     same(steps.piped.output, steps.plain.output)
 
 
+@pytest.mark.pairwise
 def test_loss_is_the_plain_modules(steps: Pair) -> None:
     same(steps.piped.loss, steps.plain.loss)
 
 
+@pytest.mark.pairwise
 def test_parameter_gradients_are_the_plain_modules(steps: Pair) -> None:
     same(steps.piped.grads, steps.plain.grads)
 
 
+@pytest.mark.pairwise
 def test_input_gradient_is_the_plain_modules(steps: Pair) -> None:
     same(steps.piped.input_grad, steps.plain.input_grad)
 
@@ -266,19 +270,23 @@ def frozen(request: pytest.FixtureRequest) -> Pair:
     return pair(module, [3, 4], x, chunks=case.chunks, checkpoint=case.checkpoint)
 
 
+@pytest.mark.pairwise
 def test_output_requires_grad_when_the_plain_modules_does(frozen: Pair) -> None:
     assert frozen.piped.output.requires_grad == frozen.plain.output.requires_grad
 
 
+@pytest.mark.pairwise
 def test_the_parameters_with_a_gradient_are_the_plain_modules(frozen: Pair) -> None:
     piped, plain = frozen.piped.grads, frozen.plain.grads
     assert {n for n, g in piped.items() if g is None} == {n for n, g in plain.items() if g is None}
 
 
+@pytest.mark.pairwise
 def test_gradients_of_a_frozen_module_are_the_plain_modules(frozen: Pair) -> None:
     same(frozen.piped.grads, frozen.plain.grads)
 
 
+@pytest.mark.pairwise
 def test_input_gradient_of_a_frozen_module_is_the_plain_modules(frozen: Pair) -> None:
     same(frozen.piped.input_grad, frozen.plain.input_grad)
 

@@ -80,6 +80,7 @@ REGISTER: dict[str, Callable[[Layer], Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @kinds
 @modes
 @pytest.mark.parametrize("hook", REGISTER)

@@ -112,6 +112,7 @@ def note_of(case: Case) -> str | None:
     return None
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "case", [case for phase in PHASES for case in cases_of(phase)], ids=lambda case: str(case)
 )

@@ -158,6 +158,7 @@ def batch(rows: int) -> Tensor:
 # Training -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @models
 @balances
 @modes

@@ -65,6 +65,7 @@ def piped(module: nn.Sequential, balance: list[int], way: Way, chunks: int = 3) 
 # Partitions x micro-batches x rows.
 
 
+@pytest.mark.pairwise
 @ways
 @cases
 def test_loss_and_gradients_are_the_plain_modules(case: Case, way: Way) -> None:
@@ -181,6 +182,7 @@ FROZEN: dict[str, list[int]] = {
 }
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "grad"])

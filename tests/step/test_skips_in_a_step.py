@@ -62,6 +62,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 BALANCES = [[7], [3, 4], [1, 2, 2, 2], [1] * 7]
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("balance", BALANCES, ids=len)

@@ -116,6 +116,7 @@ def cases_of(phase: str) -> list[Case]:
     return random.Random(f"faults of steps, {phase}").sample(possible, A_PHASE)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "case", [case for phase in PHASES for case in cases_of(phase)], ids=lambda case: str(case)
 )
