@@ -82,6 +82,14 @@ def no_gc_in_module() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def forget_compiled() -> Iterator[None]:
+    """What torch has compiled is one test's own."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def worker_threads() -> set[threading.Thread]:
     """The threads of pipert that are alive."""
     return {thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)}

@@ -74,7 +74,7 @@ def run(script: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
         stdout.touch()
         stderr.touch()
         server = _server()
-        assert server.stdin is not None
+        assert server.stdin is not None and server.stdout is not None
         asked = {"script": script, "stdout": str(stdout), "stderr": str(stderr)}
         server.stdin.write(json.dumps(asked).encode() + b"\n")
         pid = _answer(server)

@@ -28,6 +28,7 @@ from pipert.engine import runtime
 from pipert.layers.tied import Substitute, Weights, borrowed, check_borrowers
 from pipert.model import split as partition_module
 from pipert.stage.lane import Lane
+from tests.pipes import pipe_of
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7
@@ -101,10 +102,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     monkeypatch.setattr(partition_module, "borrowed", apart)
     monkeypatch.setattr(Lane, "_copy_value", copy_weights)
     return counting
-
-
-def pipe_of(module: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
-    return Pipe(module, balance, devices=["cpu"] * len(balance), **options)
 
 
 def weight_of(module: nn.Sequential | Pipe) -> nn.Parameter:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
+from tests.pipes import pipe_of
 from tests.skips import Forward, Pop, Stash, popping, stashing
 
 MODES = ["always", "except_last", "never"]
@@ -145,10 +145,6 @@ def step(module: nn.Module, x: Tensor) -> Outcome:
     loss.backward()
     grads = {name: parameter.grad for name, parameter in module.named_parameters()}
     return Outcome(output, loss, grads, own.grad)
-
-
-def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
-    return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
 
 
 def batch(rows: int) -> Tensor:

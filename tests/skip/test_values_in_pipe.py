@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
 from pipert.batch.tensors import tensors_of
 from pipert.skip import skippable, stash
 from tests.layers import Apply
+from tests.pipes import pipe_of
 from tests.skips import identity, popping, stashing
 
 Forward = Generator[Any, Any, Any]
@@ -39,10 +39,6 @@ def stashed(function: Callable[[Tensor], Any], count: int = 1) -> nn.Module:
 def taken(function: Callable[[Tensor, Any], Any]) -> nn.Module:
     """Returns what a function makes of its input and the skip."""
     return popping("a", take=function)
-
-
-def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
-    return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
 
 
 def batch(rows: int = 5) -> Tensor:
