@@ -76,6 +76,7 @@ def gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]
     return output, [parameter.grad for parameter in module.parameters()], own.grad
 
 
+@pytest.mark.pairwise
 @values
 @modes
 @pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [2, 2]], ids=str)

@@ -41,6 +41,7 @@ def step(module: nn.Sequential, way: Way, x: Tensor, **options: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_step_of_compiled_layers_is_that_of_the_plain_module(backend: str, way: Way) -> None:

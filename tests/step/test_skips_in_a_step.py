@@ -89,6 +89,7 @@ VALUES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 1, 1]], ids=len)
