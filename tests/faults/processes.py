@@ -98,7 +98,7 @@ def is_right(pipe, x=X):
 )
 
 
-def ends(script: str, fresh: bool = False) -> tuple[int, str, str]:
+def ends(script: str) -> tuple[int, str, str]:
     """How a script ends: its exit code, and what it writes."""
-    result = run(script, STEP, fresh)
+    result = run(script, STEP)
     return result.returncode, result.stdout, result.stderr

@@ -71,7 +71,7 @@ for k in range(200):
 print(wrong, interrupted > 20, is_right(pipe))
 pipe.close()
 """
-    assert ends(script, fresh=True) == (0, "0 True True\n", "")
+    assert ends(script) == (0, "0 True True\n", "")
 
 
 @strides
