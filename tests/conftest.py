@@ -1,7 +1,11 @@
-"""Gives every test a seed, and checks that it leaves no thread of pipert behind."""
+"""What every test gets: a seed, and a check that it leaves no thread of pipert behind.
+
+And what it may ask for: to run without the collector of cycles.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -35,6 +39,55 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+def pytest_collection_finish() -> None:
+    _freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    yield
+    _freeze()
+
+
+def _freeze() -> None:
+    """Let the collector look no more at what is there now: for all tests that is a second a time.
+
+    Modules and tests are millions of objects. What lives this long is no business of a test.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Without the collector of cycles: reference counting alone has to free everything."""
+    with _without_gc():
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_gc_in_module() -> Iterator[None]:
+    """The same for all tests of a file together: a collection takes longer than some of them."""
+    with _without_gc():
+        yield
+
+
+@pytest.fixture
+def forget_compiled() -> Iterator[None]:
+    """What torch has compiled is one test's own."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def worker_threads() -> set[threading.Thread]:

@@ -1,7 +1,8 @@
 """The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
 
-Rows 1, 2, 4, 5 and 6, and the pitfalls about gradients. Row 3 is about random numbers and row 7
-about refusals; those are tested beside what draws and what refuses.
+Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/test_call_and_step.py`` has
+rows 1 and 2 of a call and of a step. Row 3 is about random numbers and row 7 about refusals; those
+are tested beside what draws and what refuses.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from tests.layers import Apply
+from tests.step.compare import grads_of, seven_layers
 
 MODES = ["always", "except_last", "never"]
 BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
-ROWS = [6, 7, 2, 1, 0]
 
 same = torch.testing.assert_close
 same(0, 0)  # the first call imports for half a second, which is no test's fault
@@ -67,23 +68,8 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
-def seven_layers() -> nn.Sequential:
-    """Each balance of ``BALANCES`` but the first starts a stage with the in-place layer."""
-    norm = nn.LayerNorm(4, dtype=torch.float64)
-    first, second = linear(3, 4), linear(4, 4)
-    return nn.Sequential(
-        first, nn.Tanh(), second, nn.ReLU(inplace=True), linear(4, 4), norm, linear(4, 2)
-    )
-
-
 def batch(rows: int, requires_grad: bool = True) -> Tensor:
     return torch.randn(rows, 3, dtype=torch.float64, requires_grad=requires_grad)
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return {
-        name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()
-    }
 
 
 def step(module: nn.Module, x: Tensor) -> Outcome:
@@ -112,58 +98,6 @@ def pair(module: nn.Sequential, balance: list[int], x: Tensor, **options: Any) -
 
 
 # Row 1.
-
-
-class Case(NamedTuple):
-    balance: list[int]
-    chunks: int
-    checkpoint: str
-    rows: int
-
-
-CASES = [Case(b, c, k, r) for b in BALANCES for c in (1, 3) for k in MODES for r in ROWS]
-
-
-def name_of(case: Case) -> str:
-    partitions = f"n={len(case.balance)}"
-    return f"{partitions}-chunks={case.chunks}-{case.checkpoint}-{case.rows} rows"
-
-
-@pytest.fixture(scope="module", params=CASES, ids=name_of)
-def steps(request: pytest.FixtureRequest) -> Pair:
-    case: Case = request.param
-    torch.manual_seed(0)
-    module = seven_layers()
-    x = batch(case.rows)
-    return pair(module, case.balance, x, chunks=case.chunks, checkpoint=case.checkpoint)
-
-
-def test_output_is_the_plain_modules(steps: Pair) -> None:
-    same(steps.piped.output, steps.plain.output)
-
-
-def test_loss_is_the_plain_modules(steps: Pair) -> None:
-    same(steps.piped.loss, steps.plain.loss)
-
-
-def test_parameter_gradients_are_the_plain_modules(steps: Pair) -> None:
-    same(steps.piped.grads, steps.plain.grads)
-
-
-def test_input_gradient_is_the_plain_modules(steps: Pair) -> None:
-    same(steps.piped.input_grad, steps.plain.input_grad)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_gradients_accumulate_over_several_backward_calls(checkpoint: str) -> None:
-    module = seven_layers()
-    plain = copy.deepcopy(module)
-    xs = [batch(rows) for rows in (5, 1, 8)]
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        for x in xs:
-            pipe(x).square().sum().backward()
-            plain(x).square().sum().backward()
-    same(grads_of(pipe), grads_of(plain))
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -225,62 +159,6 @@ def test_gradient_of_some_rows_is_the_plain_modules(checkpoint: str) -> None:
     with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=7, checkpoint=checkpoint) as pipe:
         (grad,) = torch.autograd.grad(pipe(x)[2:4].sum(), x)
     same(grad, expected)
-
-
-# Row 2.
-
-FROZEN = {
-    "nothing": [],
-    "first layer": [0],
-    "middle layer": [2],
-    "last layer": [6],
-    "first partition": [0, 2],
-    "last partition": [4, 5, 6],
-    "everything": [0, 2, 4, 5, 6],
-}
-
-
-class Freeze(NamedTuple):
-    frozen: str
-    input_requires_grad: bool
-    chunks: int
-    checkpoint: str
-
-
-FREEZES = [Freeze(f, g, c, k) for f in FROZEN for g in (False, True) for c in (1, 3) for k in MODES]
-
-
-def name_of_freeze(case: Freeze) -> str:
-    differentiable = "grad" if case.input_requires_grad else "no grad"
-    return f"{case.frozen}-{differentiable}-chunks={case.chunks}-{case.checkpoint}"
-
-
-@pytest.fixture(scope="module", params=FREEZES, ids=name_of_freeze)
-def frozen(request: pytest.FixtureRequest) -> Pair:
-    case: Freeze = request.param
-    torch.manual_seed(0)
-    module = seven_layers()
-    for index in FROZEN[case.frozen]:
-        module[index].requires_grad_(False)
-    x = batch(7, case.input_requires_grad)
-    return pair(module, [3, 4], x, chunks=case.chunks, checkpoint=case.checkpoint)
-
-
-def test_output_requires_grad_when_the_plain_modules_does(frozen: Pair) -> None:
-    assert frozen.piped.output.requires_grad == frozen.plain.output.requires_grad
-
-
-def test_the_parameters_with_a_gradient_are_the_plain_modules(frozen: Pair) -> None:
-    piped, plain = frozen.piped.grads, frozen.plain.grads
-    assert {n for n, g in piped.items() if g is None} == {n for n, g in plain.items() if g is None}
-
-
-def test_gradients_of_a_frozen_module_are_the_plain_modules(frozen: Pair) -> None:
-    same(frozen.piped.grads, frozen.plain.grads)
-
-
-def test_input_gradient_of_a_frozen_module_is_the_plain_modules(frozen: Pair) -> None:
-    same(frozen.piped.input_grad, frozen.plain.input_grad)
 
 
 # Row 4.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
+from tests import scripts
+from tests.faults.everywhere import strides, sweep
 
-ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, signal, sys, threading, time
@@ -42,22 +42,15 @@ def fail(error):
 """
 
 
-NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without
+def run(
+    script: str, prelude: str = PRELUDE, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    return scripts.run(prelude + script, fresh)
 
 
-def run(script: str, prelude: str = PRELUDE) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c", prelude + script],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,  # before pytest's, which would end everything
-    )
-
-
-def ends(script: str) -> tuple[int, str]:
+def ends(script: str, fresh: bool = False) -> tuple[int, str]:
     """How a script ends: its exit code and what it writes to stderr."""
-    result = run(script)
+    result = run(script, fresh=fresh)
     return result.returncode, result.stderr
 
 
@@ -65,7 +58,7 @@ def ends(script: str) -> tuple[int, str]:
 
 
 def test_pitfall_10_it_exits_with_an_unclosed_pipe() -> None:
-    assert ends("pipe = two(); pipe(ROWS)") == (0, "")
+    assert ends("pipe = two(); pipe(ROWS)", fresh=True) == (0, "")
 
 
 def test_it_exits_with_an_unclosed_pipe_that_has_not_run() -> None:
@@ -122,7 +115,7 @@ pipe = two(first=Double(lambda x: sys.exit(4)))
 pipe(ROWS)
 print("still here")
 """
-    result = run(script)
+    result = run(script, fresh=True)
     assert (result.returncode, result.stdout, result.stderr) == (4, "", "")
 
 
@@ -252,7 +245,8 @@ def last():
 
 atexit.register(last)
 """
-    result = run(script + PRELUDE + "pipe = two(); pipe(ROWS)", prelude="import threading\n")
+    script += PRELUDE + "pipe = two(); pipe(ROWS)"
+    result = run(script, prelude="import threading\n", fresh=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "refused\n[]\n", "")
 
 
@@ -260,12 +254,21 @@ atexit.register(last)
 
 INTERRUPTED = """
 executed = []
+caught = []
 done = []
 
+def interrupt(*signal_and_frame):
+    if not caught:
+        caught.append(True)
+        signal.default_int_handler(*signal_and_frame)
+
+signal.signal(signal.SIGINT, interrupt)
+
 def before(x):
-    if not executed:
-        os.kill(os.getpid(), signal.SIGINT)
     executed.append(int(x[0]))
+    while not caught:  # CPython misses one that comes just before it blocks
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.005)
     if not done:
         time.sleep(0.05)  # what a layer takes
 
@@ -320,7 +323,7 @@ pipe = two(first=Double(before), chunks=16)
 pipe(ROWS)
 print("still here")
 """
-    result = run(script)
+    result = run(script, fresh=True)
     assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
 
 
@@ -351,100 +354,7 @@ print(wrong, interrupted > 20)
     assert (result.returncode, result.stdout, result.stderr) == (0, "0 True\n", "")
 
 
-# Ctrl-C at every place of pipert's code and of ``threading.Thread``, one after the other. Not of
-# ``threading.Condition``, which an interrupt can leave locked, so that a thread never starts.
-
-SWEEP = """
-import dis, functools
-
-@functools.cache
-def places(code):
-    '''Where the interpreter looks for signals: at the start, after calls, at jumps back.'''
-    found, after = set(), False
-    for instruction in dis.get_instructions(code):
-        if after:
-            found.add(instruction.offset)
-        after = instruction.opname.startswith(("CALL", "RESUME"))
-        if instruction.opname.startswith("JUMP_BACKWARD"):
-            found.add(instruction.argval)
-    return found
-
-def interrupted_at(k, function):
-    '''Call function, but raise KeyboardInterrupt at the k-th place it comes to; say where.'''
-    count, where = 0, None
-
-    def local(frame, event, arg):
-        nonlocal count, where
-        if event == "opcode" and frame.f_lasti in places(frame.f_code):
-            if count == k:
-                sys.settrace(None)
-                where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-                raise KeyboardInterrupt
-            count += 1
-        return local
-
-    def trace(frame, event, arg):
-        code = frame.f_code
-        of_thread = code.co_filename == threading.__file__ and "Thread." in code.co_qualname
-        if of_thread or f"{os.sep}pipert{os.sep}" in code.co_filename:
-            frame.f_trace_opcodes = True
-            return local
-
-    sys.settrace(trace)
-    try:
-        function()
-    except BaseException:  # such as what threading makes of it
-        pass
-    finally:
-        sys.settrace(None)
-    return where
-
-def within(seconds, function):
-    '''What function returns; None if that takes longer.'''
-    result = []
-    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else None
-
-def threads_left(count, seconds=1.0):
-    '''How many threads there are beyond count, after a while if need be.'''
-    deadline = time.monotonic() + seconds
-    while (left := len(os.listdir("/proc/self/task")) - count) and time.monotonic() < deadline:
-        time.sleep(1e-3)
-    return left
-
-def sweep(prepare, function):
-    '''Interrupt function(pipe) everywhere; each time the pipe must work, and close, afterwards.'''
-    problems = []
-    k = 0
-    while len(problems) < 5:
-        threads = len(os.listdir("/proc/self/task"))
-        pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), chunks=2, checkpoint="always")
-        prepared = prepare(pipe)
-        where = interrupted_at(k, lambda: function(prepared))
-        if where is None:
-            within(5, pipe.close)
-            break
-        rows = ROWS + k
-        expected = pipe[1](pipe[0](rows))
-        if function != Pipe.close:
-            result = within(3, lambda: pipe(rows))
-            if result is None:
-                problems.append(f"the next call hangs after {where}")
-            elif not torch.allclose(result, expected):
-                problems.append(f"the next call is wrong after {where}")
-        if not within(3, lambda: [pipe.close()]):
-            problems.append(f"close hangs after {where}")
-        if left := threads_left(threads):
-            problems.append(f"{left} threads are left after {where}")
-        k += 1
-    print(k > 20, *problems, sep="\\n")
-
-def has_run(pipe):
-    pipe(ROWS)
-    return pipe
-"""
+# Ctrl-C at every place of what the caller is in.
 
 SWEEP_OF_CLOSE_DURING_A_CALL = """
 problems = []
@@ -464,7 +374,7 @@ while len(problems) < 5:
         problems.append(f"the call hangs after {where}")
     if where is None:
         break
-    k += 1
+    k += min(STRIDE, 3)  # there are few
 print(k > 4, *problems, sep="\\n")
 """
 
@@ -481,5 +391,6 @@ print(k > 4, *problems, sep="\\n")
     ids=lambda item: item[0],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_at_any_place_of(what: tuple[str, str]) -> None:
-    assert run(SWEEP + what[1]).stdout == "True\n"
+@strides
+def test_ctrl_c_at_any_place_of(what: tuple[str, str], stride: int) -> None:
+    assert run(sweep(stride) + what[1]).stdout == "True\n"

@@ -5,57 +5,21 @@ Counted is data, not tensor objects: what autograd saves is another object with 
 
 from __future__ import annotations
 
-import gc
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
+from tests.activations import Activations
 
 MODES = ["always", "except_last", "never"]
 
+pytestmark = pytest.mark.usefixtures("no_gc")
+
 modes = pytest.mark.parametrize("checkpoint", MODES)
-
-
-@pytest.fixture(autouse=True)
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
-class Activations:
-    """Knows whether the data of tensors is still there, without keeping it there."""
-
-    def __init__(self) -> None:
-        self._expired: list[Callable[[], bool]] = []
-
-    def add(self, tensor: Tensor) -> Tensor:
-        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._expired.append(data.expired)
-        return tensor
-
-    def now(self) -> int:
-        return sum(not expired() for expired in self._expired)
-
-    def settled(self, expected: int) -> int:
-        """The number there is once it is as expected, or after two seconds.
-
-        A worker drops its last task just after its caller was let go, hence the patience.
-        """
-        assert self._expired, "no activation was seen"
-        never = threading.Event()
-        for _ in range(200):
-            if self.now() == expected:
-                break
-            never.wait(0.01)
-        return self.now()
 
 
 class Tanh(nn.Module):

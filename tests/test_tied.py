@@ -13,7 +13,7 @@ import gc
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,6 +29,7 @@ from pipert.layers.tied import Substitute, Weights, borrowed, check_borrowers
 from pipert.model import split as partition_module
 from pipert.stage import assembly
 from pipert.stage.copies import Copies as StageCopies
+from tests.pipes import pipe_of
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7
@@ -102,10 +103,6 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     monkeypatch.setattr(partition_module, "borrowed", apart)
     monkeypatch.setattr(StageCopies, "bring", copy_weights)
     return counting
-
-
-def pipe_of(module: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
-    return Pipe(module, balance, devices=["cpu"] * len(balance), **options)
 
 
 def weight_of(module: nn.Sequential | Pipe) -> nn.Parameter:
@@ -369,14 +366,6 @@ def test_a_copy_of_the_pipe_is_tied_in_itself(copies: Copies, how: Callable[[Pip
         assert other[0].weight is other[3].weight is not pipe[0].weight
         step(other)
         assert copies.forward == 1 and weight_of(pipe).grad is None
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @modes

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from tests.pipes import pipe_of_layers
 
 same = torch.testing.assert_close
 same(0, 0)  # the first call imports for half a second, which is no test's fault
@@ -539,10 +541,7 @@ class OfAnotherLengthEachTime(nn.Module):
         return x
 
 
-def pipe_of(*layers: nn.Module, chunks: int = 2, checkpoint: str = "always") -> Pipe:
-    n = len(layers)
-    module = nn.Sequential(*layers)
-    return Pipe(module, [1] * n, devices=["cpu"] * n, chunks=chunks, checkpoint=checkpoint)
+pipe_of = partial(pipe_of_layers, chunks=2, checkpoint="always")
 
 
 def rows() -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,16 +13,10 @@ from pipert.layers import compiled_backward
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
+    pytest.mark.usefixtures("forget_compiled"),
     # Of dynamo: about itself, and of NumPy, which need not be there.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("make", [nn.Tanh, lambda: nn.ReLU(inplace=True)], ids=["new", "in place"])

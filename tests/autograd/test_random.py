@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,22 +24,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from pipert import NestedCheckpointError, Pipe, is_recomputing
 from pipert.layers.drawing import _DETERMINISTIC, FUNCTIONS_THAT_DRAW, may_draw
 from tests.layers import Apply
+from tests.pipes import pipe_of_layers
 
 TIMEOUT = 3.0  # s
 
 MODES = ["always", "except_last", "never"]
 
 
-def pipe_of(*layers: nn.Module, chunks: int = 4, checkpoint: str = "except_last") -> Pipe:
-    """A partition with a worker of its own for each layer."""
-    n = len(layers)
-    return Pipe(
-        nn.Sequential(*layers),
-        balance=[1] * n,
-        devices=["cpu"] * n,
-        chunks=chunks,
-        checkpoint=checkpoint,
-    )
+pipe_of = partial(pipe_of_layers, chunks=4)
 
 
 # Timing -------------------------------------------------------------------------------------------

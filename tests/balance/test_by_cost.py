@@ -258,7 +258,10 @@ def test_two_thousand_layers_on_equal_devices(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("ratio", [0.5, 0.02, 1e-9])
+@pytest.mark.parametrize(
+    "ratio",
+    [pytest.param(0.5, marks=pytest.mark.sweep), 0.02, pytest.param(1e-9, marks=pytest.mark.sweep)],
+)
 @pytest.mark.parametrize("kind", LARGE)
 def test_two_thousand_layers_on_different_devices(kind: str, ratio: float) -> None:
     r = random.Random(0)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert.balance import LayerSize, balance_by_size, layer_sizes
-from pipert.skip import pop, skippable, stash
+from tests.skips import popping, stashing
 
 FLOAT = 4  # bytes
 
@@ -64,24 +63,15 @@ def test_the_micro_batch_is_the_largest() -> None:
     assert size.inputs == 9 * FLOAT
 
 
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
-        yield stash("skip", torch.cat([x, x]))
-        return x
-
-
-@skippable(pop=["skip"])
-class PopSum(nn.Module):
-    def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
-        skip = yield pop("skip")
-        return x + skip.sum()
+def with_skip() -> list[nn.Module]:
+    stash = stashing(make=lambda x: torch.cat([x, x]))
+    return [stash, popping(take=lambda x, skip: x + skip.sum())]
 
 
 def test_a_stash_counts_where_it_is_stashed_and_popped() -> None:
-    stashing, popping = sizes(Stash(), PopSum())
-    assert stashing.activations == 60 * FLOAT
-    assert (popping.popped, popping.inputs) == (60 * FLOAT, 90 * FLOAT)
+    first, last = sizes(*with_skip())
+    assert first.activations == 60 * FLOAT
+    assert (last.popped, last.inputs) == (60 * FLOAT, 90 * FLOAT)
 
 
 def test_a_module_on_meta_is_counted_without_memory() -> None:
@@ -93,7 +83,7 @@ def test_a_module_on_meta_is_counted_without_memory() -> None:
 
 
 def test_a_module_with_memory_can_be_counted_on_meta() -> None:
-    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), Stash(), PopSum())
+    module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), *with_skip())
     x = torch.ones(10, 3)
     assert layer_sizes(module, x, device="meta") == layer_sizes(module, x, device="cpu")
 
@@ -134,7 +124,8 @@ def test_with_many_micro_batches_a_partition_begins_where_little_goes_in() -> No
 
 
 def test_with_many_micro_batches_what_is_popped_counts_for_each_and_no_entry_twice() -> None:
-    layers = [Stash(), nn.Tanh(), nn.Tanh(), nn.Tanh(), PopSum()]
+    stash, pop = with_skip()
+    layers = [stash, nn.Tanh(), nn.Tanh(), nn.Tanh(), pop]
     assert balance(2, *layers, sample=torch.ones(8, 4), chunks=8) == [4, 1]
 
 

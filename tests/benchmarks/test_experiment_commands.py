@@ -13,6 +13,8 @@ pytest.importorskip("tqdm", reason="the experiments show their progress with tqd
 
 SHORT = ["--scale", "tiny", "--steps", "1", "--devices", "cpu,cpu"]
 
+EVERY = pytest.mark.sweep  # ten seconds each; the first shows that a table is made
+
 COMMANDS = {
     "unet_speed": ("pipeline-8", "88.5", "3.10"),
     "amoebanet_speed": ("n=8 m=32", "132.4", "4.95"),
@@ -24,7 +26,13 @@ COMMANDS = {
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]  # seconds on a machine that is busy
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "unet_speed",
+        *[pytest.param(command, marks=EVERY) for command in COMMANDS if command != "unet_speed"],
+    ],
+)
 def test_the_table_has_the_papers_figures(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,6 +17,7 @@ def benchmark() -> ModuleType:
     return importlib.import_module("forward_backward")
 
 
+@pytest.mark.sweep
 @pytest.mark.timeout(240)  # two rounds of eight runtimes, two of them processes
 def test_all_runtimes_compute_the_same_and_each_has_its_row(benchmark: ModuleType) -> None:
     table = benchmark.convolving(1, 0.001)  # which also compares the losses

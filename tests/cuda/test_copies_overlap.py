@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from pipert import Event, Pipe
 from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
-from pipert.skip import Skippable, pop, skippable, stash
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
+from tests.skips import popping, stashing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
@@ -232,26 +232,14 @@ def test_a_recording_may_begin_on_another_stream_than_a_call_in_it(pipe: Pipe) -
     assert len(of(timeline, FORWARD)) == N * M
 
 
-@skippable(stash=["skip"])
-class Stash(Skippable):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", Busy()(x))
-        return Busy()(x)
-
-
-@skippable(pop=["skip"])
-class Pop(Skippable):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return Busy()(x) + Busy()(skip)
-
-
 def test_copies_that_follow_each_other_on_a_stream_are_recorded_one_by_one(
     gpus: Simulation,
 ) -> None:
     """The second one begins when the first one has ended, not when both might have begun."""
-    module = nn.Sequential(Stash(), Pop())
-    with Pipe(module, [1, 1], devices=["cuda:0", "cuda:1"], chunks=M) as pipe:
+    first = stashing(make=Busy(), after=Busy())
+    last = popping(take=lambda x, skip: Busy()(x) + Busy()(skip))
+    devices = ["cuda:0", "cuda:1"]
+    with Pipe(nn.Sequential(first, last), [1, 1], devices=devices, chunks=M) as pipe:
         with pipe.record() as timeline:
             train_by_call(pipe, batch())
     copies = of(timeline, COPY)

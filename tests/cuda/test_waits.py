@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip import Skippable, pop, skippable
+from tests.skips import popping, stashing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
@@ -35,18 +36,8 @@ class Scale(nn.Module):
         return x * self.weight
 
 
-@skippable(stash=["skip"])
-class Stash(Skippable):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x * 2)
-        return x * 3
-
-
-@skippable(pop=["skip"])
-class Pop(Skippable):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x * skip
+def stash_two() -> nn.Module:
+    return stashing(make=lambda x: x * 2, after=lambda x: x * 3)
 
 
 def scales(n: int) -> nn.Sequential:
@@ -54,7 +45,7 @@ def scales(n: int) -> nn.Sequential:
 
 
 def with_skip() -> nn.Sequential:
-    return nn.Sequential(Stash(), Scale(), Pop())
+    return nn.Sequential(stash_two(), Scale(), popping(take=torch.mul))
 
 
 def pipe_of(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
@@ -152,7 +143,7 @@ class PopOne(Skippable):
 def test_a_gradient_of_a_skip_or_a_value_alone_needs_no_synchronisation(
     skip: bool, train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
 ) -> None:
-    module = nn.Sequential(Stash(), Scale(), PopOne(skip))
+    module = nn.Sequential(stash_two(), Scale(), PopOne(skip))
     with pipe_of(module, devices, checkpoint="never") as pipe:
         for _ in range(2):
             train(pipe, batch(grad=True))

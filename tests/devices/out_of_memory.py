@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipert import Observer, Pipe, TaskInfo
-from pipert.skip import Skippable, pop, skippable, stash
 from tests.simulated_gpus.simulation import Simulation
+from tests.skips import popping, stashing
 
 __all__ = ["DEVICES", "Started", "Tight", "until"]
 
@@ -25,28 +25,14 @@ PATIENCE = 300  # times 10 ms
 Forward = Generator[Any, Any, Tensor]
 
 
-@skippable(stash=["skip"])
-class Stash(Skippable):
-    def forward(self, x: Tensor) -> Forward:
-        yield stash("skip", x * 2)
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(Skippable):
-    def forward(self, x: Tensor) -> Forward:
-        skip: Tensor = yield pop("skip")
-        return x + skip
-
-
 def model() -> nn.Sequential:
     """Three partitions: the last one uses the weight of the first and its skip."""
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
     return nn.Sequential(
-        first, Stash(),
+        first, stashing(make=lambda x: x * 2),
         nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2),
-        nn.Linear(8, 8), Pop(), nn.Tanh(), last,
+        nn.Linear(8, 8), popping(), nn.Tanh(), last,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ right (R5). The simulation checks that every access is ordered meanwhile (D1).
 from __future__ import annotations
 
 import copy
-import gc
 import re
 import traceback
 from collections.abc import Iterator
@@ -35,15 +34,7 @@ NOTE = re.compile(
 )
 LETTER = {"forward": "F", "recomputation": "R", "backward": "B"}
 
-pytestmark = [pytest.mark.multi_gpu]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = [pytest.mark.multi_gpu, pytest.mark.usefixtures("no_gc_in_module")]
 
 
 def wrongs_of(error: torch.OutOfMemoryError, device: int, way: str, started: Started) -> list[str]:

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -34,8 +34,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe
-from pipert.skip import pop, skippable, stash
 from pipert.workers.worker import WorkerThread
+from tests.skips import popping, stashing
 
 WORLD = 2
 TIMEOUT = timedelta(seconds=10)  # of a reduction to which the other process does not come
@@ -86,32 +86,6 @@ class OneOf(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layers[str(self.choose())](x)
         return output
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Module):
-    """Puts something aside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear(4, 4)
-
-    def forward(self, x: Tensor) -> Iterator[Any]:
-        yield stash("skip", self.linear(x))
-        return x  # type: ignore[return-value]
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Module):
-    """Adds, or drops, what was put aside."""
-
-    def __init__(self, add: bool = True) -> None:
-        super().__init__()
-        self.add = add
-
-    def forward(self, x: Tensor) -> Iterator[Any]:
-        skip: Any = yield pop("skip")
-        return x + skip if self.add else x  # type: ignore[return-value]
 
 
 # --- what the cases share -------------------------------------------------------------------------
@@ -296,7 +270,10 @@ def processes_may_split_the_model_differently(rank: int, checkpoint: str) -> Non
 @for_each_mode
 def skips_go_through(rank: int, checkpoint: str) -> None:
     def make() -> nn.Sequential:
-        return nn.Sequential(linear(3, 4), Stash(), linear(4, 4), nn.Tanh(), Pop(), linear(4, 2))
+        aside = stashing(make=linear(4, 4))
+        return nn.Sequential(
+            linear(3, 4), aside, linear(4, 4), nn.Tanh(), popping(), linear(4, 2)
+        )
 
     for options in OPTIONS.values():
         trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
@@ -388,7 +365,8 @@ def what_only_an_unused_skip_needs_has_no_gradient(rank: int, checkpoint: str) -
     # Autograd reaches the layer of the stash, by the node that is shared by all that leaves a
     # partition, but with an undefined gradient, and that is no use to DDP.
     def make() -> nn.Sequential:
-        return nn.Sequential(linear(3, 4), Stash(), nn.Tanh(), Pop(add=False), linear(4, 2))
+        aside, dropped = stashing(make=linear(4, 4)), popping(take=lambda x, skip: x)
+        return nn.Sequential(linear(3, 4), aside, nn.Tanh(), dropped, linear(4, 2))
 
     grads = like_ddp_of_the_plain_module(rank, make, checkpoint, find_unused_parameters=True)
     assert [grad is not None for grad in grads] == [True] * 2 + [False] * 2 + [True] * 2

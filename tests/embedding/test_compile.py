@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,19 +22,13 @@ from pipert.skip import pop, skippable, stash
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
+    pytest.mark.usefixtures("forget_compiled"),
     # Of dynamo: about itself, and of NumPy, which need not be there.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
 
 same = torch.testing.assert_close
 modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from pipert.layers.compiling import CompileLock
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
+    pytest.mark.usefixtures("forget_compiled"),
     # Of dynamo: about itself, and of NumPy, which need not be there.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
@@ -30,13 +30,6 @@ WAIT = 30.0  # s; what should happen at once is given up after it
 NEVER = 0.2  # s; how long to wait for what must not happen
 
 same = torch.testing.assert_close
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

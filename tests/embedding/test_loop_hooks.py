@@ -71,6 +71,7 @@ CHANGING: dict[str, Register] = {
 }
 
 
+@pytest.mark.pairwise
 @modes
 @pytest.mark.parametrize("layer", ["2", "3"])
 @pytest.mark.parametrize("kind", CHANGING)

@@ -197,6 +197,7 @@ def resumed(path: Path, way: str, before: Place | None, after: Place | None) -> 
         return train(run, batches()[BEFORE:])
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("way", ["torch.save", "dcp"])
 @pytest.mark.parametrize("after", PLACES)
 @pytest.mark.parametrize("before", PLACES)

@@ -342,6 +342,7 @@ def assert_trains_like_the_plain_model(
     torch.testing.assert_close(actual, outcome(plain, images, 1 if name == "unet" else chunks))
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("partitions", [1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)

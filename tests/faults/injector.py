@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread
+from tests.activations import Activations
 
 ROWS = 2  # of a micro-batch
 
@@ -35,37 +35,6 @@ class Custom(BaseException):
 
 class Failure(Exception):
     """What a layer raises."""
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` comes true within some seconds; looked at again and again."""
-    never = threading.Event()
-    for _ in range(300):
-        if condition():
-            return True
-        never.wait(0.01)
-    return condition()
-
-
-class Activations:
-    """Knows whether the data of tensors is still there, without keeping it there."""
-
-    def __init__(self) -> None:
-        self._expired: list[Callable[[], bool]] = []
-
-    def add(self, tensor: Tensor) -> Tensor:
-        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._expired.append(data.expired)
-        return tensor
-
-    def now(self) -> int:
-        """How many are left."""
-        return sum(not expired() for expired in self._expired)
-
-    def left(self) -> int:
-        """How many are left; a worker drops its last task just after its caller was let go."""
-        until(lambda: not self.now())
-        return self.now()
 
 
 class Site:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout, WorkerBusyError
-from tests.faults.injector import Activations, until
+from tests.activations import Activations, until
 
 WAIT = 20.0  # s; what a test waits for is taken for a hang after it
 SHORT = 0.05  # s; the time limit of a call that is to miss it

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
-from tests.faults.injector import Activations, Custom, Failure
+from tests.activations import Activations
+from tests.faults.injector import Custom, Failure
 
 WAIT = 20.0  # s; what takes longer is taken for a hang
 MODES = ("always", "except_last", "never")
@@ -28,13 +28,9 @@ modes = pytest.mark.parametrize("checkpoint", MODES)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    """Nor does any test pay for what the first of them imports."""
+def _imported(no_gc_in_module: None) -> None:
+    """Let no test pay for what the first of them imports."""
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Scale(nn.Module):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.faults.everywhere import strides, sweep
 from tests.faults.processes import STEP
-from tests.test_exit import SWEEP, run
+from tests.test_exit import run
 
 pytestmark = pytest.mark.slow
 
@@ -83,14 +84,15 @@ def sweep_of_deaths(name):
                 problems.append(f"the next call is {found} after {where}")
             if outcome(2, pipe.close) is not None or not within(2, lambda: [pipe.close()]):
                 problems.append(f"close hangs after {where}")
-        k += 1
+        k += STRIDE
     print(k > 20, *problems, sep="\\n")
 """
 
 
 @pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
+@strides
 def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_lets_nobody_hang(
-    name: str,
+    name: str, stride: int
 ) -> None:
     script = f"sweep_of_deaths({name!r})"
-    assert run(SWEEP + DEATHS + script, STEP).stdout == "True\n"
+    assert run(sweep(stride) + DEATHS + script, STEP).stdout == "True\n"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,17 +15,9 @@ from torch import Tensor, nn
 from pipert import Observer, Pipe, PipelineTimeout, ReentrantCallError, TaskInfo
 from pipert.schedules.plan import plan_call
 from pipert.seeing.counters import Counters
-from tests.faults.injector import until
+from tests.activations import until
 from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def test_the_input_goes_with_the_error(no_gc: None) -> None:

@@ -6,10 +6,9 @@ threads and autograd's. Their errors propagate unchanged and leave nothing behin
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,19 +27,13 @@ from tests.faults.injector import (
     wrongs_of,
 )
 
+pytestmark = pytest.mark.usefixtures("no_gc_in_module")
+
 MODES = ("always", "except_last", "never")
 KINDS = (Failure, Custom, KeyboardInterrupt, StopIteration, MemoryError)
 
 modes = pytest.mark.parametrize("checkpoint", MODES)
 kinds = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def layers_of(setting: Setting) -> list[Layer]:
@@ -87,6 +80,7 @@ REGISTER: dict[str, Callable[[Layer], Any]] = {
 }
 
 
+@pytest.mark.pairwise
 @kinds
 @modes
 @pytest.mark.parametrize("hook", REGISTER)

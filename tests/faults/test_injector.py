@@ -9,15 +9,15 @@ alone has to free the failed run.
 from __future__ import annotations
 
 import functools
-import gc
 import random
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from tests.faults.injector import Custom, Failure, Setting, surroundings, wrongs_of
+
+pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
 MODES = ("always", "except_last", "never")
 KINDS: tuple[type[BaseException], ...] = (
@@ -112,15 +112,7 @@ def note_of(case: Case) -> str | None:
     return None
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    """For all cases together: a collection takes longer than a case."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "case", [case for phase in PHASES for case in cases_of(phase)], ids=lambda case: str(case)
 )

@@ -9,8 +9,9 @@ import sys
 
 import pytest
 
+from tests.faults.everywhere import strides, sweep
 from tests.faults.processes import STEP, ends
-from tests.test_exit import SWEEP, run
+from tests.test_exit import run
 
 pytestmark = pytest.mark.slow
 
@@ -73,7 +74,10 @@ pipe.close()
     assert ends(script) == (0, "0 True True\n", "")
 
 
-def test_a_second_ctrl_c_at_any_place_does_not_end_a_call_before_its_layers() -> None:
+@strides
+def test_a_second_ctrl_c_at_any_place_does_not_end_a_call_before_its_layers(
+    stride: int,
+) -> None:
     """R2: what is executing cannot be interrupted, however often one tries."""
     script = """
 executing, problems = [], []
@@ -135,11 +139,11 @@ while len(problems) < 5:
             time.sleep(1e-3)
     if where is None:
         break
-    k += 1
+    k += STRIDE
 print(k > 20, *problems, sep="\\n")
 pipe.close()
 """
-    assert run(SWEEP + script, STEP).stdout == "True\n"
+    assert run(sweep(stride) + script, STEP).stdout == "True\n"
 
 
 def test_a_ctrl_c_while_the_one_before_is_logged_does_not_end_a_call_before_its_layers() -> None:
@@ -182,7 +186,7 @@ pipe.close()
     assert (result.returncode, result.stdout) == (0, "[]\n")
 
 
-# Like ``sweep``, but for what is raised, and for what is kept with the collector off.
+# Like a script's ``sweep``, but for what is raised, and for what is kept with the collector off.
 RAISED = """
 import gc
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -228,7 +232,7 @@ def sweep_of_errors(prepare, function, leaks=True):
         torch.autograd.backward(torch.ones((), requires_grad=True))
         if leaks and (left := sum(not data.expired() for data in seen)):
             problems.append(f"{left} tensors are left after {where}")
-        k += 1
+        k += STRIDE
     print(k > 20, *problems, sep="\\n")
 
 seen = []
@@ -244,5 +248,8 @@ seen = []
     }.items(),
     ids=lambda item: item[0],
 )
-def test_ctrl_c_at_any_place_is_raised_as_it_is_and_leaves_no_tensor(what: tuple[str, str]) -> None:
-    assert run(SWEEP + RAISED + what[1], STEP).stdout == "True\n"
+@strides
+def test_ctrl_c_at_any_place_is_raised_as_it_is_and_leaves_no_tensor(
+    what: tuple[str, str], stride: int
+) -> None:
+    assert run(sweep(stride) + RAISED + what[1], STEP).stdout == "True\n"

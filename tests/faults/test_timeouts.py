@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout, PipertError, WorkerBusyError
-from pipert.skip import Skippable, pop, skippable, stash
-from tests.faults.injector import Activations, Forward, until
+from tests.activations import Activations, until
 from tests.faults.stuck import SHORT, WAIT, Blocks, Stuck
+from tests.skips import popping, stashing
 
 MODES = ("always", "except_last", "never")
 
 modes = pytest.mark.parametrize("checkpoint", MODES)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 # How it is set ------------------------------------------------------------------------------------
@@ -325,28 +316,11 @@ def test_before_it_is_back_nothing_of_later_micro_batches_is_left(no_gc: None) -
         assert until(lambda: set(now(seen)) <= {0, 1}), now(seen)
 
 
-@skippable(stash=["skip"])
-class Stash(Skippable):
-    def __init__(self, seen: Activations) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Forward:
-        yield stash("skip", self.seen.add(x * 2))
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(Skippable):
-    def forward(self, x: Tensor) -> Forward:
-        skip = yield pop("skip")
-        return x + skip
-
-
 def test_before_it_is_back_no_skip_that_nobody_has_popped_is_left(no_gc: None) -> None:
     seen = Activations()
     layer = Blocks(at=0)
-    model = nn.Sequential(Stash(seen), layer, Pop())
+    first = stashing(make=lambda x: seen.add(x * 2))
+    model = nn.Sequential(first, layer, popping())
     x = torch.arange(6.0).reshape(3, 2) @ torch.tensor([[0.5, 0.0, 0.0], [0.0, 1.0, 1.0]])
     pipe = Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3)
     with pipe, torch.no_grad():

@@ -21,10 +21,11 @@ from pipert import (
     is_recomputing,
 )
 from pipert.engine import waiting
+from tests.activations import until
 from tests.callers import Caller
-from tests.faults.injector import until
+from tests.faults.everywhere import strides, sweep
 from tests.faults.stuck import SHORT, WAIT, Stuck, until_back
-from tests.test_exit import PRELUDE, SWEEP, run
+from tests.test_exit import PRELUDE, run
 
 # Other callers ------------------------------------------------------------------------------------
 
@@ -362,6 +363,9 @@ def test_the_program_exits_after_a_timeout_that_nobody_caught_and_shows_the_tabl
 
 
 @pytest.mark.slow
-def test_an_interrupt_at_any_place_of_a_call_with_a_timeout_leaves_the_pipe_usable() -> None:
+@strides
+def test_an_interrupt_at_any_place_of_a_call_with_a_timeout_leaves_the_pipe_usable(
+    stride: int,
+) -> None:
     script = "sweep(has_run, lambda pipe: pipe(ROWS, timeout=3.0))"
-    assert run(SWEEP + script, PRELUDE).stdout == "True\n"
+    assert run(sweep(stride) + script, PRELUDE).stdout == "True\n"

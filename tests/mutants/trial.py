@@ -112,8 +112,8 @@ class Tree:
         report.unlink(missing_ok=True)
         started = perf_counter()
         arguments = [
-            *self._suite.options, "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
-            f"--junitxml={report}", *options,
+            *self._suite.options, "--sweep", "-q", "-p", "no:cacheprovider",
+            f"--rootdir={self._root}", f"--junitxml={report}", *options,
         ]  # fmt: skip
         process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
         process.start()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
 from tests.layers import Apply
-from tests.skip.declaring import declaring
+from tests.skips import declaring
 from tests.step.compare import MODES, batch, grads_of, linear, mean, same
 
 PATIENCE = 10.0  # s

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
-from tests.skip.declaring import declaring
-
-Forward = Generator[Any, Any, Any]
+from tests.pipes import pipe_of
+from tests.skips import Forward, Pop, Stash, popping, stashing
 
 MODES = ["always", "except_last", "never"]
 modes = pytest.mark.parametrize("checkpoint", MODES)
@@ -27,35 +25,25 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 3, dtype=torch.float64)
 
 
-class Stash(Skippable):
-    """Stashes what its second linear layer makes of its input, under each name it declares."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.through, self.aside = linear(), linear()
-
-    def forward(self, x: Tensor) -> Forward:
-        for name in self.skip_stashes:
-            yield stash(name, self.aside(x).tanh())
-        return self.through(x)
-
-
-class Pop(Skippable):
-    """Multiplies each skip it declares with its input, and adds what its layer makes of it."""
+class Times(nn.Module):
+    """Multiplies a skip with its input, and adds what its layer makes of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.aside = linear()
 
-    def forward(self, x: Tensor) -> Forward:
-        for name in sorted(self.skip_pops):
-            skip = yield pop(name)
-            x = x * skip + self.aside(skip)
-        return x
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        y: Tensor = x * skip + self.aside(skip)
+        return y
 
 
-class PopAndStash(Pop):
+@skippable(stash=["c"], pop=["a"])
+class PopAndStash(Skippable):
     """Pops ``a``, stashes ``c``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aside = linear()
 
     def forward(self, x: Tensor) -> Forward:
         skip = yield pop("a")
@@ -75,12 +63,13 @@ class Residual(nn.Module):
         return x + y
 
 
-def s(*names: str, **counts: int) -> Stash:
-    return declaring(Stash, stash={**dict.fromkeys(names, 1), **counts})()
+def s(*names: str, count: int = 1) -> Stash:
+    aside = nn.Sequential(linear(), nn.Tanh())
+    return stashing(*names, make=aside, after=linear(), count=count)
 
 
 def p(*names: str) -> Pop:
-    return declaring(Pop, pop=names)()
+    return popping(*names, take=Times())
 
 
 def unet() -> list[nn.Module]:
@@ -92,7 +81,7 @@ def crossing() -> list[nn.Module]:
 
 
 def for_three() -> list[nn.Module]:
-    return [s(a=4), p("a"), linear(), p("a"), p("a"), nn.Tanh(), p("a")]
+    return [s("a", count=4), p("a"), linear(), p("a"), p("a"), nn.Tanh(), p("a")]
 
 
 def several_in_one() -> list[nn.Module]:
@@ -100,7 +89,7 @@ def several_in_one() -> list[nn.Module]:
         linear(),
         s("a", "b"),
         nn.Tanh(),
-        declaring(PopAndStash, stash=["c"], pop=["a"])(),
+        PopAndStash(),
         linear(),
         p("b", "c"),
         nn.Tanh(),
@@ -158,10 +147,6 @@ def step(module: nn.Module, x: Tensor) -> Outcome:
     return Outcome(output, loss, grads, own.grad)
 
 
-def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
-    return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
-
-
 def batch(rows: int) -> Tensor:
     return torch.randn(rows, 3, dtype=torch.float64)
 
@@ -169,6 +154,7 @@ def batch(rows: int) -> Tensor:
 # Training -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @models
 @balances
 @modes

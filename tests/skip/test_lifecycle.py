@@ -14,9 +14,8 @@ works on. Stages are driven by hand where workers would still have their last ta
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -26,22 +25,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, stash
-from tests.skip.declaring import declaring
+from tests.skips import declaring
 from tests.stages import Driven
+
+pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
 Forward = Generator[Any, Any, Any]
 
 MODES = ["always", "except_last", "never"]
 modes = pytest.mark.parametrize("checkpoint", MODES)
 no_grads = pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Skips:

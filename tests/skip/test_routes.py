@@ -14,7 +14,7 @@ from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.store import ABSENT
 from pipert.stage.links import SkipLinks
-from tests.skip.declaring import declaring
+from tests.skips import declaring
 
 NO_SKIPS = PartitionSkips((), (), {})
 

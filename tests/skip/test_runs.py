@@ -18,6 +18,7 @@ from pipert.queues.closable import ClosableQueue
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
 from pipert.stage import links
 from tests.layers import Apply
+from tests.pipes import pipe_of_layers as pipe_of
 
 Forward = Generator[Any, Any, Any]
 
@@ -59,11 +60,6 @@ class PopAdd(Skippable):
         a = yield pop("a")
         self.note(a)
         return (x + a) * self.weight
-
-
-def pipe_of(*layers: nn.Module, balance: list[int] | None = None, **options: Any) -> Pipe:
-    balance = balance or [1] * len(layers)
-    return Pipe(nn.Sequential(*layers), balance, devices=["cpu"] * len(balance), **options)
 
 
 def rows(count: int) -> Tensor:

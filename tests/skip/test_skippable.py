@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pipert.skip
 from pipert.skip import Skippable, pop, skippable, stash
+from tests.skips import PopAdd
 
 Forward = Generator[Any, Any, Any]
 
@@ -32,13 +33,6 @@ class Stash(nn.Module):
 
     def describe(self) -> str:
         return f"times {self.weight.item()}"
-
-
-@skippable(pop=["a"])
-class PopAdd(nn.Module):
-    def forward(self, x: Tensor) -> Forward:
-        a = yield pop("a")
-        return x + a
 
 
 def layer_of(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable, pop, skippable, stash
-from tests.skip.declaring import declaring
+from tests.skips import PopAdd, declaring
 
 Forward = Generator[Any, Any, Any]
 
@@ -42,13 +42,6 @@ def define() -> type[Any]:
 
 
 Undecorated, Stash = define(), skippable(stash=["a"])(define())
-
-
-@skippable(pop=["a"])
-class PopAdd(nn.Module):
-    def forward(self, x: Tensor) -> Forward:
-        a = yield pop("a")
-        return x + a
 
 
 def one() -> Tensor:

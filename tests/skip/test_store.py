@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from pipert.skip import Namespace, pop, skippable, stash
 from pipert.skip.namespace import Key
 from pipert.skip.store import ABSENT, Store, current_store
 from tests.layers import Apply
+from tests.skips import PopAdd
 
 Forward = Generator[Any, Any, Any]
 
@@ -35,23 +35,8 @@ class Stash(nn.Module):
         return x + 1
 
 
-@skippable(pop=["a"])
-class PopAdd(nn.Module):
-    def forward(self, x: Tensor) -> Forward:
-        a = yield pop("a")
-        return x + a
-
-
 def fail(_: Tensor) -> Tensor:
     raise ValueError("the layer in between")
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 # The store ----------------------------------------------------------------------------------------

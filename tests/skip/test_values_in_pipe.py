@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
 from pipert.batch.tensors import tensors_of
-from pipert.skip import Skippable, pop, skippable, stash
+from pipert.skip import skippable, stash
 from tests.layers import Apply
+from tests.pipes import pipe_of
+from tests.skips import identity, popping, stashing
 
 Forward = Generator[Any, Any, Any]
 
@@ -30,48 +31,18 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 3, dtype=torch.float64)
 
 
-@skippable(stash=["a"])
-class Stash(Skippable):
-    """Stashes what a function makes of the output of its layer."""
-
-    def __init__(self, function: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer = linear()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Forward:
-        y = self.layer(x)
-        yield stash("a", self.function(y))
-        return y
+def stashed(function: Callable[[Tensor], Any], count: int = 1) -> nn.Module:
+    """A layer; stashes what a function makes of its output."""
+    return stashing("a", make=function, before=linear(), count=count)
 
 
-@skippable(stash={"a": 2})
-class StashForTwo(Stash):
-    pass
-
-
-@skippable(pop=["a"])
-class Pop(Skippable):
+def taken(function: Callable[[Tensor, Any], Any]) -> nn.Module:
     """Returns what a function makes of its input and the skip."""
-
-    def __init__(self, function: Callable[[Tensor, Any], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Forward:
-        return self.function(x, (yield pop("a")))
-
-
-def pipe_of(model: nn.Sequential, balance: list[int], **options: Any) -> Pipe:
-    return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
+    return popping("a", take=function)
 
 
 def batch(rows: int = 5) -> Tensor:
     return torch.randn(rows, 3, dtype=torch.float64)
-
-
-def identity(x: Any) -> Any:
-    return x
 
 
 # Any value ----------------------------------------------------------------------------------------
@@ -105,6 +76,7 @@ def gradients(module: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor | None]
     return output, [parameter.grad for parameter in module.parameters()], own.grad
 
 
+@pytest.mark.pairwise
 @values
 @modes
 @pytest.mark.parametrize("balance", [[4], [1, 1, 1, 1], [2, 2]], ids=str)
@@ -114,7 +86,7 @@ def test_a_step_is_that_of_the_plain_model_with(
     checkpoint: str,
     balance: list[int],
 ) -> None:
-    model, x = nn.Sequential(Stash(put), linear(), Pop(take), linear()), batch()
+    model, x = nn.Sequential(stashed(put), linear(), taken(take), linear()), batch()
     expected = gradients(copy.deepcopy(model), x)
     with pipe_of(model, balance, chunks=2, checkpoint=checkpoint) as pipe:
         same(gradients(pipe, x), expected)
@@ -127,7 +99,7 @@ def test_an_output_without_grad_is_that_of_the_plain_model_with(
     take: Callable[[Tensor, Any], Tensor],
     mode: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> None:
-    model, x = nn.Sequential(Stash(put), linear(), Pop(take)), batch()
+    model, x = nn.Sequential(stashed(put), linear(), taken(take)), batch()
     with mode(), pipe_of(model, [1, 1, 1], chunks=2) as pipe:
         same(pipe(x), model(x))
 
@@ -147,7 +119,8 @@ def test_what_is_popped_requires_grad_as_in_the_plain_model(
         seen.append([tensor.requires_grad for tensor in tensors_of(skip)[0]])
         return take(x, skip)
 
-    model = nn.Sequential(Stash(put), linear(), Pop(look)).requires_grad_(requires_grad)
+    model = nn.Sequential(stashed(put), linear(), taken(look))
+    model.requires_grad_(requires_grad)
     model(batch(1))
     (expected,) = seen
     with pipe_of(model, [1, 1, 1], chunks=2, checkpoint=checkpoint) as pipe:
@@ -165,7 +138,7 @@ def test_what_is_popped_in_a_recomputation_is_no_part_of_the_graph_of_the_forwar
         popped.append(skip)
         return x * skip
 
-    model = nn.Sequential(Stash(torch.exp), Pop(look))
+    model = nn.Sequential(stashed(torch.exp), taken(look))
     with pipe_of(model, [1, 1], checkpoint="always") as pipe:
         pipe(batch()).sum().backward()
     forward, again = popped
@@ -185,7 +158,7 @@ def test_a_parameter_may_be_stashed(checkpoint: str) -> None:
             yield stash("a", self.layer.weight)
             return self.layer(x)
 
-    model, x = nn.Sequential(StashWeight(), Pop(lambda x, skip: x @ skip)), batch()
+    model, x = nn.Sequential(StashWeight(), taken(lambda x, skip: x @ skip)), batch()
     expected = gradients(copy.deepcopy(model), x)
     with pipe_of(model, [1, 1], chunks=2, checkpoint=checkpoint) as pipe:
         same(gradients(pipe, x), expected)
@@ -199,13 +172,14 @@ balances = pytest.mark.parametrize("balance", BALANCES, ids=str)
 
 def modifying() -> nn.Sequential:
     """The layer between changes the output of the first, which is stashed, too."""
-    return nn.Sequential(Stash(identity), nn.ReLU(inplace=True), Pop(lambda x, skip: x * 10 + skip))
+    last = taken(lambda x, skip: x * 10 + skip)
+    return nn.Sequential(stashed(identity), nn.ReLU(inplace=True), last)
 
 
 def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
     """What the model would compute if its second layer worked on a copy."""
     first: Any = model[0]
-    y: Tensor = first.layer(x)
+    y: Tensor = first.before(x)
     return y.relu() * 10 + y
 
 
@@ -246,7 +220,7 @@ def change(x: Tensor, skip: Tensor) -> Tensor:
 
 def two_poppers() -> nn.Sequential:
     """The first who pops changes what it has popped."""
-    return nn.Sequential(StashForTwo(torch.exp), Pop(change), Pop(torch.add))
+    return nn.Sequential(stashed(torch.exp, 2), taken(change), taken(torch.add))
 
 
 @balances
@@ -256,7 +230,7 @@ def test_what_the_first_who_pops_modifies_the_second_does_not_get(
 ) -> None:
     model, x = two_poppers(), batch()
     first: Any = model[0]
-    y = first.layer(x)
+    y = first.before(x)
     with pipe_of(model, balance, chunks=2, checkpoint=checkpoint) as pipe:
         try:
             output = pipe(x)
@@ -273,7 +247,7 @@ def test_in_inference_mode_too_the_second_does_not_get_what_the_first_modified(
     model, x = two_poppers(), batch()
     first: Any = model[0]
     with torch.inference_mode(), pipe_of(model, balance, chunks=2) as pipe:
-        y = first.layer(x)
+        y = first.before(x)
         same(pipe(x), y + 1000 * y.exp() + y.exp())
 
 
@@ -287,7 +261,7 @@ def test_a_skip_that_is_modified_between_a_forward_and_its_recomputation_is_refu
         skips.append(y.exp())
         return skips[-1]
 
-    model = nn.Sequential(Stash(keep), Pop(lambda x, skip: x * skip))
+    model = nn.Sequential(stashed(keep), taken(lambda x, skip: x * skip))
     with pipe_of(model, [1, 1], checkpoint=checkpoint) as pipe:
         output = pipe(batch())
         skips[0].detach().add_(1)
@@ -321,7 +295,7 @@ def test_a_container_that_is_changed_later_is_popped_as_it_was_stashed(
             yield stash("a", d)
             return d
 
-    model = nn.Sequential(StashDict(), Apply(set_to_zero), Pop(lambda x, skip: x + skip["x"]))
+    model = nn.Sequential(StashDict(), Apply(set_to_zero), taken(lambda x, skip: x + skip["x"]))
     x = batch()
     layer: Any = model[0]
     with mode(), pipe_of(model, balance, chunks=2) as pipe:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
 from pipert.skip import pop, skippable, stash
+from tests.pipes import pipe_of
 
 Forward = Generator[Any, Any, Any]
 
@@ -47,11 +47,6 @@ class PopAdd(nn.Module):
 
 def model() -> nn.Sequential:
     return nn.Sequential(Stash(), nn.Linear(2, 2), PopAdd())
-
-
-def pipe_of(module: nn.Sequential, **options: Any) -> Pipe:
-    n = len(module)
-    return Pipe(module, [1] * n, devices=["cpu"] * n, **options)
 
 
 @contextlib.contextmanager
@@ -238,15 +233,8 @@ def as_one_layer(module: nn.Sequential) -> nn.Sequential:
     return nn.Sequential(compiled, nn.Identity())
 
 
-@pytest.fixture
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("_forget_compiled")
+@pytest.mark.usefixtures("forget_compiled")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("compiled", [each_layer, in_place, as_one_layer])
 def test_a_compiled_model_trains_as_the_plain_model(
@@ -264,7 +252,7 @@ def test_a_compiled_model_trains_as_the_plain_model(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_forget_compiled")
+@pytest.mark.usefixtures("forget_compiled")
 @pytest.mark.filterwarnings("ignore")
 def test_a_compiled_layer_is_refused_what_was_modified_in_place_too() -> None:
     class Change(nn.Module):

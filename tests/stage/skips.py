@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.skip import pop, skippable, stash
-from tests.skip.declaring import declaring
+from tests.skips import declaring
 from tests.stage.graphs import inputs_of, scale
 from tests.stages import Driven, FakeStream, FakeStreams
 

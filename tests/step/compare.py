@@ -1,4 +1,4 @@
-"""One training step of a pipe, beside the same of the plain module."""
+"""One training step of a pipe, by a call or by ``forward_backward``, beside the plain module's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from pipert import Pipe
 
 __all__ = [
-    "MODES", "SCHEDULES", "Way", "assert_equal", "batch", "call", "grads_of", "inputs", "linear",
-    "mean", "same", "ways",
+    "CALL", "MODES", "SCHEDULES", "Way", "assert_equal", "batch", "call", "grads_of", "inputs",
+    "linear", "mean", "same", "seven_layers", "take_step", "ways", "ways_and_calls",
 ]  # fmt: skip
 
 MODES = ["always", "except_last", "never"]
@@ -28,13 +28,18 @@ same(0, 0)  # the first call imports for half a second, which is no test's fault
 class Way(NamedTuple):
     """How a step is done; the result is to be the same in all."""
 
-    schedule: str
+    schedule: str  # or CALL
     checkpoint: str
 
 
 WAYS = [Way(schedule, mode) for schedule in SCHEDULES for mode in MODES]
 ways = pytest.mark.parametrize("way", WAYS, ids=["-".join(way) for way in WAYS])
 """Lets a test be about all of them."""
+
+CALL = "call"
+CALLS = [*[Way(CALL, mode) for mode in MODES], *WAYS]
+ways_and_calls = pytest.mark.parametrize("way", CALLS, ids=["-".join(way) for way in CALLS])
+"""About these and a call with a backward of one's own as well: one contract holds for all."""
 
 
 def linear(inputs: int, outputs: int) -> Any:
@@ -43,6 +48,15 @@ def linear(inputs: int, outputs: int) -> Any:
 
 def batch(rows: int, requires_grad: bool = False) -> Any:
     return torch.randn(rows, 3, dtype=torch.float64, requires_grad=requires_grad)
+
+
+def seven_layers() -> Any:
+    """With a layer that works in place, and a normalisation."""
+    norm = nn.LayerNorm(4, dtype=torch.float64)
+    return nn.Sequential(
+        linear(3, 4), nn.Tanh(), linear(4, 4), nn.ReLU(inplace=True), linear(4, 4), norm,
+        linear(4, 2),
+    )  # fmt: skip
 
 
 def mean(output: Any, target: Any) -> Any:  # torch does not type Tensor.backward
@@ -66,6 +80,29 @@ def inputs(values: Any) -> Any:
     return {k: inputs(v) for k, v in values.items()} if isinstance(values, dict) else values
 
 
+def take_step(
+    pipe: Pipe,
+    way: Way,
+    *args: Any,
+    loss_fn: Callable[[Any, Any], Any] = mean,
+    target: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The loss of a step, which has no graph any more."""
+    if way.schedule == CALL:
+        return _backward(loss_fn(pipe(*args, **kwargs), target))
+    return pipe.forward_backward(
+        *args, loss_fn=loss_fn, target=target, schedule=way.schedule, **kwargs
+    )
+
+
+def _backward(loss: Any) -> Any:
+    """Of what is frozen there is none."""
+    if loss.requires_grad:
+        loss.backward()
+    return loss.detach()
+
+
 def assert_equal(
     module: nn.Sequential,
     balance: list[int],
@@ -83,12 +120,9 @@ def assert_equal(
     own, piped = (inputs((args, kwargs)) for _ in range(2))
     with Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=way.checkpoint) as pipe:
         for _ in range(steps):
-            loss = pipe.forward_backward(
-                *piped[0], loss_fn=loss_fn, target=target, schedule=way.schedule, **piped[1]
-            )
-            expected = loss_fn(call(plain, *own[0], **own[1]), target)
-            expected.backward()
-            same(loss, expected.detach().reshape(()))
+            loss = take_step(pipe, way, *piped[0], loss_fn=loss_fn, target=target, **piped[1])
+            expected = _backward(loss_fn(call(plain, *own[0], **own[1]), target))
+            same(loss.reshape(()), expected.reshape(()))
     same(grads_of(module), grads_of(plain))
     wanted = [leaf.requires_grad for leaf in _tensors((args, kwargs))]  # before a layer changed it
     found = [_grads_of_some(values, wanted) for values in (piped, own)]

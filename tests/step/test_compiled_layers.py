@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,10 @@ from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
+    pytest.mark.usefixtures("forget_compiled"),
     # Of dynamo: about itself, and of NumPy, which need not be there.
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _forget_compiled() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):
@@ -48,6 +41,7 @@ def step(module: nn.Sequential, way: Way, x: Tensor, **options: Any) -> Tensor:
     return loss
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_step_of_compiled_layers_is_that_of_the_plain_module(backend: str, way: Way) -> None:

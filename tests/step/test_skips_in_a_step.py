@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,47 +10,31 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.skip import Namespace, Skippable, pop, skippable, stash
-from tests.skip.declaring import declaring
+from pipert.skip import Namespace, pop, skippable, stash
+from tests.layers import Apply
+from tests.skips import Forward, Pop, Stash, identity, popping, stashing
 from tests.step.compare import SCHEDULES, Way, assert_equal, batch, linear, mean, ways
 
-Forward = Generator[Any, Any, Any]
 
+class Times(nn.Module):
+    """Multiplies what ``take`` makes of a skip with its input, and adds what its layer does."""
 
-class Stash(Skippable):
-    """Stashes what a function makes of its second layer's output, under each name it declares."""
-
-    def __init__(self, make: Callable[[Tensor], Any] = torch.tanh) -> None:
-        super().__init__()
-        self.through, self.aside, self.make = linear(3, 3), linear(3, 3), make
-
-    def forward(self, x: Tensor) -> Forward:
-        for name in self.skip_stashes:
-            yield stash(name, self.make(self.aside(x)))
-        return self.through(x)
-
-
-class Pop(Skippable):
-    """Multiplies what a function makes of each skip it declares with its input."""
-
-    def __init__(self, take: Callable[[Any], Any] = lambda skip: skip) -> None:
+    def __init__(self, take: Callable[[Any], Any]) -> None:
         super().__init__()
         self.aside, self.take = linear(3, 3), take
 
-    def forward(self, x: Tensor) -> Forward:
-        for name in sorted(self.skip_pops):
-            skip = self.take((yield pop(name)))
-            if skip is not None:
-                x = x * skip + self.aside(skip)
-        return x
+    def forward(self, x: Tensor, value: Any) -> Tensor:
+        skip = self.take(value)
+        return x if skip is None else x * skip + self.aside(skip)
 
 
-def s(*names: str, make: Callable[[Tensor], Any] = torch.tanh, **counts: int) -> Stash:
-    return declaring(Stash, stash={**dict.fromkeys(names, 1), **counts})(make)
+def s(*names: str, make: Callable[[Tensor], Any] = torch.tanh, count: int = 1) -> Stash:
+    aside = nn.Sequential(linear(3, 3), Apply(make))
+    return stashing(*names, make=aside, after=linear(3, 3), count=count)
 
 
-def p(*names: str, take: Callable[[Any], Any] = lambda skip: skip) -> Pop:
-    return declaring(Pop, pop=names)(take)
+def p(*names: str, take: Callable[[Any], Any] = identity) -> Pop:
+    return popping(*names, take=Times(take))
 
 
 def isolated() -> list[nn.Module]:
@@ -65,7 +49,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
     "nested": lambda: [s("a"), nn.Tanh(), s("b"), linear(3, 3), p("b"), nn.Tanh(), p("a")],
     "crossing": lambda: [s("a"), s("b"), nn.Tanh(), p("a"), linear(3, 3), p("b"), nn.Tanh()],
     "popped four times": lambda: [
-        s(a=4), p("a"), linear(3, 3), p("a"), p("a"), nn.Tanh(), p("a")
+        s("a", count=4), p("a"), linear(3, 3), p("a"), p("a"), nn.Tanh(), p("a")
     ],
     "two of one layer": lambda: [
         linear(3, 3), s("a", "b"), nn.Tanh(), p("b"), nn.Tanh(), linear(3, 3), p("a")
@@ -78,6 +62,7 @@ MODELS: dict[str, Callable[[], list[nn.Module]]] = {
 BALANCES = [[7], [3, 4], [1, 2, 2, 2], [1] * 7]
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("balance", BALANCES, ids=len)
@@ -104,6 +89,7 @@ VALUES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("kind", VALUES)
 @pytest.mark.parametrize("balance", [[4], [2, 2], [1, 1, 1, 1]], ids=len)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import random
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, ReentrantCallError, is_recomputing
+from tests.activations import Activations
 from tests.callers import Caller
-from tests.faults.injector import Activations, Failure
+from tests.faults.injector import Failure
 from tests.layers import Apply
 from tests.step.faulty import acting
 
@@ -26,14 +25,10 @@ SCHEDULES = ("gpipe", "1f1b")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    """Nor does any test pay for what the first step imports."""
+def _imported(no_gc_in_module: None) -> None:
+    """Let no test pay for what the first step imports."""
     with Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"]) as pipe:
         pipe.forward_backward(torch.ones(1, 1), loss_fn=lambda y, _: y.sum())
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Scale(nn.Module):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from pipert import Pipe, is_recomputing
 from pipert.schedules import plan
-from tests.faults.injector import Activations
+from tests.activations import Activations
 from tests.layers import Apply
 from tests.step.faulty import Acts, acting
 
@@ -23,14 +22,6 @@ WAIT = 10.0  # s
 SCHEDULES = ("gpipe", "1f1b")
 
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def rows(m: int) -> Tensor:

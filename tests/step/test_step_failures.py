@@ -8,9 +8,7 @@ same threads. The collector of cycles is off.
 from __future__ import annotations
 
 import functools
-import gc
 import random
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +16,8 @@ import torch
 
 from tests.faults.injector import Custom, Failure, surroundings, wrongs_of
 from tests.step.faulty import StepSetting
+
+pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
 MODES = ("always", "except_last", "never")
 KINDS: tuple[type[BaseException], ...] = (
@@ -116,15 +116,7 @@ def cases_of(phase: str) -> list[Case]:
     return random.Random(f"faults of steps, {phase}").sample(possible, A_PHASE)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    """For all cases together: a collection takes longer than a case."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-
-
+@pytest.mark.pairwise
 @pytest.mark.parametrize(
     "case", [case for phase in PHASES for case in cases_of(phase)], ids=lambda case: str(case)
 )

@@ -10,10 +10,11 @@ import sys
 
 import pytest
 
+from tests.faults.everywhere import strides, sweep
 from tests.faults.processes import STEP
 from tests.faults.test_dying_workers import DEATHS
 from tests.faults.test_interrupts import RAISED
-from tests.test_exit import SWEEP, run
+from tests.test_exit import run
 
 pytestmark = pytest.mark.slow
 
@@ -119,13 +120,15 @@ pipe.close()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ctrl_c_at_any_place_of_a_step_is_raised_as_it_is_and_leaves_no_tensor() -> None:
+@strides
+def test_ctrl_c_at_any_place_of_a_step_is_raised_as_it_is_and_leaves_no_tensor(stride: int) -> None:
     script = "sweep_of_errors(lambda pipe: pipe, call)"
-    assert run(SWEEP + RAISED + script, WHOLE).stdout == "True\n"
+    assert run(sweep(stride) + RAISED + script, WHOLE).stdout == "True\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_after_ctrl_c_at_any_place_of_a_step_the_next_step_is_right() -> None:
+@strides
+def test_after_ctrl_c_at_any_place_of_a_step_the_next_step_is_right(stride: int) -> None:
     script = """
 MODEL = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
 pipe = Pipe(MODEL, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always")
@@ -143,11 +146,11 @@ while len(problems) < 5:
         problems.append(f"some gradients have changed after {where}")
     if within(5, lambda: is_right_step(pipe, "1f1b", X + k)) is not True:
         problems.append(f"the next step hangs or is wrong after {where}")
-    k += 1
+    k += STRIDE
 print(k > 20, *problems, sep="\\n")
 within(5, pipe.close)
 """
-    assert run(SWEEP + script, WHOLE).stdout == "True\n"
+    assert run(sweep(stride) + script, WHOLE).stdout == "True\n"
 
 
 def test_a_second_ctrl_c_does_not_end_a_step_before_its_layers() -> None:
@@ -238,9 +241,10 @@ def after_backward(pipe):
 
 
 @pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
+@strides
 @pytest.mark.timeout(120)
 def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_of_a_step_lets_nobody_hang(
-    name: str,
+    name: str, stride: int
 ) -> None:
     changes = {
         "lambda: pipe(ROWS)": "lambda: after_step(pipe)",
@@ -251,7 +255,7 @@ def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_of_a_step_lets
     for old, new in changes.items():
         assert old in deaths
         deaths = deaths.replace(old, new)
-    script = SWEEP + DEATHS_OF_STEPS + deaths + f"sweep_of_deaths({name!r})"
+    script = sweep(stride) + DEATHS_OF_STEPS + deaths + f"sweep_of_deaths({name!r})"
     assert run(script, WHOLE).stdout == "True\n"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,23 +18,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from pipert import Pipe, is_recomputing
-from pipert.skip import Skippable, pop, skippable, stash
-from tests.faults.injector import Activations
+from tests.activations import Activations
+from tests.skips import popping, stashing
 from tests.step.faulty import acting
+
+pytestmark = pytest.mark.usefixtures("no_gc_in_module")
 
 MODES = ("always", "except_last", "never")
 SCHEDULES = ("gpipe", "1f1b")
 
 modes = pytest.mark.parametrize("checkpoint", MODES)
 schedules = pytest.mark.parametrize("schedule", SCHEDULES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Tanh(nn.Module):
@@ -193,30 +187,14 @@ class Seen(nn.Module):
         return self.seen.add(torch.tanh(x * self.weight))
 
 
-@skippable(stash=["skip"])
-class Stash(Skippable):
-    def __init__(self, seen: Activations) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", self.seen.add(x * 2))
-        return x
-
-
-@skippable(pop=["skip"])
-class Pop(Skippable):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return x + skip
-
-
 class Setting:
     """A pipe of 3 partitions with a skip past the middle one."""
 
     def __init__(self, checkpoint: str, **options: Any) -> None:
         self.seen = Activations()
-        layers = [Seen(self.seen), Stash(self.seen), Seen(self.seen), Pop(), Seen(self.seen)]
+        seen = self.seen  # a layer that knew this would keep the pipe
+        first = stashing(make=lambda x: seen.add(x * 2))
+        layers = [Seen(self.seen), first, Seen(self.seen), popping(), Seen(self.seen)]
         self.pipe = Pipe(
             nn.Sequential(*layers), [2, 1, 2], devices=["cpu"] * 3, chunks=4,
             checkpoint=checkpoint, **options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from pipert import Event, Observer, Pipe, RunInfo, TaskInfo, Timeline, is_recomputing
 from pipert.schedules import plan
 from tests.layers import Apply
+from tests.pipes import pipe_of_layers
 from tests.step.faulty import acting
 from tests.test_observe import Log
 
@@ -32,9 +34,7 @@ schedules = pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 modes = pytest.mark.parametrize(("checkpoint", "recomputed"), MODES)
 
 
-def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:
-    n = len(layers)
-    return Pipe(nn.Sequential(*layers), [1] * n, devices=["cpu"] * n, **{"chunks": M, **options})
+pipe_of = partial(pipe_of_layers, chunks=M)
 
 
 def three(checkpoint: str | None = None) -> Pipe:

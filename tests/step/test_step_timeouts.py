@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,21 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout, WorkerBusyError, is_recomputing
+from tests.activations import Activations, until
 from tests.callers import Caller
-from tests.faults.injector import Activations, until
 from tests.faults.stuck import SHORT, WAIT, until_back
 from tests.layers import Apply
 from tests.step.faulty import acting
 
 phases = pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Block:

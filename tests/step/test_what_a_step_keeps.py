@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.stage.backward import alone
+from tests.activations import Activations
 from tests.devices.lockstep import in_lockstep
-from tests.faults.injector import Activations
 from tests.layers import Apply
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 import pipert
 from pipert import Event, Pipe, Timeline
+from tests import scripts
 
 CUDA = [torch.device("cuda", k) for k in range(2)]
 
@@ -198,13 +199,26 @@ if __name__ == "__main__":
 """
 
 
-def run_traced(folder: Path, *options: str, pipes: int = 1) -> subprocess.CompletedProcess[str]:
+def run_traced(
+    folder: Path, *options: str, pipes: int = 1, fresh: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """``python -m pipert trace``."""
     (folder / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-W", "ignore", "-m", "pipert", "trace", *options]
+    arguments = ["trace", *options, "script.py", str(pipes), "--own", "option"]
+    script = f"""
+import os, runpy, sys, warnings
+os.chdir({str(folder)!r})
+warnings.simplefilter("ignore")
+sys.path[0] = os.getcwd()
+sys.argv[1:] = {arguments!r}
+runpy.run_module("pipert", run_name="__main__", alter_sys=True)
+"""
+    if not fresh:
+        return scripts.run(script)
+    command = [sys.executable, "-W", "ignore", "-m", "pipert", *arguments]
     paths = [str(Path(pipert.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
-        [*command, "script.py", str(pipes), "--own", "option"],
-        cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=60,
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=60,
         capture_output=True, text=True,
     )  # fmt: skip
 
@@ -216,7 +230,7 @@ def runs_in(path: Path) -> set[int]:
 
 @pytest.mark.slow
 def test_a_script_is_traced_without_a_change_and_ends_as_it_does(tmp_path: Path) -> None:
-    ended = run_traced(tmp_path)
+    ended = run_traced(tmp_path, fresh=True)
     assert ended.returncode == 3
     assert "done ['script.py', '1', '--own', 'option']" in ended.stdout
     assert "Bubble:" in ended.stderr

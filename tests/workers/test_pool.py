@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,13 +85,6 @@ class Gate:
     def __call__(self) -> None:
         self.reached.set()
         assert self.open.wait(WAIT)
-
-
-@pytest.fixture
-def no_gc() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def two(first: nn.Module, second: nn.Module, chunks: int = 2) -> Pipe:

@@ -45,7 +45,8 @@ def test_the_current_thread_is_in_the_function_that_asks() -> None:
 
 
 @pytest.mark.slow
-def test_a_thread_that_runs_meanwhile_does_no_harm() -> None:
+@pytest.mark.parametrize("times", [200, pytest.param(1000, marks=pytest.mark.sweep)])
+def test_a_thread_that_runs_meanwhile_does_no_harm(times: int) -> None:
     done = threading.Event()
 
     def deep(depth: int) -> None:
@@ -58,7 +59,7 @@ def test_a_thread_that_runs_meanwhile_does_no_harm() -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    for _ in range(1000):
+    for _ in range(times):
         stack_of(thread)
     done.set()
     thread.join()

@@ -1,0 +1,121 @@
+"""An exception at every place of pipert's code, one after the other; or at some of the places.
+
+Each place costs a call or a step. By default a test tries each place of a few, ``--sweep`` all.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+__all__ = ["strides", "sweep"]
+
+STRIDE = 11  # a prime number: no loop of the code has as many places
+
+strides = pytest.mark.parametrize(
+    "stride",
+    [
+        pytest.param(STRIDE, id="some places"),
+        pytest.param(1, id="every place", marks=pytest.mark.sweep),
+    ],
+)
+
+
+def sweep(stride: int) -> str:
+    """What scripts that try each ``stride``-th place begin with."""
+    return f"STRIDE = {stride}\n{SWEEP}"
+
+
+# Interrupted is pipert's code and ``threading.Thread``, one after the other. Not of
+# ``threading.Condition``, which an interrupt can leave locked, so that a thread never starts.
+
+SWEEP = """
+import dis, functools
+
+@functools.cache
+def places(code):
+    '''Where the interpreter looks for signals: at the start, after calls, at jumps back.'''
+    found, after = set(), False
+    for instruction in dis.get_instructions(code):
+        if after:
+            found.add(instruction.offset)
+        after = instruction.opname.startswith(("CALL", "RESUME"))
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+    return found
+
+def interrupted_at(k, function):
+    '''Call function, but raise KeyboardInterrupt at the k-th place it comes to; say where.'''
+    count, where = 0, None
+
+    def local(frame, event, arg):
+        nonlocal count, where
+        if event == "opcode" and frame.f_lasti in places(frame.f_code):
+            if count == k:
+                sys.settrace(None)
+                where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                raise KeyboardInterrupt
+            count += 1
+        return local
+
+    def trace(frame, event, arg):
+        code = frame.f_code
+        of_thread = code.co_filename == threading.__file__ and "Thread." in code.co_qualname
+        if of_thread or f"{os.sep}pipert{os.sep}" in code.co_filename:
+            frame.f_trace_opcodes = True
+            return local
+
+    sys.settrace(trace)
+    try:
+        function()
+    except BaseException:  # such as what threading makes of it
+        pass
+    finally:
+        sys.settrace(None)
+    return where
+
+def within(seconds, function):
+    '''What function returns; None if that takes longer.'''
+    result = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
+
+def threads_left(count, seconds=1.0):
+    '''How many threads there are beyond count, after a while if need be.'''
+    deadline = time.monotonic() + seconds
+    while (left := len(os.listdir("/proc/self/task")) - count) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    return left
+
+def sweep(prepare, function):
+    '''Interrupt function(pipe) everywhere; each time the pipe must work, and close, afterwards.'''
+    problems = []
+    k = 0
+    while len(problems) < 5:
+        threads = len(os.listdir("/proc/self/task"))
+        pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), chunks=2, checkpoint="always")
+        prepared = prepare(pipe)
+        where = interrupted_at(k, lambda: function(prepared))
+        if where is None:
+            within(5, pipe.close)
+            break
+        rows = ROWS + k
+        expected = pipe[1](pipe[0](rows))
+        if function != Pipe.close:
+            result = within(3, lambda: pipe(rows))
+            if result is None:
+                problems.append(f"the next call hangs after {where}")
+            elif not torch.allclose(result, expected):
+                problems.append(f"the next call is wrong after {where}")
+        if not within(3, lambda: [pipe.close()]):
+            problems.append(f"close hangs after {where}")
+        if left := threads_left(threads):
+            problems.append(f"{left} threads are left after {where}")
+        k += STRIDE
+    print(k > 20, *problems, sep="\\n")
+
+def has_run(pipe):
+    pipe(ROWS)
+    return pipe
+"""

@@ -1,0 +1,102 @@
+"""Runs scripts in processes of their own, which begin where ``import torch`` has ended.
+
+Importing torch takes a second or two, most of what such a test would take. One process has
+imported it, has started no thread and computed nothing; each script runs in a fork of it as
+``__main__``, and the interpreter ends afterwards as it does after ``python -c``. A script that is
+about the imports, or about the end of an interpreter that was started for it, asks for a ``fresh``
+one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["run"]
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 50.0  # before pytest's limit, which would end everything
+
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without
+PYTHON = [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c"]
+
+SERVER = """
+import gc, json, os, sys, threading
+import torch, pipert
+
+def next_script():
+    '''What is to be run; returns in a fork. The process itself ends when nobody asks any more.'''
+    assert threading.active_count() == 1
+    gc.collect()
+    gc.freeze()  # what a fork would look at once more when it ends
+    for request in sys.stdin:
+        asked = json.loads(request)
+        pid = os.fork()
+        if pid == 0:
+            for descriptor, name in enumerate([os.devnull, asked["stdout"], asked["stderr"]]):
+                file = os.open(name, os.O_RDWR)
+                os.dup2(file, descriptor)
+                os.close(file)
+            sys.stdin = open(0, closefd=False)
+            return asked["script"]
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+    os._exit(0)
+
+exec(compile(next_script(), "<string>", "exec"))
+"""
+
+
+def run(script: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run a script; warnings are errors.
+
+    Args:
+        script: Python, from its imports on.
+        fresh: whether in an interpreter of its own, which has imported nothing.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes too long; it has been killed.
+    """
+    if fresh or not hasattr(os, "fork") or not os.path.exists("/proc/self/task"):
+        return subprocess.run(
+            [*PYTHON, script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        stdout.touch()
+        stderr.touch()
+        server = _server()
+        assert server.stdin is not None and server.stdout is not None
+        asked = {"script": script, "stdout": str(stdout), "stderr": str(stderr)}
+        server.stdin.write(json.dumps(asked).encode() + b"\n")
+        pid = _answer(server)
+        late = not select.select([server.stdout], [], [], SECONDS)[0]
+        if late:
+            os.kill(pid, signal.SIGKILL)
+        code = _answer(server)
+        texts = stdout.read_text(), stderr.read_text()
+    if late:
+        raise subprocess.TimeoutExpired(script, SECONDS, *texts)
+    return subprocess.CompletedProcess(script, code, *texts)
+
+
+@functools.cache
+def _server() -> subprocess.Popen[bytes]:
+    server = subprocess.Popen(
+        [*PYTHON, SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+    )
+    atexit.register(server.communicate)
+    return server
+
+
+def _answer(server: subprocess.Popen[bytes]) -> int:
+    assert server.stdout is not None
+    return int(server.stdout.readline())

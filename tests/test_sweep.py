@@ -1,0 +1,98 @@
+"""What pytest runs with ``--sweep`` and without."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+
+PROGRAM = """
+from typing import NamedTuple
+import pytest
+
+class Case(NamedTuple):
+    a: int
+    b: list
+    c: str
+
+CASES = [Case(a, [b], c) for a in (1, 2) for b in (1, 2) for c in "xy"]
+
+@pytest.mark.sweep
+def test_left_out(): pass
+
+def test_always(): pass
+
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.sweep)])
+def test_once(k): pass
+
+@pytest.mark.pairwise(keep=lambda a, b, c: a == b == c == 2)
+@pytest.mark.parametrize("a", [1, 2])
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("c", [1, 2])
+def test_pairs(a, b, c): pass
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case.a}{case.b[0]}{case.c}")
+def case(request): return request.param
+
+@pytest.mark.pairwise
+def test_record(case): pass
+
+@pytest.mark.pairwise
+def test_same_record(case): pass
+"""
+
+
+@functools.cache
+def collected(folder: Path, *options: str) -> dict[str, list[str]]:
+    """The cases that pytest would run of each test."""
+    (folder / "test_program.py").write_text(PROGRAM)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep\n    pairwise\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-p", "no:cacheprovider", "-q",
+               "--collect-only", f"--rootdir={folder}", *options, str(folder)]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if "::" in line:
+            name, _, case = line.rpartition("::")[2].partition("[")
+            found.setdefault(name.removeprefix("test_"), []).append(case.removesuffix("]"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep")
+
+
+def test_without_the_option_each_pair_and_what_is_to_be_kept_run(folder: Path) -> None:
+    found = collected(folder)
+    assert found["always"] == [""] and found["once"] == ["1"] and "left_out" not in found
+    assert 4 < len(found["pairs"]) < 8 and "2-2-2" in found["pairs"]
+    assert len(found["record"]) == 4 and found["record"] == found["same_record"]
+
+
+def test_with_it_everything_runs(folder: Path) -> None:
+    found = collected(folder, "--sweep")
+    assert {name: len(cases) for name, cases in found.items()} == {
+        "left_out": 1, "always": 1, "once": 2, "pairs": 8, "record": 8, "same_record": 8,
+    }  # fmt: skip
+
+
+def test_by_the_mark_what_is_left_out_runs_alone(folder: Path) -> None:
+    found = collected(folder, "--sweep", "-m", "sweep")
+    assert found["left_out"] == [""] and found["once"] == ["2"] and "always" not in found
+    assert len(found["record"]) == 4
+
+
+def test_a_case_that_is_named_runs_and_k_chooses_among_what_does(folder: Path) -> None:
+    case = next(c for c in collected(folder, "--sweep", "-m", "sweep")["record"])
+    named = folder / f"test_program.py::test_record[{case}]"
+    command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-q", str(named)]
+    assert subprocess.run(command, cwd=ROOT).returncode == 0
+    assert collected(folder, "-k", "test_once") == {"once": ["1"]}
