@@ -43,12 +43,12 @@ OF = {
 """Names that say it when they are called on a module or a variable of this name."""
 
 REASONS = {
-    ("pipert/stage/recorded.py",
-     "self._recorder.during(WAIT, i, self._place.j, self._place.device)"):
-        "on CPU alone, by the process's clock",
-    ("pipert/stage/cut.py", "self._copies.let_others_copy(i)"):
-        "what calls it has a mutant",
-}  # fmt: skip
+    (
+        "pipert/stage/recorded.py",
+        "self._recorder.during(WAIT, i, self._place.j, self._place.device)",
+    ): "on CPU alone, by the process's clock",
+    ("pipert/stage/cut.py", "self._copies.let_others_copy(i)"): "what calls it has a mutant",
+}
 """Why a place needs no mutant."""
 
 
