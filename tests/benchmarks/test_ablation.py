@@ -12,7 +12,7 @@ from _ablation import Components, ComputeStreams, only, through_all_between
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.autograd.streams import compute_stream
+from pipert.autograd import streams
 from pipert.skip import pop, skippable, stash
 from pipert.skip.routes import routes
 from pipert.skip.store import ABSENT
@@ -143,6 +143,21 @@ def nodes_behind(y: Tensor) -> set[str]:
 
 
 @pytest.mark.multi_gpu
-def test_without_copy_streams_copies_are_on_the_stream_of_the_computation() -> None:
-    device = torch.device("cuda", 1)
-    assert ComputeStreams().get(device, 0) == compute_stream(device)
+@pytest.mark.parametrize("copy_streams", [True, False])
+@pytest.mark.parametrize("train", [by_call, by_step])
+def test_without_copy_streams_copies_are_on_the_streams_of_the_computation(
+    train: Train, copy_streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on: set[bool] = set()
+    copy = streams.copy
+
+    def watched(tensors: Any, device: torch.device, source: Any, target: Any, *reader: Any) -> Any:
+        there, here = (streams.compute_stream(of) for of in (tensors[0].device, device))
+        on.add(there == source and here == target)
+        return copy(tensors, device, source, target, *reader)
+
+    monkeypatch.setattr(streams, "copy", watched)
+    with Pipe(model(), [5, 5], devices=["cuda:0", "cuda:1"], chunks=3) as pipe:
+        with only(pipe, Components(copy_streams=copy_streams)):
+            train(pipe, torch.randn(6, 4, device="cuda:0"))
+    assert on == {not copy_streams}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,12 +18,28 @@ pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 OUTSIDE = "cuda:1"  # of the pipe: not each call says what is the stream there
 
 
-def test_arguments_are_awaited_on_the_stream_of_their_own_call() -> None:
+def without_grad(pipe: Pipe, x: Tensor) -> None:
+    with torch.no_grad():
+        pipe(x)
+
+
+def in_graph(pipe: Pipe, x: Tensor) -> None:
+    pipe(x.requires_grad_()).sum().backward()
+
+
+def step(pipe: Pipe, x: Tensor) -> None:
+    pipe.forward_backward(x, loss_fn=lambda y, _: y.sum())
+
+
+@pytest.mark.parametrize("use", [without_grad, in_graph, step])
+def test_arguments_are_awaited_on_the_stream_of_their_own_call(
+    use: Callable[[Pipe, Tensor], None]
+) -> None:
     """Not on that of a call before."""
-    with Pipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cuda:0"]) as pipe, torch.no_grad():
+    with Pipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cuda:0"]) as pipe:
         with own_streams(OUTSIDE):
-            pipe(torch.randn(8, 4, device="cuda:0"))  # no copy stream of the device outside yet
-        pipe(torch.randn(8, 4, device=OUTSIDE).mul(2))
+            use(pipe, torch.randn(8, 4, device="cuda:0"))  # no copy stream of the other yet
+        use(pipe, torch.randn(8, 4, device=OUTSIDE).mul(2))
 
 
 class LeavesAStreamOn(nn.Module):
