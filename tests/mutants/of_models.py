@@ -58,7 +58,7 @@ OF_LAYERS = [
         "buffer-changed-unnoticed", BUFFERS,
         "a recomputation that changes a buffer, such as that of spectral norm, is not refused",
         "if not torch.equal(before, changed):", "if False:",
-        ("tests/test_computation.py",),
+        ("tests/layers/test_call.py",),
     ),
     Mutant(
         "copy-not-handed-on", TIED,

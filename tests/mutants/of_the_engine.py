@@ -85,7 +85,7 @@ OF_RUNS = [
         "micro-batch is recomputed, too",
         "recomputed(self.checkpoint, len(inputs))",
         "min(len(inputs), recomputed(self.checkpoint, self._chunks))",
-        ("tests/test_microbatch.py", "tests/test_computation.py"),
+        ("tests/test_microbatch.py", "tests/layers/test_call.py"),
     ),
 ]  # fmt: skip
 

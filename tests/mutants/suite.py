@@ -50,7 +50,7 @@ LIKELY = (
     "tests/test_stream.py",
     "tests/autograd/test_transfer.py",
     "tests/autograd/test_random.py",
-    "tests/test_lane.py",
+    "tests/stage",
     "tests/recording",
     "tests/balance",
     "tests/check/test_check_on_gpus.py",
