@@ -1,17 +1,17 @@
-"""What the experiments of the paper share: options, costs of the layers, both tables, JSON.
+"""Shared by the paper's experiments: options, costs of the layers, both tables, JSON.
 
-Each prints what the paper measured beside what is predicted for pipert from the layers of the
-model, and what pipert and torchgpipe really take where there are devices enough.
+Each prints the paper's measurements beside predictions for pipert from the model's
+layers, and measures pipert and torchgpipe where there are enough devices.
 
-**What is predicted and how.** The layers are measured on the first device, with ``--scale`` of the
+**The predictions.** The layers are measured on the first device, at ``--scale`` times the
 paper's width and image size. ``_simulator.py`` runs pipert's schedule with these seconds. Bytes of
-copies and memory are always those of the paper's sizes. Therefore the seconds have to be such, too:
-all are divided by one number, the *speed*, so that the first row comes out at the paper's
+copies and memory are always those of the paper's sizes. So the seconds must match them:
+all are divided by one number, the *speed*, so that the first row matches the paper's
 throughput. It stands for the P40; the other rows are predictions. Without it copies would look
-free beside the seconds of a CPU. ``--clock device`` leaves the seconds as they are: right for a
+free beside the seconds of a CPU. ``--clock device`` leaves the seconds unscaled: right for a
 GPU at ``--scale paper``, where it is the default.
 
-Not in it: that kernels of small micro-batches are less efficient, the host's time to start them,
+Not modelled: lower efficiency of small micro-batches' kernels, the host's launch time,
 the loss, the optimizer.
 """
 

@@ -1,9 +1,9 @@
-"""What each layer of a model costs: seconds, measured; bytes, counted from shapes.
+"""The costs of a model's layers: measured seconds, and bytes counted from shapes.
 
-Seconds are those of a layer by itself, forward and backward apart, on a copy as
+Seconds are those of a layer by itself, forward and backward separately, on a copy as
 ``pipert.balance.layer_times`` uses it. Bytes come from one run of the model on the *meta* device,
-where tensors have shapes but no data, so they can be those of any size. Both are for one sample:
-what grows with the samples of a micro-batch is taken to grow in proportion.
+where tensors have shapes but no data, so any size is possible. Both are for one sample
+and assumed to grow in proportion to a micro-batch's samples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Bytes in use on the CPU, from the C library.
 
-``mallinfo2`` of glibc 2.33 and later counts what ``malloc`` and its kin have handed out and not got
-back, over the arenas of all threads and with the large blocks that are mapped one by one. PyTorch
-takes its CPU tensors from there, so a tensor shows to the byte, whoever holds it. Other allocators
-(musl, macOS, a preloaded jemalloc) leave the counter missing or still: ``check_counter`` tells.
+``mallinfo2`` of glibc 2.33 and later counts the bytes that ``malloc`` and its kin have allocated
+and not freed, over all threads' arenas and including large, separately mapped blocks. PyTorch
+allocates CPU tensors there, so every tensor counts to the byte, whoever holds it. With other
+allocators (musl, macOS, a preloaded jemalloc) the counter is missing or constant;
+``check_counter`` detects that.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class _MallInfo(ctypes.Structure):
 
 
 def bytes_in_use() -> int:
-    """Bytes that malloc has handed out and not got back. AttributeError without ``mallinfo2``."""
+    """Returns the bytes allocated and not freed. AttributeError without ``mallinfo2``."""
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = _MallInfo
     info = mallinfo2()
@@ -32,7 +33,7 @@ def bytes_in_use() -> int:
 
 
 def check_counter(size: int) -> str:
-    """Why ``bytes_in_use`` cannot be trusted, or nothing if it sees tensors of ``size`` bytes."""
+    """Returns why ``bytes_in_use`` is unreliable; empty if it sees tensors of ``size`` bytes."""
     allocated = 10 * size
     try:
         before = bytes_in_use()

@@ -1,9 +1,9 @@
-"""What the benchmarks share: both products side by side, taking turns, and tables of medians.
+"""Shared by the benchmarks: measures both products alternately, and prints tables of medians.
 
-A machine that does other work too makes every absolute time wrong, by factors at times. So the
-products are measured in one process, they take turns call by call, whoever went first goes second
-in the next round, and what counts is the ratio of the two medians. A bar that was missed under
-``--check`` is measured afresh, ``ATTEMPTS`` times in all, and the output says so each time.
+Other work on the machine distorts every absolute time, sometimes by factors. So the
+products run in one process and alternate call by call, swapping their order in each
+round, and the ratio of the two medians counts. A bar missed under
+``--check`` is measured again, up to ``ATTEMPTS`` times in all, and the output says so each time.
 
 PyTorch computes with one intra-op thread: on layers this small a second one adds only noise.
 """
@@ -52,7 +52,7 @@ class Row:
 
 
 def start(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read ``--check``, ``--short`` and ``--slack``, and fix what every benchmark fixes."""
+    """Read ``--check``, ``--short`` and ``--slack``, set one thread, and print the header."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
@@ -64,7 +64,7 @@ def start(argv: Sequence[str] | None, description: str | None) -> argparse.Names
 
 
 def header() -> str:
-    """The versions and the hardware that the figures below it belong to."""
+    """Returns the versions and the hardware of the figures below it."""
     return (
         f"pipert {__version__}, torchgpipe {version('torchgpipe')}, "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
@@ -88,7 +88,7 @@ def both(
 def take_turns(
     measure: Callable[[str], T], names: Sequence[str], *, repeats: int, warm_up: int = 2
 ) -> dict[str, list[T]]:
-    """Call ``measure(name)`` for each name in turn, ``repeats`` times, and keep what it returns."""
+    """Call ``measure(name)`` for each name in turn, ``repeats`` times, and collect the results."""
     results: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(-warm_up, repeats):
         for name in names if turn % 2 else reversed(names):
@@ -104,7 +104,7 @@ def medians(samples: Sequence[Sequence[float]]) -> list[float]:
 
 
 def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
-    """The rows of a case. One that missed a bar is measured afresh, under ``--check`` only."""
+    """Returns the rows of a case. Under ``--check``, a case that misses a bar is measured again."""
     measured = measure()
     for attempt in range(2, ATTEMPTS + 1):
         missed = [line for row in measured for line in row.missed]

@@ -1,12 +1,12 @@
 """The bytes in use on each device while a simulated pipeline runs, and their peak.
 
 Counted: parameters with their gradients and the optimizer's state; the mini-batch on the first
-device; what arrives at a partition, kept until its backward; what leaves it, until it is copied,
-and gradients likewise; what the layers save, from the forward to the backward, or from the
-recomputation if there is one; the output with its gradient. Besides, while a task runs, the largest
-inputs and outputs of a layer of its partition, which come and go.
+device; a partition's inputs, until its backward; its outputs, until they are copied,
+and gradients likewise; what the layers save, from the forward (or the recomputation) to the
+backward; the output with its gradient; and, while a task runs, the largest temporary
+inputs and outputs of a layer of its partition.
 
-Not counted: what allocators and kernels need for themselves, and what fragmentation loses.
+Not counted: overhead of allocators and kernels, and fragmentation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures and settings of the torchgpipe paper (arXiv 2004.09910), each written down once.
+"""The figures and settings of the torchgpipe paper (arXiv 2004.09910), each in one place.
 
 Tesla P40, torch 1.3. Balances count layers. Where the paper has no figure, there is ``None``.
 """

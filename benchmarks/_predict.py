@@ -1,4 +1,4 @@
-"""From the costs of layers to what a setting of the paper takes on devices that are not there."""
+"""Predicts, from the layers' costs, what a setting of the paper takes on missing devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SGD = 2.0  # bytes of a parameter and its gradient, over those of the parameter
 
 @dataclass(frozen=True)
 class Link:
-    """What is between two devices: bytes in a second, and seconds that every copy takes besides."""
+    """A link between two devices: bytes per second, and additional seconds per copy."""
 
     bandwidth: float
     latency: float
@@ -27,7 +27,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found for one setting."""
+    """The prediction for one setting."""
 
     setting: Setting
     balance: tuple[int, ...]
@@ -42,7 +42,7 @@ class Prediction:
 
 
 def transfers(sizes: Bytes, balance: Sequence[int], samples: float) -> list[Transfer]:
-    """What goes between partitions for each micro-batch: inputs, and skips."""
+    """Returns the transfers between partitions per micro-batch: inputs and skips."""
     parts = ranges(balance)
     found = [
         Transfer(j - 1, j, round(samples * sizes.inputs[part.start]))
@@ -59,7 +59,7 @@ def transfers(sizes: Bytes, balance: Sequence[int], samples: float) -> list[Tran
 
 
 def best_balance(times: Times, setting: Setting) -> tuple[int, ...]:
-    """The balance whose slowest partition is the fastest, recomputation counted in."""
+    """Returns the balance that minimises the slowest partition's time, with recomputation."""
     again = checkpointed(setting.mode, setting.chunks) / setting.chunks
     costs = [(1 + again) * f + b for f, b in zip(times.forward, times.backward, strict=True)]
     return tuple(balance_by_cost(costs, setting.n))
@@ -110,9 +110,9 @@ def predict(
 def calibrated(
     setting: Setting, throughput: float, times: Times, sizes: Bytes, link: Link
 ) -> float:
-    """The speed at which a setting, with its best balance, comes out at ``throughput``.
+    """Returns the speed at which a setting, with its best balance, reaches ``throughput``.
 
-    Copies do not get faster with it, so it is found step by step.
+    Copies do not get faster with it, so it is found iteratively.
     """
     speed, balance = 1.0, best_balance(times, setting)
     for _ in range(60):

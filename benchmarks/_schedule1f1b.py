@@ -2,10 +2,10 @@
 
     python _schedule1f1b.py RANK STORE
 
-is one of its processes: it holds one stage of the model, and takes a step when it reads a line,
-after which it writes the seconds that took and the loss, which the last stage knows. Between steps
-it waits, so that it disturbs nobody else. :func:`processes` starts them. They talk over gloo, and
-STORE is a file by which they find each other.
+is one of its processes: it holds one stage of the model. For each line it reads it takes a step
+and writes the step's seconds and the loss, which the last stage knows. Between steps
+it waits, so as not to disturb the other runtimes. :func:`processes` starts them. They communicate
+over gloo, and find each other through the file STORE.
 """
 
 from __future__ import annotations

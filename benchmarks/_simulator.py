@@ -1,27 +1,27 @@
-"""What pipert's schedule takes, from the durations of its tasks: nothing here computes a layer.
+"""Simulates the duration of pipert's schedule from those of its tasks, without computing layers.
 
 ``pipert.schedules.simulate`` knows workers with an order of their own, and copies that are free.
 Here copies take turns at the links, whichever is ready first, so tasks wait for two things at once.
 
 A :class:`Plan` says how long each ``F[i,j]``, ``R[i,j]`` and ``B[i,j]`` takes, which bytes go from
-where to where, and on what kind of machine. Rules, each one of pipert's:
+where to where, and on what kind of machine. These are pipert's rules:
 
-1. A worker does its forward tasks in the order of the clock-cycle, and starts one
-   when its input is there.
-2. The backward begins when the last forward task is done, and each device does it in the reverse
-   order, the last micro-batch first. So it does without fork and join, too: autograd takes of the
-   nodes that are ready the one made last, and a worker makes the nodes of a partition micro-batch
-   by micro-batch. Fork and join make sure of what is so anyway, and cost no time here.
+1. A worker runs its forward tasks in the order of the clock-cycle, and starts each
+   when its input has arrived.
+2. The backward begins after the last forward task, and each device runs it in reverse
+   order, the last micro-batch first. This holds without fork and join, too: autograd picks the
+   ready node created last, and a worker creates its partition's nodes micro-batch
+   by micro-batch. Fork and join only guarantee this order, and cost no time here.
 3. Each device is a queue of its own, for the backward as well. The host is never late. ``R[i,j]``
-   starts when the next device has computed ``dy``, while that is copied, and ``B[i,j]`` when it has
-   arrived. Not earlier: autograd lets the stream of a node wait for that of the node before it.
+   starts when the next device has computed ``dy``, while it is copied, and ``B[i,j]`` when it has
+   arrived. Not earlier: autograd makes a node's stream wait for the previous node's stream.
 4. A copy between devices takes ``latency + bytes / bandwidth``, and needs the outgoing engine of
-   one device and the incoming one of the other; those that are ready first go first. Without copy
+   one device and the incoming one of the other, first ready, first served. Without copy
    streams it stops both devices' computation instead, and is issued before the tasks of its
    diagonal.
 5. A skip is copied straight to where it is popped, or else from device to device.
 
-``simulator.py`` checks all of them but the third sentence of the fourth against whole steps.
+``simulator.py`` checks all of them against whole steps, except the last sentence of rule 4.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Plan:
 
 @dataclass(eq=False)
 class Task:
-    """Something that takes time; ``start`` and ``end`` are the simulator's findings.
+    """A task or copy; the simulator sets ``start`` and ``end``.
 
-    ``j`` of a copy is the partition that it is for, and ``source`` the one it comes from.
+    ``j`` of a copy is its destination partition, and ``source`` the one it comes from.
     """
 
     kind: str

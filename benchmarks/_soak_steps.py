@@ -1,8 +1,8 @@
-"""The steps of the soak: what a service may do with a pipe, in any order.
+"""The steps of the soak: anything a service may do with a pipe, in any order.
 
-A good step compares the pipe with the plain module. A bad one is asked for (see ``Demand``): what
-it raises must be that, and the step ends with a good one. Whatever is random is drawn by the main
-thread, so a seed gives the same steps; what threads make of them may differ.
+A good step compares the pipe with the plain module. A bad one provokes an error (see ``Demand``),
+which must be raised, and ends with a good one. The main thread draws all random choices,
+so a seed gives the same steps; thread timing may still differ.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class Soak:
         """A layer raises in the backward.
 
         On a thread of its own: a backward that raises leaves tasks, and with them tensors, in a
-        queue that torch keeps for each thread and empties by and by. That is so without pipert.
+        per-thread queue that torch empties only gradually. This happens without pipert, too.
         """
         self.settings()
         self.soaked.pipe.checkpoint = "always"

@@ -1,7 +1,7 @@
-"""The model that is soaked: layers that misbehave on demand, a skip, a pipe inside of a pipe.
+"""The model to soak: layers that misbehave on demand, a skip, a pipe inside a pipe.
 
-``Soaked`` has the pipe beside the plain module that its results are compared with. The layers of
-both are made by the same function; those of the pipe ask a ``Demand`` at each call what to do.
+``Soaked`` holds the pipe and the plain module to compare it with. One function makes the layers of
+both; those of the pipe ask a ``Demand`` at each call what to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training steps that really run: pipert and torchgpipe over the same model, in turns."""
+"""Measures real training steps: pipert and torchgpipe alternate over the same model."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What this process uses, as a table over time, and whether it grows.
+"""Tabulates this process's resources over time, and detects growth.
 
-The first quarter of the samples is warm-up. What must be *constant* is so from then on. What only
-has a *trend*, because allocators and caches come and go, is judged by medians: that of the last
-quarter is above that of the second one by no more than an allowance. A leak at a steady rate shows
-half of all that it leaks; what is allocated once, or comes and goes, shows nothing.
+The first quarter of the samples is warm-up. *Constant* columns must not change from then on.
+Columns with a *trend*, which allocators and caches disturb, are judged by medians: the last
+quarter's may exceed the second's by at most an allowance. A steady leak shows
+half of its total; one-time or temporary allocations show nothing.
 
-Columns that the platform does not have are left out. Without ``/proc`` the resident memory is the
-peak so far, which a trend is found in as well.
+Columns missing on the platform are left out. Without ``/proc`` the resident memory is the
+peak so far, which shows a trend as well.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Whole steps in the virtual time of simulated GPUs: the plain module, torchgpipe and pipert.
 
-Importing this makes eight CUDA devices appear that are not there (``tests/simulated_gpus``), so it
-has to be imported before torch is. What runs on them are the real runtimes, with autograd's own
-thread for each device. Each stream has a clock: an operation takes ``max(bytes / memory rate,
+Importing this creates eight simulated CUDA devices (``tests/simulated_gpus``), so it
+must be imported before torch. The runtimes are real, with one autograd
+thread per device. Each stream has a clock: an operation takes ``max(bytes / memory rate,
 FLOPs / rate)`` of the device's time, a copy ``bytes / link rate``, and waits between streams are
-waits of the clocks. So a step takes what its order and its waits make of it.
+waits of the clocks. So order and waits determine a step's duration.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ GPUS = simulated_gpus.start()
 # isort: split
 import torch  # noqa: E402
 import torchgpipe.pipeline  # noqa: E402
+from _ablation import ALL, Components, only  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
-from pipert.stage.components import ALL, Components  # noqa: E402
 
 __all__ = [
     "GPUS", "MODES", "PLAIN", "Case", "Machine", "Steps", "Way", "by_autograd", "ideal", "measure",
@@ -164,8 +164,7 @@ def prepared(case: Case, way: Way) -> Iterator[Step]:
             module, case.balance, devices=devices, chunks=case.m, checkpoint=way.mode,
             deferred_batch_norm=False,
         )  # fmt: skip
-        with pipe:
-            pipe._runtime.components = way.components
+        with pipe, only(pipe, way.components):
 
             def whole() -> object:
                 pipe.zero_grad()

@@ -1,10 +1,10 @@
-"""What each part of the runtime is worth in virtual time: the ablation of section 4.1 of the paper.
+"""Measures what each part of the runtime is worth in virtual time: the paper's section 4.1.
 
 The parts are switched on one after the other, in torchgpipe and in pipert. torchgpipe always takes
 skips straight to where they are popped, so it has no fourth row.
 
-Without copy streams copies stand between the tasks of computation, in the order in which the
-threads of the host launch them. So the first two rows depend on their timing, and are medians of
+Without copy streams, copies lie between the computations in the order in which the
+host's threads launch them. So the first two rows depend on thread timing, and are medians of
 more steps.
 """
 
@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from _ablation import Components
 from _measure import Row
 from _paper import ABLATION
 from _virtual import PLAIN, Machine, Steps, Way, measure
 from _virtual_models import WORKLOADS, Workload
-
-from pipert.stage.components import Components
 
 __all__ = ["ABLATIONS", "COLUMNS", "PARTS", "Ablation", "table"]
 

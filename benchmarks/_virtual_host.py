@@ -1,8 +1,8 @@
-"""When the host is the limit: what a step takes if each launch costs time of the one host.
+"""Measures steps limited by the host, where each launch costs time of the single host.
 
-Python launches everything, one thread at a time. So launches are added up on one clock, whichever
-thread they come from, and no operation starts before it was launched. The Python of the runtimes
-themselves is not in it: ``overhead.py`` measures that.
+Python launches everything, one thread at a time. So launches from all threads add up on one
+clock, and no operation starts before its launch. The runtimes' own Python
+is not included: ``overhead.py`` measures that.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What runs in virtual time: models at a small scale, and machines that suit them.
+"""Models at a small scale to run in virtual time, and machines that suit them.
 
-A narrow model moves more bytes for each operation than a wide one. So that copies and memory weigh
-here what they weigh for a model of the *full* size on a Tesla P40 with PCIe 3.0 (12 TFLOP/s, 346
-GB/s, 12 GB/s a link and direction), the rates of the simulated devices are those of the P40 times
-what a sample of the narrow model has of a sample of the full one: of its FLOPs, and of the bytes
-between its layers. Then a sample takes as long as one of the full size does on that machine.
+A narrow model moves more bytes per operation than a wide one. To give copies and memory the
+relative cost they have for a model of the *full* size on a Tesla P40 with PCIe 3.0 (12 TFLOP/s, 346
+GB/s, 12 GB/s per link and direction), the simulated devices' rates are those of the P40 times
+the ratio of a narrow sample to a full-size one: in FLOPs, and in bytes
+between layers. Then a sample takes as long as a full-size one does on that machine.
 """
 
 from __future__ import annotations

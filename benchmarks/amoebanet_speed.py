@@ -1,4 +1,4 @@
-"""AmoebaNet-D (18, 256): samples in a second, n in {2, 4, 8}, m in {1, 4, 32} (section 4.2.1).
+"""AmoebaNet-D (18, 256): samples per second, n in {2, 4, 8}, m in {1, 4, 32} (section 4.2.1).
 
 Speed-ups are over two devices with one micro-batch, as in the paper.
 """

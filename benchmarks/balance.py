@@ -1,9 +1,9 @@
-"""How steady measured costs are, and how close balances come to the best there is.
+"""Measures how steady measured costs are, and how close balances come to the optimum.
 
-**Steadiness.** Both products measure the same model on the CPU again and again, in turns, with the
-same time to spend. The *spread* of a layer is the range of its cost over its median. Costs are
-shares of the whole model, since only these make the balance. The table has the median over the
-layers and the largest; *balances* is how many different ones came out.
+**Steadiness.** Both products measure the same model on the CPU repeatedly and alternately, with the
+same time budget. The *spread* of a layer is the range of its cost over its median. Costs are
+shares of the whole model, since only these determine the balance. The table has the median over the
+layers and the largest; *balances* is the number of different results.
 
 **Optimum.** The longest block of a balance over the shortest possible, for random lists of costs:
 uniform, heavy-tailed and growing. pipert's must be 1. The shortest possible comes from a program

@@ -3,9 +3,9 @@
 **Convolutions.** Nine of them, 32 channels of 64x64, a mini-batch of 32 rows in 8 micro-batches,
 two partitions. Eight runtimes take turns: the plain module in one thread, torchgpipe in its three
 modes, ``Schedule1F1B`` of ``torch.distributed.pipelining`` in two processes over gloo, and pipert
-with ``loss.backward()`` (*autograd*), with ``'gpipe'`` and with ``'1f1b'``. Everybody has one
-intra-op thread for each worker. Half of the plain time by ``(m + n - 1) / m`` is what two cores
-could do if the partitions were equal and nothing cost anything.
+with ``loss.backward()`` (*autograd*), with ``'gpipe'`` and with ``'1f1b'``. All have one
+intra-op thread per worker. Half of the plain time times ``(m + n - 1) / m`` is what two cores
+could do with equal partitions and no overhead.
 
 **Sleeping stages** sleep ``T`` forward and ``2T`` backward, so that no core is needed and only the
 order counts: with equal stages no schedule of whole tasks ends before ``(m + n - 1) * 3T``, and
@@ -14,8 +14,8 @@ both schedules could end then. With *autograd* the backward of all partitions is
 ends before ``(m + (n - 1) / v) * 4 * 3T``.
 
 **Live activations.** Each output of a layer is a storage that its backward needs. They are counted
-whenever a layer has returned, all partitions together, and so is what the C library has given out
-(``_malloc.py``), in which gradients on their way are, too. With ``'1f1b'`` partition *j* may have
+whenever a layer returns, over all partitions, and so is the C library's allocated memory
+(``_malloc.py``), which includes gradients in transit. With ``'1f1b'`` partition *j* may have
 ``min(n - j, m)`` micro-batches, however many there are.
 
 **Host cost.** As in ``overhead.py``: partitions of one ``nn.Linear(4, 4)``, one row for each

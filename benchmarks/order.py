@@ -1,23 +1,23 @@
-"""How close a forward comes to the critical path of its own tasks.
+"""Measures how close a forward comes to the critical path of its own tasks.
 
-Every partition is one layer that sleeps and hands its input on, so the tasks need no core and only
-their order counts. ``F[i,j]`` can start when ``F[i,j-1]`` has given it its input and when its
+Every partition is one layer that sleeps and returns its input, so the tasks need no core and only
+their order counts. ``F[i,j]`` can start when ``F[i,j-1]`` has produced its input and its
 worker is done with ``F[i-1,j]``. The longest path through that grid is the *critical path*: no
-runtime with a worker for each partition is faster.
+runtime with one worker per partition is faster.
 
 **Equal** stages all sleep ``T`` seconds, so the nominal path is ``(m + n - 1) * T``. **Varying**
 ones draw each ``F[i,j]`` evenly from ``T * (1 - 0.9)`` to ``T * (1 + 0.9)``, with a fixed seed.
 
-A sleep lasts longer than it was asked to, by the slack of the operating system's timers. That is
-not the runtime's doing, so every sleep notes how long it really took, and pipert's wall time is
-compared with the critical path of *those* durations, call by call; the ratio in the table is the
-median of these. What a thread waits for Python's global lock after its sleep is in its duration
-too, so the *nominal* path, of the durations asked for, stands beside it.
+A sleep overruns by the slack of the operating system's timers. That is
+not the runtime's fault, so every sleep records its real duration, and pipert's wall time is
+compared with the critical path of *those* durations, call by call; the table shows the
+median ratio. A thread's wait for Python's global lock after its sleep counts as part of its
+duration, so the *nominal* path, of the requested durations, is shown as well.
 
-*by diagonal* is the time of a runtime that waits for all of a diagonal ``i + j == k`` before it
-starts the next one, with a worker for each partition and no cost of its own: the sum over the
-diagonals of their longest task, of the same noted durations. torchgpipe works like that, and
-besides it serves all partitions that are on the CPU with one thread. Its column shows the latter.
+*by diagonal* is the time of a runtime that completes each diagonal ``i + j == k`` before it
+starts the next one, with one worker per partition and no overhead: the sum over the
+diagonals of their longest task, of the same recorded durations. torchgpipe works like that, and
+also serves all CPU partitions with one thread. Its column shows the latter.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ VARIATION = 0.9
 
 
 class Sleep(nn.Module):
-    """Sleeps ``plan[i]`` seconds at its call ``i`` and notes how long that took."""
+    """Sleeps ``plan[i]`` seconds at its call ``i`` and records how long that took."""
 
     def __init__(self, plan: Sequence[float]) -> None:
         super().__init__()

@@ -1,21 +1,21 @@
 """Host cost of a task that computes next to nothing, and the bytes a forward leaves alive.
 
-**Host cost.** Each of ``n`` partitions is one ``nn.Linear(4, 4)``, the mini-batch has ``m`` rows,
-one for each micro-batch. What remains of the time is the runtime: queues, threads, autograd. The
+**Host cost.** Each of ``n`` partitions is one ``nn.Linear(4, 4)``, and the mini-batch has ``m``
+rows, one per micro-batch. The remaining time is the runtime's: queues, threads, autograd. The
 cost of a task is the wall time over ``n * m``. *forward* is the call of the pipe, and
-*forward+backward* goes on to the end of ``out.sum().backward()``. The garbage collector stays on.
+*forward+backward* runs to the end of ``out.sum().backward()``. The garbage collector stays on.
 
 **Live activations.** PyTorch keeps no statistics of its CPU allocator, a ``TorchDispatchMode`` and
 saved-tensor hooks do not reach the threads of both products, and a collector's walk misses tensors
-that C++ holds. So the C library is asked how much of its memory is in use, see ``_malloc.py``. The
+that C++ holds. So the C library reports its memory in use, see ``_malloc.py``. The
 difference across the forward is what the forward left alive: saved activations and the gathered
-output. Before anything is measured, tensors of a known size have to show in that counter.
+output. Before any measurement, tensors of a known size must show in that counter.
 
-*by count* is what the checkpointing mode must keep, counted by hand, see ``must_keep``. The excess
+*by count* is what the checkpoint mode must keep, counted by hand, see ``must_keep``. The excess
 over it, a few tenths of a MiB at any ``WIDTH``, is the graph itself. *held* is read after the
-forward. *highest* is the highest of that and of the readings at the end of every layer's call, in
-the recomputation too: it shows whether recomputed activations pile up. Gradients on their way are
-in it as well.
+forward. *highest* is the maximum of that and of the readings at the end of every layer's call,
+recomputations included: it shows whether recomputed activations pile up. It includes gradients in
+transit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a recording costs: the same step with ``pipe.record()`` and without, taking turns.
+"""Measures the cost of a recording: the same step with and without ``pipe.record()``, in turn.
 
 A small GPT in two partitions on two CPU workers: forward, loss and backward. A recording times each
 task and each layer, and hooks the nodes of the backward.

@@ -1,7 +1,7 @@
-"""ResNet-101, 370 layers: samples in a second on one to eight devices.
+"""ResNet-101, 370 layers: samples per second on one to eight devices.
 
-The paper has no figures for it, so the settings are our own. The simulated device is the paper's
-P40 again: it does as many operations in a second as it does in the first row of the U-Net's table.
+The paper has no figures for it, so the settings are our own. The simulated device is again the
+paper's P40: it does as many operations per second as in the first row of the U-Net's table.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@
     python benchmarks/simulated_gpus.py --short --check       # for CI
 
 The plain module on one device, torchgpipe and pipert take the same step on devices of the same
-speed. What runs are the real runtimes; only the devices' clocks are simulated (``_virtual.py``), so
+speed. The runtimes are real; only the devices' clocks are simulated (``_virtual.py``), so
 nothing in these tables was measured on a GPU. Figures are medians of ``--repeats`` steps. pipert's
-are the same in each: its order does not depend on the timing of threads. *spread* is the largest of
-the row, the longest step over the shortest.
+are the same in each: its order does not depend on thread timing. *spread* is the row's largest
+ratio of the longest step to the shortest.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Peak memory of each *simulated* device: what the mode has to hold, and what was seen.
+"""Measures peak memory on each *simulated* device, beside what the mode has to hold.
 
-U-Net (B, C) and a GPT, small, in equal numbers of layers, on simulated GPUs (tests/simulated_gpus):
-bytes are counted exactly, but it is no GPU. *least* and *most* come from running each partition
-alone, without a pipe (tests/devices/expected.py); between them is what may be on its way between
-devices. *in lockstep* tasks run one at a time, so that the peak is the same each time; *threads* is
-as users run it. torchgpipe 0.0.7 has no schedule but its own; *plain* is the module on one device.
+A small U-Net (B, C) and GPT, split evenly by layers, on simulated GPUs (tests/simulated_gpus):
+bytes are counted exactly, but not on a GPU. *least* and *most* come from running each partition
+alone, without a pipe (tests/devices/expected.py); they differ by what may be in transit between
+devices. *in lockstep* runs one task at a time, so that the peak is the same each time; *threads* is
+a normal run. torchgpipe 0.0.7 has only its own schedule; *plain* is the module on one device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What schedules make of slow links, in the virtual time of simulated GPUs.
+"""Compares schedules over slow links, in the virtual time of simulated GPUs.
 
 ::
 
@@ -15,7 +15,7 @@ With *interleaved* a device has two partitions, half as large. *Ideal* is a pipe
 partition a device, whose links cost nothing. In the second table four devices have one, two or four
 partitions each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many copies.
 
-What runs is pipert; only the clocks of the devices are simulated, so nothing here was measured on a
+pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a
 GPU. The figures are the same in each run.
 """
 

@@ -1,11 +1,11 @@
-"""Whether the simulator is right: what it predicts, beside whole steps in virtual time.
+"""Checks the simulator: compares its predictions with whole steps in virtual time.
 
-The experiments predict what a pipeline of the paper's size takes from what its layers take alone
-(``_simulator.py``). Here the same is predicted for small models, and then a step is really run, by
+The experiments predict the time of a pipeline of the paper's size from the times of its layers
+(``_simulator.py``). This script predicts small models likewise, and then runs a step of
 pipert on simulated GPUs of the same speed (``_virtual.py``). Times of layers and of steps are both
-virtual, so nothing of this machine's load is in either: a ratio that is not 1 is a rule that the
-simulator does not have, or has wrong. It knows neither the loss nor what tasks outside of layers
-cost, such as adding gradients up, and no delay by the host.
+virtual, so this machine's load affects neither: a ratio other than 1 means that a rule of the
+simulator is missing or wrong. It models neither the loss nor work outside layers, such as summing
+gradients, nor delays by the host.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from _virtual import GPUS, Way, measure  # noqa: E402
 
 # isort: split
 import torch  # noqa: E402
+from _ablation import ALL, Components  # noqa: E402
 from _measure import Row, header, report, verdict  # noqa: E402
 from _paper import Setting  # noqa: E402
 from _predict import Link, predict  # noqa: E402
 from _virtual_models import WORKLOADS  # noqa: E402
-
-from pipert.stage.components import ALL, Components  # noqa: E402
 
 __all__ = ["main"]
 

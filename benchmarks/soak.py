@@ -1,14 +1,14 @@
-"""Thousands of steps of every kind in one process: each is right, and nothing grows.
+"""Runs thousands of steps of every kind in one process: each must be right, and nothing may grow.
 
-Steps are drawn from a seed: training and evaluation with other batch sizes, modes, numbers of
+Steps are drawn from a seed: training and evaluation with different batch sizes, modes, numbers of
 micro-batches and checkpointing each time, several callers at once, layers that raise in the forward
-or in a recomputation, layers that return late, interrupted callers, workers that are ended from
-outside, pipes that are closed and made again. What a good step returns is compared with the plain
-module; what a bad one raises must be what was asked for; the next step must be good.
+or in a recomputation, layers that return late, interrupted callers, workers killed from
+outside, pipes that are closed and made again. Results of good steps are compared with the plain
+module; a bad step must raise the requested error; the next step must be good.
 
-At rest, between steps, the process is measured (see ``_usage.py``); the table says what it used.
+At rest, between steps, the process is measured (see ``_usage.py``); the table shows its usage.
 Exit code 1 when something grew, and a traceback when a step was wrong. ``--leak`` leaks on purpose,
-to see that this fails.
+to show that this is detected.
 """
 
 from __future__ import annotations

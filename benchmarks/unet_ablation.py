@@ -1,13 +1,13 @@
-"""What each part of the runtime is worth: the ablation of section 4.1 of the paper, U-Net (5, 64).
+"""Measures what each part of the runtime is worth: the paper's section 4.1, U-Net (5, 64).
 
 The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
-the devices that are here, four pipes with the same switches run in turns. ``--picture`` draws the
-four timelines, as the paper's figure does: those that ran if there are four devices, else the
+the available devices, four pipes with the same switches run in turn. ``--picture`` draws the
+four timelines, as the paper's figure does: the real ones if there are four devices, else the
 simulated. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
 
-*Clock only* and *+ fork/join* differ in the paper, and not here. Autograd takes of the nodes that
-are ready the one made last. A worker of pipert makes the nodes of its micro-batches one after the
-other, and a recomputation makes none that are run backward, so the last micro-batch comes first
+*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready
+node created last. A worker of pipert creates the nodes of its micro-batches one after the
+other, and a recomputation creates none that run backward, so the last micro-batch comes first
 anyway. Fork and join turn what happens into what must happen.
 """
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from _ablation import Components, only
 from _experiments import GIB, Experiment, assumptions, costs_of, options, parse, speed_of, write
 from _measure import Row, report, take_turns
 from _models import UNET
@@ -34,7 +35,6 @@ from _steps import one_peak, one_step
 
 from pipert import Event, Pipe, Timeline
 from pipert.balance import balance_by_time
-from pipert.stage.components import Components
 from pipert.timeline.picture import save_picture
 
 __all__ = ["main"]
@@ -109,21 +109,22 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         balance = balance_by_time(len(devices), module, x[: batch // chunks].cpu())
     with ExitStack() as stack:
         pipes = {}
-        for name, switches in SWITCHES.items():
+        for name in SWITCHES:
             pipe = Pipe(deepcopy(module), balance, devices=devices, chunks=chunks)
-            pipe._runtime.components = switches
             pipes[name] = stack.enter_context(pipe)
         step = partial(_step_of, pipes, x, devices)
         times = take_turns(step, tuple(pipes), repeats=arguments.steps, warm_up=1)
         timelines: dict[str, Timeline] = {}
         figures: dict[str, dict[str, float]] = {}
         for name, pipe in pipes.items():
-            with pipe.record() as timelines[name]:
-                one_step(pipe, x, devices)
+            with only(pipe, SWITCHES[name]):
+                with pipe.record() as timelines[name]:
+                    one_step(pipe, x, devices)
+                peak = one_peak(pipe, x, devices)
             figures[name] = {
                 "throughput": batch / median(times[name]),
                 "utilisation": 1 - timelines[name].report().bubble,
-                "peak": one_peak(pipe, x, devices),
+                "peak": peak,
             }
     base = figures["clock only"]["throughput"]
     table = []
@@ -142,7 +143,8 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
 def _step_of(
     pipes: dict[str, Pipe], x: torch.Tensor, devices: Sequence[torch.device], name: str
 ) -> float:
-    return one_step(pipes[name], x, devices)
+    with only(pipes[name], SWITCHES[name]):
+        return one_step(pipes[name], x, devices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

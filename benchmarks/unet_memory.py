@@ -1,12 +1,12 @@
 """U-Nets as large as one to eight devices can hold: memory (section 4.2.2 of the paper).
 
-The first table is computed from shapes alone, at the paper's sizes, whatever ``--scale`` says. Each
-parameter and its gradient take 8 bytes. Not counted is what CUDA, its kernels' workspaces and
-fragmentation take, so it should stay below the paper's figures.
+The first table is computed from shapes alone, at the paper's sizes, whatever ``--scale``. Each
+parameter and its gradient take 8 bytes. It excludes CUDA, its kernels' workspaces and
+fragmentation, so it should stay below the paper's figures.
 
-The second compares steps that really run with what is computed for them in the same way; on CPU at
+The second compares real steps with the same computation for them; on CPU at
 half of ``--scale`` and with fewer samples. With ``--devices cuda:0,cuda:0`` two partitions share
-the one device.
+one device.
 """
 
 from __future__ import annotations

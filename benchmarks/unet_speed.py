@@ -1,4 +1,4 @@
-"""U-Net (5, 64): samples in a second on one to eight devices (section 4.2.3 of the paper)."""
+"""U-Net (5, 64): samples per second on one to eight devices (section 4.2.3 of the paper)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How Sphinx builds these pages: ``sphinx-build -W --keep-going -n -b html docs docs/_build/html``.
+"""Configures Sphinx: ``sphinx-build -W --keep-going -n -b html docs docs/_build/html``.
 
-The pages are Markdown and are read on GitHub as well, so that a link from one to a file outside of
-this folder is a path. Some such files are pages here, too; ``ALSO_HERE`` says which.
+The pages are Markdown and are also read on GitHub, so links to files outside
+this folder are paths. Some of these files are pages here, too: ``ALSO_HERE``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ ALSO_HERE = {
 
 
 def link_to_pages(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Where a file outside is a page here, link to the page."""
+    """Link to the page of an outside file that is also a page here."""
     for path, page in ALSO_HERE.items():
         source[0] = source[0].replace(f"]({path}", f"]({page}")
 
@@ -64,8 +64,8 @@ def link_to_pages(app: Sphinx, docname: str, source: list[str]) -> None:
 def link_to_public_name(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Any
 ) -> Any:
-    """Link what is called by the module where it is written, ``pipert.status.Statistics``, or by
-    its name alone, to the public name that it is documented under."""
+    """Resolve a name given by its defining module, ``pipert.status.Statistics``, or alone, to the
+    public name that it is documented under."""
     domain = env.domains.python_domain
     target = str(node.get("reftarget", ""))
     name = target.rpartition(".")[2] if target.startswith("pipert.") else target

@@ -1,9 +1,9 @@
 """Make the pictures of these pages: ``python docs/make_pictures.py``, into ``docs/pictures``.
 
-All but one are recorded: a pipe on CPU runs stages that sleep, and what happened is drawn as
-``timeline.plot`` does, several to one scale where they are to be compared. Sleeping stages overlap
-on any machine, so that the pictures show the schedule and nothing else. On CPU the backward of all
-partitions runs in one thread, but for ``forward_backward``; what it looks like on GPUs, with
+All but one are recordings: a pipe on CPU runs stages that sleep, and ``timeline.plot`` draws the
+events, to one scale where timelines are compared. Sleeping stages overlap
+on any machine, so the pictures show only the schedule. On CPU the backward of all
+partitions runs in one thread, except in ``forward_backward``. The picture for GPUs, with
 copies, is computed from the rules of the schedule, and its caption says so.
 """
 
@@ -26,7 +26,7 @@ ROWS = 32
 
 
 class _Sleep(torch.autograd.Function):
-    """Takes time forward, and twice as much backward. One node, as long as the stage."""
+    """Takes time forward, and twice as much backward, in one node as long as the stage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -65,9 +65,9 @@ def recorded(
     backward: bool = True,
     schedule: str | None = None,
 ) -> Timeline:
-    """The fastest of ``steps`` of a pipe with one stage for each of ``seconds``.
+    """Records the fastest of ``steps`` of a pipe with one stage for each of ``seconds``.
 
-    What other programs do to the machine is not what the pictures are about.
+    The fastest, because the pictures should not show other programs' load.
     """
     stages = nn.Sequential(*map(Stage, seconds))
     n, x = len(seconds), torch.ones(ROWS, 1)
@@ -90,7 +90,7 @@ def _total(y: Tensor, _: object) -> Tensor:
 
 
 def drawn(m: int, n: int, task: float, copy: float) -> Timeline:
-    """What the schedule is on *n* GPUs: nothing of it has been measured.
+    """Computes the schedule on *n* GPUs, without measuring anything.
 
     Rules: a device computes one thing at a time, and copies beside it. ``F[i,j]`` follows
     ``F[i-1,j]`` and the copy from ``j - 1``; the backward mirrors it, twice as long. All but the
@@ -128,7 +128,7 @@ def drawn(m: int, n: int, task: float, copy: float) -> Timeline:
 
 
 def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
-    """What is in each file, by title."""
+    """Returns the timelines of each file, by title."""
     even, uneven = [0.08, 0.08, 0.08], [0.06, 0.12, 0.06]
     return {
         "step": {

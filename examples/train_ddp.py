@@ -6,13 +6,13 @@
     python examples/train_ddp.py                                     # the same, with one process
     torchrun --nproc_per_node=2 examples/train_ddp.py --resume gpt.pt --steps 200 --save gpt.pt
 
-The processes of a machine share its GPUs out among themselves, and each spreads the model over
-those it has; where there are none, over two CPU workers. ``DistributedDataParallel`` goes around
-the pipe as it would go around the model, and averages the gradients of all processes.
+The processes of a machine divide its GPUs among themselves, and each spreads the model over its
+share; without GPUs, over two CPU workers. ``DistributedDataParallel`` wraps the pipe as it would
+wrap the model, and averages the gradients of all processes.
 
-``--batch`` is that of all processes together. Each draws the same random windows of text and takes
-its share of them, so that a run is the same, but for rounding, whatever the number of processes,
-and may be saved by two processes and resumed by one.
+``--batch`` counts all processes together. Each draws the same random windows of text and takes
+its share of them, so a run is the same, except for rounding, whatever the number of processes:
+two processes may save it and one resume it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Result:
 
 @contextlib.contextmanager
 def process_group(backend: str) -> Iterator[tuple[int, int]]:
-    """This process's number and how many there are: those of torchrun, or this one alone."""
+    """Yields this process's rank and the world size, from torchrun or for a single process."""
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -72,7 +72,7 @@ def process_group(backend: str) -> Iterator[tuple[int, int]]:
 
 
 def own_devices() -> list[torch.device]:
-    """This process's share of the machine's GPUs, or two CPU workers if that is none."""
+    """Returns this process's share of the machine's GPUs, or two CPU workers if it is empty."""
     process = int(os.environ.get("LOCAL_RANK", "0"))
     count = torch.cuda.device_count() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not count:
@@ -84,13 +84,13 @@ def own_devices() -> list[torch.device]:
 
 
 def loss_of(model: nn.Module, windows: Tensor, devices: list[torch.device]) -> Tensor:
-    """Mean cross entropy of the next byte, a scalar on the last device."""
+    """Returns the mean cross entropy of the next byte, a scalar on the last device."""
     logits = model(windows[:, :-1].to(devices[0]))
     return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].to(devices[-1]).flatten())
 
 
 def evaluate(pipe: Pipe, windows: Tensor, rank: int, world: int) -> float:
-    """Mean loss over ``windows``; each process computes that of its share."""
+    """Returns the mean loss over ``windows``; each process computes its share."""
     share = windows[rank::world]
     total = torch.zeros((), device=pipe.devices[-1])
     pipe.eval()  # not DDP, whose forward could wait for the others
@@ -105,9 +105,9 @@ def evaluate(pipe: Pipe, windows: Tensor, rank: int, world: int) -> float:
 def accumulate(
     ddp: DistributedDataParallel, parts: Sequence[Tensor], devices: list[torch.device]
 ) -> float:
-    """Gradients of the mean loss of ``parts``, one after the other; that loss in this process.
+    """Accumulates gradients of the mean loss of ``parts``; returns that loss in this process.
 
-    They add up in this process alone, until the backward of the last part averages them.
+    They add up locally until the backward of the last part averages them over all processes.
     """
     total = 0.0
     for k, part in enumerate(parts):
@@ -120,7 +120,7 @@ def accumulate(
 
 
 class Training:
-    """A pipe in DDP and all else that the next step depends on."""
+    """A pipe in DDP and everything else that the next step depends on."""
 
     def __init__(self, pipe: Pipe, options: argparse.Namespace) -> None:
         self.pipe, self.options, self.step = pipe, options, 0
@@ -130,14 +130,14 @@ class Training:
     def train(self, text: Tensor, rank: int, world: int) -> None:
         """Step until ``options.steps``."""
         options = self.options
-        ddp = DistributedDataParallel(self.pipe)  # after loading: it sends what process 0 has
+        ddp = DistributedDataParallel(self.pipe)  # after loading: it broadcasts process 0's state
         for step in range(self.step, options.steps):
             places = len(text) - options.context
             starts = torch.randint(places, (options.batch,), generator=self.generator)
             windows = cut_windows(text, starts, options.context)
             shares = [part[rank::world] for part in windows.chunk(options.accumulate)]
             loss = accumulate(ddp, shares, self.pipe.devices)
-            nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)  # alike in each process
+            nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)  # the same in all
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step = step + 1
@@ -189,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """What ``--save`` wrote, on the CPU; ``ValueError`` if it is anything else."""
+    """Loads a file of ``--save`` onto the CPU; ``ValueError`` if it is anything else."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {key: state[key] for key in ("config", "training")}
@@ -200,7 +200,7 @@ def load_state(path: Path) -> dict[str, Any]:
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelConfig, dict[str, Any] | None]:
-    """The options, the model's shape and the state to resume; ``ValueError`` for a mistake."""
+    """Returns the options, the model's shape and the state to resume; ``ValueError`` if wrong."""
     options, saved = parser.parse_args(argv), None
     if options.resume is not None:
         saved = load_state(options.resume)
@@ -226,7 +226,7 @@ def read_options(
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says; a mistake in it ends the program with a message and code 2."""
+    """Train as ``argv`` says; an error in it exits with a message and code 2."""
     parser = build_parser()
     try:
         options, config, saved = read_options(parser, argv)
@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     torch.manual_seed(options.seed)
     model, devices = build_model(config), own_devices()
     if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])  # where NCCL does what belongs to no tensor
+        torch.cuda.set_device(devices[0])  # where NCCL works without tensors
     balance = even_balance(len(model), len(devices))
     with (
         process_group(options.backend) as (rank, world),

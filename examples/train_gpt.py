@@ -6,11 +6,11 @@
     python examples/train_gpt.py --resume gpt.pt --save gpt.pt    # the rest of it
     python examples/train_gpt.py --resume gpt.pt --sample 1000    # when finished: only write
 
-The text is one that every machine with Python has: the sources of its standard library, read as
-bytes, so that the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
+Every machine with Python has the text: the source code of the standard library, read as
+bytes, so the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
 
-The model knows nothing about pipelines. What makes this a pipelined training is the one line that
-says ``Pipe(...)``, and two moves: a batch goes to the first device, and its targets go to the last
+The model does not know about pipelines. One line, ``Pipe(...)``, makes the training pipelined,
+together with two moves: a batch goes to the first device, and its targets go to the last
 one, where the logits come out.
 """
 
@@ -35,20 +35,20 @@ from tqdm import tqdm
 from pipert import Pipe
 
 VOCABULARY = 256  # a token is a byte
-MAX_BYTES = 4_000_000  # of text are used
-HELD_OUT = 0.1  # this much of the text, its end
+MAX_BYTES = 4_000_000  # of text
+HELD_OUT = 0.1  # the last part of the text
 SCHEDULES = ("autograd", "gpipe", "1f1b", "eager-1f1b")
 HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
-TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # what is read from a folder
-PROMPT = b"def "  # what the generated sample continues
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # files read from a folder
+PROMPT = b"def "  # the generated sample continues it
 
-# Saved with the model's shape, so that a resumed run goes on as it began. The devices may differ.
+# Saved with the model's shape, so that a resumed run continues unchanged. The devices may differ.
 SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "checkpoint")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model: a saved state fits what :func:`build_model` makes of it."""
+    """The shape of the model. A saved state fits the model :func:`build_model` makes from it."""
 
     context: int = 128
     width: int = 128
@@ -113,7 +113,8 @@ class Block(nn.Module):
 def build_model(config: ModelConfig) -> nn.Sequential:
     """A GPT of ``layers + 2`` layers: ``[batch, time]`` int64 to logits ``[batch, time, 256]``.
 
-    The head has a weight of its own, where GPT-2 uses the embedding's: they are on two devices.
+    The head has its own weight, unlike GPT-2, which shares the embedding's: the two layers are on
+    different devices.
     """
     blocks = [Block(config) for _ in range(config.layers)]
     to_logits = nn.Linear(config.width, VOCABULARY, bias=False)
@@ -131,7 +132,7 @@ def build_model(config: ModelConfig) -> nn.Sequential:
 
 
 def read_text(path: Path | None) -> bytes:
-    """A file, a folder's text files or, for ``None``, the standard library, in a fixed order."""
+    """Reads a file, a folder's text files or, for ``None``, the standard library, sorted."""
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     elif path.is_dir():
@@ -142,7 +143,7 @@ def read_text(path: Path | None) -> bytes:
 
 
 def split_text(text: bytes, context: int) -> tuple[Tensor, Tensor]:
-    """The training and the held-out part, uint8; ``ValueError`` if one has no whole window."""
+    """Returns training and held-out text, uint8; ``ValueError`` if one has no whole window."""
     held_out = int(len(text) * HELD_OUT)
     if held_out <= context:
         raise ValueError(
@@ -154,7 +155,7 @@ def split_text(text: bytes, context: int) -> tuple[Tensor, Tensor]:
 
 
 def cut_windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
-    """``context + 1`` bytes from each start, int64: inputs and, one place later, targets."""
+    """Cuts ``context + 1`` bytes from each start, int64: inputs and, shifted by one, targets."""
     return text[starts[:, None] + torch.arange(context + 1)].long()
 
 
@@ -162,17 +163,17 @@ def cut_windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
 
 
 def loss_of(pipe: Pipe, windows: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, a scalar on the last device."""
+    """Returns the mean cross entropy of the next byte, a scalar on the last device."""
     inputs, targets = windows[:, :-1], windows[:, 1:]
     logits = pipe(inputs.to(pipe.devices[0]))
     return next_byte_loss(logits, targets.to(pipe.devices[-1]))
 
 
 def loss_with_gradients(pipe: Pipe, windows: Tensor, schedule: str) -> Tensor:
-    """The same loss; its gradients are in ``.grad``.
+    """Returns the same loss and adds its gradients to ``.grad``.
 
     ``autograd`` runs the whole backward after the whole forward. The schedules of
-    ``forward_backward`` send it through the workers, micro-batch by micro-batch.
+    ``forward_backward`` run it on the workers, micro-batch by micro-batch.
     """
     if schedule == "autograd":
         loss = loss_of(pipe, windows)
@@ -185,12 +186,12 @@ def loss_with_gradients(pipe: Pipe, windows: Tensor, schedule: str) -> Tensor:
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy over all places of all windows."""
+    """Returns the mean cross entropy over all positions of all windows."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def evaluate(pipe: Pipe, windows: Tensor, batch: int) -> float:
-    """Mean loss over ``windows``, in nats per byte."""
+    """Returns the mean loss over ``windows``, in nats per byte."""
     pipe.eval()
     with torch.no_grad():
         losses = [loss_of(pipe, part).item() * len(part) for part in torch.split(windows, batch)]
@@ -198,7 +199,7 @@ def evaluate(pipe: Pipe, windows: Tensor, batch: int) -> float:
 
 
 def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
-    """Rises in a line to ``peak`` over the warm-up, then falls along a cosine to a tenth of it."""
+    """Rises linearly to ``peak`` over the warm-up, then follows a cosine down to a tenth of it."""
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / (steps - warmup)
@@ -206,7 +207,7 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
 
 
 class Trainer:
-    """A pipe and all else that its next step depends on: optimizer, step and random states."""
+    """A pipe and everything its next step depends on: optimizer, step and random states."""
 
     def __init__(self, pipe: Pipe, options: argparse.Namespace) -> None:
         self.pipe, self.options, self.step = pipe, options, 0
@@ -244,7 +245,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called; the state of a GPU not here is left out."""
+        """Resume where :meth:`state_dict` was called; skips the states of missing GPUs."""
         self.pipe.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
@@ -255,7 +256,7 @@ class Trainer:
 
 
 def generate(pipe: Pipe, count: int, context: int, temperature: float, seed: int) -> bytes:
-    """``count`` bytes after ``PROMPT``, each drawn from what the model expects there."""
+    """Generates ``count`` bytes after ``PROMPT``, each drawn from the model's prediction."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(PROMPT)])  # [1, time], growing
     pipe.eval()
@@ -272,14 +273,14 @@ def generate(pipe: Pipe, count: int, context: int, temperature: float, seed: int
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state``; an earlier file stays until the new one is whole."""
+    """Write ``state``; an earlier file stays until the new one is complete."""
     unfinished = path.with_name(path.name + ".unfinished")
     torch.save(state, unfinished)
     os.replace(unfinished, path)
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """What :func:`save_state` wrote, on the CPU; ``ValueError`` if it is anything else."""
+    """Loads a file of :func:`save_state` onto the CPU; ``ValueError`` if it is anything else."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {key: state[key] for key in ("config", "options", "trainer")}
@@ -288,19 +289,19 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """An integer from 1."""
+    """Parses an integer from 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return int(text)
 
 
 def integers(text: str) -> list[int]:
-    """``'3,3'`` as ``[3, 3]``."""
+    """Parses ``'3,3'`` as ``[3, 3]``."""
     return [int(number) for number in text.split(",")]
 
 
 def devices(text: str) -> list[torch.device]:
-    """``'cpu,cpu'`` as two devices."""
+    """Parses ``'cpu,cpu'`` as two devices."""
     try:
         return [torch.device(name.strip()) for name in text.split(",")]
     except RuntimeError as error:
@@ -308,7 +309,7 @@ def devices(text: str) -> list[torch.device]:
 
 
 def even_balance(layers: int, partitions: int) -> list[int]:
-    """``layers`` over at most ``partitions`` partitions, the longer ones first."""
+    """Spreads ``layers`` over at most ``partitions`` partitions, the longer ones first."""
     partitions = min(layers, partitions)
     return [layers // partitions + (j < layers % partitions) for j in range(partitions)]
 
@@ -350,9 +351,9 @@ def build_parser() -> argparse.ArgumentParser:
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelConfig, dict[str, Any] | None]:
-    """The options, the model's shape and the state to resume; ``ValueError`` for a mistake.
+    """Returns the options, the model's shape and the state to resume; ``ValueError`` if wrong.
 
-    Saved options become defaults, so that the command line still wins. The shape cannot change.
+    Saved options become defaults, so the command line wins. The shape cannot change.
     """
     options, saved = parser.parse_args(argv), None
     if options.resume is not None:
@@ -374,7 +375,7 @@ def read_options(
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says; a mistake in it ends the program with a message and code 2."""
+    """Train as ``argv`` says; an error in it exits with a message and code 2."""
     parser = build_parser()
     try:
         options, config, saved = read_options(parser, argv)

@@ -1,16 +1,16 @@
-"""Train a small U-Net to take noise out of photographs, over several devices.
+"""Train a small U-Net to denoise photographs, over several devices.
 
     python examples/train_unet.py                  # every GPU there is, else two CPU workers
     python examples/train_unet.py --devices cpu,cpu,cpu --chunks 8 --checkpoint never
     python examples/train_unet.py --blocks 5 --channels 64 --size 192    # the published network
     python examples/train_unet.py --balance 30,35                        # do not measure the layers
 
-The photographs come with scikit-image. The network sees color images with noise and is asked for
-their luminance without; one photograph is held out, and at the end ``unet.png`` shows it with
+The photographs come with scikit-image. The network gets noisy color images and predicts
+their clean luminance; one photograph is held out, and at the end ``unet.png`` shows it with
 noise, without, and as the network restores it.
 
-``examples/models/unet.py`` has the model. Its skip connections lead over the boundaries between
-devices, and nothing here has to know: it is an ``nn.Sequential`` in a ``Pipe``, like any other.
+``examples/models/unet.py`` has the model. Its skip connections cross devices, yet nothing here
+has to know: it is an ``nn.Sequential`` in a ``Pipe``, like any other.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Result:
 
 
 def photograph(name: str) -> Tensor:
-    """``[3, height, width]``"""
+    """Loads a photograph, ``[3, height, width]``."""
     pixels = torch.from_numpy(getattr(data, name)())
     return pixels.permute(2, 0, 1) / 255
 
 
 def random_crops(photographs: list[Tensor], count: int, size: int) -> Tensor:
-    """``[count, 3, size, size]``, from anywhere in any of the photographs."""
+    """Returns crops from anywhere in any of the photographs, ``[count, 3, size, size]``."""
     crops = []
     for _ in range(count):
         image = photographs[int(torch.randint(len(photographs), ()))]
@@ -66,18 +66,18 @@ def random_crops(photographs: list[Tensor], count: int, size: int) -> Tensor:
 
 
 def add_noise(images: Tensor, noise: float) -> Tensor:
-    """With a normal deviation of ``noise`` in every color of every pixel."""
+    """Adds normal noise of deviation ``noise`` to every color of every pixel."""
     return images + noise * torch.randn_like(images)
 
 
 def luminance(images: Tensor) -> Tensor:
-    """``[batch, 3, height, width]`` to ``[batch, 1, height, width]``."""
+    """Converts ``[batch, 3, height, width]`` to ``[batch, 1, height, width]``."""
     weights = images.new_tensor(LUMINANCE)
     return (images * weights[:, None, None]).sum(dim=1, keepdim=True)
 
 
 def psnr(images: Tensor, targets: Tensor) -> float:
-    """Peak signal-to-noise ratio in dB: 10 more is a tenth of the squared error."""
+    """Returns the peak signal-to-noise ratio in dB: 10 more is a tenth of the squared error."""
     return -10 * F.mse_loss(images, targets).log10().item()
 
 
@@ -91,10 +91,10 @@ def save_side_by_side(path: Path, images: list[Tensor]) -> None:
 
 
 def denoise(pipe: Pipe, noisy: Tensor) -> Tensor:
-    """Noisy color images to their luminance without the noise, on the last device.
+    """Predicts the clean luminance of noisy color images, on the last device.
 
-    Instance norm makes the network blind to brightness and contrast, so it is asked only for what
-    needs neither: what to take away, with the contrast of the image as the unit.
+    Instance norm makes the network blind to brightness and contrast, so it predicts only what
+    needs neither: the residual to subtract, in units of the image's contrast.
     """
     gray = luminance(noisy).to(pipe.devices[-1])
     contrast = gray.std(dim=(1, 2, 3), keepdim=True)
@@ -127,19 +127,19 @@ def train(pipe: Pipe, options: argparse.Namespace) -> list[float]:
 
 
 def positive(text: str) -> int:
-    """An integer from 1."""
+    """Parses an integer from 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return int(text)
 
 
 def integers(text: str) -> list[int]:
-    """``'30,35'`` as ``[30, 35]``."""
+    """Parses ``'30,35'`` as ``[30, 35]``."""
     return [int(number) for number in text.split(",")]
 
 
 def devices(text: str) -> list[torch.device]:
-    """``'cpu,cpu'`` as two devices."""
+    """Parses ``'cpu,cpu'`` as two devices."""
     try:
         return [torch.device(name.strip()) for name in text.split(",")]
     except RuntimeError as error:
@@ -172,7 +172,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def build_pipe(options: argparse.Namespace) -> Pipe:
-    """The U-Net over the devices; ``ValueError`` for options that cannot be."""
+    """Spreads the U-Net over the devices; ``ValueError`` for impossible options."""
     if not MIN_SIZE <= options.size <= MAX_SIZE:
         raise ValueError(f"--size must be from {MIN_SIZE} to {MAX_SIZE}, not {options.size}")
     if not min(options.lr, options.noise) > 0:
@@ -196,7 +196,7 @@ def build_pipe(options: argparse.Namespace) -> Pipe:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says; a mistake in it ends the program with a message and code 2."""
+    """Train as ``argv`` says; an error in it exits with a message and code 2."""
     parser = build_parser()
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)

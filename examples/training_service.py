@@ -1,17 +1,17 @@
-"""Train a small GPT for weeks, from a folder of text that grows: a process that can be killed.
+"""Train a small GPT for weeks on a growing folder of text, in a process that may be killed.
 
     python examples/training_service.py --data texts --state state
     curl 127.0.0.1:9464/metrics
     curl 127.0.0.1:9464/healthz
 
-Start it again after anything, with the same command: it goes on where the last saved state is, and
-ends up bit for bit where it would be if it had never been stopped. It stops by itself
+After any stop, restart it with the same command: it resumes from the last saved state and ends up
+bit for bit where it would be without the stop. It stops by itself
 
 * with code 0 after ``--steps``, and after SIGTERM or SIGINT: it finishes the step and saves;
 * with code 3 if a forward takes longer than ``--timeout``: it logs what each worker was doing;
-* with code 2 if an option is wrong, and with code 1 for whatever else cannot be mended here.
+* with code 2 if an option is wrong, and with code 1 for any other error it cannot handle.
 
-What it says is on stderr, one JSON object a line. ``docs/running_for_weeks.md`` explains what such
+It logs to stderr, one JSON object per line. ``docs/running_for_weeks.md`` explains what such
 a service has to do; each of its parts is a file in ``examples/service``. It needs the extras
 ``examples`` and ``prometheus``.
 """
@@ -30,7 +30,7 @@ from service.options import read_options
 
 from pipert import PipelineTimeout
 
-STUCK = 3  # the exit code for a worker that does not come back
+STUCK = 3  # the exit code for a worker that does not return
 
 _log = logging.getLogger("service")
 
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, service: type[Service] = Service) ->
     except PipelineTimeout as error:
         log_event(_log, logging.CRITICAL, "stuck", error=error)
         logging.shutdown()
-        os._exit(STUCK)  # Not by the way of the interpreter: it could wait for what is stuck.
+        os._exit(STUCK)  # Not through the interpreter, which could wait for the stuck worker.
     except Exception as error:
         log_event(_log, logging.CRITICAL, "failed", error=error)
         return 1

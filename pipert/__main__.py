@@ -1,4 +1,4 @@
-"""``python -m pipert TOOL ...``: the tools of pipert, each with its parser in a file of its own."""
+"""``python -m pipert TOOL ...``: dispatches to a tool, whose own file has its parser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOOLS = (traced_script, command)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a tool; returns its exit status."""
+    """Run a tool and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m pipert", description="Tools of pipert.")
     tools = parser.add_subparsers(dest="tool", required=True)
     for tool in _TOOLS:

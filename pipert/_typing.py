@@ -10,10 +10,10 @@ import torch
 __all__: list[str] = []
 
 Device: TypeAlias = torch.device | str | int
-"""What names a device: ``'cuda:1'``, ``torch.device('cpu')``, or a CUDA index."""
+"""Names a device: ``'cuda:1'``, ``torch.device('cpu')``, or a CUDA index."""
 
 Value: TypeAlias = Any
-"""What flows through the lane: any pytree. Its leaves are tensors or are passed on as they are."""
+"""A value in the lane: any pytree. Leaves that are not tensors are passed on unchanged."""
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, through the package ``prometheus_client``, the extra ``prometheus``.
+"""Metrics for Prometheus, through the package ``prometheus_client`` (extra ``prometheus``).
 
 Nothing else in pipert imports this module.
 
@@ -16,19 +16,19 @@ Nothing else in pipert imports this module.
 ``pipert_worker_tasks_total``          counter    ``pipe``, ``worker``; tasks of the worker
 ``pipert_worker_busy_seconds_total``   counter    ``pipe``, ``worker``
 ``pipert_worker_queue_depth``          gauge      ``pipe``, ``worker``
-``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; of the task it executes now,
-                                                  0 if none: what only grows is stuck
+``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; age of its current task,
+                                                  0 if none: a stuck task's only grows
 ``pipert_run_duration_seconds``        histogram  ``pipe``, ``outcome``
 ``pipert_task_duration_seconds``       histogram  ``pipe``, ``partition``, ``phase``: ``forward`` or
                                                   ``recomputation``
 ``pipert_failures_total``              counter    ``pipe``, ``exception``: the name of its type
 =====================================  =========  ===============================================
 
-The first seven are read from ``pipe.statistics()`` when they are asked for and cost nothing until
-then. The others come from an observer: two clock readings and one histogram for each task.
+The first seven are read from ``pipe.statistics()`` on request and cost nothing until
+then. The others come from an observer: two clock readings and one histogram per task.
 
-A pipe is held weakly: one that is dropped ends its threads and disappears from the metrics. All
-methods may be called from any thread, also while the pipes are running.
+Pipes are held weakly: a dropped pipe ends its threads and disappears from the metrics. All
+methods may be called from any thread, even while the pipes are running.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ _BUCKETS = (
 
 
 class PipeMetrics(Collector):
-    """The metrics of any number of pipes, told apart by the label ``pipe``.
+    """The metrics of any number of pipes, distinguished by the label ``pipe``.
 
     Args:
-        registry: where to register. One of these is enough for a registry.
+        registry: where to register. One instance per registry is enough.
         buckets: upper bounds of the histograms, in seconds.
 
     Raises:
-        ValueError: the registry has metrics of these names already.
+        ValueError: the registry already has metrics of these names.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class PipeMetrics(Collector):
         registry.register(self)
 
     def add(self, pipe: Pipe, name: str) -> None:
-        """Show ``pipe`` as ``name``; durations and failures are those of the calls from now on.
+        """Show ``pipe`` as ``name``; durations and failures count from now on.
 
         Raises:
-            ValueError: another pipe that is alive has that name.
+            ValueError: another live pipe has that name.
         """
         durations = _Durations(name, self._buckets)
         with self._lock:
@@ -90,10 +90,10 @@ class PipeMetrics(Collector):
         pipe.add_observer(durations)
 
     def remove(self, name: str) -> None:
-        """Show the pipe no more.
+        """Stop showing the pipe called ``name``.
 
         Raises:
-            KeyError: there is none of that name.
+            KeyError: no pipe has that name.
         """
         with self._lock:
             reference, durations = self._pipes.pop(name)
@@ -102,16 +102,16 @@ class PipeMetrics(Collector):
             pipe.remove_observer(durations)
 
     def describe(self) -> Iterable[Metric]:
-        """The metrics without samples, which tells the registry their names."""
+        """Returns the metrics without samples, to tell the registry their names."""
         return [*_families([]), *_merged([_Durations("", self._buckets)])]
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics as they are now."""
+        """Returns the current metrics."""
         with self._lock:
             alive = self._alive()
             self._pipes = {name: self._pipes[name] for name in alive}
             durations = [durations for _, durations in self._pipes.values()]
-        # Not under the lock: statistics are the pipe's business.
+        # Not under the lock: statistics take the pipe's own.
         figures = [(name, pipe.statistics()) for name, pipe in alive.items()]
         return [*_families(figures), *_merged(durations)]
 
@@ -124,7 +124,7 @@ class PipeMetrics(Collector):
 
 
 class _Durations(Observer):
-    """What the observer of one pipe counts. It does not reference the pipe, which references it."""
+    """An observer's measurements of one pipe. It does not reference the pipe."""
 
     def __init__(self, pipe: str, buckets: Sequence[float]) -> None:
         self._pipe = pipe
@@ -140,7 +140,7 @@ class _Durations(Observer):
             "pipert_failures", "Calls and backwards that failed, by type of exception.",
             ["pipe", "exception"], registry=None,
         )  # fmt: skip
-        self._children: dict[tuple[int, str], Histogram] = {}  # looking one up takes long
+        self._children: dict[tuple[int, str], Histogram] = {}  # a look-up by labels is slow
 
     def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
         self._runs.labels(self._pipe, outcome).observe(seconds)
@@ -148,7 +148,7 @@ class _Durations(Observer):
     def task_finished(self, task: TaskInfo, seconds: float) -> None:
         key = (task.partition, task.phase)
         child = self._children.get(key)
-        if child is None:  # two threads may both look it up, and find the same
+        if child is None:  # two threads may look it up at once, and find the same
             child = self._children[key] = self._tasks.labels(self._pipe, *map(str, key))
         child.observe(seconds)
 
@@ -163,7 +163,7 @@ class _Durations(Observer):
 
 
 def _merged(of_pipes: Iterable[_Durations]) -> list[Metric]:
-    """The metrics of all pipes: one of each name, since a registry shows each name once."""
+    """Merges the metrics of all pipes by name, since a registry shows each name once."""
     merged: dict[str, Metric] = {}
     for durations in of_pipes:
         for metric in durations.collect():
@@ -173,7 +173,7 @@ def _merged(of_pipes: Iterable[_Durations]) -> list[Metric]:
 
 
 def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
-    """What ``pipe.statistics()`` says, for each pipe by its name."""
+    """Converts ``pipe.statistics()`` of each named pipe to metrics."""
     runs = CounterMetricFamily(
         "pipert_runs", "Calls of the pipe that are over.", labels=["pipe", "outcome"]
     )
@@ -194,7 +194,7 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
         "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=of_worker
     )
     age = GaugeMetricFamily(
-        "pipert_worker_task_age_seconds", "Time the present task has taken.", labels=of_worker
+        "pipert_worker_task_age_seconds", "Time the current task has taken.", labels=of_worker
     )
     for name, figures in pipes:
         runs.add_metric([name, "succeeded"], figures.succeeded)

@@ -1,6 +1,6 @@
-"""What a pipe says about itself: frozen values, made when asked for.
+"""Snapshots of a pipe's activity: frozen values, made on request.
 
-They hold words and numbers, no tensors and no thread, and may be kept, compared and sent anywhere.
+They hold words and numbers, no tensors and no threads, so they can be kept, compared and sent.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ WAITING = "waiting for input"
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """What a worker is at, at one moment."""
+    """A worker's task at one moment."""
 
     run: int
-    """The number of the call it belongs to, counted from 0."""
+    """The number of its call, counted from 0."""
     phase: str
     """``'forward'`` or ``'waiting for input'``; in a step of ``forward_backward`` also
     ``'recomputation'`` or ``'backward'``."""
     partition: int
     micro_batch: int
     seconds: float
-    """For how long."""
+    """The time it has taken so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """One worker. What ``loss.backward()`` does is on autograd's threads, and not part of it."""
+    """One worker. It excludes the work of ``loss.backward()``, which runs on autograd's threads."""
 
     name: str
-    """Of its thread, ``pipert-<device>-<n>``."""
+    """The name of its thread, ``pipert-<device>-<n>``."""
     device: torch.device
     tasks: int
-    """That it has completed, failed ones included: forward tasks, and those of
-    ``forward_backward`` of every kind."""
+    """Completed tasks, failed ones included: forward tasks, and every kind of task of
+    ``forward_backward``."""
     busy_seconds: float
-    """What they took on the worker, and the one it is at so far. Waiting for input is not in it. On
+    """Time spent on completed tasks and, so far, on the current one, without waiting for input. On
     CUDA a task is over when its kernels are queued."""
     queue_depth: int
     """Tasks in its in-queue, approximately."""
     doing: TaskStatus | None
-    """``None`` when it is idle."""
+    """The current task; ``None`` when idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +56,20 @@ class Statistics:
     """
 
     runs: int
-    """Calls that were begun."""
+    """Calls started."""
     in_flight: int
-    """Of these, how many are not over."""
+    """Calls not yet over."""
     succeeded: int
-    """How many have computed their outputs."""
+    """Calls that computed their outputs."""
     failures: int
-    """How many raised what a layer had raised, or :class:`WorkerDiedError`."""
+    """Calls that raised an error of a layer, or :class:`WorkerDiedError`."""
     cancellations: int
-    """How many were interrupted, timed out, or met the end of the pipe."""
+    """Calls that were interrupted, timed out, or ended by closing the pipe."""
     recomputations: int
-    """Tasks ``R[i,j]`` that were begun."""
+    """Tasks ``R[i,j]`` started."""
     workers: tuple[WorkerStatistics, ...]
 
     @property
     def tasks(self) -> int:
-        """Tasks that workers have completed."""
+        """Tasks completed by all workers."""
         return sum(worker.tasks for worker in self.workers)

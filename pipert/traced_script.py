@@ -1,6 +1,6 @@
-"""``python -m pipert trace script.py ...``: record the pipes of a script that does not know it.
+"""``python -m pipert trace script.py ...``: records the pipes of an unmodified script.
 
-The script runs as it is; its pipes are recorded from outside, and the report comes when it ends.
+Its pipes are recorded from outside, and the report is printed when the script ends.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__: list[str] = []
 
 
 class _Traced(Observer):
-    """Records some calls of one pipe: those after the first ``skip``, ``calls`` of them.
+    """Records ``calls`` calls of one pipe after the first ``skip``, with their backwards.
 
-    Their backwards, too: it goes on until the call after them begins. References no pipe.
+    So it records until the following call begins. It references no pipe.
     """
 
     def __init__(self, pipe: Pipe, skip: int, calls: int) -> None:
@@ -50,7 +50,7 @@ class _Traced(Observer):
             self._begin()
 
     def end(self) -> Timeline | None:
-        """Record nothing more; what there is."""
+        """Stop recording; returns the timeline, if any."""
         self._open.close()
         return self.timeline
 
@@ -61,7 +61,7 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "trace",
         help="run a script and record its pipes",
         description="Run a script as python does, record the calls of each Pipe it makes, and print"
-        " a report at its end, however it ends.",
+        " a report when it ends, for whatever reason.",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("trace.json"),
@@ -76,7 +76,7 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse now what could not be read, or could not be written when all is over."""
+    """Refuse paths up front that could not be read now or written at the end."""
     if not Path(arguments.script).is_file():
         parser.error(f"there is no script {arguments.script}")
     if arguments.skip < 0 or arguments.calls < 1:
@@ -92,7 +92,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """A file for each pipe, and for each process that a launcher has started."""
+    """Returns a file name for each pipe, and for each process of a launcher."""
     rank = os.environ.get("RANK")
     stem = path.stem if rank is None else f"{path.stem}-rank{rank}"
     return path.with_stem(stem if number == 0 else f"{stem}-{number}")
@@ -121,7 +121,7 @@ def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
 
 def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run the script and report."""
-    arguments.out = arguments.out.absolute()  # the script may go elsewhere
+    arguments.out = arguments.out.absolute()  # the script may change the working directory
     arguments.plot = arguments.plot and arguments.plot.absolute()
     _check(arguments, parser)
     traced: list[_Traced] = []
@@ -132,13 +132,13 @@ def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         if os.getpid() == process:  # not in a forked child
             _finish(traced, arguments)
 
-    # After the threads that the script leaves behind, and without a part in how it ends.
+    # After the threads that the script leaves behind, and without affecting how it ends.
     atexit.register(finish)
     sys.argv = [arguments.script, *arguments.arguments]
     script = Path(arguments.script).absolute()
     sys.path[0] = str(script.parent)
     module = types.ModuleType("__main__")
     module.__file__ = str(script)
-    sys.modules["__main__"] = module  # what pickle and processes to come look at
+    sys.modules["__main__"] = module  # where pickle and later processes look
     exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
     return 0

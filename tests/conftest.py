@@ -1,4 +1,4 @@
-"""What every test gets: a seed, and a check that it leaves no thread of pipert behind."""
+"""Gives every test a seed, and checks that it leaves no thread of pipert behind."""
 
 from __future__ import annotations
 

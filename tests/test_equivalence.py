@@ -1,4 +1,4 @@
-"""The equivalence contract of ARCHITECTURE.md: ``Pipe(module)`` against ``module``.
+"""The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
 
 Rows 1, 2, 4, 5 and 6, and the pitfalls about gradients. Row 3 is about random numbers and row 7
 about refusals; those are tested beside what draws and what refuses.
@@ -334,6 +334,22 @@ def test_pitfall_5_recomputation_updates_no_batchnorm_statistics(checkpoint: str
     module = normalised()
     with wrapped(module, checkpoint) as pipe:
         loss = pipe(batch(8)).sum()
+        before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
+        loss.backward()
+        same(dict(pipe.named_buffers()), before)
+
+
+class InstanceNorm(nn.InstanceNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        return torch.instance_norm(input, None, None, mean, var, True, 0.1, 1e-5, False)
+
+
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, InstanceNorm])
+def test_recomputation_updates_no_statistics_of_instances(kind: type[nn.InstanceNorm1d]) -> None:
+    module = nn.Sequential(linear(4, 4), kind(3, track_running_stats=True).double(), nn.Tanh())
+    with wrapped(module, "always") as pipe:
+        loss = pipe(torch.randn(8, 3, 4, dtype=torch.float64)).sum()
         before = {name: buffer.clone() for name, buffer in pipe.named_buffers()}
         loss.backward()
         same(dict(pipe.named_buffers()), before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -275,6 +276,13 @@ def test_gradient_of_micro_batches_that_were_not_used_is_zero() -> None:
     same(x.grad, torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1], [0, 0]]))
 
 
+def test_split_tensor_that_no_layer_uses_gets_no_gradient() -> None:
+    x, unused = rows(4).requires_grad_(), rows(4).requires_grad_()
+    call([lambda x, unused: x.square()], x, unused, chunks=2).sum().backward()
+    same(x.grad, 2 * rows(4))
+    assert unused.grad is None
+
+
 def test_split_tensor_requires_no_grad_under_no_grad() -> None:
     with torch.no_grad():
         parts = scatter((rows(5).requires_grad_(),), {}, 3)
@@ -404,15 +412,19 @@ def test_equal_leaves_are_returned_once() -> None:
     assert gather([(1, "a", None), (1, "a", None)]) == (1, "a", None)
 
 
+def test_numbers_that_are_no_number_are_equal() -> None:
+    assert math.isnan(gather([float("nan"), float("nan")]))
+
+
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ([3, 4], r"output is no tensor.*3 in micro-batch 0 and 4 in micro-batch 1"),
-        ([(0, {"n": 3}), (0, {"n": 4})], r"output\[1\]\['n'\] is no tensor"),
-        ([Pair(1, 2), Pair(1, 3)], r"output\.right is no tensor"),
+        ([3, 4], r"output is not a tensor.*3 in micro-batch 0 and 4 in micro-batch 1"),
+        ([(0, {"n": 3}), (0, {"n": 4})], r"output\[1\]\['n'\] is not a tensor"),
+        ([Pair(1, 2), Pair(1, 3)], r"output\.right is not a tensor"),
         ([1, 1.0], r"1 in micro-batch 0 and 1\.0 in micro-batch 1"),
         ([1, True], r"1 in micro-batch 0 and True in micro-batch 1"),
-        ([(rows(1), 0), (None, 0)], r"output\[0\] is no tensor"),
+        ([(rows(1), 0), (None, 0)], r"output\[0\] is not a tensor"),
         ([5, 5, 6], r"5 in micro-batch 0 and 6 in micro-batch 2"),
         ([3, 4], "return a tensor"),
     ],

@@ -34,7 +34,7 @@ from pipert import (
     WorkerDiedError,
     is_recomputing,
 )
-from pipert.stage.outcome import Progress
+from pipert.stage.outcome import Outcome
 from pipert.workers.worker import WorkerThread
 from tests.callers import Caller
 
@@ -86,13 +86,13 @@ class Failures:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._noted = threading.Semaphore(0)
-        fail = Progress.fail
+        fail = Outcome.fail
 
-        def fail_and_count(progress: Progress, position: int, error: BaseException) -> None:
-            fail(progress, position, error)
+        def fail_and_count(outcome: Outcome, position: int, error: BaseException) -> None:
+            fail(outcome, position, error)
             self._noted.release()
 
-        monkeypatch.setattr(Progress, "fail", fail_and_count)
+        monkeypatch.setattr(Outcome, "fail", fail_and_count)
 
     def wait(self) -> None:
         assert self._noted.acquire(timeout=TIMEOUT), "nothing failed"
@@ -374,13 +374,13 @@ def test_a_second_interrupt_while_the_run_is_being_cancelled_changes_nothing(
     again = [True]
     finished = []
     cancelling = threading.Event()
-    cancel = Progress.cancel
+    cancel = Outcome.cancel
 
-    def cancel_under_fire(progress: Progress) -> None:
+    def cancel_under_fire(outcome: Outcome) -> None:
         cancelling.set()
         if again and again.pop():
             interrupt.send_to_myself()
-        cancel(progress)
+        cancel(outcome)
 
     def act(i: int, j: int) -> None:
         interrupt.send()
@@ -388,7 +388,7 @@ def test_a_second_interrupt_while_the_run_is_being_cancelled_changes_nothing(
         torch.randn(300, 300) @ torch.randn(300, 300)
         finished.append(True)
 
-    monkeypatch.setattr(Progress, "cancel", cancel_under_fire)
+    monkeypatch.setattr(Outcome, "cancel", cancel_under_fire)
     with pipe_of(1, act, chunks=1) as pipe:
         with pytest.raises(Interrupt):
             pipe(rows(1))
@@ -646,10 +646,10 @@ def test_after_an_interrupt_nothing_starts(
 ) -> None:
     started: list[Task] = []
     cancelled = threading.Event()
-    cancel = Progress.cancel
+    cancel = Outcome.cancel
 
-    def cancel_and_tell(progress: Progress) -> None:
-        cancel(progress)
+    def cancel_and_tell(outcome: Outcome) -> None:
+        cancel(outcome)
         cancelled.set()
 
     def act(i: int, j: int) -> None:
@@ -657,7 +657,7 @@ def test_after_an_interrupt_nothing_starts(
         interrupt.send()
         wait(cancelled)
 
-    monkeypatch.setattr(Progress, "cancel", cancel_and_tell)
+    monkeypatch.setattr(Outcome, "cancel", cancel_and_tell)
     with pipe_of(2, act, chunks=4) as pipe, pytest.raises(Interrupt):
         pipe(rows(4))
     assert started == [(0, 0)]
@@ -865,7 +865,7 @@ def test_an_exception_thrown_into_a_worker_that_waits_for_its_input_reaches_the_
     def act(i: int, j: int) -> None:
         if (i, j) == (1, 0):
             wait(done[0, 1])
-            wait_until_inside("pipert-cpu-1", "_receive_input")
+            wait_until_inside("pipert-cpu-1", "receive")
             throw_into("pipert-cpu-1", Interrupt)
         done[i, j].set()
 

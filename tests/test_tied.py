@@ -24,10 +24,11 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe
-from pipert.engine import runtime
+from pipert.engine.runtime import Runtime
 from pipert.layers.tied import Substitute, Weights, borrowed, check_borrowers
 from pipert.model import split as partition_module
-from pipert.stage.lane import Lane
+from pipert.stage import assembly
+from pipert.stage.copies import Copies as StageCopies
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7
@@ -87,19 +88,19 @@ class _Copy(torch.autograd.Function):
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
     """Lets every partition count as a device of its own."""
     counting = Copies()
-    copy_value = Lane._copy_value
+    bring = StageCopies.bring
 
     def apart(partitions: Any, devices: Any) -> tuple[Weights, ...]:
         return borrowed(partitions, [torch.device("cuda", j) for j in range(len(devices))])
 
-    def copy_weights(lane: Lane, i: int, x: Any, before: Any) -> Any:
+    def copy_weights(of_stage: StageCopies, i: int, x: Any, origin: int | None) -> Any:
         if type(x) is tuple and x and isinstance(x[0], nn.Parameter):
             return tuple(counting(weight) for weight in x), None
-        return copy_value(lane, i, x, before)
+        return bring(of_stage, i, x, origin)
 
-    monkeypatch.setattr(runtime, "borrowed", apart)
+    monkeypatch.setattr(assembly, "borrowed", apart)
     monkeypatch.setattr(partition_module, "borrowed", apart)
-    monkeypatch.setattr(Lane, "_copy_value", copy_weights)
+    monkeypatch.setattr(StageCopies, "bring", copy_weights)
     return counting
 
 
@@ -555,10 +556,8 @@ def test_a_substitute_is_found_inside_of_lists_tuples_dicts_and_keywords() -> No
     assert weight.sum().item() == 0
 
 
-def test_between_real_devices_the_parameter_is_copied_to_the_borrowers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """From cpu to meta, by the lane's own way of copying."""
+def test_between_real_devices_the_parameter_is_copied_to_the_borrowers() -> None:
+    """From cpu to meta, by the stage's own way of copying."""
     seen: list[torch.device] = []
 
     class Look(nn.Module):
@@ -572,12 +571,8 @@ def test_between_real_devices_the_parameter_is_copied_to_the_borrowers(
 
     weight = nn.Parameter(torch.ones(3, 3))
     partitions = [nn.Sequential(Head(weight)), nn.Sequential(Look(weight))]
-    engine = _runtime(partitions, [torch.device("cpu"), torch.device("meta")])
-    (y,) = engine.forward([torch.ones(2, 3)], 0)
+    engine = Runtime(partitions, [torch.device("cpu"), torch.device("meta")])
+    (y,) = engine.call([torch.ones(2, 3)], recomputed=0)
     engine.close()
     assert seen == [torch.device("meta")] and weight.device == torch.device("cpu")
     assert y.device == torch.device("meta") and y.requires_grad
-
-
-def _runtime(partitions: list[nn.Sequential], devices: list[torch.device]) -> Any:
-    return runtime.Runtime(partitions, devices)

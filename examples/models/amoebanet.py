@@ -1,8 +1,8 @@
-"""AmoebaNet-D (L, F), an image classifier whose architecture was found by evolution, made flat.
+"""AmoebaNet-D (L, F), an image classifier found by architecture search, as a flat Sequential.
 
 Every cell reads the outputs of the *two* cells before it. In a flat ``nn.Sequential`` a layer gets
-only the value of the layer before, so a cell hands on a pair: its own output, and the output of its
-predecessor. No other skip connection is needed.
+only the previous layer's value, so a cell returns a pair: its own output and its
+predecessor's. No other skip connection is needed.
 
 Real, E.; Aggarwal, A.; Huang, Y.; Le, Q. V.: Regularized evolution for image classifier
 architecture search. AAAI 2019. https://arxiv.org/abs/1802.01548
@@ -39,19 +39,19 @@ def amoebanet_d(layers: int = 18, filters: int = 256, *, num_classes: int = 1000
         L / 3 normal cells                                  7 x 7
         classifier    mean over the image, linear           logits
 
-    and between any two of them a pair goes down::
+    and a pair passes between any two of them::
 
         cell k:  (output k-1, output k-2)  ->  (output k, output k-1)
 
     Other image sizes are fine if a side is a multiple of 32.
 
     Args:
-        layers: L, how many normal cells; a multiple of three. There are L + 6 layers.
+        layers: L, the number of normal cells; a multiple of three. There are L + 6 layers.
         filters: F, sets the width; a multiple of eight. The last cells work in 4 F channels.
-        num_classes: how many logits.
+        num_classes: the number of logits.
 
     Raises:
-        ValueError: ``layers`` or ``filters`` is no such multiple.
+        ValueError: ``layers`` or ``filters`` is not such a multiple.
     """
     if layers < 3 or layers % 3:
         raise ValueError(f"layers must be a positive multiple of 3, not {layers}")
@@ -78,7 +78,7 @@ def amoebanet_d(layers: int = 18, filters: int = 256, *, num_classes: int = 1000
 
 
 class Stem(nn.Module):
-    """The first convolution: an image to the pair that the first cell takes, twice the same."""
+    """The first convolution: turns an image into the first cell's pair, twice the same tensor."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Stem(nn.Module):
 
 
 class Cell(nn.Module):
-    """A normal or a reduction cell: the outputs of the two before it to its own and the last one's.
+    """A normal or a reduction cell: maps the last two outputs to its own and the last one.
 
     ::
 
@@ -122,7 +122,7 @@ class Cell(nn.Module):
         else:
             self.fit_before = nn.Identity()
         self.operations = nn.ModuleList(
-            # Only the two states that come from outside have the size before the reduction.
+            # Only the two input states have the size before the reduction.
             operation(channels, design.stride if source < 2 else 1)
             for source, operation in design.operations
         )
@@ -165,7 +165,7 @@ def relu_conv_norm(
 
 
 class FactorizedReduction(nn.Module):
-    """Halves the image with two convolutions; what one steps over, the other one sees."""
+    """Halves the image with two convolutions; each sees the pixels the other skips."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -219,12 +219,12 @@ def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
     )
 
 
-# --- the two designs that evolution found ---------------------------------------------------------
+# --- the two designs found by evolution -----------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Design:
-    """What a cell computes: operations and the states that they read, two for each new state."""
+    """What a cell computes: operations and the states they read, two per new state."""
 
     stride: int
     operations: tuple[tuple[int, Operation], ...]

@@ -1,7 +1,7 @@
 """ResNet-101, an image classifier, with the layers of its bottlenecks laid out flat.
 
-A residual connection leads past eight layers, and would have to wrap them in one that no pipeline
-could cut. As a skip it leaves them to be cut anywhere.
+A residual connection spans eight layers. Wrapped into one layer, they could not be cut; as a skip
+the connection lets a pipeline cut them anywhere.
 
 He, K.; Zhang, X.; Ren, S.; Sun, J.: Deep residual learning for image recognition. CVPR 2016.
 https://arxiv.org/abs/1512.03385
@@ -54,8 +54,8 @@ def resnet(blocks: Sequence[int], *, num_classes: int = 1000, channels: int = 64
     Any image size is fine. The sizes shown are those for 224 x 224, and ``channels`` of 64.
 
     Args:
-        blocks: how many bottlenecks each stage has; (3, 4, 6, 3) makes a ResNet-50.
-        num_classes: how many logits.
+        blocks: the number of bottlenecks in each stage; (3, 4, 6, 3) makes a ResNet-50.
+        num_classes: the number of logits.
         channels: inside the bottlenecks of the first stage; each later stage doubles them.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(
@@ -82,7 +82,7 @@ def resnet(blocks: Sequence[int], *, num_classes: int = 1000, channels: int = 64
 
 
 def bottleneck(name: str, inputs: int, inside: int, stride: int) -> Iterator[Named]:
-    """The eleven layers of a bottleneck, and their names."""
+    """Yields the eleven layers of a bottleneck and their names."""
     outputs, skip = EXPANSION * inside, Namespace()
     projection = None
     if stride > 1 or inputs != outputs:

@@ -1,7 +1,7 @@
-"""The layers that make skip connections: one puts a tensor aside, a later one takes it back.
+"""Layers for skip connections: one stashes a tensor, a later one pops it.
 
-In a Pipe the tensor goes from the device of the first straight to the device of the second, and the
-layers in between know nothing of it. Two such layers belong together when they are isolated in the
+In a Pipe the tensor goes straight from the first layer's device to the second's, and the
+layers in between do not see it. Two such layers belong together when they are isolated in the
 same namespace::
 
     namespace = Namespace()
@@ -26,7 +26,7 @@ __all__ = ["Add", "Concatenate", "Stash"]
 
 @skippable(stash=["skip"])
 class Stash(Skippable):
-    """Puts a copy-free reference to its input aside, and hands the input on."""
+    """Stashes a reference to its input, without a copy, and returns the input."""
 
     def forward(self, x: Tensor) -> Generator[stash, None, Tensor]:
         yield stash("skip", x)
@@ -35,10 +35,10 @@ class Stash(Skippable):
 
 @skippable(pop=["skip"])
 class Concatenate(Skippable):
-    """Joins its input and the skip: two times ``[batch, channels, height, width]``, along channels.
+    """Concatenates its input and the skip, both ``[batch, channels, height, width]``, by channel.
 
-    An input that is smaller than the skip is padded with zeros, below and to the right. That is
-    what pooling and upsampling make of a side that is odd.
+    An input smaller than the skip, the result of pooling and upsampling an odd side, is padded with
+    zeros below and to the right.
     """
 
     def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
@@ -51,7 +51,7 @@ class Concatenate(Skippable):
 
 @skippable(pop=["skip"])
 class Add(Skippable):
-    """Adds its input and the skip, which a projection may bring to the input's shape before."""
+    """Adds its input and the skip, which a projection may first bring to the input's shape."""
 
     def __init__(self, projection: nn.Module | None = None) -> None:
         super().__init__()

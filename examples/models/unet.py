@@ -49,7 +49,7 @@ def unet(
                      v pool                      upsample ^
                       `---->   bottleneck  16C   ---------'
 
-    Each box is a *cell* of ``blocks`` blocks, shown with the channels that it puts out; inside, the
+    Each box is a *cell* of ``blocks`` blocks, shown with its output channels; inside, the
     bottleneck has 32C. A block is a 3 x 3 convolution, dropout, instance norm and leaky ReLU, each
     a layer of its own, as are pooling, upsampling and both ends of a skip: there are 10 of those
     and ``4 * blocks`` layers in each of the 11 cells, and the 1 x 1 convolution.
@@ -100,7 +100,7 @@ def unet(
 def cell(
     name: str, blocks: int, inputs: int, hidden: int, outputs: int, dropout: float
 ) -> Iterator[Named]:
-    """The layers of ``blocks`` blocks with ``hidden`` channels between them, and their names."""
+    """Yields ``blocks`` blocks of layers, ``hidden`` channels between them and names."""
     widths = [inputs, *[hidden] * (blocks - 1), outputs]
     for index in range(blocks):
         block = f"{name}_{index}"
@@ -108,5 +108,5 @@ def cell(
         yield f"{block}_conv", nn.Conv2d(before, after, 3, padding=1, bias=False)
         yield f"{block}_dropout", nn.Dropout2d(dropout)
         yield f"{block}_norm", nn.InstanceNorm2d(after)
-        # In place, which saves nearly a third of the memory: nobody else reads the norm's output.
+        # In place saves nearly a third of the memory: nothing else reads the norm's output.
         yield f"{block}_relu", nn.LeakyReLU(0.01, inplace=True)

@@ -1,14 +1,14 @@
-"""Saved states that are whole or not there, whenever the process or the machine goes down.
+"""Saves states atomically: each is complete or absent, whenever the process or machine goes down.
 
-A state is written aside in the same folder, flushed to the disk, and then gets its name; then the
-folder is flushed, so that the name stays. What is left of a write that was broken off has another
-name, and the next start deletes it.
+A state is written to a temporary file in the same folder, flushed to disk, and renamed; then the
+folder is flushed, so that the name persists. An interrupted write leaves only a temporary file,
+which the next start deletes.
 
-``torch.load`` finds a file that was cut off, but not one with other bytes in it: it ignores the
-checksums that ``torch.save`` writes. So the name of a file says the checksum of its bytes, and
-a file is what it is called or is refused: set aside under another name, with an error in the log,
-and the state before it is taken. If none is left, that is an error and no reason to begin from
-nothing. A file that cannot be read now, for whatever reason, is an error at once: it may be good.
+``torch.load`` detects a truncated file but not a wrong byte: it ignores the
+checksums that ``torch.save`` writes. So a file's name contains the checksum of its bytes. A file
+that does not match is set aside under another name, with an error in the log,
+and the previous state is used. If none is left, that is an error and no reason to start from
+scratch. A file that cannot be read at all is an error at once: it may be good.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _log = logging.getLogger("service.checkpoints")
 
 
 class CheckpointError(RuntimeError):
-    """There are saved states, but none that can be used; or another process uses the folder."""
+    """No saved state is usable, though some exist; or another process uses the folder."""
 
 
 class Checkpoints:
     """The saved states in a folder, which belongs to one process at a time. A context.
 
     Args:
-        folder: made if it is not there.
-        keep: how many states stay; older ones are deleted after each save.
+        folder: created if missing.
+        keep: the number of states to keep; each save deletes older ones.
 
     Raises:
         CheckpointError: another process has the folder open.
@@ -60,10 +60,10 @@ class Checkpoints:
             unfinished.unlink()
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write ``state``; when this returns, it survives the machine.
+        """Write ``state``; once this returns, the state survives a machine failure.
 
         Raises:
-            OSError: it could not be written. The states before it are as they were.
+            OSError: it could not be written. Earlier states are intact.
         """
         unfinished = self._folder / f"step-{step:012}{UNFINISHED}"
         try:
@@ -82,10 +82,10 @@ class Checkpoints:
         return path
 
     def load(self) -> dict[str, Any] | None:
-        """The newest state that is whole, on the CPU; ``None`` if none was ever saved.
+        """Loads the newest intact state onto the CPU; ``None`` if none was ever saved.
 
         Raises:
-            CheckpointError: there were states, and each was refused.
+            CheckpointError: there were states, but all were refused.
         """
         for path in reversed(self.paths()):
             if path.name.split(".")[1] == _checksum(path):
@@ -104,7 +104,7 @@ class Checkpoints:
         return None
 
     def paths(self) -> list[Path]:
-        """The saved states, the oldest first."""
+        """Returns the saved states, oldest first."""
         return sorted(self._folder.glob("step-*.*.pt"))
 
     def __enter__(self) -> Self:

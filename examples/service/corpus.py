@@ -1,23 +1,23 @@
-"""A folder of text files that grows while it is read, and a place in it that can be saved.
+"""Reads a growing folder of text files, from a position that can be saved.
 
-The text that is known is, of each file, its first so many bytes. Only :meth:`Corpus.look` looks for
-more: new files, and what was appended to files. What the batches are depends on nothing but the
-seed and on what each look found, and both are in :meth:`Corpus.state_dict`. So whoever looks only
-when the state is about to be saved, and saves it before going on, gets the same batches again
-after a resume, whatever has come in the meantime: the next look sees it.
+The known text is a prefix of each file. Only :meth:`Corpus.look` extends it, by
+new files and appended text. The batches depend only on the
+seed and on what each look found, and :meth:`Corpus.state_dict` holds both. So call ``look`` only
+just before saving the state, and save before the next batch: a resumed run then gets the same
+batches, whatever has arrived in the meantime; the next look finds that.
 
 The order of the text:
 
-* A file is cut into windows of ``context`` bytes, and the byte after them is their last target.
-  What is left at its end waits until it has grown to a whole window.
-* A *part* is what one look found. Its windows come in random order, which follows from the seed,
+* A file is cut into windows of ``context`` bytes; the byte after a window is its last target.
+  A remainder at the end waits until it has grown to a whole window.
+* A *part* is what one look found. Its windows come in random order, determined by the seed,
   the pass and the number of the part.
-* A *pass* begins with all text known as a single part, goes on with what is found during the pass,
-  part by part, and so visits each window once.
+* A *pass* starts with all known text as one part, continues with the parts found during the
+  pass, and so visits each window once.
 
-Files may be added and appended to, in pieces of any size. A file that was changed before the end of
-what is known of it, or is gone, makes the saved state meaningless and is an error: at once where
-bytes are missing, and otherwise by a checksum in :meth:`Corpus.load_state_dict`.
+Files may be added and appended to, in pieces of any size. A file that is gone, or changed within
+its known prefix, makes the saved state meaningless and is an error: at once where
+bytes are missing, otherwise by a checksum in :meth:`Corpus.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ _PIECE = 1 << 20  # bytes read at once
 
 
 class CorpusChangedError(RuntimeError):
-    """A file is not what it was when a part of it was read."""
+    """A file has changed since a part of it was read."""
 
 
 class Corpus:
-    """The windows of the text files below ``folder``, in an order of their own.
+    """Windows of the text files below ``folder``, in the order described above.
 
     Args:
-        folder: searched with all folders below it for files that end in ``SUFFIXES``. Names that
-            begin with a dot are left out, so that a file can be written aside and renamed.
+        folder: searched recursively for files that end in ``SUFFIXES``. Names that
+            begin with a dot are skipped, so that a file can be written and then renamed.
         context: the number of bytes in a window.
-        seed: of the order.
+        seed: determines the order.
     """
 
     def __init__(self, folder: Path, context: int, seed: int) -> None:
         self._folder, self._context, self._seed = folder, context, seed
-        self._known: dict[str, list[int]] = {}  # of each file: how many bytes, and their checksum
-        self._parts: list[list[list[Any]]] = []  # of ranges: file, first byte, number of windows
+        self._known: dict[str, list[int]] = {}  # per file: known bytes, and their checksum
+        self._parts: list[list[list[Any]]] = []  # ranges: file, first byte, number of windows
         self._pass = self._part = self._index = 0
         self._order = torch.empty(0, dtype=torch.int64)
-        self._ends: list[int] = []  # of the ranges of the present part, counted in windows
+        self._ends: list[int] = []  # of the current part's ranges, counted in windows
 
     @property
     def windows(self) -> int:
-        """How many there are in a pass."""
+        """The number of windows in a pass."""
         return sum(count for part in self._parts for _, _, count in part)
 
     @property
     def position(self) -> dict[str, int]:
-        """Where the next window is."""
+        """The position of the next window."""
         return {"pass": self._pass, "part": self._part, "window": self._index}
 
     def look(self) -> int:
-        """Find text that has come; the number of bytes, in whole windows."""
+        """Find new text; returns its number of bytes, in whole windows."""
         found: list[list[Any]] = []
         for file in sorted(self._folder.rglob("*")):
             name = file.relative_to(self._folder).as_posix()
@@ -94,7 +94,7 @@ class Corpus:
         return sum(int(count) for _, _, count in found) * self._context
 
     def next_batch(self, rows: int) -> Tensor:
-        """The next windows: ``[rows, context + 1]`` int64.
+        """Returns the next windows: ``[rows, context + 1]`` int64.
 
         Raises:
             CorpusChangedError: a file has become shorter, or is gone.
@@ -107,7 +107,7 @@ class Corpus:
         return batch.view(rows, self._context + 1).long()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: what is known, and the place in it."""
+        """Returns the known text and the position in it, as plain values."""
         return {
             "context": self._context,
             "seed": self._seed,
@@ -117,11 +117,11 @@ class Corpus:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called; reads all text that was known.
+        """Resume where :meth:`state_dict` was called; rereads all known text.
 
         Raises:
-            CorpusChangedError: a file has other bytes than it had.
-            ValueError: the state is of another ``context`` or ``seed``.
+            CorpusChangedError: a file's bytes have changed.
+            ValueError: the state has another ``context`` or ``seed``.
         """
         if (state["context"], state["seed"]) != (self._context, self._seed):
             raise ValueError(

@@ -1,7 +1,7 @@
-"""``/metrics`` for Prometheus and ``/healthz`` for whoever restarts the service, over HTTP.
+"""Serves ``/metrics`` for Prometheus and ``/healthz`` for the orchestrator over HTTP.
 
-Served by threads of their own, so that they answer while a step is stuck. There is no password and
-no encryption: bind to an address that only those can reach who may see it.
+Separate threads serve them, so they answer while a step is stuck. There is no password and
+no encryption: bind to an address that only authorised clients can reach.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class Endpoints:
 
     Args:
         host: the address to bind to.
-        port: 0 for any that is free.
-        registry: what ``/metrics`` shows.
-        problems: what ``/healthz`` says; with none it answers 200, else 503. Called on any thread.
+        port: 0 for any free port.
+        registry: shown by ``/metrics``.
+        problems: shown by ``/healthz``, which answers 200 if there are none, else 503. Called on
+            any thread.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Endpoints:
         problems: Callable[[], list[str]],
     ) -> None:
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # s, for a client that says nothing
+            timeout = 10  # s, for a silent client
 
             def do_GET(self) -> None:
                 path = self.path.split("?")[0]

@@ -1,4 +1,4 @@
-"""Whether training goes on, as seen from another thread."""
+"""Judges from another thread whether training makes progress."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Health"]
 
 
 class Health:
-    """Healthy is who has finished a step lately, and no worker of whom is stuck.
+    """Healthy if a step has finished recently and no worker is stuck.
 
     Args:
-        pipe: whose workers to look at.
-        limit: seconds. No step may take longer, saving included, and no task of a worker.
+        pipe: the pipe whose workers to inspect.
+        limit: seconds that no step, saving included, and no task of a worker may exceed.
         clock: in seconds.
     """
 
@@ -26,11 +26,11 @@ class Health:
         self._last = clock()
 
     def step_finished(self) -> None:
-        """Training goes on."""
+        """Note that a step has finished."""
         self._last = self._clock()
 
     def problems(self) -> list[str]:
-        """Why it is not healthy, in words; nothing if it is. Any thread."""
+        """Returns what is wrong, in words; empty if healthy. May be called on any thread."""
         found = []
         since = self._clock() - self._last
         if since > self._limit:

@@ -1,8 +1,8 @@
-"""Log lines that a program can read: each is one JSON object.
+"""Machine-readable log lines: each is one JSON object.
 
-Every record of every logger becomes such a line, pipert's, warnings and uncaught exceptions
-included, so that whatever reads the lines has to know one format only. ``time``, ``level``,
-``logger`` and ``event`` are in each; what else is in it depends on the event.
+Every record of every logger becomes such a line, including pipert's, warnings and uncaught
+exceptions, so a reader needs to know only one format. Every line has ``time``, ``level``,
+``logger`` and ``event``; the other fields depend on the event.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["JsonLines", "log_event", "log_to"]
 
 
 class JsonLines(logging.Formatter):
-    """A record as one line. An event's fields, else the message; and the traceback, if any."""
+    """Formats a record as one line: an event's fields or the message, plus any traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -47,13 +47,13 @@ def log_event(
     error: BaseException | None = None,
     **fields: Any,
 ) -> None:
-    """Log ``event`` with its fields and, if there is one, the error's traceback."""
-    # Not a message with arguments: an event's name is no format.
+    """Log ``event`` with its fields and the error's traceback, if any."""
+    # Not a message with arguments: an event's name is not a format string.
     logger.log(level, "%s", event, extra={"fields": fields}, exc_info=error)
 
 
 def log_to(stream: TextIO) -> None:
-    """Write all that is logged from now on to ``stream``, and log what would be written there."""
+    """Send all logging to ``stream``, and log what would otherwise be written there."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
@@ -79,5 +79,5 @@ def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
 
 
 def _plain(value: Any) -> Any:
-    # JSON has no numbers for these.
+    # JSON cannot represent these numbers.
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -30,7 +30,7 @@ _log = logging.getLogger("service")
 
 
 class Stop:
-    """Whether the service was told to stop. A handler of signals: it only takes a note."""
+    """A signal handler that only records that the service was told to stop."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -40,11 +40,11 @@ class Stop:
 
 
 class Service:
-    """Trains as ``options`` say until ``stop`` says so, or ``options.steps`` are done.
+    """Trains as ``options`` say until ``stop`` is set or ``options.steps`` are done.
 
-    Text is looked for only just before the state is saved, at every ``save_every``-th step, and
-    used only after. So each step that was ever done follows from a saved state, and is done again
-    in the same way by a process that goes on from there.
+    It looks for text only just before it saves the state, every ``save_every`` steps, and uses the
+    text only afterwards. So every step follows from a saved state, and a process that resumes
+    there repeats it exactly.
     """
 
     def __init__(self, options: argparse.Namespace, stop: Stop) -> None:
@@ -52,14 +52,14 @@ class Service:
         self._saved_at = -1
 
     def build_model(self) -> nn.Sequential:
-        """The model, with its first parameters."""
+        """Returns the model with its initial parameters."""
         return build_model(model_config(self.options))
 
     def run(self) -> None:
-        """Go on where the last saved state is, or begin.
+        """Resume from the last saved state, or start.
 
         Raises:
-            PipelineTimeout: a forward took too long. The worker that is stuck is not waited for.
+            PipelineTimeout: a forward took too long. The stuck worker is not waited for.
         """
         try:
             self._watch()
@@ -175,7 +175,7 @@ class Service:
             )
 
     def _save(self) -> None:
-        """Save the state after this step, unless that was done. An error ends the process."""
+        """Save the state after this step, unless already saved. An error ends the process."""
         if self._saved_at == self.trainer.steps:
             return
         self._watch()
@@ -196,10 +196,10 @@ class Service:
         )
 
     def _watch(self) -> None:
-        """End the process, with all stacks and code 1, if what comes now takes far too long.
+        """End the process, with all stacks and code 1, if the next part takes far too long.
 
-        ``Pipe(timeout=...)`` watches the forward and says more. This is for the rest: a backward, a
-        disk. It works even while nobody can run Python.
+        ``Pipe(timeout=...)`` watches the forward and reports more. This is for the rest: a
+        backward, a disk. It works even while nothing can run Python.
         """
         assert sys.__stderr__ is not None
         faulthandler.dump_traceback_later(4 * self.options.timeout, exit=True, file=sys.__stderr__)

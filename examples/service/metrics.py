@@ -1,4 +1,4 @@
-"""What the training says to Prometheus, beside what its pipe and its process say."""
+"""Prometheus metrics of the training itself, in addition to those of its pipe and process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The figures, in a registry of their own. Counters begin at 0 when the process does."""
+    """The metrics, in a registry of their own. Counters start at 0 with the process."""
 
     def __init__(self, pipe: Pipe) -> None:
         self.registry = registry = CollectorRegistry()

@@ -13,13 +13,13 @@ from train_gpt import SCHEDULES, ModelConfig, devices, even_balance, integers, p
 
 __all__ = ["kept", "model_config", "read_options"]
 
-# What a saved state belongs to, besides the shape of the model. Where and in how many pieces it is
-# computed may change from one start to the next.
+# What a saved state depends on, besides the shape of the model. Devices and the number of pieces
+# may change from one start to the next.
 _KEPT = ("batch", "lr", "warmup", "seed")
 
 
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options; a mistake in them ends the program with a message and code 2."""
+    """Returns the options; an error in them exits with a message and code 2."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -44,7 +44,7 @@ def model_config(options: argparse.Namespace) -> ModelConfig:
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
-    """What must be the same when a saved state is used."""
+    """Returns the options that must match a saved state."""
     return asdict(model_config(options)) | {name: getattr(options, name) for name in _KEPT}
 
 

@@ -1,4 +1,4 @@
-"""All that random numbers come from: torch's generators and Python's."""
+"""Saves and restores all random state: torch's generators and Python's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["get_random_state", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
-    """Tensors and plain values, which ``torch.load(..., weights_only=True)`` takes."""
+    """Returns tensors and plain values, which ``torch.load(..., weights_only=True)`` accepts."""
     version, words, gauss = random.getstate()
     return {
         "cpu": torch.get_rng_state(),
@@ -21,7 +21,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Go back to where :func:`get_random_state` was called; leave out GPUs that are not here."""
+    """Restore what :func:`get_random_state` returned; skips missing GPUs."""
     torch.set_rng_state(state["cpu"])
     for index, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, index)

@@ -1,13 +1,13 @@
-"""One step after another: all that the next step depends on, and what it does to it.
+"""Takes training steps, and holds everything the next step depends on.
 
-A step is done once or not at all. Until its gradients are there nothing has changed but the
-gradients and the random state, so that a step that ran out of memory can be done again in more
-micro-batches: the gradients are dropped and the random state is put back. The optimizer comes after
-that and is not tried again; what goes wrong there ends the process, and the next one goes on from
-the last saved state. (A model with buffers that its forward changes needs them put back, too.)
+A step is done once or not at all. Until its gradients are complete, only the
+gradients and the random state have changed, so a step that ran out of memory is retried in more
+micro-batches: the gradients are dropped and the random state is restored. The optimizer comes after
+that and is not retried; an error there ends the process, and the next one resumes from
+the last saved state. (A model whose forward changes buffers would need those restored, too.)
 
 The number of micro-batches decides which random numbers a layer draws, and in which order gradients
-are added up. So it is part of the state, and what a step has raised it to stays.
+are added up. So it is part of the state, and a value raised by a step stays.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _log = logging.getLogger("service.trainer")
 
 
 class Trainer:
-    """A pipe, its optimizer and scheduler, and the place in the text.
+    """A pipe, its optimizer and scheduler, and the position in the text.
 
     Args:
-        pipe: its ``chunks`` may rise, up to one for each row of a batch.
-        corpus: where the batches come from.
-        batch: rows in each.
-        lr: the highest learning rate. It is reached after ``warmup`` steps and then falls with the
+        pipe: its ``chunks`` may rise, up to one per row of a batch.
+        corpus: the source of the batches.
+        batch: rows per batch.
+        lr: the peak learning rate, reached after ``warmup`` steps. It then falls with the
             square root of the step, since a service does not know its last step.
         warmup: steps.
-        schedule: what goes backward when, as in ``train_gpt``.
+        schedule: the order of the backward, as in ``train_gpt``.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Trainer:
         schedule: str = "autograd",
     ) -> None:
         self.pipe, self.corpus, self.batch = pipe, corpus, batch
-        self.steps = 0  # that are done
+        self.steps = 0  # completed
         self.retries = 0
         self._schedule = schedule
         self._asked = pipe.chunks
@@ -63,11 +63,11 @@ class Trainer:
         )
 
     def step(self) -> float:
-        """Train on the next batch; its loss.
+        """Train on the next batch; returns its loss.
 
         Raises:
-            RuntimeError: the gradients are not finite. Nothing was changed by them.
-            torch.OutOfMemoryError, MemoryError: although each row was a micro-batch of its own.
+            RuntimeError: the gradients are not finite. They have changed nothing.
+            torch.OutOfMemoryError, MemoryError: even with one row per micro-batch.
         """
         windows = self.corpus.next_batch(self.batch)
         loss = self._with_gradients(windows)
@@ -81,7 +81,7 @@ class Trainer:
         return loss
 
     def _with_gradients(self, windows: Tensor) -> float | None:
-        """Compute the gradients; ``None`` if memory did not suffice, and there are more chunks."""
+        """Compute the gradients; on running out of memory, raise ``chunks`` and return ``None``."""
         before = get_random_state()
         try:
             return loss_with_gradients(self.pipe, windows, self._schedule).item()
@@ -97,7 +97,7 @@ class Trainer:
                 chunks=self.pipe.chunks,
                 reason=str(error),
             )
-        # Not before the error is gone: its frames hold the activations.
+        # Only once the error is gone: its frames hold the activations.
         self.retries += 1
         self._optimizer.zero_grad()
         gc.collect()
@@ -106,7 +106,7 @@ class Trainer:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, which ``torch.load(..., weights_only=True)`` takes."""
+        """Returns tensors and plain values, for ``torch.load(..., weights_only=True)``."""
         return {
             "steps": self.steps,
             "chunks": {"asked": self._asked, "now": self.pipe.chunks},
@@ -118,10 +118,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called.
+        """Resume where :meth:`state_dict` was called.
 
-        The number of micro-batches is what it was then, unless another one is asked for now than
-        was then.
+        The number of micro-batches is restored, unless the requested number has changed since.
         """
         self.steps = state["steps"]
         if state["chunks"]["asked"] == self._asked:

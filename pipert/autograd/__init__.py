@@ -1,8 +1,8 @@
-"""The autograd pieces of the lane. Nothing here knows threads, workers or partitions.
+"""The autograd nodes of the lane. Nothing here knows threads, workers or partitions.
 
-``order`` orders tasks, ``transfer`` moves tensors between devices, ``checkpoint`` trades memory for
-recomputation, ``random_state`` makes random numbers independent of thread timing, ``drawing`` knows
-who draws them, ``running_stats`` keeps recomputations from updating BatchNorm's statistics.
+``order`` orders tasks, ``transfer`` moves tensors between devices on the ``streams`` for copies,
+``checkpoint`` trades memory for recomputation, ``leaves`` keeps functions from deadlocking on a
+leaf.
 """
 
 from __future__ import annotations

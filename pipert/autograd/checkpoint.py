@@ -2,29 +2,27 @@
 
 The standard way to checkpoint is one autograd function that runs the forward without grad and, in
 its backward, runs it again and calls ``backward`` inside. That ties recomputation to
-back-propagation, while the pipeline wants ``R[i,j]`` while ``dy`` is still on its way and
-``B[i,j]`` after. The paper splits it in two functions that share memory; as long as the inner
-``backward`` stays, ``autograd.grad``, ``retain_graph``, DDP and frozen layers still behave
-differently.
+back-propagation, but the pipeline needs ``R[i,j]`` to run while ``dy`` is still in transit, and
+``B[i,j]`` afterwards. The paper splits the function in two that share memory; but with the inner
+``backward``, ``autograd.grad``, ``retain_graph``, DDP and frozen layers still behave differently.
 
 Here there is no inner ``backward``. Rules:
 
-1. ``F[i,j]`` runs with grad enabled under saved-tensor hooks that keep a :class:`_Slot` instead of
-   each tensor that an operation saves. So the graph of ``B[i,j]`` is the ordinary one, without its
-   data.
+1. ``F[i,j]`` runs with grad enabled under saved-tensor hooks that keep a :class:`_Slot` in place of
+   each saved tensor. So the graph of ``B[i,j]`` is the ordinary one, without its data.
 2. :func:`recompute_before` puts one node behind the partition's output. Its backward runs the
-   partition again under hooks that fill the slots, in the order in which they were made, and hands
-   the gradients on. It is the only thing between the arrival of ``dy`` and ``B[i,j]``, so the wait
-   for a copy of ``dy`` goes right below it.
+   partition again under hooks that fill the slots in creation order, and passes
+   the gradients on. Nothing else lies between the arrival of ``dy`` and ``B[i,j]``, so the wait
+   for a copy of ``dy`` goes right below this node.
 3. An operation of ``B[i,j]`` that reads its slot empties it: an activation lives no longer than
-   without checkpointing. A slot read while empty recomputes on the spot: a graph entered past the
-   node of rule 2, or an operation that reads twice.
+   without checkpointing. Reading an empty slot recomputes on the spot: this happens in a graph
+   entered past the node of rule 2, or when an operation reads twice.
 4. The shared memory, :class:`Checkpoint`, is owned by its slots alone, and through them by the
-   graph. Autograd drops the slots when the backward is over, and with them go the saved inputs.
+   graph. Autograd drops the slots when the backward is over, and the saved inputs with them.
    When no slot is left there is nothing to recompute, and the node does nothing.
 5. The inputs are kept as they were before the partition ran: the partition gets a copy, so that an
-   in-place first layer cannot spoil them. Changed by anyone else they are refused, as autograd
-   does.
+   in-place first layer cannot corrupt them. If anything else has changed them they are refused, as
+   autograd does.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ Replay = Callable[[Callable[[], Value], Callable[[], None], bool], None]
 
 
 class _Slot:
-    """Stands for one saved tensor: what it was like, and its value from R to B."""
+    """Placeholder for one saved tensor: its shape and dtype, and its value from R to B."""
 
     __slots__ = ("__weakref__", "checkpoint", "dtype", "full", "shape", "value", "version")
 
@@ -100,8 +98,8 @@ class Checkpoint:
             numbers, and calls the second; the flag says whether it is on a worker. It must
             reference no run and no thread.
         value: the input, any pytree.
-        hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they get what is recomputed,
-            as they would get what is saved without checkpointing.
+        hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they receive what is
+            recomputed, as they would receive what is saved without checkpointing.
     """
 
     __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "hooks", "recording", "slots")
@@ -120,7 +118,7 @@ class Checkpoint:
         self.recording = False
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
-        """``compute(value)`` with each saved tensor replaced by a slot (rule 1, 5)."""
+        """Run ``compute(value)`` with each saved tensor replaced by a slot (rules 1 and 5)."""
         tensors, rebuild = tensors_of(value)
         own = rebuild(tuple(map(Tensor.clone, tensors)))
         self.recording = True
@@ -144,7 +142,7 @@ class Checkpoint:
 
 
 class _Keep:
-    """Packs what ``F[i,j]`` saves into slots."""
+    """Replaces what ``F[i,j]`` saves by slots."""
 
     __slots__ = ("checkpoint",)
 
@@ -158,7 +156,7 @@ class _Keep:
 
 
 class _Fill:
-    """Puts what ``R[i,j]`` saves into the slots, in the order in which they were made."""
+    """Fills the slots, in creation order, with what ``R[i,j]`` saves."""
 
     __slots__ = ("checkpoint", "filled")
 
@@ -176,7 +174,7 @@ class _Fill:
         slot = slots[self.filled]()
         self.filled += 1
         if slot is None:
-            return  # nobody will read it
+            return  # never read again
         if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
             raise RecomputationError(
                 f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + _REMEDY
@@ -184,7 +182,7 @@ class _Fill:
         slot.fill(tensor.detach())
 
     def check(self) -> None:
-        """Refuse a recomputation that has ended too early."""
+        """Refuse a recomputation that ended too early."""
         slots = self.checkpoint.slots
         if self.filled < len(slots):
             raise RecomputationError(
@@ -193,11 +191,11 @@ class _Fill:
 
 
 def hooks_of_caller() -> tuple[Hook, Hook] | None:
-    """The innermost saved-tensor hooks of the current thread, seen through those of this file.
+    """Returns the user's innermost saved-tensor hooks, skipping those of this file.
 
-    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` takes over the user's hooks. Ours belong
-    to this task alone: their order would be mixed up by the threads of the other run, whose graph
-    is kept as it is instead. So would be those of torch's checkpoint, which are refused.
+    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Ours belong
+    to this task alone: the other run's threads would mix up their order, so its graph is kept
+    unchanged. The same holds for the hooks of torch's checkpoint, which are refused.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
@@ -216,14 +214,14 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
 
 
 _REMEDY = (
-    "; layers must do the same again when they run again: no counters, no random numbers from a "
-    "generator of their own, no dependence on what the training loop changes. Use "
-    "checkpoint='never' otherwise"
+    "; layers must do the same when they run again: no counters, no random numbers from a "
+    "generator of their own, no dependence on what the training loop changes. Otherwise use "
+    "checkpoint='never'"
 )
 
 
 class _Input:
-    """One input tensor as it was, without the graph that made it (rule 5)."""
+    """One unchanged input tensor, without the graph that made it (rule 5)."""
 
     __slots__ = ("_requires_grad", "_tensor", "_version")
 
@@ -233,7 +231,7 @@ class _Input:
         self._version = -1 if tensor.is_inference() else tensor._version  # as in ``version``
 
     def fresh(self) -> Tensor:
-        """A copy for the partition to use up, no leaf, so that it may be changed in place."""
+        """Returns a non-leaf copy, which the partition may change in place."""
         if self._version != version(self._tensor):
             raise RuntimeError(
                 "an input of a checkpointed partition was modified in place between its forward "
@@ -263,7 +261,7 @@ _apply_recompute = applied(_Recompute)
 
 
 def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
-    """Make the backward of ``ys``, differentiable all, begin with the recomputation (rule 2, 4)."""
+    """Make the backward of ``ys``, all differentiable, recompute first (rules 2 and 4)."""
     weak = weakref.ref(checkpoint)
     outputs: Tensors = _apply_recompute(weak, *ys)
     return outputs

@@ -1,10 +1,10 @@
-"""Leaves that another thread may be using for the first time.
+"""Avoids a deadlock in torch over a leaf that another thread uses for the first time.
 
-torch (2.13) makes the ``AccumulateGrad`` of a leaf when an operation first uses it: it holds the
-leaf's lock, and takes the interpreter's meanwhile. A ``Function`` in Python is applied the other
-way round, it has the interpreter's lock and waits for the leaf's. Both at once wait for each other
-for ever, without a pipe as well. What has been made is only looked up. So before a function of ours
-is applied to a leaf, an operation of torch's own makes it, which waits without the interpreter.
+torch (2.13) creates the ``AccumulateGrad`` of a leaf when an operation first uses the leaf: it
+holds the leaf's lock and then takes the interpreter's. Applying a ``Function`` written in Python
+holds the interpreter's lock and then takes the leaf's. Both at once deadlock, even without a pipe.
+An existing ``AccumulateGrad`` is only looked up. So before a function of ours is applied to a leaf,
+an operation of torch's own creates it, which waits without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def accumulators(tensors: Iterable[Tensor]) -> list[GradientEdge]:
-    """Those of the leaves among ``tensors``: to be held while a function is applied to them."""
+    """Returns the leaves' accumulators, to hold while a function is applied to ``tensors``."""
     return [
         get_gradient_edge(x)
         for x in tensors

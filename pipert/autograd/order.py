@@ -1,25 +1,25 @@
-"""Fork and Join: order in the backward graph that is not there in the data (section 3.2.2).
+"""Fork and Join: add an order to the backward graph that the data does not imply (section 3.2.2).
 
-The micro-batches of one partition share no tensor, so autograd would run their backward in any
+The micro-batches of one partition share no tensor, so autograd may run their backward in any
 order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of ``F[i,j]``, and
 ``Join`` ties it into the values of ``F[i+1,j]``::
 
     token, y = fork(None, y)    # at the end of F[i,j]
     (x,) = join(token, x)       # at the start of F[i+1,j]
 
-In the backward, ``Join'`` of ``B[i+1,j]`` comes last, and ``Fork'`` of ``B[i,j]``, which comes
-first, has to wait for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is
-over when *all* its gradients are there.
+In the backward, ``Join'`` is the end of ``B[i+1,j]``, and ``Fork'``, the start of ``B[i,j]``,
+waits for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is
+over when *all* its gradients have arrived.
 
-Where no input is differentiable, as usual in the first partition, there is nothing to join to, and
-making an input differentiable would compute a gradient that nobody asked for. There the fork takes
+Where no input is differentiable, as is usual in the first partition, there is nothing to join to,
+and making an input differentiable would compute an unneeded gradient. There the fork takes
 the previous token itself. ``Fork'`` of ``i+1`` then releases ``Fork'`` of ``i`` before ``B[i+1,j]``
-is over, but the engine still runs ``B[i+1,j]`` first: among ready nodes it takes the one made last,
-and the nodes of ``F[i+1,j]`` were made after the fork of ``i`` by the same thread
+is over, but the engine still runs ``B[i+1,j]`` first: among ready nodes it picks the one created
+last, and the same thread created the nodes of ``F[i+1,j]`` after the fork of ``i``
 (``test_backward_runs_in_reverse_order_without_differentiable_input``).
 
-Outputs are detached tensors rather than the inputs as they are: torch forbids in-place operations
-on those, and the next layer may well be one.
+Outputs are detached tensors rather than the inputs themselves: torch forbids in-place operations
+on those, and the next layer may work in place.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class _Enter(torch.autograd.Function):
 
 
 ENTRANCE = torch.empty(0, device="cpu", requires_grad=True)
-"""The leaf behind all that has entered. It never gets a gradient."""
+"""The leaf behind everything that has entered. It never gets a gradient."""
 
 
 def enter(xs: Tensors) -> Tensors:
-    """``xs`` as results of an operation, which may be changed in place.
+    """Returns ``xs`` as results of an operation, which may be changed in place.
 
-    The graph begins here, and does not keep ``xs``, as it would if they were its leaves: what no
+    The graph begins here but does not keep ``xs`` alive, as it would its leaves: what no
     operation saves is dropped. Ask for gradients by :func:`edge_of`.
     """
     entered: Tensors = _apply_enter(ENTRANCE, *map(Tensor.detach, xs))
@@ -106,9 +106,9 @@ _apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
 
 
 def edge_of(x: Tensor) -> GradientEdge:
-    """The place of ``x`` in its graph, which stays alive without ``x``.
+    """Returns the position of ``x`` in its graph, and keeps the graph alive without ``x``.
 
-    ``get_gradient_edge`` makes a view to keep the graph, which sparse tensors do not have.
+    ``get_gradient_edge`` keeps the graph by a view, which sparse tensors do not support.
     """
     if x.layout == torch.strided:
         return get_gradient_edge(x)

@@ -1,12 +1,12 @@
-"""CUDA streams for copies, or nothing at all on CPU (section 3.2.3 of the paper).
+"""CUDA streams for copies; nothing at all on CPU (section 3.2.3 of the paper).
 
-Copies between devices run on streams of their own, so that they neither block computation nor are
-blocked by it. There is one for each device and micro-batch: micro-batches do not depend on each
-other, so their copies need not either.
+Copies between devices run on separate streams, so that they neither block computation nor are
+blocked by it. There is one per device and micro-batch: micro-batches are independent of each
+other, and so are their copies.
 
-What keeps memory safe: the source of a copy may be dropped while the copy still reads it, and the
-result is allocated on the copy stream but read on the compute stream. Both are told to the
-allocator with ``record_stream``, for tensors that really change device only. Nothing that stays on
+Memory safety: the source of a copy may be dropped while the copy still reads it, and the
+result is allocated on the copy stream but read on the compute stream. ``record_stream`` tells the
+allocator about both, only for tensors that really change device. Nothing that stays on
 its device is ever recorded.
 """
 
@@ -45,12 +45,12 @@ class CopyStreams:
             return stream
 
     def follow_the_caller(self, devices: Iterable[torch.device]) -> None:
-        """Let what they do next come after all that the caller's streams have been given so far.
+        """Make the copy streams wait for all work queued on the caller's streams so far.
 
-        What a run has returned, or left in ``.grad``, may be in memory of a copy stream. The
-        allocator knows that the streams of that run have used it, and no others: if the caller
-        reads it on another one and drops it, the copies of the next run must not be written there
-        before that is done. He orders his own streams; these he does not know.
+        What a run returned, or left in ``.grad``, may be in memory of a copy stream. The
+        allocator knows only that run's streams as its users: if the caller
+        reads it on another stream and drops it, the next run's copies must not overwrite it
+        before that read is done. Callers order their own streams but do not know these.
         """
         with self._lock:
             streams = dict(self._streams)
@@ -71,7 +71,7 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def devices_with_own_streams() -> set[torch.device]:
-    """The CUDA devices that the current thread computes on by other streams than the default."""
+    """Returns the CUDA devices whose current stream in this thread is not the default one."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking would do it
         return set()
     devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
@@ -80,7 +80,7 @@ def devices_with_own_streams() -> set[torch.device]:
 
 
 def wait(waiter: torch.cuda.Stream | None, awaited: torch.cuda.Stream | None) -> None:
-    """Make what comes next on ``waiter`` wait for what is on ``awaited`` now. CPU: no-op."""
+    """Make later work on ``waiter`` wait for the work now on ``awaited``. A no-op on CPU."""
     if waiter is not None and awaited is not None:
         waiter.wait_stream(awaited)
 
@@ -94,12 +94,12 @@ def copy(
 ) -> Tensors:
     """Copy ``tensors`` to ``device``; reading on stream ``source``, writing on ``target``.
 
-    The caller has made ``source`` wait for what computes the tensors, and makes its compute stream
+    The caller has made ``source`` wait for the tensors' computation, and makes its compute stream
     wait for ``target`` before it reads the results.
     ``reader`` is the stream that will read the results; by default the current one.
     """
-    # Between GPUs ``to`` never lets the host wait. From and to the CPU it does, and must: memory of
-    # the CPU may be written next.
+    # Between GPUs ``to`` never blocks the host. From and to the CPU it does, and must: CPU memory
+    # may be written next.
     with torch.cuda.stream(source), torch.cuda.stream(target):
         results = [tensor.to(device) for tensor in tensors]
     reader = reader or compute_stream(device)

@@ -1,4 +1,4 @@
-"""Copy and Wait: moving values between devices inside the graph (section 3.2.3 of the paper).
+"""Copy and Wait: move values between devices inside the graph (section 3.2.3 of the paper).
 
 Each does in the backward what the other direction needs: ``Copy'`` brings the gradient back over
 the same two streams, and ``Wait'`` lets what waited go on to be waited for. On CPU there is
@@ -49,9 +49,9 @@ class _Copy(torch.autograd.Function):
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:
-    """Anomaly detection reads what a node returns at once: before ``Wait'`` has waited for it.
+    """Let anomaly detection read a node's results, which it does before ``Wait'`` has waited.
 
-    It also lets the host wait for what it has found, so that the memory may be used again.
+    It also makes the host wait for its findings, so that the memory may be reused.
     """
     for tensor in moved:
         streams.wait(streams.compute_stream(tensor.device), target)
@@ -62,7 +62,7 @@ def _wait_in_caller(device: torch.device, reader: Stream) -> None:
     streams.wait(streams.compute_stream(device), reader)
 
 
-# What it is given is called, when the backward has succeeded, with its caller's current streams.
+# Calls its argument once the backward has succeeded, with the caller's current streams.
 _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 
@@ -85,8 +85,8 @@ def copy(
 ) -> Tensors:
     """Copy ``xs``, all on one device, to ``device``; gradients come back the same way.
 
-    But ``to_caller``: they may become ``.grad``, which is read on any stream of his and dropped at
-    any time. So they are in memory of the stream that he computes on, which he orders by himself.
+    With ``to_caller`` gradients may become ``.grad``, which the caller reads on any stream and
+    drops at any time. So they use memory of the caller's compute stream, which the caller orders.
     """
     held = accumulators(xs)
     copied: Tensors = applied(_Copy)(device, source, target, to_caller, *xs)
@@ -95,7 +95,7 @@ def copy(
 
 
 def wait(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
-    """``waiter`` waits for ``awaited`` now; in the backward of ``xs`` the other way round."""
+    """Make ``waiter`` wait for ``awaited`` now, and vice versa in the backward of ``xs``."""
     held = accumulators(xs)
     waited: Tensors = applied(_Wait)(waiter, awaited, *xs)
     del held

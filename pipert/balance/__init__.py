@@ -2,9 +2,9 @@
 
 >>> balance = balance_by_time(4, module, sample)  # doctest: +SKIP
 
-by the measured times of the layers, :func:`balance_by_size` by the memory they need, and
-:func:`balance_by_cost` by any costs you have. All find the best there is. :func:`layer_times` and
-:func:`layer_sizes` are what the first two measure, for costs of your own making.
+This uses the measured times of the layers, :func:`balance_by_size` the memory they need, and
+:func:`balance_by_cost` any costs you have. All find the optimum. :func:`layer_times` and
+:func:`layer_sizes` return the measurements of the first two, to derive costs of your own.
 """
 
 from __future__ import annotations

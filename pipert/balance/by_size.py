@@ -1,4 +1,4 @@
-"""A balance from the memory that layers need."""
+"""Balances layers by the memory they need."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class LayerSize(NamedTuple):
     """The memory that a layer needs, in bytes."""
 
     parameters: int
-    """Its parameters and buffers; what an earlier layer has, too, counts there."""
+    """Its parameters and buffers, except those already counted in an earlier layer."""
     trained: int
-    """Those of the parameters that require grad."""
+    """The part of ``parameters`` that requires grad."""
     activations: int
-    """What its forward leaves: what is saved for the backward, its output, what it stashes."""
+    """What its forward leaves behind: tensors saved for the backward, output, stashed values."""
     inputs: int
-    """What it gets, and what it pops."""
+    """Its input, and what it pops."""
     popped: int
     """What it pops."""
 
@@ -43,22 +43,22 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: Device | None = None,
 ) -> list[int]:
-    """The balance whose largest partition is the smallest, by the memory that training takes.
+    """Returns the balance that minimises the largest partition's training memory.
 
     A partition holds its parameters with their gradients and the optimizer's state, the activations
     of one micro-batch, since the others are recomputed (section 3.2.4 of the paper), and for each
-    micro-batch what it needs for that: its input, and what it pops. A popped skip counts as if it
-    came from another partition.
+    micro-batch the inputs of that recomputation: its input, and what it pops. A popped skip counts
+    as if it came from another partition.
 
     Args:
-        partitions: how many devices there are.
+        partitions: the number of devices.
         module, sample, chunks, device: see :func:`layer_sizes`.
         param_scale: memory of a parameter, its gradient and its optimizer state, over that of the
             parameter alone: 2 for SGD, 3 with momentum, 4 for Adam. Parameters that do not require
             grad, and buffers, count once.
 
     Returns:
-        How many layers each partition takes.
+        The number of layers in each partition.
 
     Raises:
         ValueError, TypeError: as :func:`layer_sizes`; there are more partitions than layers, or
@@ -85,25 +85,25 @@ def balance_by_size(
 def layer_sizes(
     module: nn.Sequential, sample: Value, *, chunks: int = 1, device: Device | None = None
 ) -> list[LayerSize]:
-    """The memory that each layer needs, counted tensor by tensor: nearly the same on every device.
+    """Measures the memory that each layer needs, tensor by tensor: nearly the same on any device.
 
-    Kernels of different devices may save different things, such as masks. What runs are copies
-    without hooks: the module, its gradients, buffers and mode, and torch's random state are as
-    before.
+    Kernels of different devices may save different things, such as masks. Copies without hooks
+    run, so the module, its gradients, buffers and mode, and torch's random state stay
+    unchanged.
 
     Args:
         module: on any device. Skips, layers that work in place and any pytree are fine.
-        sample: the mini-batch, as the first layer gets it: any pytree, or :class:`Arguments` where
-            it takes several. Any device.
-        chunks: how many micro-batches it will be split into. Activations are those of one.
-        device: where to run the layers; one at a time is on it. Default: the first CUDA device, or
+        sample: the first layer's mini-batch: any pytree, or :class:`Arguments` if
+            it takes several arguments. Any device.
+        chunks: the number of micro-batches. Activations are those of one.
+        device: where to run the layers, one at a time. Default: the first CUDA device, or
             the CPU if there is none. On ``'meta'`` nothing is computed and no memory is needed.
 
     Raises:
-        TypeError: ``module`` is no plain ``nn.Sequential``, or its stashes and pops do not match.
-        ValueError: ``chunks`` is below one, the device is not there, or a layer has lazy parameters
-            that are not initialised.
-        Exception: whatever a layer raises, with a note that says which.
+        TypeError: ``module`` is not a plain ``nn.Sequential``, or stashes and pops do not match.
+        ValueError: ``chunks`` is below one, the device does not exist, or a layer has
+            uninitialised lazy parameters.
+        Exception: whatever a layer raises, with a note that names the layer.
     """
     if int(chunks) != chunks or chunks < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
@@ -137,6 +137,6 @@ def _measure(probe: Probe) -> tuple[LayerSize, Carried]:
 
 
 def _storages(value: Value) -> dict[int, int]:
-    """The bytes of each storage that the tensors of ``value`` are in."""
+    """Returns the bytes of each storage behind the tensors of ``value``."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
     return {storage._cdata: storage.nbytes() for storage in storages}

@@ -1,4 +1,4 @@
-"""A balance from measured times."""
+"""Balances layers by their measured times."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def balance_by_time(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[int]:
-    """The balance whose slowest partition is the fastest, by the measured times of the layers.
+    """Returns the balance that minimises the slowest partition's time, by measured layer times.
 
     Section 3 of the paper: a pipeline runs at the pace of its slowest partition.
 
     >>> pipe = Pipe(module, balance_by_time(4, module, sample), chunks=8)  # doctest: +SKIP
 
     Args:
-        partitions: how many devices there are.
+        partitions: the number of devices.
         module, sample, timeout, device: see :func:`layer_times`.
 
     Returns:
-        How many layers each partition takes.
+        The number of layers in each partition.
 
     Raises:
         ValueError, TypeError: as :func:`layer_times` and :func:`balance_by_cost`.
@@ -49,27 +49,27 @@ def balance_by_time(
 def layer_times(
     module: nn.Sequential, sample: Value, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[float]:
-    """How long each layer takes, forward and backward, in seconds.
+    """Measures how long each layer takes, forward and backward, in seconds.
 
-    The layers are gone through again and again, so that a disturbance hits all alike; each is run
-    once to warm up and once more for its time, of which the median counts. What runs are copies
-    without hooks: the module, its gradients, buffers and mode, and torch's random state are as
-    before.
+    The measurement cycles through the layers, so that a disturbance hits all alike. Each pass runs
+    a layer once to warm up and once for its time; the result is the median. Copies without hooks
+    run, so the module, its gradients, buffers and mode, and torch's random state stay
+    unchanged.
 
     Args:
-        module: on any device, in the mode that it is to run in. Skips, layers that work in place
+        module: on any device, in the mode to measure. Skips, layers that work in place
             and any pytree between layers are fine.
-        sample: what the first layer gets: any pytree, or :class:`Arguments` where it takes several.
-            Times are those of one micro-batch if the sample is as large as one. Any device.
-        timeout: seconds to spend. All layers are measured once even if that takes longer.
-        device: where to measure; one layer at a time is on it. Default: the first CUDA device, or
+        sample: the first layer's input: any pytree, or :class:`Arguments` if it takes several.
+            For the times of one micro-batch it must be as large as one. Any device.
+        timeout: seconds to spend. Each layer is measured once even if that takes longer.
+        device: where to measure, one layer at a time. Default: the first CUDA device, or
             the CPU if there is none.
 
     Raises:
-        TypeError: ``module`` is no plain ``nn.Sequential``, or its stashes and pops do not match.
-        ValueError: ``timeout`` is negative, the device is not there, or a layer has lazy parameters
-            that are not initialised.
-        Exception: whatever a layer raises, with a note that says which.
+        TypeError: ``module`` is not a plain ``nn.Sequential``, or stashes and pops do not match.
+        ValueError: ``timeout`` is negative, the device does not exist, or a layer has
+            uninitialised lazy parameters.
+        Exception: whatever a layer raises, with a note that names the layer.
     """
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")

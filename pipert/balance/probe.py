@@ -1,10 +1,10 @@
-"""One layer at a time, on the device it will run on, without a trace in the module.
+"""Runs one layer at a time on its device, without touching the module.
 
-What costs are measured on is a copy of each layer, made straight on the device and dropped before
-the next one is copied: a module larger than the device can be measured, and its parameters,
-gradients and buffers are not touched. Copies have no hooks, which might note what they see, but for
-the forward pre-hooks that layers use to compute their weights. The generators of torch are put back
-afterwards.
+Costs are measured on a copy of each layer, made directly on the device and dropped before
+the next one is copied. So a module larger than the device can be measured, and its parameters,
+gradients and buffers are not touched. Copies have no hooks, which might record what they see,
+except the forward pre-hooks that layers use to compute their weights. torch's generators are
+restored afterwards.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Probe:
 
     Args:
         layer: a copy, on ``device``.
-        value: what it gets.
-        skips: which it stashes and pops.
-        arriving: what it pops.
+        value: its input.
+        skips: the skips that it stashes and pops.
+        arriving: the values that it pops.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Probe:
         self._arriving = tuple(arriving)
 
     def inputs(self) -> Carried:
-        """The inputs, for one forward: no leaves, so that the layer may work in place."""
+        """Returns the inputs for one forward: not leaves, so that the layer may work in place."""
         tensors, rebuild = tensors_of(Carried(self._value, self._arriving))
         fresh: Carried = rebuild(tuple([_like(t) for t in tensors]))
         return fresh
 
     def forward(self, inputs: Carried) -> Carried:
-        """The output, and what is stashed for later layers."""
+        """Returns the output, and what is stashed for later layers."""
         return contextvars.copy_context().run(self._forward, inputs)
 
     def _forward(self, inputs: Carried) -> Carried:
@@ -85,7 +85,7 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def micro_batches(sample: Value, chunks: int) -> list[Value]:
-    """What the first layer gets for each micro-batch of ``sample``."""
+    """Returns the first layer's input for each micro-batch of ``sample``."""
     args, kwargs = sample if isinstance(sample, Arguments) else ((sample,), {})
     return scatter(args, kwargs, chunks)
 
@@ -96,14 +96,14 @@ def probe_layers(
     device: Device | None,
     measure: Callable[[Probe], tuple[T, Carried]],
 ) -> list[T]:
-    """What ``measure`` finds out about each layer, in order.
+    """Returns the results of ``measure`` for each layer, in order.
 
     Args:
         module: with its stashes and pops.
-        value: what the first layer gets; any device.
-        device: where to run; default as for ``Pipe``, the first.
-        measure: is called with the layer on the device, and grad enabled. It also returns what a
-            forward of the probe has returned.
+        value: the first layer's input; any device.
+        device: where to run; by default the first device of ``Pipe``'s default.
+        measure: called with a probe on the device, and grad enabled. It also returns the result of
+            a forward of the probe.
     """
     check_module(module)
     verify_skippables(module)
@@ -125,7 +125,7 @@ def probe_layers(
 def _parse(device: Device | None) -> torch.device:
     if device is None:
         return default_devices(1)[0]
-    if str(device) == "meta":  # no pipe runs there, but sizes can be counted
+    if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
         return torch.device("meta")
     return where_tensors_are(parse_devices([device]))[0]
 
@@ -153,18 +153,18 @@ def _probe_each(
         for (key, _), left in zip(skips.leaving, output.skips, strict=True):
             stashed[key] = _settled(left, device)
         del output
-        torch.clear_autocast_cache()  # in which the layer would stay alive
+        torch.clear_autocast_cache()  # it would keep the layer alive
     return results
 
 
 def _settled(value: Value, device: torch.device) -> Value:
-    """``value`` on the device, without the graph that made it."""
+    """Moves ``value`` to the device, without the graph that made it."""
     tensors, rebuild = tensors_of(value)
     return rebuild(tuple([t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]))
 
 
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of ``layer``, whose parameters never are anywhere but on the device."""
+    """Copies ``layer`` with its parameters directly onto the device."""
     memo: dict[int, Any] = {}
 
     def put(tensor: Tensor, moved: Tensor) -> None:
@@ -181,14 +181,14 @@ def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
     for module in layer.modules():
         for name in _HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
-        for value in vars(module).values():  # what it has computed, and deepcopy refuses
+        for value in vars(module).values():  # computed tensors, which deepcopy refuses
             if isinstance(value, Tensor) and not value.is_leaf:
                 put(value, value.detach().to(device, copy=True))
     try:
         copied: nn.Module = copy.deepcopy(layer, memo).to(device)
     except Exception as error:
         error.add_note(
-            "a layer that cannot be copied cannot be measured; measure it yourself, and give the "
+            "a layer that cannot be copied cannot be measured; measure it yourself, and pass the "
             "costs of all layers to balance_by_cost"
         )
         raise
@@ -203,6 +203,6 @@ _HOOKS = (
 
 
 def differentiable_outputs(output: Carried) -> tuple[Tensors, Tensors]:
-    """The tensors that a backward starts from, and a gradient for each."""
+    """Returns the tensors that a backward starts from, and a gradient for each."""
     roots, _ = select(output, lambda tensor: tensor.requires_grad)
     return roots, tuple([torch.ones_like(root) for root in roots])

@@ -1,10 +1,10 @@
-"""Splitting a mini-batch into micro-batches, and putting the outputs together again.
+"""Splits a mini-batch into micro-batches, and joins their outputs.
 
 A mini-batch is any pytree. Its *leaves* are treated by kind:
 
 * a tensor with at least one dimension is split along dimension 0;
 * a 0-dimensional tensor, a number, a string, ``None`` and the like go to each micro-batch as is;
-* ``Replicate(x)`` does so with any ``x``;
+* ``Replicate(x)`` sends any ``x`` whole to each micro-batch;
 * an object that hides rows, such as a NumPy array or a dataclass that is not registered as a
   pytree but holds tensors, is refused: each micro-batch would silently get the rows of all.
 
@@ -28,7 +28,7 @@ __all__ = ["Replicate"]
 
 
 class Arguments(NamedTuple):
-    """The arguments of the first layer, when they are not just one positional one.
+    """The arguments of the first layer, unless there is just one positional argument.
 
     >>> sample = Arguments((x, mask), {"scale": s})  # doctest: +SKIP
     """
@@ -58,8 +58,8 @@ class Replicate:
 class _Scatter(torch.autograd.Function):
     """Slices of one tensor whose gradients are concatenated once.
 
-    ``Tensor.split`` would do, but forbids in-place operations on its results; slicing would do, but
-    its backward makes a tensor of the whole batch for each micro-batch.
+    Not ``Tensor.split``, which forbids in-place operations on its results, and not slicing,
+    whose backward makes a tensor of the whole batch for each micro-batch.
     """
 
     @staticmethod
@@ -95,7 +95,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
 def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
-    """:func:`scatter`, and how many rows each micro-batch has: 1 where there is no tensor."""
+    """Like :func:`scatter`, also returning each micro-batch's rows: 1 where there is no tensor."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     batch: int | None = None
 
@@ -132,18 +132,18 @@ def scatter_with_sizes(
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-    """What the first layer gets: its only positional argument, or :class:`Arguments`."""
+    """Returns the first layer's input: its only positional argument, or :class:`Arguments`."""
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
 def gather(outputs: list[Value]) -> Value:
-    """Put the outputs of the micro-batches together.
+    """Joins the outputs of the micro-batches.
 
-    Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``, equal
-    other leaves returned once.
+    Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
+    leaves must be equal and are returned once.
 
     Raises:
-        ValueError: the structures differ, or leaves that cannot be joined do; by path.
+        ValueError: structures differ, or leaves cannot be joined; their paths are named.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
@@ -174,12 +174,12 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
 
 
 def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
-    """Give all parts but the last a version counter of their own.
+    """Gives all parts but the last a version counter of their own.
 
-    With one for all, a first layer that works in place on one micro-batch would spoil what autograd
-    has saved of the others. The last, which is the one that may not be checkpointed, keeps the
-    tensor's. So autograd still finds out when the tensor is changed between forward and backward,
-    and when the first layer changes what somebody else has saved.
+    With a shared counter, a first layer that works in place on one micro-batch would invalidate
+    what autograd saved of the others. The last part, which may not be checkpointed, keeps the
+    tensor's counter. So autograd still notices when the tensor changes between forward and
+    backward, and when the first layer changes what other code has saved.
     """
     return [*[part.data for part in parts[:-1]], parts[-1].detach()]
 
@@ -201,7 +201,7 @@ def _join(column: list[Any], outputs: list[Value], k: int) -> Any:
     for i, leaf in enumerate(column[1:], start=1):
         if not _equal(first, leaf):
             raise ValueError(
-                f"{_path(outputs[0], k)} is no tensor, so it must be equal in all micro-batches, "
+                f"{_path(outputs[0], k)} is not a tensor; it must be equal in all micro-batches, "
                 f"but is {first!r} in micro-batch 0 and {leaf!r} in micro-batch {i}; return a "
                 "tensor to have one value for each micro-batch"
             )
@@ -238,13 +238,13 @@ def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
 
 
 def _path(output: Value, k: int) -> str:
-    """How a user writes the ``k``-th leaf of ``output``, e.g. ``output[0]['mask']``."""
+    """Returns the ``k``-th leaf of ``output`` as a user writes it: ``output[0]['mask']``."""
     keys = _keys(output, k)
     return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)
 
 
 def _keys(value: Value, k: int) -> tuple[Any, ...] | None:
-    """The way to the ``k``-th leaf; ``None`` below a type that was registered without names."""
+    """Returns the path to the ``k``-th leaf; ``None`` below a type registered without names."""
     try:
         return tuple(pytree.tree_flatten_with_path(value)[0][k][0])
     except ValueError:

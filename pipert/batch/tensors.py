@@ -1,4 +1,4 @@
-"""Reaching the tensors inside a value, which is any pytree."""
+"""Accesses the tensors inside a value, which is any pytree."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__: list[str] = []
 def select(
     value: Value, wanted: Callable[[Tensor], bool]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """The tensors of ``value`` that are ``wanted``, and what puts others in their place."""
+    """Returns the ``wanted`` tensors of ``value``, and a function that substitutes others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
     for k in places:
-        leaves[k] = None  # whoever keeps ``rebuild`` does not keep them
+        leaves[k] = None  # so that ``rebuild`` does not keep them alive
 
     def rebuild(tensors: Tensors) -> Value:
         filled = list(leaves)
@@ -49,7 +49,7 @@ def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
 
 
 def describe(value: Value) -> str:
-    """How an error shows a value: tensors by dtype and shape, the rest by structure and type."""
+    """Formats a value for errors: tensors by dtype and shape, the rest by structure and type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -61,7 +61,7 @@ def describe(value: Value) -> str:
 
 
 def version(tensor: Tensor | None) -> int:
-    """How often a tensor was modified in place; -1 for what does not count that."""
+    """Returns how often a tensor was modified in place; -1 if it does not count that."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -69,7 +69,7 @@ _only: Callable[[Tensors], Any] = itemgetter(0)
 
 
 def _is_size(value: Any) -> bool:
-    # It would come back as a tuple.
+    # A Size would come back as a tuple.
     return type(value) is torch.Size
 
 

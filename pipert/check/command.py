@@ -1,4 +1,4 @@
-"""``python -m pipert check``: all checks, one after the other, and the report."""
+"""``python -m pipert check``: runs all checks one after the other, and prints the report."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ CRASH_MEANS = "pipert, or torch, raised an error where none should be: the trace
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done."""
+    """The sizes and repeat counts of the checks."""
 
     dtypes: tuple[torch.dtype, ...]
     repeats: int
     steps: int
-    """Over which memory has to stay the same."""
+    """The number over which memory must stay the same."""
     seconds: float
-    """Of the speed."""
+    """The time to spend on measuring the speed."""
     width: int
     rows: int
-    """Of a micro-batch, to begin with."""
+    """The initial size of a micro-batch."""
     grow: bool
-    """Until the device is busy."""
+    """Whether to add rows until the device is busy."""
     link_bytes: int
-    """Of a copy by torch alone."""
+    """The size of a copy by torch alone."""
 
 
 QUICK = Effort(
@@ -108,10 +108,10 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
 
 
 def _devices(named: str | None) -> tuple[Devices, list[str]]:
-    """Where the partitions go, and what there is to be said about that.
+    """Returns the partitions' devices, and remarks about them.
 
     Raises:
-        ValueError: a device is not there, or there are too many.
+        ValueError: a device does not exist, or there are too many.
     """
     if named is not None:
         devices = where_tensors_are(parse_devices(name.strip() for name in named.split(",")))
@@ -127,7 +127,7 @@ def _devices(named: str | None) -> tuple[Devices, list[str]]:
 
 
 def run(devices: Devices, effort: Effort) -> Findings:
-    """All checks. One that raises an error is a finding, and the next one is run."""
+    """Run all checks. A check that raises becomes a finding, and the next one runs."""
     findings = Findings()
     gpus = machine.gpus(devices)
     if gpus is not None:
@@ -162,7 +162,7 @@ def _later(make: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
 
 
 def _run(findings: Findings, name: str, check: Iterator[Finding]) -> None:
-    """Keep what ``check`` finds, and say so on stderr."""
+    """Collect the findings of ``check``, and report progress on stderr."""
     started = perf_counter()
     print(f"pipert check: {name} ...", file=sys.stderr, flush=True)
     try:
@@ -173,7 +173,7 @@ def _run(findings: Findings, name: str, check: Iterator[Finding]) -> None:
     except torch.OutOfMemoryError as error:
         why = f"out of memory: {str(error).partition('.')[0]}"
         findings.rows.append(Finding(name, NOT_CHECKED, why))
-    except Exception as error:  # the others are still worth knowing
+    except Exception as error:  # the other checks are still worth running
         traceback.print_exc()
         seen = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         findings.rows.append(Finding(name, BROKEN, seen, CRASH_MEANS))

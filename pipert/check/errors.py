@@ -1,4 +1,4 @@
-"""Does an error in a layer come out with its place, and does the pipe work afterwards?"""
+"""Is an error in a layer raised with its place, and does the pipe work afterwards?"""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MEANS = "a layer that fails leaves you without its place, or with a pipe that ca
 
 
 class _OnPurposeError(Exception):
-    """What the layer raises."""
+    """The error that the layer raises."""
 
 
 class _Failing(nn.Module):
-    """Fails in the forward or in the backward of micro-batch ``AT``, if told so."""
+    """Fails in the forward or the backward of micro-batch ``AT`` when armed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _Failing(nn.Module):
         self.calls = 0
 
     def arm(self, phase: str) -> None:
-        """Fail in ``phase``; never if that is empty."""
+        """Fail in ``phase`` from now on; never if it is empty."""
         self.phase, self.calls = phase, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class _FailInBackward(torch.autograd.Function):
 
 
 def check_errors(devices: Devices) -> Iterator[Finding]:
-    """A failure in each phase of the last partition; after each the step is what it was."""
+    """Provoke a failure in each phase of the last partition; each next step must be right."""
     torch.manual_seed(0)
     failing = _Failing()
     others = devices.n - 1
@@ -90,7 +90,7 @@ def _works(pipe: Pipe, x: Tensor, target: Tensor) -> dict[str, Tensor | None]:
 
 
 def _provoke(pipe: Pipe, way: Way, phase: str, x: Tensor, target: Tensor) -> str | None:
-    """What is wrong with the way in which the error comes out, if anything."""
+    """Returns what is wrong with how the error is raised, if anything."""
     n = len(pipe.partitions)
     try:
         step(pipe, way, x, target, mse_loss)

@@ -1,4 +1,4 @@
-"""What a check has found: data, which the report and the exit status are made of."""
+"""The findings of checks: data for the report and the exit status."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class Finding:
     """A row of the table of checks."""
 
     check: str
-    """What was looked at."""
+    """What was checked."""
     outcome: str
     """One of the four above. ``'reported'`` is for figures that cannot be right or wrong."""
     seen: str
-    """What there was to see, in a sentence or a figure."""
+    """What was observed, in a sentence or a figure."""
     means: str = ""
-    """Of what does not hold: what that means for who uses pipert here."""
+    """If it does not hold: what that means for users of pipert on this machine."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of a check, for a table of their own."""
+    """Figures of a check, shown in a separate table."""
 
     title: str
     columns: tuple[str, ...]
@@ -37,19 +37,19 @@ class Measurement:
 
 @dataclass
 class Findings:
-    """What there is so far."""
+    """The findings so far."""
 
     rows: list[Finding] = field(default_factory=list)
     tables: list[Measurement] = field(default_factory=list)
 
     @property
     def broken(self) -> list[Finding]:
-        """What does not hold."""
+        """The findings that do not hold."""
         return [row for row in self.rows if row.outcome == BROKEN]
 
 
 def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
-    """A finding that holds if there are no ``faults``; the first few of them are named."""
+    """Makes a finding that holds if there are no ``faults``, and names the first few of them."""
     if not faults:
         return Finding(check, HOLDS, seen)
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""

@@ -1,8 +1,8 @@
-"""Do copies between the GPUs bring what was sent, without pipert, and how fast are they?
+"""Do copies between the GPUs arrive intact, without pipert, and how fast are they?
 
-There are machines on which they do not: peer access is announced, and the settings of PCIe (ACS, an
-IOMMU) let copies arrive as zeros. No pipeline can work there, and it is well to know whose fault a
-wrong gradient is.
+On some machines they do not: peer access is announced, but PCIe settings (ACS, an
+IOMMU) make copies arrive as zeros. No pipeline can work there, and it helps to know the cause
+of a wrong gradient.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ Link = tuple[torch.device, torch.device]
 
 
 def links(devices: Devices) -> list[Link]:
-    """Each two GPUs that follow each other."""
+    """Returns each pair of consecutive GPUs."""
     pairs = pairwise(devices.partitions)
     return sorted({(a, b) for a, b in pairs if a != b and a.type == b.type == "cuda"}, key=str)
 
 
 def why_no_links(devices: Devices) -> str | None:
-    """What is missing for a link between GPUs, if there is none."""
+    """Returns why there is no link between GPUs, or ``None`` if there is one."""
     if len(devices.gpus) < 2:
         return ("no CUDA device", "there is one GPU")[len(devices.gpus)]
     return None if links(devices) else "no two GPUs follow each other"
 
 
 def check_links(devices: Devices, size: int, findings: Findings) -> Iterator[Finding]:
-    """Copies of ``size`` bytes over each link, there and back."""
+    """Copy ``size`` bytes over each link, in both directions."""
     check = "copies by torch alone"
     why_not = why_no_links(devices)
     if why_not is not None:
@@ -63,7 +63,7 @@ def check_links(devices: Devices, size: int, findings: Findings) -> Iterator[Fin
 
 
 def _copy(source: torch.device, target: torch.device, size: int) -> tuple[float, bool]:
-    """GB/s, and whether what is sent arrives."""
+    """Returns GB/s, and whether the data arrives intact."""
     sent = torch.arange(size // 8).to(source)
     received = sent.to(target)
     both = Devices((source, target))

@@ -1,7 +1,7 @@
 """A load for the devices: a chain of equal layers, and micro-batches that keep a device busy.
 
-How many rows a micro-batch needs depends on the device, so it is found out: they are doubled until
-a task takes long enough for the host not to be what is measured, or memory or time are short.
+The rows a micro-batch needs depend on the device, so they are determined by doubling until
+a task takes long enough to outweigh the host's time, or memory or time run short.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__: list[str] = []
 LONG_ENOUGH = 3e-3  # seconds for a forward task: the host needs some 0.3 ms for it
 LONG_STEP = 2.0
 LONG_FOR_HOST = 30e-3
-SHARE = 2  # take half of the memory that is free, at most
+SHARE = 2  # take at most half of the free memory
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Load:
 
     @property
     def micro_batch_bytes(self) -> int:
-        """Of a float32 activation."""
+        """The size of a float32 activation."""
         return 4 * self.rows * self.width
 
     def chain(self) -> nn.Sequential:
-        """The layers, on the CPU."""
+        """Makes the layers, on the CPU."""
         return chain(self.n, self.layers, self.width)
 
     def pair(self, first: torch.device, last: torch.device) -> tuple[Tensor, Tensor]:
-        """An input and a target.
+        """Makes an input and a target.
 
-        The input wants its gradient: else the first partition would have less to do than others.
+        The input requires grad; otherwise the first partition would have less work than others.
         """
         x, target = (torch.randn(self.m * self.rows, self.width) for _ in range(2))
         return x.to(first).requires_grad_(), target.to(last)
@@ -59,14 +59,14 @@ class Load:
 
 
 def fitting(load: Load, devices: Devices) -> Load:
-    """As many rows of ``load`` as there is memory for."""
+    """Reduces the rows of ``load`` to fit into memory."""
     while not load.fits(devices) and load.rows > 1:
         load = replace(load, rows=load.rows // 2)
     return load
 
 
 def busy(load: Load, devices: Devices) -> Load:
-    """As many rows as it takes to keep the slowest device busy for ``LONG_ENOUGH``.
+    """Increases the rows until the slowest device is busy for ``LONG_ENOUGH``.
 
     Or fewer, so that a step of the plain module, three times its forward, does not take too long.
     """
@@ -85,7 +85,7 @@ def busy(load: Load, devices: Devices) -> Load:
 def _both_times(
     devices: Devices, device: torch.device, layers: nn.Module, load: Load
 ) -> tuple[float, float]:
-    """The shortest of three forward tasks on ``device``, and what it takes on the host."""
+    """Returns the shortest of three forward tasks on ``device``, and its time on the host."""
     x = torch.randn(load.rows, load.width).to(device)
     times = []
     for _ in range(3):
@@ -97,10 +97,10 @@ def _both_times(
 
 
 def timed(devices: Devices, task: Callable[[], object]) -> float:
-    """How many seconds ``task`` takes from idle to idle.
+    """Measures the seconds that ``task`` takes from idle to idle.
 
-    On GPUs from events: each device dates one before, while it is idle, and one behind all that the
-    task has queued on its current stream. Where a CPU takes part, by the clock of the host.
+    On GPUs by events: each device timestamps one before, while it is idle, and one after all work
+    that the task queued on its current stream. If a CPU takes part, by the host's clock.
     """
     devices.synchronize()
     if len(devices.gpus) < len(set(devices.partitions)):

@@ -1,4 +1,4 @@
-"""What the checks ran on: hardware, and versions."""
+"""Describes the machine that the checks ran on: hardware and versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNKNOWN = "unknown"
 
 
 def versions() -> dict[str, str]:
-    """Of everything that has a part in it."""
+    """Returns the versions of all software involved."""
     return {
         "pipert": f"{pipert.__version__}, commit {_commit()}",
         "torch": torch.__version__,
@@ -37,7 +37,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus(devices: Devices) -> Measurement | None:
-    """Name, memory and peers of each GPU."""
+    """Returns the name, memory and peers of each GPU."""
     rows = []
     for device in devices.gpus:
         found = torch.cuda.get_device_properties(device)
@@ -55,7 +55,7 @@ def gpus(devices: Devices) -> Measurement | None:
 
 
 def _commit() -> str:
-    """Of the checkout that pipert runs from, or that it was installed from."""
+    """Returns the commit of the checkout that pipert runs from or was installed from."""
     root = Path(pipert.__file__).parents[1]
     if (root / ".git").exists() and shutil.which("git"):
         return _said("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
@@ -75,7 +75,7 @@ def _driver() -> str:
 
 
 def _said(*command: str) -> str:
-    """What a program prints; ``'unknown'`` if it fails."""
+    """Returns what a program prints; ``'unknown'`` if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return done.stdout.strip() or UNKNOWN if done.returncode == 0 else UNKNOWN
 

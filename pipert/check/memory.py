@@ -1,10 +1,10 @@
-"""Does memory become less where that is promised, and does it stay the same from step to step?
+"""Do modes save the memory they promise, and does memory stay the same from step to step?
 
-Counted are the bytes of live tensors (``torch.cuda.max_memory_allocated``) beyond those before the
-step. The chain keeps one activation a layer and micro-batch, so the differences are large: of
+The checks count bytes of live tensors (``torch.cuda.max_memory_allocated``) beyond those before the
+step. The chain keeps one activation per layer and micro-batch, so the differences are large: of
 ``m`` micro-batches 'always' keeps the inputs and the activations of one, '1f1b' the activations of
-``n - j`` on partition ``j``. A mode that is promised to keep less must be below ``BELOW`` of the
-other, on each GPU; it is expected at half of it or less.
+``n - j`` on partition ``j``. A mode that promises to keep less must be below ``BELOW`` times the
+other on each GPU; half or less is expected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pipert.pipe import Pipe
 __all__: list[str] = []
 
 BELOW = 0.9
-LAYERS = 8  # of a partition
+LAYERS = 8  # per partition
 MODES_MEAN = "a mode does not save the memory that it is there for: models that should fit may not"
 FLAT_MEANS = "each step leaves something behind: a training runs out of memory sooner or later"
 
@@ -33,13 +33,13 @@ Peaks = dict[Way, list[int]]
 def check_memory(
     devices: Devices, load: Load, steps: int, findings: Findings
 ) -> Iterator[Finding]:
-    """Peaks of each way on each GPU, and what is left after each of ``steps`` steps."""
+    """Check each way's peaks on each GPU, and the memory left after each of ``steps`` steps."""
     if not devices.gpus:
         yield Finding("peak memory", NOT_CHECKED, "no CUDA device: torch does not count on a CPU")
         return
     x, target = load.pair(devices.partitions[0], devices.partitions[-1])
     with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
-        for schedule in SCHEDULES:  # what is made once: workspaces of libraries, streams
+        for schedule in SCHEDULES:  # one-time allocations: workspaces of libraries, streams
             _peaks(pipe, Way(schedule, "except_last"), x, target, devices)
         peaks = {way: _peaks(pipe, way, x, target, devices) for way in WAYS}
         findings.tables.append(_table(peaks, devices))
@@ -49,7 +49,7 @@ def check_memory(
 
 
 def load_for_memory(n: int, width: int, rows: int) -> Load:
-    """``m`` is twice ``n`` or more: '1f1b' then keeps half of what 'gpipe' does, or less."""
+    """Makes a load with ``m >= 2 * n``, so that '1f1b' keeps at most half as much as 'gpipe'."""
     return Load(n, max(8, 2 * n), LAYERS, width, rows)
 
 
@@ -96,9 +96,9 @@ def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list
 def _check_flat(
     pipe: Pipe, x: Tensor, target: Tensor, devices: Devices, steps: int
 ) -> Finding:
-    """Memory grows if after each step of the second half there is more than after any before.
+    """Check whether each step of the second half leaves more memory than any step before.
 
-    That leaves room for a worker that has not quite let go of its last task when a step is over.
+    This tolerates a worker that still holds its last task for a moment when a step is over.
     """
     faults, reserved = [], []
     for way in (Way(CALL, "except_last"), Way("gpipe", "except_last"), Way("1f1b", "never")):

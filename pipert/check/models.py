@@ -1,11 +1,11 @@
-"""The models that are checked: small, but with everything that makes a pipeline difficult.
+"""The models to check: small, but with everything that makes a pipeline difficult.
 
-Convolutions; a GPT whose head has the weight of its embedding, so that partitions share one; a
-U-Net whose skips cross partitions, with layers that work in place; and a chain of equal layers,
-for whatever is measured.
+Convolutions; a GPT whose head shares the embedding's weight across partitions; a
+U-Net whose skips cross partitions, with in-place layers; and a chain of equal layers
+for measurements.
 
-All functions in them are smooth: where ReLU or max-pooling has two rounding errors to choose
-between, a gradient jumps. All have deterministic kernels on CUDA, so no max-pooling, no
+All their functions are smooth: where ReLU or max-pooling chooses between values that differ
+by rounding, a gradient jumps. All have deterministic kernels on CUDA, so no max-pooling, no
 interpolation and no fused attention. None has BatchNorm, which depends on the micro-batch.
 """
 
@@ -32,7 +32,7 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A model, and what it is trained with."""
+    """A model with its input, target and loss."""
 
     name: str
     layers: nn.Sequential
@@ -41,17 +41,17 @@ class Model:
     loss_fn: Loss
 
     def balance(self, n: int) -> list[int]:
-        """As many layers in each of ``n`` partitions, as far as that goes."""
+        """Divides the layers into ``n`` partitions as evenly as possible."""
         return even(len(self.layers), n)
 
 
 def even(layers: int, n: int) -> list[int]:
-    """``layers`` in ``n`` parts whose sizes differ by at most one."""
+    """Divides ``layers`` into ``n`` parts whose sizes differ by at most one."""
     return [layers // n + (j < layers % n) for j in range(n)]
 
 
 def small_models(n: int, dtype: torch.dtype) -> list[Model]:
-    """The three models for ``n`` partitions, seeded, on the CPU, without dropout."""
+    """Makes the three models for ``n`` partitions, seeded, on the CPU, without dropout."""
     torch.manual_seed(0)
     images = torch.randn(ROWS, 3, 8, 8, dtype=dtype)
     classes, depths = torch.randint(CLASSES, (ROWS,)), torch.randn(ROWS, 1, 8, 8, dtype=dtype)
@@ -63,13 +63,13 @@ def small_models(n: int, dtype: torch.dtype) -> list[Model]:
 
 
 def language_model(layers: nn.Sequential) -> Model:
-    """A GPT, and tokens."""
+    """Makes a model of a GPT and tokens."""
     tokens = torch.randint(CLASSES, (ROWS, TOKENS + 1))
     return Model("GPT", layers, tokens[:, :-1], tokens[:, 1:], next_token_loss)
 
 
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of ``[rows, tokens, classes]``."""
+    """Returns the cross entropy of ``[rows, tokens, classes]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
@@ -77,7 +77,7 @@ def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def convolutions(n: int) -> nn.Sequential:
-    """``[rows, 3, height, width]`` to ``[rows, CLASSES]``."""
+    """Maps ``[rows, 3, height, width]`` to ``[rows, CLASSES]``."""
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
     for _ in range(max(2, n // 2)):
         layers += [nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
@@ -93,7 +93,7 @@ class _Mean(nn.Module):
 
 
 def gpt(n: int, dropout: float, tied: bool = True, width: int = 16) -> nn.Sequential:
-    """``[rows, TOKENS]`` to ``[rows, TOKENS, CLASSES]``; if tied, the head has the first weight."""
+    """Maps ``[rows, TOKENS]`` to ``[rows, TOKENS, CLASSES]``; a tied head shares the embedding."""
     first, head = _Embedding(width), nn.Linear(width, CLASSES, bias=False)
     if tied:
         head.weight = first.tokens.weight
@@ -113,7 +113,7 @@ class _Embedding(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention to what came before, and a perceptron, as in GPT-2."""
+    """Causal attention and a perceptron, as in GPT-2."""
 
     def __init__(self, width: int, dropout: float, heads: int = 2) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Block(nn.Module):
 
 
 def unet(width: int = 4, levels: int = 2) -> nn.Sequential:
-    """``[rows, 3, height, width]`` to ``[rows, 1, height, width]``."""
+    """Maps ``[rows, 3, height, width]`` to ``[rows, 1, height, width]``."""
     skips = [Namespace() for _ in range(levels)]
     widths = [3, *(width * 2**level for level in range(levels))]
     layers: list[nn.Module] = []
@@ -186,13 +186,13 @@ class _Concatenate(Skippable):
 
 
 def chain(n: int, layers: int, width: int, dropout: float = 0.0) -> nn.Sequential:
-    """``n`` equal partitions of ``layers`` layers each: ``[rows, width]`` to the same."""
+    """Makes ``n`` equal partitions of ``layers`` layers: ``[rows, width]`` to the same."""
     torch.manual_seed(0)
     return nn.Sequential(*[_Linear(width, dropout) for _ in range(n * layers)])
 
 
 class _Linear(nn.Module):
-    """Keeps one tensor of the size of its input for the backward."""
+    """A layer that saves one tensor of its input's size for the backward."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()

@@ -1,21 +1,21 @@
 """Do devices copy while they compute, and do partitions compute at the same time?
 
-That copies *can* run beside kernels is a fact of how streams are used, and is checked, for each
-pair of neighbours. Timing must have no part in that, so the host says when things are queued, and
-kernels that only sleep say how long they run::
+Whether copies *can* run beside kernels follows from how streams are used, and is checked for each
+pair of neighbours. Timing must not matter, so the host controls the order of queueing, and
+kernels that only sleep fix the durations::
 
     first GPU     F[0,0]  F[1,0]  F[2,0] sleeps ...................  F[3,0]
     copy                          F[1,0]'s output: when is it there?
     second GPU    F[0,1] sleeps for longer .............................
 
-The copy of micro-batch 1 is queued by ``F[1,1]``, whose worker is held until ``F[3,0]`` begins, so
-``F[2,0]`` has been queued by then. On a stream of its own the copy is done while both GPUs sleep.
-On the stream of either computation it comes after the kernel there. Whatever delays the *host* can
-only hide an overlap, never make one up: so it is tried again with longer sleeps, and one success is
+``F[1,1]`` queues the copy of micro-batch 1. Its worker is held until ``F[3,0]`` begins, so
+``F[2,0]`` has been queued by then. On a stream of its own the copy completes while both GPUs sleep;
+on the stream of either computation it comes after the kernel there. A delay of the *host* can
+only hide an overlap, never fake one: so failures are retried with longer sleeps, and one success is
 enough.
 
-How much *does* overlap in a step, with real kernels, is a figure that depends on the machine. It is
-taken from ``pipe.record()``, and only reported; but if on two or more GPUs no two partitions ever
+How much *does* overlap in a step, with real kernels, depends on the machine. The figure comes
+from ``pipe.record()`` and is only reported; but if on two or more GPUs no two partitions ever
 compute at the same time, though their tasks are long enough to tell, something serialises them.
 """
 
@@ -51,7 +51,7 @@ __all__: list[str] = []
 
 SLEEP = 50_000_000  # cycles, some 25 to 50 ms
 ATTEMPTS = 4
-LONG_ENOUGH = 1e-3  # seconds for a task: clocks of two GPUs are compared to some 50 us
+LONG_ENOUGH = 1e-3  # seconds per task: clocks of two GPUs agree to some 50 us
 NONE = 0.01  # of the time
 WAYS = [Way(schedule, "never") for schedule in SCHEDULES]
 COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
@@ -62,7 +62,7 @@ PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several 
 
 
 def check_copies(devices: Devices) -> Iterator[Finding]:
-    """Between each two GPUs that follow each other."""
+    """Check the copies between each pair of consecutive GPUs."""
     check = "copies beside computation"
     why_not = why_no_links(devices) or _why_not_side_by_side()
     if why_not is not None:
@@ -77,7 +77,7 @@ def check_copies(devices: Devices) -> Iterator[Finding]:
 
 
 class _Sleeping(nn.Module):
-    """A layer whose kernel sleeps, on one micro-batch."""
+    """A layer whose kernel sleeps on one micro-batch."""
 
     def __init__(self, at: int, queued: threading.Event) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ class _Sleeping(nn.Module):
         return x + 1
 
     def before(self, i: int) -> None:
-        """What the host does before it queues the kernel of micro-batch ``i``."""
+        """Called on the host before it queues the kernel of micro-batch ``i``."""
 
     def after(self, i: int) -> None:
-        """What the host does when it has queued it."""
+        """Called on the host after it has queued the kernel."""
 
 
 class _First(_Sleeping):
@@ -111,13 +111,13 @@ class _Second(_Sleeping):
 
 
 def _overlap(a: torch.device, b: torch.device) -> bool:
-    """Whether micro-batch 1 comes from ``a`` to ``b`` before ``a`` is done with the next one."""
+    """Whether micro-batch 1 arrives at ``b`` from ``a`` before ``a`` finishes the next one."""
     queued = threading.Event()
     first, second = _First(2, queued), _Second(0, queued)
     two = Devices((a, b))
     with two.pipe(nn.Sequential(first, second), [1, 1], 4) as pipe, torch.no_grad():
         x = torch.ones(4, 1 << 16, device=a)
-        # Before: what the driver waits for all kernels for. Memory, kernels, access to a peer.
+        # First do all that makes the driver wait for kernels: memory, loading, peer access.
         for cycles in (1, 1, *(SLEEP * 2**attempt for attempt in range(ATTEMPTS))):
             queued.clear()
             first.calls = second.calls = 0
@@ -126,7 +126,7 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
             with pipe.record() as timeline:
                 pipe(x)
             found = {(e.kind, e.i, e.j): e for e in timeline.events}
-            # Both are dated by the clock of the first GPU.
+            # Both are timestamped by the first GPU's clock.
             if cycles > 1 and found[COPY, 1, 1].end < found[FORWARD, 2, 0].end:
                 return True
     return False
@@ -136,7 +136,7 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
 
 
 def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[Finding]:
-    """How much of a step partitions compute at the same time, and copy while they compute."""
+    """Measure how much of a step partitions compute concurrently, and copy while computing."""
     rows, together, shortest = [], [], []
     x, target = load.pair(devices.partitions[0], devices.partitions[-1])
     with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
@@ -176,7 +176,7 @@ def _judge_together(devices: Devices, share: float, task: float, seen: str) -> F
 
 
 def _why_not_side_by_side() -> str | None:
-    """What the user has chosen, if with that no kernel runs beside a copy."""
+    """Returns the user's setting, if any, that keeps kernels and copies apart."""
     for name in ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"):
         if os.environ.get(name) == "1":
             return f"{name}=1 keeps apart what could run side by side"
@@ -191,7 +191,7 @@ def _title(load: Load) -> str:
 
 
 def _computing(timeline: Timeline) -> list[list[Interval]]:
-    """When each lane computed."""
+    """Returns when each lane computed."""
     events = [event for event in timeline.events if event.kind in COMPUTE]
     return [
         union((event.start, event.end) for event in events if timeline.lane(event) == lane)
@@ -200,16 +200,16 @@ def _computing(timeline: Timeline) -> list[list[Interval]]:
 
 
 def _together(timeline: Timeline) -> float:
-    """The share of the time of computing in which two lanes do."""
+    """Returns the share of computing time in which two or more lanes compute."""
     lanes = _computing(timeline)
     several = union(both for a, b in combinations(lanes, 2) for both in overlap(a, b))
     return length(several) / max(length(union(sum(lanes, []))), 1e-9)
 
 
 def _hidden(timeline: Timeline) -> tuple[float, float]:
-    """Seconds of copies between GPUs, and how many of them while the GPU they come from computed.
+    """Returns the seconds of copies between GPUs, and how many while their source GPU computed.
 
-    Both are dated by that GPU.
+    That GPU timestamps both.
     """
     copying = hidden = 0.0
     for event in timeline.events:
@@ -225,7 +225,7 @@ def _hidden(timeline: Timeline) -> tuple[float, float]:
 
 
 def _source(event: Event) -> torch.device | None:
-    """The GPU that a copy between GPUs comes from."""
+    """Returns the source of a copy between GPUs."""
     if event.kind != COPY or event.source is None:
         return None
     return event.source if event.source.type == event.device.type == "cuda" else None

@@ -1,10 +1,10 @@
 """Does the same seed give the same bits, whatever the timing?
 
-A wait that is missing shows as a value that comes out differently now and then, when a device reads
-what is not there yet. So steps are repeated from one seed, with dropout and under load: the copies
-of the chain are as long as its layers, and nothing in between lets the devices rest.
+A missing wait shows as a value that changes now and then, when a device reads
+data that has not arrived. So steps are repeated from one seed, with dropout and under load: the
+chain's copies take as long as its layers, and the devices never rest in between.
 
-Only deterministic kernels are used. Should torch warn that one of them is not, then bits may differ
+Only deterministic kernels are used. If torch warns that one of them is not, bits may differ
 for that reason, and nothing is concluded.
 """
 
@@ -32,10 +32,10 @@ DROPOUT = 0.2
 
 
 def check_repeats(devices: Devices, repeats: int, width: int, rows: int) -> Iterator[Finding]:
-    """The GPT in each way, and a chain of ``width`` with ``rows`` for each micro-batch."""
+    """Check the GPT in each way, and a chain of ``width`` with ``rows`` per micro-batch."""
     torch.manual_seed(0)
-    # Not tied: with loss.backward() the gradients of a weight that two devices use are added in the
-    # order in which the devices come by, and the last bit may depend on it.
+    # Not tied: loss.backward() adds the gradients of a weight shared by two devices in the
+    # order of arrival, which may change the last bit.
     model = language_model(gpt(devices.n, DROPOUT, tied=False))
     with devices.pipe(model.layers, model.balance(devices.n), 4) as pipe:
         it = pipe, WAYS, model.x, model.target, model.loss_fn, repeats

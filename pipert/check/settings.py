@@ -1,4 +1,4 @@
-"""Settings of torch and of the process that hold while it is checked, and are put back."""
+"""Settings of torch and the process during the checks, restored afterwards."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pipert.check.ways import Devices
 
 __all__: list[str] = []
 
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it when it is first used
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # cuBLAS reads it at its first use
 _LIMIT = 600  # seconds
 _STDERR = 2
 
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time, as far as torch has them; it warns of others."""
+    """Selects deterministic kernels as far as torch has them; it warns about others."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -31,9 +31,9 @@ def deterministic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def settled(devices: Devices) -> Iterator[None]:
-    """No TF32, a workspace that makes cuBLAS deterministic, no choice of kernels by timing.
+    """Disables TF32 and choosing kernels by timing, and makes cuBLAS deterministic.
 
-    On CPUs alone one thread for an operation: else a single device is all cores already.
+    On CPUs alone it sets one thread per operation; otherwise a single device uses all cores.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, torch.get_num_threads()
@@ -53,7 +53,7 @@ def settled(devices: Devices) -> Iterator[None]:
 
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
-    """After ten minutes the process ends with status 1, and says where each thread is."""
+    """Ends the process after ten minutes with status 1, and says where each thread is."""
     faulthandler.dump_traceback_later(_LIMIT, exit=True, file=_STDERR)
     try:
         yield

@@ -1,10 +1,10 @@
 """How much faster is a step than that of the plain module on one device?
 
-The plain module is on the first device and takes the mini-batch as a whole, so it has the larger
-kernels. All take turns, and what counts is the median of each. The ideal is that of ``n`` equal
+The plain module takes the whole mini-batch on the first device, so it has the larger
+kernels. All ways take turns, and the median of each counts. The ideal is that of ``n`` equal
 devices and free copies: ``m * n / (m + n - 1)`` (section 2.1 of the paper).
 
-Nothing here can be right or wrong: devices may differ, links may be slow, others may be at work.
+Nothing here can be right or wrong: devices may differ, links be slow, the machine busy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROUNDS = (3, 15)
 def check_speed(
     devices: Devices, load: Load, seconds: float, findings: Findings
 ) -> Iterator[Finding]:
-    """Rounds in which each has its turn, for about so many seconds."""
+    """Measure rounds in which each way takes its turn, for about so many seconds."""
     first = devices.partitions[0]
     plain = load.chain().to(first)
     x, target = load.pair(first, first)
@@ -81,9 +81,9 @@ def _row(name: str, taken: dict[str, list[float]], ideal: str) -> tuple[str, ...
 
 
 def _ideal(name: str, load: Load, devices: Devices) -> str:
-    """Where the formula applies: nothing is recomputed, no device has two partitions.
+    """Returns the formula's value if it applies: no recomputation, one partition per device.
 
-    On CPU one thread does the backward of all partitions in ``loss.backward()``.
+    On CPU ``loss.backward()`` runs the backward of all partitions in one thread.
     """
     in_one_thread = name.startswith(CALL) and len(devices.gpus) < devices.n
     if not name.endswith("'never'") or not devices.differ or in_one_thread:

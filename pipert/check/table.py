@@ -1,4 +1,4 @@
-"""The report: Markdown to paste, and the same as JSON."""
+"""Formats the report: Markdown to paste, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 def markdown(
     findings: Findings, devices: Devices, versions: dict[str, str], remarks: Sequence[str]
 ) -> str:
-    """The whole report."""
+    """Formats the whole report."""
     lines = ["## pipert check", ""]
     lines += [f"* {name}: {version}" for name, version in versions.items()]
     lines += [f"* partitions on: {', '.join(map(str, devices.partitions))}"]
@@ -28,7 +28,7 @@ def markdown(
 
 
 def verdict(findings: Findings) -> list[str]:
-    """The last lines: what does not hold, and what it means."""
+    """Formats the last lines: what does not hold, and what it means."""
     lines = [f"**DOES NOT HOLD** {r.check}: {r.seen}. {r.means}." for r in findings.broken]
     left_out = sum(row.outcome == NOT_CHECKED for row in findings.rows)
     rest = f" Not checked: {left_out} of {len(findings.rows)}." if left_out else ""
@@ -40,7 +40,7 @@ def verdict(findings: Findings) -> list[str]:
 def as_json(
     findings: Findings, devices: Devices, versions: dict[str, str], remarks: Sequence[str]
 ) -> dict[str, Any]:
-    """The same as plain data."""
+    """Returns the report as plain data."""
     return {
         "versions": versions,
         "devices": [str(device) for device in devices.partitions],
@@ -58,7 +58,7 @@ def as_json(
 
 
 def _table(measurement: Measurement) -> Iterator[str]:
-    """A title and an aligned table."""
+    """Formats a title and an aligned table."""
     cells = [measurement.columns, *measurement.rows]
     cells = [tuple(cell.replace("|", "/") for cell in row) for row in cells]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

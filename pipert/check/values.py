@@ -1,13 +1,13 @@
 """Are outputs, loss and gradients those of the plain module?
 
-They are computed in the same precision and from the same weights, but summed up in another order,
-since a micro-batch has fewer rows than a mini-batch, and by another kernel at times. What may
-differ is therefore rounding. ``TOLERANCE`` is what is allowed, relative to the largest entry of
+They are computed in the same precision and from the same weights, but summed in another order,
+since a micro-batch has fewer rows than a mini-batch, and sometimes by another kernel. So only
+rounding may differ. ``TOLERANCE`` is the allowed difference, relative to the largest entry of
 each tensor:
 
-* float64, in which nothing takes shortcuts such as TF32: the longest sums here have some thousand
-  terms, each rounded to 1e-16, so 1e-13 is to be expected, and 1e-9 is 10,000 times that.
-* float32, without TF32: 1e-5 is to be expected, of convolutions by Winograd's method too; 1e-3 is
+* float64, which has no shortcuts such as TF32: the longest sums here have some thousand
+  terms, each rounded to 1e-16, so 1e-13 is expected, and 1e-9 is 10,000 times that.
+* float32, without TF32: 1e-5 is expected, even of convolutions by Winograd's method; 1e-3 is
   allowed.
 
 A micro-batch that is lost, stale or counted twice makes a difference of 0.1 to 1.
@@ -31,20 +31,20 @@ __all__: list[str] = []
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 CHUNKS = 4
-MEANS = "pipert computes something else than the plain module here: do not train with it"
+MEANS = "pipert computes something different from the plain module here: do not train with it"
 
 Results = dict[str, Tensor | None]
 
 
 def check_values(devices: Devices, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
-    """Each model in each way, against the plain module on the first device."""
+    """Compare each model in each way with the plain module on the first device."""
     for dtype in dtypes:
         for model in small_models(devices.n, dtype):
             yield _compare(model, devices, dtype, CHUNKS)
 
 
 def check_values_under_load(devices: Devices, width: int, rows: int) -> Iterator[Finding]:
-    """A chain whose copies take their time: what is read too early is not there yet."""
+    """Compare a chain with slow copies, where data read too early has not arrived yet."""
     m = 2 * devices.n
     x, target = (torch.randn(m * rows, width) for _ in range(2))
     model = Model("chain under load", chain(devices.n, 1, width), x, target, mse_loss)
@@ -75,7 +75,7 @@ def _compare(model: Model, devices: Devices, dtype: torch.dtype, chunks: int) ->
 
 
 def plain_results(plain: nn.Sequential, model: Model) -> Results:
-    """What the plain module makes of the whole mini-batch."""
+    """Returns the plain module's results for the whole mini-batch."""
     device = next(plain.parameters()).device
     x = leaf(model.x, device)
     output = plain(x)
@@ -85,20 +85,20 @@ def plain_results(plain: nn.Sequential, model: Model) -> Results:
 
 
 def leaf(x: Tensor, device: torch.device) -> Tensor:
-    """A copy of an input on ``device``; one that can have a gradient wants it."""
+    """Copies an input to ``device`` as a leaf that requires grad if it can."""
     return x.to(device, copy=True).requires_grad_(x.is_floating_point())
 
 
 def gradients(module: nn.Module, x: Tensor) -> Results:
-    """The gradient of each parameter, and of the input."""
+    """Returns the gradient of each parameter, and of the input."""
     found: Results = {f"the gradient of {k}": p.grad for k, p in module.named_parameters()}
     return {**found, "the gradient of the input": x.grad}
 
 
 def difference(found: Results, expected: Results) -> tuple[float, str]:
-    """The largest difference of two tensors, relative to the largest entry, and where it is.
+    """Returns the largest difference of two tensors relative to the largest entry, and its name.
 
-    A gradient that is zero but for rounding is compared with the largest of all.
+    A gradient that is zero except for rounding is compared with the largest of all.
     """
     if found.keys() != expected.keys():
         return math.inf, f"the names of {sorted(found.keys() ^ expected.keys())}"
@@ -117,7 +117,7 @@ def _difference(found: Tensor | None, expected: Tensor | None, floor: float) -> 
         return 0.0 if found is expected else math.inf
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
-    # By way of the CPU: a link between GPUs is among what may be broken.
+    # Through the CPU, since a link between GPUs may be broken.
     there = found.cpu().to(expected.device).double()
     largest = float((there - expected).abs().max())
     return largest / max(_size(expected), floor, 1e-300)

@@ -1,4 +1,4 @@
-"""The ways to do a step, and doing one."""
+"""The ways to run a step, and running one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__: list[str] = []
 MODES = ("never", "except_last", "always")
 CALL = "loss.backward()"
 SCHEDULES = (CALL, "gpipe", "1f1b")
-TIMEOUT = 60.0  # seconds: a step that does not end is an error, and not waited for
+TIMEOUT = 60.0  # seconds: a step that does not end is an error
 
 
 class Way(NamedTuple):
-    """How a step is done."""
+    """A way to run a step: schedule and checkpoint mode."""
 
     schedule: str
-    """``'loss.backward()'``, or that of ``forward_backward``."""
+    """``'loss.backward()'``, or a schedule of ``forward_backward``."""
     checkpoint: str
 
     def __str__(self) -> str:
@@ -35,34 +35,34 @@ WAYS = tuple(Way(schedule, mode) for schedule in SCHEDULES for mode in MODES)
 
 @dataclass(frozen=True)
 class Devices:
-    """Where the partitions are, one after the other."""
+    """The devices of the partitions, in order."""
 
     partitions: tuple[torch.device, ...]
 
     @property
     def n(self) -> int:
-        """How many partitions."""
+        """The number of partitions."""
         return len(self.partitions)
 
     @property
     def gpus(self) -> tuple[torch.device, ...]:
-        """Each CUDA device once."""
+        """The CUDA devices, each once."""
         return tuple(dict.fromkeys(d for d in self.partitions if d.type == "cuda"))
 
     @property
     def differ(self) -> bool:
-        """Whether each partition has a device of its own; every CPU worker counts as one."""
+        """Whether each partition has its own device; every CPU worker counts as one."""
         return self.partitions.count(torch.device("cpu")) + len(self.gpus) == self.n
 
     def synchronize(self) -> None:
-        """Wait until no GPU has anything left to do."""
+        """Wait until all GPUs are idle."""
         for device in self.gpus:
             torch.cuda.synchronize(device)
 
     def pipe(
         self, layers: nn.Sequential, balance: list[int], chunks: int, checkpoint: str = "never"
     ) -> Pipe:
-        """A pipe on these devices."""
+        """Makes a pipe on these devices."""
         return Pipe(
             layers, balance, devices=self.partitions, chunks=chunks, checkpoint=checkpoint,
             timeout=TIMEOUT,
@@ -77,7 +77,7 @@ def backward(loss: Tensor) -> None:
 def step(
     pipe: Pipe, way: Way, x: Tensor, target: Tensor, loss_fn: Loss, outputs: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Forward and backward: the loss, and the outputs if asked for, without a graph."""
+    """Runs forward and backward; returns the loss and, if requested, outputs, without a graph."""
     pipe.checkpoint = way.checkpoint
     if way.schedule == CALL:
         output = pipe(x)

@@ -1,23 +1,23 @@
-"""Deferred batch normalisation: running statistics once for each mini-batch.
+"""Deferred batch normalisation: updates running statistics once per mini-batch.
 
 Each micro-batch is normalised by its own statistics, as in data parallelism (the footnote in
-section 2 of the paper). Left alone, each would also update the running statistics, so that a
-mini-batch moves them ``m`` times, and by statistics of fewer rows. The standard way to defer that
-is another layer in place of the user's, with buffers for the sums: then the ``state_dict`` has keys
-of its own, a failed mini-batch leaves its sums behind, and several callers share them.
+section 2 of the paper). By default each would also update the running statistics, so that a
+mini-batch moves them ``m`` times, by statistics of fewer rows. The standard remedy
+replaces the user's layer by one with buffers for the sums: this adds keys to the ``state_dict``,
+a failed mini-batch leaves its sums behind, and several callers share them.
 
-Here the layers stay as they are and the sums belong to the run:
+Here the layers are unchanged and the sums belong to the run:
 
-1. In ``F[i,j]`` the normalisation function of a layer in training mode is given scratch buffers
-   with momentum 1, which is how torch itself hands out mean and unbiased variance. They are noted
-   together with how many values they are of.
-2. In ``R[i,j]`` nothing is noted (``autograd.running_stats``).
-3. When the call has succeeded, the notes of all micro-batches there were are pooled and the running
+1. In ``F[i,j]`` the normalisation function of a layer in training mode gets scratch buffers
+   with momentum 1, which makes torch itself return mean and unbiased variance. They are recorded
+   together with their number of values.
+2. In ``R[i,j]`` nothing is recorded (``layers/buffers.py``).
+3. When the call has succeeded, the records of all its micro-batches are pooled and the running
    statistics updated once, as ``nn.BatchNorm`` does with the whole mini-batch. When it fails, the
-   notes go with the run.
+   records are dropped with the run.
 
-A layer that is called several times in one forward is updated as often, the first calls of all
-micro-batches together, then the second.
+A layer called several times in one forward is updated as often: first for the first calls of all
+micro-batches together, then for the second.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _committing = ProcessLock()
 
 
 def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
-    """Refuse what cannot work in a pipe; warn if the user has not chosen what to do.
+    """Refuse layers that cannot work in a pipe; warn if the user has not chosen.
 
     Raises:
-        TypeError: there is a SyncBatchNorm, or a scripted BatchNorm that is to be deferred; or
-            ``deferred`` is no choice.
+        TypeError: there is a SyncBatchNorm, or a scripted BatchNorm to be deferred; or
+            ``deferred`` is not a valid choice.
     """
     if deferred not in (None, True, False):
         raise TypeError(f"deferred_batch_norm must be True, False or None, got {deferred!r}")
@@ -57,13 +57,13 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
         if deferred and isinstance(layer, torch.jit.ScriptModule) and hasattr(layer, "running_var"):
             raise TypeError(
                 f"layer {name!r} is scripted and updates its running statistics where Python does "
-                "not see it, so that deferred_batch_norm=True cannot defer that; use it as it was "
-                "before torch.jit.script"
+                "not see it, so deferred_batch_norm=True cannot defer that; use the layer without "
+                "torch.jit.script"
             )
         if isinstance(layer, nn.SyncBatchNorm):
             raise TypeError(
                 f"layer {name!r} is a SyncBatchNorm, whose processes must all communicate in the "
-                "same order; the workers of a pipe run at the same time and have none. Use "
+                "same order; the concurrent workers of a pipe have none. Use "
                 "BatchNorm, with deferred_batch_norm=True for running statistics of the whole "
                 "mini-batch"
             )
@@ -73,9 +73,9 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
             f"the module has BatchNorm layers in training mode ({_some(names)}). In a pipe each "
             "micro-batch is normalised by its own mean and variance, as in data parallelism, and "
             "each updates the running statistics. Choose deferred_batch_norm=True to update them "
-            "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to leave it "
-            "at that",
-            stacklevel=4,  # Partitioned, Pipe, and whoever makes one
+            "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to accept "
+            "this",
+            stacklevel=4,  # Partitioned, Pipe, and the code that makes one
         )
 
 
@@ -89,7 +89,7 @@ def _is_updated(layer: nn.Module) -> bool:
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and all that it contains, by name; but not pipes, which have their own setting."""
+    """Yields a module and its descendants by name, except pipes, which have their own setting."""
     if not getattr(module, "is_pipe", False):
         yield path, module
         for name, child in module.named_children():
@@ -97,17 +97,17 @@ def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 class _Note(NamedTuple):
-    """The statistics of one micro-batch in one call of a layer."""
+    """One micro-batch's statistics in one call of a layer."""
 
     rows: int
-    """Values for each channel."""
+    """Number of values per channel."""
     mean: Tensor
     var: Tensor
     momentum: float
 
 
 class _Statistics(NamedTuple):
-    """Running statistics, and the layer they are of if it is a BatchNorm."""
+    """Running statistics, and their layer if it is a BatchNorm."""
 
     mean: Tensor
     var: Tensor
@@ -115,10 +115,10 @@ class _Statistics(NamedTuple):
 
 
 class PartitionStats:
-    """What the layers of one partition have noted in one run. Written by its worker alone.
+    """The records of one partition's layers in one run. Only its worker writes them.
 
     Args:
-        partition: with layers in training mode that have buffers.
+        partition: it has layers with buffers in training mode.
     """
 
     def __init__(self, partition: nn.Module) -> None:
@@ -131,7 +131,7 @@ class PartitionStats:
             id(buffer): norm
             for norm in norms
             for buffer in (norm.running_mean, norm.running_var)
-            if buffer is not None and not is_lazy(buffer)  # whose layer will initialise it
+            if buffer is not None and not is_lazy(buffer)  # its layer will initialise it
         }
         self.counted: set[_BatchNorm] = set()
         self.statistics: dict[int, _Statistics] = {}
@@ -142,10 +142,10 @@ class PartitionStats:
         return _Collect(self)
 
     def check(self) -> None:
-        """Refuse a layer that was counted and whose statistics did not come by.
+        """Refuse a layer whose call was counted but whose statistics were not seen.
 
         Raises:
-            RuntimeError: it normalises by a function that is not known here.
+            RuntimeError: it normalises by a function unknown here.
         """
         for norm in self.counted - {statistics.norm for statistics in self.statistics.values()}:
             raise _cannot_be_deferred(norm)
@@ -159,13 +159,13 @@ class PartitionStats:
 def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
     return RuntimeError(
         f"the BatchNorm layer {norm} computes its statistics by other functions than "
-        "torch.nn.functional.batch_norm or torch.batch_norm, so that they cannot be deferred; use "
+        "torch.nn.functional.batch_norm or torch.batch_norm, so they cannot be deferred; use "
         "deferred_batch_norm=False"
     )
 
 
 class _Collect(TorchFunctionMode):
-    """Notes what the layers compute in one task instead of letting them update anything."""
+    """Records the statistics that layers compute in one task, and updates nothing."""
 
     def __init__(self, stats: PartitionStats) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Collect(TorchFunctionMode):
             if func in COUNTING:
                 self._stats.counted.add(norm)
                 return args[0]
-            if func is Tensor.__float__:  # of a momentum of None; as if it had been counted
+            if func is Tensor.__float__:  # for a momentum of None; as if it had been counted
                 return func(*args) + 1.0
         norm = self._stats.running.get(id(changed_by(func, args, kwargs)))
         if norm is not None:
@@ -258,13 +258,13 @@ def _update(statistics: _Statistics, notes: Sequence[_Note]) -> None:
         return
     mean, var = _pooled(notes)
     for running, new in ((statistics.mean, mean), (statistics.var, var)):
-        # By way of data: torch's kernel does not count it as a modification either, so that a graph
-        # made in eval mode before can still be used.
+        # Through data: torch's kernel does not count it as a modification either, so a graph
+        # made earlier in eval mode stays usable.
         running.data.lerp_(new.to(running.dtype), factor)
 
 
 def _pooled(notes: Sequence[_Note]) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance of all rows together. Nothing here waits for a GPU."""
+    """Returns mean and unbiased variance of all rows together, without waiting for a GPU."""
     if len(notes) == 1:
         return notes[0].mean, notes[0].var
     total = sum(note.rows for note in notes)

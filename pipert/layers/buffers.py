@@ -1,11 +1,11 @@
-"""Running statistics, and other buffers, that a recomputation leaves alone.
+"""Protects running statistics and other buffers from recomputations.
 
-A normalisation layer in training mode updates its running statistics each time it is called, and a
-recomputation calls it again. Telling the module not to would be seen by other threads that use it
-at the same moment, so the functions it calls are told instead: they update a copy.
+A normalisation layer in training mode updates its running statistics at each call, and a
+recomputation calls it again. Switching the module's updates off would affect other threads that
+use it at the same moment, so the functions it calls are redirected instead: they update a copy.
 
-Other layers change buffers of theirs in their own ways, such as the power iteration of spectral
-norm. Nobody can tell whether what they compute depends on that, as it does there: a recomputation
+Other layers change their buffers in their own ways, such as the power iteration of spectral
+norm. Their results may depend on that, as they do there, so a recomputation
 that changes a buffer is refused.
 """
 
@@ -24,7 +24,7 @@ from pipert.errors import RecomputationError
 __all__: list[str] = []
 
 _RUNNING = ("running_mean", "running_var")
-# Where these are among the positional arguments of what may update them.
+# The positions of these among the arguments of functions that may update them.
 _PLACES = {
     F.batch_norm: (1, 2),
     F.instance_norm: (1, 2),
@@ -39,11 +39,11 @@ _IN_PLACE_OPERATORS = frozenset(
 )  # fmt: skip
 
 COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
-"""How a layer may count its calls: ``num_batches_tracked + 1``."""
+"""The ways in which a layer may count its calls: ``num_batches_tracked + 1``."""
 
 
 def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a call of a torch function writes to, as far as its name tells."""
+    """Returns what a call of a torch function writes to, judged by its name."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     name = getattr(func, "__name__", "")
@@ -55,7 +55,7 @@ class Buffers:
     """The buffers of a partition.
 
     Args:
-        module: the partition; references to it are not kept.
+        module: the partition; it is not kept.
     """
 
     __slots__ = ("counters", "names")
@@ -70,7 +70,7 @@ class Buffers:
 
 
 class KeepBuffers(TorchFunctionMode):
-    """While it is on, normalisation layers update nothing, and other layers must not."""
+    """Keeps normalisation layers from updating anything, and refuses updates by other layers."""
 
     def __init__(self, buffers: Buffers) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class KeepBuffers(TorchFunctionMode):
                 changed.copy_(before)
             raise RecomputationError(
                 f"a layer changes its buffer {self._buffers.names[id(changed)]!r} when it is "
-                "recomputed, so that what it computes may differ from its forward. Use "
-                "checkpoint='never', or leave the buffer alone where pipert.is_recomputing()"
+                "recomputed, so its result may differ from its forward's. Use "
+                "checkpoint='never', or leave the buffer alone while pipert.is_recomputing()"
             )
         return result
 

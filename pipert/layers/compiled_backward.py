@@ -1,9 +1,9 @@
-"""The backward of compiled layers on several GPUs at once.
+"""Lets compiled layers run backward on several GPUs at once.
 
-AOTAutograd runs the backward of a compiled layer in the context variables of whoever has called
-for it: in the one ``Context`` object that ``torch.autograd`` notes for all its threads, which no
-two of them can be in at the same time. A model on one GPU goes backward in one thread; a pipe has
-one for each, and the second would raise "cannot enter context". So each node of a compiled layer
+AOTAutograd runs the backward of a compiled layer in its caller's context variables:
+in the one ``Context`` object that ``torch.autograd`` records for all its threads, which only one
+of them can enter at a time. A model on one GPU runs backward in one thread; a pipe has
+one per GPU, and the second would raise "cannot enter context". So each node of a compiled layer
 gets a copy of that context before it runs (torch 2.13).
 """
 
@@ -33,9 +33,9 @@ def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Valu
 
 
 def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> None:
-    """Let each compiled function behind ``ys`` go backward in a context of its own.
+    """Make each compiled function behind ``ys`` run backward in a context of its own.
 
-    Down to what had made the inputs before they were used, since a layer may change them in place.
+    The search ends at the original makers of the inputs, since a layer may change inputs in place.
     """
     seen = {*makers, None}
     left = [y.grad_fn for y in ys]
@@ -50,7 +50,7 @@ def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> No
 
 
 def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
-    # For this node alone: the engine puts its thread-local state on anew for each.
+    # For this node alone: the engine restores its thread-local state for each node.
     if _C._is_key_in_tls("context"):
         context = _C._get_obj_in_tls("context")
         if context is not None:

@@ -1,19 +1,19 @@
-"""What torch.compile and the threads of a pipe may not do to each other.
+"""Keeps torch.compile and the threads of a pipe from disturbing each other.
 
-A compiled layer is compiled where it is called for the first time, and again when it gets what it
-was not compiled for: on a worker, or on the thread of a backward when it is recomputed. Several
-threads get there at the same moment. What must hold, and why it does:
+A compiled layer is compiled at its first call, and again for inputs that its code does not cover:
+on a worker, or on the thread of a backward when it is recomputed. Several
+threads get there at the same moment. The rules:
 
-1. One thread compiles at a time. dynamo has a lock for that, the same one for the whole process.
-2. Calls of what has been compiled wait for nobody. They find their code without that lock.
-3. No random numbers are drawn while something is compiled. dynamo notes the states of the default
-   generators before it compiles and puts them back afterwards, whoever has drawn meanwhile. So
-   pipert holds dynamo's lock while it draws. It comes before all locks of pipert's own, because a
-   compiled layer that draws takes both: the generator for itself, and dynamo's lock to be compiled.
-4. A pipe is not compiled. Its layers run on threads that torch.compile does not see, so all that it
-   would compile is pipert itself.
+1. One thread compiles at a time, under dynamo's process-wide lock.
+2. Calls of compiled code wait for nothing. They find their code without that lock.
+3. No random numbers are drawn during a compilation. dynamo saves the states of the default
+   generators before it compiles and restores them afterwards, even if others drew meanwhile. So
+   pipert holds dynamo's lock while it draws. It is taken before all of pipert's own locks, because
+   a compiled layer that draws takes both: the generator for itself, and dynamo's lock to compile.
+4. A pipe is not compiled. Its layers run on threads that torch.compile does not see, so it
+   would compile only pipert itself.
 
-Importing dynamo takes seconds. It is not imported here: it is there if somebody has compiled.
+Importing dynamo takes seconds, so this file does not: dynamo is loaded once something has compiled.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def _lock_of_dynamo() -> Any:
 
 
 class CompileLock:
-    """dynamo's lock, a reentrant one. Made once, at import. Hold it by ``with lock.current``.
+    """dynamo's reentrant lock. Made once, at import. Hold it by ``with lock.current``.
 
-    A child that was forked in the middle of a compilation finds it taken for ever, and does without
-    it: to compile would hang there, but to draw does not.
+    In a child forked during a compilation it is taken for ever, so the child ignores it:
+    compiling would hang there, but drawing does not.
     """
 
     __slots__ = ("_lost",)
@@ -52,7 +52,7 @@ class CompileLock:
 
     @property
     def current(self) -> AbstractContextManager[object]:
-        """Nothing compiles while this is held. A lock that does nothing if dynamo is not there."""
+        """The lock under which nothing compiles; a dummy if dynamo is not loaded."""
         lock = _lock_of_dynamo()
         return _NO_LOCK if lock is None or lock is self._lost else lock
 
@@ -70,7 +70,7 @@ class CompileLock:
 
 
 def refuse_compilation() -> None:
-    """Raise if torch.compile watches the current thread, or is tracing this call.
+    """Refuse a call that torch.compile is tracing, or a thread that it watches.
 
     Raises:
         TransformError: it does.
@@ -78,7 +78,7 @@ def refuse_compilation() -> None:
     if torch.compiler.is_dynamo_compiling() or callable(_watcher()):
         raise TransformError(
             "a pipe was called inside of torch.compile, which does not see the threads of the pipe "
-            "and would leave its layers as they are. Compile each layer, then wrap: "
+            "and would leave its layers uncompiled. Compile each layer, then wrap: "
             "Pipe(nn.Sequential(*[torch.compile(layer) for layer in module]), ...). In a compiled "
             "function of yours, call torch.compiler.disable(pipe)"
         )

@@ -1,4 +1,4 @@
-"""What draws random numbers: the functions of torch, and the layers that might call them."""
+"""Lists what draws random numbers: torch functions, and layers that might call them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer could draw random numbers: anything but what is known not to."""
+    """Whether a layer could draw random numbers: true unless it is known not to."""
     kind = type(layer)
     if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return True
@@ -28,7 +28,7 @@ def draws(partition: nn.Sequential) -> bool:
 
 
 def is_compiled(layer: nn.Module) -> bool:
-    """Whether torch.compile or torch.jit made or changed the layer or a part of it."""
+    """Whether torch.compile or torch.jit made or changed any part of the layer."""
     return any(
         _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
         for module in layer.modules()
@@ -36,12 +36,12 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def may_draw_inside(layer: nn.Module) -> bool:
-    """Whether a compiled layer could draw, judged by what it is compiled of."""
+    """Whether a compiled layer could draw, judged by the modules it was compiled from."""
     return any(may_draw(m) for m in layer.modules() if not (_is_wrapper(m) and _has_children(m)))
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    # Not isinstance: torch._dynamo takes long to import, and is there only if someone compiled.
+    # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
     return type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
 
 
@@ -50,9 +50,9 @@ def _has_children(module: nn.Module) -> bool:
 
 
 def _functions_that_draw() -> frozenset[str]:
-    """Names of torch functions that may draw from a default generator.
+    """Returns the names of torch functions that may draw from a default generator.
 
-    What torch marks, and by hand what is composed of it without a mark of its own.
+    Those that torch marks and, listed by hand, those composed of them without a mark.
     """
     names = {
         "_sample_dirichlet", "binomial", "dropout1d", "dropout2d", "dropout3d", "dropout_",
@@ -61,7 +61,7 @@ def _functions_that_draw() -> frozenset[str]:
         "fractional_max_pool3d", "fractional_max_pool3d_with_indices", "gumbel_softmax",
         "multi_head_attention_forward", "random_", "rrelu", "rrelu_",
         "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank",
-        # of torch.nn.init, for layers that are made in a layer
+        # torch.nn.init, for layers created inside a layer
         "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
         "orthogonal_", "sparse_",
     }  # fmt: skip

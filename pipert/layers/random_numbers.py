@@ -1,27 +1,27 @@
-"""Random numbers that do not depend on thread timing, and that a recomputation draws again.
+"""Makes random numbers independent of thread timing, and repeats them in recomputations.
 
-The CPU's default generator is one for the process. Workers that draw from it at once would share
-its numbers out by timing, and a recomputation cannot rewind it under the others. So each task has a
-stream of random numbers of its own:
+The CPU's default generator is shared by the process. Workers drawing from it at once would divide
+its numbers by timing, and a recomputation cannot rewind it under the others. So each task has its
+own stream of random numbers:
 
 * Its seed comes from the run's seed and the task's place ``(i, j)``. The run's seed is one number
-  drawn from the caller's generator, when the first task of the run asks for random numbers: a
-  model without randomness leaves the generator as it was, a random one moves it by one draw.
-* While a layer runs, a ``TorchFunctionMode`` watches for functions that draw. Under a lock it gives
-  the default generator the state of the task's stream, calls the function, and puts everything
-  back. The lock is held for one function, never while anything else waits. Other threads of the
-  user's had better not draw during a run, as without pipert.
-* ``R[i,j]`` starts the same stream again.
+  drawn from the caller's generator when the first task of the run needs random numbers: a
+  model without randomness leaves the generator untouched, a random one advances it by one draw.
+* While a layer runs, a ``TorchFunctionMode`` watches for functions that draw. Under a lock it sets
+  the default generator to the state of the task's stream, calls the function, and restores
+  the generator. The lock is held for one function, never while waiting for anything else. As
+  without pipert, the user's other threads should not draw during a run.
+* ``R[i,j]`` restarts the same stream.
 
-Layers known not to draw (``may_draw``) run without the watching, which costs about a microsecond
-for each torch function. Compiled layers cannot be watched; those that could draw have the generator
-to themselves while they run, one at a time.
+Layers known not to draw (``may_draw``) run without this mode, which costs about a microsecond
+per torch function. Compiled layers cannot be watched; those that could draw run one at a time and
+have the generator to themselves.
 
-On a CUDA device the same is done with the device's generator, for the same reason: a recomputation
+On a CUDA device the device's generator is treated likewise, for the same reason: a recomputation
 and the forward of another caller may share the device.
 
-``dropout`` on CPU does not go through the default generator at all: it is by far the most common,
-and a thread of the user's that draws at that very moment would change its mask.
+``dropout`` on CPU bypasses the default generator: it is by far the most common,
+and a user thread that draws at that very moment would change its mask.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ __all__: list[str] = []
 
 _MASK = (1 << 64) - 1
 
-# Held while the default generator has a task's state in it.
+# Held while the default generator holds a task's state.
 _lending = ProcessLock()
-# Held around it: a compilation puts the default generators back to what they were.
+# Held around it: a compilation restores the default generators.
 _compiling = CompileLock()
 _lent: ContextVar[bool] = ContextVar("pipert_generator_lent", default=False)
 
 
 class RunSeed:
-    """The seed of one run, drawn when it is first needed.
+    """The seed of one run, drawn when first needed.
 
     Made in the caller. A run inside a task of another run draws from that task's stream instead of
-    the generator, for the same reason as everything else there.
+    the generator, like everything else there.
 
     Raises:
         ReentrantCallError: a compiled layer, which has the generator to itself, called a pipe.
@@ -83,7 +83,7 @@ class RunSeed:
         self._used = False
 
     def get(self) -> int:
-        """The number that the next draw would give; the caller holds ``_lending``."""
+        """Returns the number the next draw would give; the caller holds ``_lending``."""
         if self._seed is None:
             state = torch.default_generator.get_state()
             self._seed = self._draw()
@@ -91,7 +91,7 @@ class RunSeed:
         return self._seed
 
     def use(self) -> None:
-        """Random numbers have been drawn: move the generator on, once."""
+        """Advance the generator, once, after random numbers have been drawn."""
         if not self._used:
             self._used = True
             state = torch.default_generator.get_state()
@@ -102,7 +102,7 @@ class RunSeed:
                 self._outer.keep(moved)
 
     def forget(self) -> bool:
-        """Nothing was drawn: unless it was before, the number is still anybody's."""
+        """Release the number if nothing has been drawn with it; returns whether it was released."""
         if not self._used:
             self._seed = None
         return not self._used
@@ -114,7 +114,7 @@ class RunSeed:
 
 
 class _Stream:
-    """The random numbers of one task: generator states that go in and out of the default ones."""
+    """The random numbers of one task: states swapped into and out of the default generators."""
 
     __slots__ = ("_defaults", "_place", "_seed", "_states")
 
@@ -127,7 +127,7 @@ class _Stream:
         self._states: list[Tensor] = []
 
     def states(self) -> list[Tensor]:
-        """The states to draw with, the CPU's first; the caller holds ``_lending``."""
+        """Returns the states to draw with, the CPU's first; the caller holds ``_lending``."""
         if not self._states:
             seed = _mix(self._seed.get() ^ _mix(self._place))
             self._states = [
@@ -137,13 +137,13 @@ class _Stream:
         return self._states
 
     def keep(self, state: Tensor) -> None:
-        """Go on with ``state`` on the CPU."""
+        """Continue from ``state`` on the CPU."""
         self._states = [state, *self.states()[1:]]
         self._seed.use()
 
     @contextlib.contextmanager
     def in_default_generators(self) -> Iterator[None]:
-        """Let the default generators draw this stream's numbers."""
+        """Make the default generators draw this stream's numbers."""
         with _compiling.current, _lending.current:
             mine = self.states()
             shared = [default.get_state() for default in self._defaults]
@@ -163,7 +163,7 @@ class _Stream:
 
     @contextlib.contextmanager
     def own_generator(self) -> Iterator[torch.Generator]:
-        """A CPU generator that draws this stream's numbers; used by one thread."""
+        """Yields a CPU generator that draws this stream's numbers, for one thread."""
         with _compiling.current, _lending.current:
             states = self.states()
             self._seed.use()
@@ -183,9 +183,9 @@ _current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", defaul
 
 
 class Watch(TorchFunctionMode):
-    """Hands the functions that draw to the task's stream."""
+    """Makes functions that draw use the task's stream."""
 
-    belongs_to_its_task = True  # a run that starts inside of it does not take it over
+    belongs_to_its_task = True  # a run started inside does not adopt it
 
     def __init__(self, stream: _Stream) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """What ``F.dropout`` computes on CPU, with a generator of the stream's own."""
+    """Computes ``F.dropout`` on CPU, with the stream's own generator."""
     if not training or not 0.0 < p < 1.0 or not input.is_cpu or type(input) is not Tensor:
         with stream.in_default_generators():
             return func(input, p, training, inplace)
@@ -229,17 +229,17 @@ def begin_stream(seed: RunSeed, place: int, device: torch.device) -> None:
 
     Args:
         seed: the run's seed.
-        place: a number of the task, unique in its run.
-        device: where the partition computes.
+        place: the task's number, unique in its run.
+        device: the partition's device.
     """
     _current.set(_Stream(seed, place, device))
 
 
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
-    """``layer(*args, **kwargs)``, drawing from the current task's stream if there is one.
+    """Calls the layer, which draws from the current task's stream if there is one.
 
-    A compiled layer cannot be watched. It has the generators to itself while it runs, unless no
-    module in it could draw.
+    A compiled layer cannot be watched. It has the generators to itself while it runs, unless none
+    of its modules could draw.
     """
     stream = _current.get()
     if stream is None or not may_draw(layer):
@@ -258,7 +258,7 @@ def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
 
 
 def _mix(number: int) -> int:
-    """Spread close numbers over 64 bits (splitmix64); the CPU generator takes 32 bits of a seed."""
+    """Spreads close numbers over 64 bits (splitmix64); the CPU generator uses 32 bits of a seed."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -266,10 +266,10 @@ def _mix(number: int) -> int:
 
 
 def refuse_nested_checkpoint(message: str) -> None:
-    """Raise with ``message`` if ``torch.utils.checkpoint`` runs inside of the current layer.
+    """Refuse ``torch.utils.checkpoint`` inside the current layer.
 
     Raises:
-        NestedCheckpointError: it does.
+        NestedCheckpointError: with ``message``.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,21 +1,21 @@
-"""Tied weights: one parameter that layers on several devices use.
+"""Tied weights: one parameter used by layers on several devices.
 
-The standard way is a parameter on each device, initialised alike, whose gradients are added up
-before the optimizer's step by somebody who knows. Here it stays one parameter. It lives on the
-device of the first partition that uses it, its *owner*; each other device computes with a copy:
+The standard way is one parameter per device, initialised alike, whose gradients special code adds
+up before the optimizer's step. Here it stays one parameter. It lives on the
+device of the first partition that uses it, its *owner*; every other device computes with a copy:
 
-1. The lane of a partition that does not own it copies it once in a run, before its first
+1. The lane of a borrowing partition copies it once per run, before its first
    micro-batch, inside the graph. So the gradients of all its micro-batches are added up there,
    copied back once, and added into the one ``.grad`` by autograd.
-2. While a layer that uses the parameter runs, a :class:`Substitute` hands the copy to every torch
-   function that is called with it. The modules are not touched: names, ``state_dict`` and other
-   runs do not notice.
+2. While a layer that uses the parameter runs, a :class:`Substitute` passes the copy to every torch
+   function called with it. The modules are not touched: names, ``state_dict`` and other
+   runs are unaffected.
 3. A recomputation uses the copy of its forward.
 
-What torch functions do not see, a substitute does not either: custom autograd functions, scripted
+A substitute reaches only torch functions: custom autograd functions, scripted
 functions and backward hooks get the parameter itself, on its own device. Compiled and scripted
-layers, and ``torch.utils.checkpoint`` inside of a layer, are refused. A hook that a layer registers
-on the parameter in its forward is one of the copy, and sees this device's share of the gradient.
+layers, and ``torch.utils.checkpoint`` inside a layer, are refused. A hook that a layer registers
+on the parameter in its forward goes to the copy, and sees this device's share of the gradient.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Weights = tuple[nn.Parameter, ...]
 def borrowed(
     partitions: Sequence[nn.Module], devices: Sequence[torch.device]
 ) -> tuple[Weights, ...]:
-    """The parameters that each partition uses and that live on another device.
+    """Returns the parameters that each partition uses but that live on another device.
 
-    Asked for each run, since parameters may become other objects between two: loading with
-    ``assign=True`` makes new ones, as does assigning one to a layer.
+    Determined in each run, since parameters may be replaced between runs: by loading with
+    ``assign=True``, or by assigning one to a layer.
     """
     if len(set(devices)) == 1:
         return ((),) * len(partitions)
@@ -55,7 +55,7 @@ def borrowed(
 
 
 def check_borrowers(partition: nn.Module, weights: Weights) -> None:
-    """Refuse layers that a copy cannot be handed to.
+    """Refuse layers that cannot receive a copy.
 
     Raises:
         ValueError: a compiled or scripted layer uses a parameter that lives on another device.
@@ -65,16 +65,16 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
         if is_compiled(layer) and not of_others.isdisjoint(layer.parameters()):
             raise ValueError(
                 f"layer {name!r} is compiled or scripted and uses a parameter that lives on "
-                "another device, whose copy cannot be handed to it; choose a balance that puts the "
+                "another device, so it cannot receive the copy; choose a balance that puts the "
                 "layers that share it on one device, or leave this layer uncompiled"
             )
 
 
 def hooked(partition: nn.Module, others: Weights) -> Weights:
-    """The parameters of a partition that have hooks, but for ``others``.
+    """Returns a partition's parameters that have hooks, except ``others``.
 
-    Where each micro-batch has a gradient of its own, hooks are to see the sum: layers compute with
-    a stand-in of the parameter.
+    Where each micro-batch has a gradient of its own, hooks must see the sum, so layers compute with
+    a stand-in for the parameter.
 
     Raises:
         ValueError: a compiled or scripted layer uses such a parameter.
@@ -86,23 +86,23 @@ def hooked(partition: nn.Module, others: Weights) -> Weights:
     for name, layer in partition.named_children() if weights else ():
         if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
             raise ValueError(
-                f"layer {name!r} is compiled or scripted and has a parameter with a hook, for "
-                "which nothing can stand in; use register_post_accumulate_grad_hook instead, or "
+                f"layer {name!r} is compiled or scripted and has a parameter with a hook, which "
+                "cannot be replaced; use register_post_accumulate_grad_hook instead, or "
                 "leave this layer uncompiled"
             )
     return weights
 
 
 class Substitute(TorchFunctionMode):
-    """Hands ``copies`` to the torch functions that are called with ``weights``.
+    """Passes ``copies`` to the torch functions called with ``weights``.
 
     Args:
         weights: parameters.
-        copies: of each, on the device of the layer that is called.
-        versions: of the parameters when the run began.
+        copies: one per weight, on the device of the called layer.
+        versions: the versions of the parameters when the run began.
 
-    Raises, when it ends, ``RuntimeError`` if a parameter or its copy was modified in place: what
-    the one has seen the other has not, or not in a fixed order.
+    On exit raises ``RuntimeError`` if a parameter or its copy was modified in place: the other
+    would miss the change, or see it in no fixed order.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Substitute(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func == _DATA and id(args[0]) in self._copies:
-            # Shares the copy's count of modifications, which data itself does not.
+            # Shares the copy's version counter, which data itself does not.
             return self._copies[id(args[0])].detach()
         return func(*self._swap(args), **self._swap(kwargs or {}))
 
@@ -137,7 +137,7 @@ class Substitute(TorchFunctionMode):
         return value
 
     def during(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``call(*args, **kwargs)`` with the copies."""
+        """Run ``call(*args, **kwargs)`` with the copies."""
         with self:
             return call(*args, **kwargs)
 
@@ -146,8 +146,8 @@ class Substitute(TorchFunctionMode):
         if error is None and any(version(tensor) != before for tensor, before in self._watched):
             raise RuntimeError(
                 "a parameter that layers on several devices share was modified in place by one of "
-                "them, which the others see not, or at no certain time; choose a balance that puts "
-                "the layers that share it on one device"
+                "them, which the others see at an uncertain time or never; choose a balance that "
+                "puts the layers that share it on one device"
             )
 
 

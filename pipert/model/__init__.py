@@ -1,4 +1,4 @@
-"""The Sequential: split into partitions, placed on devices."""
+"""Splits the Sequential into partitions and places them on devices."""
 
 from __future__ import annotations
 

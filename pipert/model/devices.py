@@ -1,9 +1,9 @@
-"""Which devices a pipe runs on, and which worker serves each partition.
+"""Chooses the devices a pipe runs on, and the worker of each partition.
 
-A CUDA device has one worker, however many partitions it holds: its tasks then reach the device in
-the clock's order. Every ``'cpu'`` entry is a *logical device* with a worker of its own, so that
+A CUDA device has one worker, however many partitions it holds, so its tasks reach the device in
+the clock's order. Every ``cpu`` entry is a *logical device* with a worker of its own, so that
 ``['cpu', 'cpu']`` computes two partitions at once. ``'cpu:0'``, ``'cpu:1'`` and so on name logical
-devices, which may have several partitions, like those of CUDA.
+devices that may hold several partitions, as CUDA devices do.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ __all__: list[str] = []
 
 
 def default_devices(partitions: int) -> list[torch.device]:
-    """The CUDA devices in order, or, with no CUDA, one logical CPU device for each partition."""
+    """Returns the CUDA devices in order or, without CUDA, one logical CPU device per partition."""
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [torch.device("cpu")] * partitions
 
 
 def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """Normalise ``devices``, refusing what this process cannot run on.
+    """Normalise ``devices``, refusing those that this process cannot use.
 
     Logical CPU devices are still apart, for :func:`assign_workers`; see :func:`where_tensors_are`.
 
     Raises:
-        TypeError: an entry is no device, or ``devices`` is a single device.
-        ValueError: an entry is neither CPU nor CUDA, or names a CUDA device that is not there.
+        TypeError: an entry is not a device, or ``devices`` is a single device.
+        ValueError: an entry is neither CPU nor CUDA, or names a missing CUDA device.
     """
     if isinstance(devices, str | torch.device):
         raise TypeError(
@@ -64,7 +64,7 @@ def _parse(device: Device) -> torch.device:
     if index is None or index >= count:
         raise ValueError(
             f"devices names {parsed}, but {count} CUDA devices are available; name others, or "
-            "leave devices out to take what there is"
+            "leave devices out to take those available"
         )
     return torch.device("cuda", index)
 

@@ -26,7 +26,7 @@ from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
 
-# The hooks of the wrapped module that calling the pipe must honour.
+# The hooks of the wrapped module that a call of the pipe must run.
 _SHARED_WITH_MODULE = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -40,8 +40,8 @@ class Partitioned(nn.Module):
 
     Args:
         module: the layers.
-        balance: how many each partition takes.
-        devices: where each partition goes; ``None`` for the default ones.
+        balance: the number of layers in each partition.
+        devices: the device of each partition; ``None`` for the default ones.
         deferred_batch_norm: the user's choice, if any.
     """
 
@@ -76,17 +76,17 @@ class Partitioned(nn.Module):
         self._partitions = split(module, self._balance)
         place(self._partitions, self._devices)
         self.training = module.training
-        # Not add_module: it refuses layers that are called like an attribute of this class.
+        # Not add_module: it refuses layers named like an attribute of this class.
         self._modules.update(module._modules)
         for name in _SHARED_WITH_MODULE:
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_hooked"] = module
 
     def _layers_changed(self) -> None:
-        """Called when a layer was replaced by another."""
+        """Called after a layer was replaced."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A layer may have any name, also that of a setting, and must not be in its way.
+        # A layer may have any name, even that of a setting, and must not shadow it.
         if name in self._own:
             object.__setattr__(self, name, value)
         elif isinstance(value, nn.Module):
@@ -95,11 +95,11 @@ class Partitioned(nn.Module):
             super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Replace the layer called ``name``; it moves to its partition's device.
+        """Replace the layer called ``name``; the new one moves to its partition's device.
 
         Raises:
-            ValueError: no layer has that name, or ``module`` is no module; a pipe has the layers it
-                was made of. Or a buffer would be needed on two devices.
+            ValueError: no layer has that name (layers cannot be added), ``module`` is not a
+                module, or a buffer would be needed on two devices.
             TypeError: its stashes and pops do not match those of the other layers, or it is a
                 SyncBatchNorm.
         """
@@ -108,7 +108,7 @@ class Partitioned(nn.Module):
             verify_skippables(whole)
             check_batch_norm(module, self._deferred_batch_norm)
             partitions = split(whole, self._balance)
-            place(partitions, self._devices)  # all: it may change where a shared parameter lives
+            place(partitions, self._devices)  # all of them: a shared parameter's home may change
             for partition in self._partitions:
                 if name in partition._modules:
                     partition._modules[name] = self._modules[name] = module
@@ -121,7 +121,7 @@ class Partitioned(nn.Module):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Which kind of backward hooks there are, registered with the module or the pipe."""
+        """The kind of backward hooks registered with the module or the pipe."""
         own: bool | None = self.__dict__["_full_backward_hook"]
         module = self.__dict__.get("_hooked")
         return own if own is not None or module is None else module._is_full_backward_hook
@@ -132,7 +132,7 @@ class Partitioned(nn.Module):
 
     @property
     def balance(self) -> list[int]:
-        """How many layers each partition has."""
+        """The number of layers in each partition."""
         return list(self._balance)
 
     @property
@@ -206,7 +206,7 @@ class Partitioned(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """What ``to``, ``half``, ``cuda``, ``to_empty`` and the like come down to."""
+        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and the like."""
         for device in set(self._devices):
             moved = fn(torch.empty(0, device=device)).device
             if moved != device:

@@ -1,7 +1,7 @@
-"""The model side: splitting a Sequential into partitions and placing them on devices.
+"""Splits a Sequential into partitions and places them on devices.
 
-Layers stay the objects they are, under the names they have, so parameters keep their identity and
-the ``state_dict`` its keys whatever the balance is.
+Layers remain the same objects under the same names, so parameters keep their identity and
+the ``state_dict`` its keys, whatever the balance.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__: list[str] = []
 
 
 def check_module(module: Any) -> None:
-    """Refuse what is no plain Sequential.
+    """Refuse anything but a plain Sequential.
 
     Raises:
         TypeError: not an ``nn.Sequential``; or one with a ``forward`` or ``__call__`` of its own,
-            which would never be called, or with parameters or buffers beside its layers.
+            which would never be called, or with parameters or buffers outside its layers.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(
@@ -40,8 +40,8 @@ def check_module(module: Any) -> None:
     own = [name for of in (module._parameters, module._buffers) for name in of]
     if own:
         raise TypeError(
-            f"the module has {own} of its own, which belong to no layer, so that the pipe would "
-            "not have them; make a layer that has them"
+            f"the module has {own} of its own, which belong to no layer and would be missing from "
+            "the pipe; move them into a layer"
         )
 
 
@@ -49,8 +49,8 @@ def require_balance(balance: Any) -> Iterable[int]:
     """Return the balance, which a pipe cannot go without.
 
     Raises:
-        ValueError: there is none.
-        TypeError: it is no sequence.
+        ValueError: it is ``None``.
+        TypeError: it is not a sequence.
     """
     if balance is None:
         raise ValueError(
@@ -63,7 +63,7 @@ def require_balance(balance: Any) -> Iterable[int]:
 
 
 def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | None) -> None:
-    """Refuse a balance that does not fit the module; ``devices`` is how many there are, if known.
+    """Refuse a balance that does not fit the module, or ``devices`` devices if that is known.
 
     Raises:
         ValueError: an entry is not positive, or the entries do not add up to the layers.
@@ -86,7 +86,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | 
 
 
 def balance_advice(partitions: int) -> str:
-    """How to come by a balance, for the end of an error."""
+    """Explains how to obtain a balance, for the end of an error."""
     return (
         ". Let the layers be measured:\n\n"
         "    from pipert.balance import balance_by_time\n"
@@ -97,7 +97,7 @@ def balance_advice(partitions: int) -> str:
 
 
 def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:
-    """The partitions; nothing moves."""
+    """Returns the partitions, without moving anything."""
     named = list(module._modules.items())
     partitions = []
     start = 0
@@ -108,7 +108,7 @@ def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential,
 
 
 def sequential(layers: Mapping[str, nn.Module | None], training: bool = True) -> nn.Sequential:
-    """An ``nn.Sequential`` of these layers under these names."""
+    """Makes an ``nn.Sequential`` of these layers under these names."""
     module = nn.Sequential()
     # add_module refuses names that are attributes, such as a layer called 'train'.
     module._modules.update(layers)  # type: ignore[arg-type]
@@ -117,10 +117,10 @@ def sequential(layers: Mapping[str, nn.Module | None], training: bool = True) ->
 
 
 def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Move each partition to its device. A parameter that several use goes to the first one's.
+    """Move each partition to its device. A shared parameter goes to the first user's device.
 
     Raises:
-        ValueError: as :func:`check_shared`; nothing has moved then.
+        ValueError: as :func:`check_shared`; then nothing has moved.
     """
     check_shared(partitions, devices)
     weights = borrowed(partitions, devices)
@@ -141,7 +141,7 @@ def _move_all_but(weights: Weights, module: nn.Module, device: torch.device) -> 
 
 
 def check_shared(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Refuse what several partitions cannot share.
+    """Refuse state that several partitions cannot share.
 
     Raises:
         ValueError: a buffer is used on two devices, or running statistics in two partitions; or a

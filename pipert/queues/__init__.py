@@ -1,4 +1,4 @@
-"""Waiting: what threads of pipert block on. Nothing here knows torch or pipelines."""
+"""Primitives that pipert's threads wait on. Nothing here knows torch or pipelines."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A FIFO that can be closed from anywhere, a finalizer included.
+"""A FIFO that any thread can close, even from a finalizer.
 
 Guarantees:
 
-* **Q1** each item put is received once, or returned by :meth:`ClosableQueue.close`, or refused by
-  the ``put`` that brought it. Never two of these, never none.
+* **Q1** each item put is either received once, or returned by :meth:`ClosableQueue.close`, or
+  refused by its ``put``: exactly one of these.
 * **Q2** ``close`` and ``shut`` wake every waiter, now and later.
-* **Q3** both may be called from a finalizer, on any thread, also on a thread that is inside
+* **Q3** both may be called from a finalizer, on any thread, even on a thread that is inside
   ``put`` or ``get`` of the same queue at that moment.
 
 Q3 rules out a lock of our own: a finalizer that runs on the thread that holds it would wait for
@@ -14,9 +14,9 @@ other wakes. An item lies in a :class:`Once`, and whoever takes it from there ow
 the race of ``put`` with ``close``: a put that finds the queue closed afterwards tries to take its
 own item back. If it can, the item is refused; if it cannot, somebody has it.
 
-What a waiter blocks on carries nothing. An exception thrown into a waiting thread from outside is
-raised the moment the thread wakes, and would take along whatever the blocking call returns; this
-way the item stays in the queue, where ``close`` finds it.
+The wake-ups that a waiter blocks on carry no item. An exception thrown into a waiting thread from
+outside is raised the moment the thread wakes, and would lose whatever the blocking call returns;
+this way the item stays in the queue, where ``close`` finds it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class QueueClosed(Exception):
-    """A closed queue was used. Never leaves pipert: whoever catches it settles the task."""
+    """Raised on use of a closed queue. Never leaves pipert: whoever catches it settles the task."""
 
 
 class ClosableQueue(Generic[T]):
@@ -58,9 +58,9 @@ class ClosableQueue(Generic[T]):
             raise QueueClosed
 
     def get(self, before_waiting: Callable[[], None] | None = None) -> T:
-        """Remove and return the oldest item; wait for one, or raise :class:`QueueClosed`.
+        """Remove and return the oldest item, waiting for one; or raise :class:`QueueClosed`.
 
-        ``before_waiting`` is called when there is nothing yet, before the thread blocks.
+        If the queue is empty, ``before_waiting`` is called before the thread blocks.
         """
         while True:
             if self._closed:
@@ -88,7 +88,7 @@ class ClosableQueue(Generic[T]):
         self._wakeups.put(None)
 
     def close(self) -> list[T]:
-        """Shut and return what nobody had received. Again: an empty list."""
+        """Shut the queue and return the items not received; later calls return an empty list."""
         self.shut()
         left: list[T] = []
         while self._cells:
@@ -103,7 +103,7 @@ class ClosableQueue(Generic[T]):
         return bool(self._closed)
 
     def depth(self) -> int:
-        """How many items wait; with other threads about, it was so a moment ago."""
+        """The number of waiting items; with concurrent threads, a snapshot."""
         return len(self._cells)
 
     def __repr__(self) -> str:

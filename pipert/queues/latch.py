@@ -1,4 +1,4 @@
-"""A gate that opens once, when everyone expected has arrived.
+"""A gate that opens once, when all expected parties have arrived.
 
 Guarantees: ``wait`` returns only after ``parties`` calls of ``arrive``; ``arrive`` never blocks and
 may be called from any thread; ``wait`` on the main thread can be interrupted by a signal handler
@@ -37,15 +37,15 @@ class Latch:
     def wait(self, timeout: float | None = None) -> bool:
         """Block until the gate is open, or for ``timeout`` seconds; return whether it is open.
 
-        One thread may wait at a time. Interrupted when it holds the lock already it leaves that
-        locked, which does not matter: the gate is open then.
+        One thread may wait at a time. If it is interrupted while it holds the lock, the lock stays
+        locked, which is harmless: the gate is open by then.
         """
         if not self._open and self._gate.acquire(timeout=-1 if timeout is None else timeout):
             self._gate.release()
         return self._open
 
     def is_open(self) -> bool:
-        """Whether everyone has arrived."""
+        """Whether all parties have arrived."""
         return self._open
 
     def __repr__(self) -> str:

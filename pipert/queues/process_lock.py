@@ -1,4 +1,4 @@
-"""A lock for state of the whole process, which a forked child finds free."""
+"""A lock for process-wide state that is always free in a forked child."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__: list[str] = []
 
 
 class Lock(Protocol):
-    """What the locks of ``threading`` have in common."""
+    """The common interface of ``threading``'s locks."""
 
     def __enter__(self) -> bool: ...
     def __exit__(self, *exc_info: Any) -> None: ...
 
 
 class ProcessLock:
-    """Made once, at import. Hold it by ``with lock.current``.
+    """A lock made once, at import. Hold it by ``with lock.current``.
 
-    Whoever held it when the process forked is not there in the child, which gets a new one. The
-    ``with`` statement releases the one that it took.
+    The thread that held it during a fork does not exist in the child, so the child gets a new
+    lock. The ``with`` statement releases the lock that it took.
 
     Args:
-        reentrant: whether the thread that holds it may take it again, as a signal handler does.
+        reentrant: whether the holding thread may take it again, as a signal handler does.
     """
 
     __slots__ = ("_make", "current")

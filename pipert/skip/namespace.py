@@ -1,4 +1,4 @@
-"""Names of skips, and what tells two pairs of the same name apart."""
+"""Names of skips, and namespaces that distinguish pairs of the same name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Namespace"]
 
 
 class Namespace:
-    """Tells skips of the same name apart: a fresh one for each pair, or group, of layers.
+    """Distinguishes skips of the same name: use a fresh one for each pair, or group, of layers.
 
     >>> ns = Namespace()
     >>> unit = nn.Sequential(Stash().isolate(ns), body, PopAdd().isolate(ns))
 
-    A copy, also one that was pickled, is equal to the original: what belonged together still does.
+    A copy, even through pickle, equals the original, so copied layers still belong together.
     """
 
     __slots__ = ("_id",)
@@ -33,10 +33,10 @@ class Namespace:
 
 
 Key: TypeAlias = tuple[Namespace | None, str]
-"""What a skip is known by: its namespace, ``None`` for the default one, and its name."""
+"""Identifies a skip: its namespace, ``None`` for the default one, and its name."""
 
 
 def show(key: Key) -> str:
-    """How an error calls a skip."""
+    """Formats a skip's key for errors."""
     namespace, name = key
     return repr(name) if namespace is None else f"{name!r} in {namespace}"

@@ -1,4 +1,4 @@
-"""Where skips go: from the partition that stashes straight to those that pop."""
+"""Routes skips from the partition that stashes straight to those that pop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class Carried(NamedTuple):
-    """What a partition gets or returns: its value, and the skips that arrive or leave with it."""
+    """A partition's input or output: a value, and the skips that arrive or leave with it."""
 
     value: Value
     skips: tuple[Value, ...]
@@ -28,19 +28,19 @@ class PartitionSkips:
     """The skips of one partition."""
 
     arriving: tuple[tuple[Key, int], ...]
-    """Each that is popped here and stashed elsewhere, with the partition that stashes it."""
+    """The skips popped here and stashed elsewhere, with the stashing partition."""
     leaving: tuple[tuple[Key, int], ...]
-    """Each that is stashed here and popped elsewhere, with the partition that pops it. One that
-    several pop is there for each of them: their gradients come on streams of their own, and are to
+    """The skips stashed here and popped elsewhere, with the popping partition. A skip that several
+    pop appears once for each: its gradients arrive on separate streams, and may
     be added only behind the nodes that wait for those."""
     pops: Mapping[Key, int]
-    """How many layers of this partition pop each, 0 for what is only stashed here."""
+    """The number of layers of this partition that pop each; 0 for skips only stashed here."""
 
     def __bool__(self) -> bool:
         return bool(self.pops)
 
     def store(self, arriving: Sequence[Value]) -> Store:
-        """The store for one task of the partition, with what ``arriving`` names in it."""
+        """Makes the store for one task of the partition, filled with ``arriving``."""
         store = Store(self.pops, [key for key, _ in self.leaving])
         for (key, _), value in zip(self.arriving, arriving, strict=True):
             store.receive(key, value)

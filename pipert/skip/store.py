@@ -1,14 +1,14 @@
-"""Where a stashed value is until it is popped.
+"""Stores stashed values until they are popped.
 
-Inside a pipe each task has a store of its own, which begins with what comes from other partitions
-and is emptied at the end: nothing of a skip outlives its task but what is sent on. Anywhere else,
-as in a plain ``nn.Sequential``, the store is the thread's. What is left in it, because the forward
-that stashed it failed, is replaced by the next stash of that name.
+Inside a pipe each task has a store of its own, which starts with the values from other partitions
+and is emptied at the end: only what is sent on outlives the task. Elsewhere,
+as in a plain ``nn.Sequential``, the store belongs to the thread. A value left in it by a failed
+forward is replaced by the next stash of that name.
 
-A popped value is what it was when it was stashed. Where it crosses devices nothing else is
-possible, and so that the result does not depend on the split, nothing else is possible anywhere: a
-tensor that was changed in place since is refused. Tensors of inference mode do not know whether
-they were changed; they are stashed as copies, and so handed to all who pop them but the last.
+A popped value equals the stashed one. Across devices nothing else is
+possible, so, to be independent of the split, the same holds everywhere: a
+tensor changed in place since is refused. Tensors of inference mode do not record
+changes; they are copied when stashed, and again for each pop except the last.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class _Absent(enum.Enum):
 
 
 ABSENT = _Absent.ABSENT
-"""Stands for a skip whose layer did not run: nested layers may be left out."""
+"""Stands for a skip whose layer did not run: nested layers may be skipped."""
 
 
 class Stashed:
-    """A value as it was when this was made: containers are made anew for each who gets it.
+    """A snapshot of a value: each ``get`` rebuilds the containers.
 
     Args:
         value: any pytree.
@@ -50,10 +50,10 @@ class Stashed:
         self._versions = _versions(self._tensors)
 
     def get(self, key: Key, apart: bool = False) -> Value:
-        """The value; ``apart`` if somebody else gets it, too.
+        """Returns the value; ``apart`` if it will be popped again.
 
         Raises:
-            RuntimeError: it was modified in place since.
+            RuntimeError: it has been modified in place.
         """
         if _versions(self._tensors) != self._versions:
             raise RuntimeError(
@@ -72,12 +72,12 @@ def _versions(tensors: Tensors) -> list[int]:
 
 
 class Store:
-    """The skips of one task, or of one thread outside of pipes.
+    """The skips of one task, or of one thread outside pipes.
 
     Args:
-        pops: how many layers of the task's partition pop each skip that these declare; ``None``
-            outside of pipes.
-        sent: the skips that are sent to other partitions; once for each.
+        pops: the number of layers in the task's partition that pop each declared skip; ``None``
+            outside pipes.
+        sent: the skips sent to other partitions, once per destination.
     """
 
     __slots__ = ("_left", "_pops", "_sent", "_values")
@@ -86,7 +86,7 @@ class Store:
         self._pops = pops
         self._sent = sent
         self._values: dict[Key, Stashed] = {}
-        self._left: dict[Key, int] = {}  # how many are still to get it
+        self._left: dict[Key, int] = {}  # number of pops still to come
 
     def put(self, key: Key, value: Value, pops: int) -> None:
         """Stash ``value``, for ``pops`` layers as declared."""
@@ -96,13 +96,13 @@ class Store:
             self._values[key], self._left[key] = Stashed(value, apart=True), pops
 
     def receive(self, key: Key, value: Value) -> None:
-        """Let ``value``, which another partition has stashed, be popped here, or sent on."""
+        """Add ``value``, stashed in another partition, to be popped here or sent on."""
         if value is not ABSENT and self._pops is not None:
             self._values[key] = Stashed(value)
             self._left[key] = self._pops[key] + self._sent.count(key)
 
     def take(self, key: Key) -> Value:
-        """Pop a value; the last who gets it removes it.
+        """Pop a value; the last pop removes it.
 
         Raises:
             RuntimeError: there is none, or it was modified in place.
@@ -122,10 +122,10 @@ class Store:
         return self._hand_out(key)
 
     def send(self, key: Key) -> Value:
-        """What another partition is to have; ``ABSENT`` if the layer that stashes it did not run.
+        """Returns a skip for another partition; ``ABSENT`` if the stashing layer did not run.
 
         Raises:
-            RuntimeError: it was modified in place since.
+            RuntimeError: it has been modified in place.
         """
         return self._hand_out(key) if key in self._values else ABSENT
 
@@ -138,7 +138,7 @@ class Store:
         return value
 
     def clear(self) -> None:
-        """Let go of everything: a nested run may have kept the context that this store is in."""
+        """Drop everything: a nested run may have kept the context that holds this store."""
         self._values.clear()
         self._left.clear()
 
@@ -156,7 +156,7 @@ class _New(enum.Enum):
 
 
 NEW = _New.NEW
-"""Stands for the store of a task whose partition declares no skips: made when it is asked for."""
+"""Stands for the store of a task whose partition declares no skips: made on demand."""
 
 of_task: ContextVar[Store | _New | None] = ContextVar("pipert_skips", default=None)
 """The store of the current task; ``None`` outside of tasks. Set in the task's own context."""
@@ -165,7 +165,7 @@ _of_thread = _PerThread()
 
 
 def current_store() -> Store:
-    """The store that layers stash to and pop from here."""
+    """Returns the store that layers stash to and pop from in this context."""
     store = of_task.get()
     if store is None:
         return _of_thread.store

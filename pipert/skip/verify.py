@@ -1,4 +1,4 @@
-"""Whether stashes and pops match: what the layers of a module declare, in the order they run."""
+"""Checks that stashes and pops match, by what layers declare in the order they run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["verify_skippables"]
 
 
 class Declared(NamedTuple):
-    """That a layer stashes or pops a skip."""
+    """A declaration that a layer stashes or pops a skip."""
 
     key: Key
     path: str
     """The layer's name in the outermost Sequential."""
     is_stash: bool
     pops: int = 0
-    """How many layers pop what this one stashes."""
+    """The number of layers that pop this layer's stash."""
 
 
 def declarations(module: nn.Sequential) -> Iterator[list[Declared]]:
-    """What the layers declare, in the order they run, those together whose order is unknown.
+    """Yields the layers' declarations in the order they run, grouped where that is unknown.
 
-    Nested Sequentials run in order. What other modules contain may run in any.
+    Nested Sequentials run in order. The contents of other modules may run in any order.
     """
     for path, unit in _units(module, ""):
         yield [d for where, layer in _skippables(unit, path) for d in _of(layer, where)]
@@ -45,10 +45,10 @@ def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 def _skippables(module: nn.Module, path: str) -> Iterator[tuple[str, Skippable]]:
     if getattr(module, "is_pipe", False):
-        return  # its skips are its own
+        return  # a nested pipe's skips are its own
     if isinstance(module, Skippable):
         yield path, module
-    # Not named_modules: a module that is there twice runs twice.
+    # Not named_modules: a module that appears twice runs twice.
     for name, child in module._modules.items():
         if child is not None:
             yield from _skippables(child, f"{path}.{name}".lstrip("."))
@@ -64,10 +64,10 @@ def _of(layer: Skippable, path: str) -> Iterator[Declared]:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that each stash is popped later, as often as declared, and each pop stashed before.
 
-    ``Pipe`` does so itself.
+    ``Pipe`` does this itself.
 
     Raises:
-        TypeError: they do not match. All mismatches are in the message.
+        TypeError: they do not match. The message lists all mismatches.
     """
     stashes: dict[Key, Declared] = {}
     pops: dict[Key, list[Declared]] = {}

@@ -1,7 +1,7 @@
-"""Timelines: what the devices of a pipe did and when, and what to do about it.
+"""Timelines: what the devices of a pipe did and when, and how to improve it.
 
-``timeline`` is what the user holds, ``live`` how it fills, ``report`` what it says, with the
-``advice`` that ``predict`` measures, ``chrome`` and ``picture`` what it looks like.
+``timeline`` is the user's object, ``live`` fills it, ``report`` summarises it with the ``advice``
+that ``predict`` quantifies, ``chrome`` and ``picture`` draw it.
 """
 
 from __future__ import annotations

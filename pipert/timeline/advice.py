@@ -1,4 +1,4 @@
-"""What would make a pipe faster, by predicting a step with it and without."""
+"""Suggests what would make a pipe faster, by predicting a step with and without each change."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from pipert.timeline.predict import Costs, step_seconds
 
 __all__ = ["Advice"]
 
-_WORTH = 0.05  # what saves less is within the noise of what was measured
+_WORTH = 0.05  # smaller savings are within the noise of the measurements
 _MUCH_OUTSIDE = 0.3
-_SHORT = 300e-6  # s; a task that takes no longer is not much longer than what runs it
+_SHORT = 300e-6  # s; such a task takes little longer than the overhead of running it
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing to do."""
+    """One suggestion."""
 
     kind: str
     """``'balance'``, ``'chunks'``, ``'checkpoint'``, ``'short tasks'`` or ``'outside'``."""
     text: str
     gain: float = 0.0
-    """The share of a step that it is predicted to save, from 0 to 1; 0 if that is unknown."""
+    """The predicted saving as a share of a step, from 0 to 1; 0 if unknown."""
     value: object = None
-    """What to set: a balance, a number of chunks, a mode of checkpointing."""
+    """The value to set: a balance, a number of chunks, a checkpoint mode."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What advice is made of."""
+    """The observations that advice is derived from."""
 
     m: int
-    """Micro-batches of a call, as a rule."""
+    """The usual number of micro-batches per call."""
     chunks: int | None
-    """How many were asked for."""
+    """The number requested."""
     costs: Sequence[Costs]
     lanes: Sequence[str]
     workers: Sequence[int]
@@ -47,17 +47,17 @@ class Seen:
     outside: float
     """The share of time in which the pipe was not at work."""
     one_thread: bool
-    """Whether one thread does the backward of all partitions."""
+    """Whether one thread runs the backward of all partitions."""
 
     def step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
-        """What a step is predicted to take."""
+        """Predicts the duration of a step."""
         return step_seconds(m or self.m, costs or self.costs, self.workers, self.one_thread)
 
 
 def advise(seen: Seen) -> tuple[Advice, ...]:
-    """What is worth to be done, the largest gain first."""
+    """Returns the worthwhile changes, largest gain first."""
     found = list(_outside(seen))
-    if all(cost.forward > 0 for cost in seen.costs):  # each partition was seen to run
+    if all(cost.forward > 0 for cost in seen.costs):  # each partition has run
         found += [*_balance(seen), *_checkpoint(seen)]
         short = list(_short_tasks(seen))
         found += short or _chunks(seen)
@@ -69,7 +69,7 @@ def _balance(seen: Seen) -> Iterator[Advice]:
     cpus = sum(device.type == "cpu" for device in seen.devices)
     if n == 1 or len(seen.lanes) < n or seen.m == 1 or 0 < cpus < n:
         return  # nothing to move, nothing to gain, or unlike devices
-    # What partitions do at the same time: on CPU the forward.
+    # What partitions do concurrently: on CPU only the forward.
     sizes = [cost.forward if seen.one_thread else cost.whole for cost in seen.costs]
     slowest = max(range(n), key=lambda j: sizes[j])
     where = " in the forward" if seen.one_thread else ""
@@ -95,7 +95,7 @@ def _balance(seen: Seen) -> Iterator[Advice]:
 
 
 def _layer_costs(costs: Sequence[Costs], layers: Sequence[Sequence[float]]) -> list[Costs]:
-    """What each layer takes of its partition's cost, as its forward does of the partition's."""
+    """Divides each partition's cost among its layers in proportion to their forward times."""
     each: list[Costs] = []
     for cost, of_partition in zip(costs, layers, strict=True):
         whole, even = sum(of_partition), 1 / len(of_partition)

@@ -1,8 +1,8 @@
-"""A timeline in the Trace Event Format, which Perfetto and ``chrome://tracing`` read.
+"""Converts a timeline to the Trace Event Format, which Perfetto and ``chrome://tracing`` read.
 
-Each device has a thread for what it computes and one for its copies, and more of them where things
+Each device has a thread for its computation and one for its copies, and more where events
 overlap, since the boxes of one thread must not. Arrows go from ``F[i,j]`` to
-``F[i,j+1]`` and from ``B[i,j+1]`` to ``B[i,j]``, by way of the copy if there is one.
+``F[i,j+1]`` and from ``B[i,j+1]`` to ``B[i,j]``, through the copy if there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 Record = dict[str, Any]
 
-# The names of colours that both programs know.
+# Names of colours known to both programs.
 _COLOURS = {
     FORWARD: "thread_state_running",
     RECOMPUTE: "thread_state_iowait",
@@ -29,10 +29,10 @@ _COLOURS = {
 def chrome_trace(
     events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int]
 ) -> dict[str, Any]:
-    """The trace as an object to be written as JSON.
+    """Returns the trace as an object to write as JSON.
 
     Args:
-        events: of one timeline.
+        events: the events of one timeline.
         lanes: the names of the workers.
         workers: the worker of each partition.
     """
@@ -44,7 +44,7 @@ def chrome_trace(
     numbers = {id(event): _number(*at) for event, at in zip(events, threads, strict=True)}
     records += [_slice(event, numbers[id(event)]) for event in events]
     for number, (before, after) in enumerate(_arrows(events)):
-        # Inside of both boxes, and never back: what is needed may be there before all is over.
+        # Inside both boxes, and never backwards: an input may arrive before its maker has ended.
         middle = before.start + before.seconds / 2
         at = max(middle, min(before.end - 1e-7, after.start))
         shared = {"pid": 0, "id": number, "name": "then", "cat": "order"}
@@ -58,9 +58,9 @@ def chrome_trace(
 
 
 def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int, bool, int]]:
-    """For each event its worker, whether it is a copy, and a track on which it overlaps nothing.
+    """Returns each event's worker, whether it is a copy, and a track where it overlaps nothing.
 
-    There is more than one track where several callers go backward at once, or copies overlap.
+    There are several tracks where several callers run backward at once, or copies overlap.
     """
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
@@ -76,7 +76,7 @@ def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int,
 
 
 def _number(worker: int, copies: bool, track: int) -> int:
-    """The trace's number of a thread: those of a device are next to each other."""
+    """Numbers the threads of the trace; those of one device are adjacent."""
     return 1000 * worker + 500 * copies + track
 
 
@@ -107,9 +107,9 @@ def _slice(event: Event, thread: int) -> Record:
 
 
 def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Pairs of events of which the second one needs what the first one made."""
+    """Returns pairs of events, the second of which needs the first one's result."""
     tasks: dict[tuple[str, int, int, int], Event] = {}
-    for event in events:  # of a backward in several pieces, or that was run twice, the last one
+    for event in events:  # the last piece of a backward that is split or runs twice
         if event.kind in (FORWARD, BACKWARD):
             tasks[event.kind, event.run, event.i, event.j] = event
     arrows, copied = [], set()

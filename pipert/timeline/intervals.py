@@ -1,4 +1,4 @@
-"""Stretches of time, as pairs of start and end."""
+"""Time intervals, as pairs of start and end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that any of them covers, as separate intervals in order."""
+    """Returns the time covered by any of them, as disjoint intervals in order."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -21,12 +21,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long they are together; each counts."""
+    """Returns their total length; overlaps count twice."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """The time that both cover. Each is what :func:`union` returns."""
+    """Returns the time covered by both, each a result of :func:`union`."""
     common, a, b = [], 0, 0
     while a < len(one) and b < len(other):
         start, end = max(one[a][0], other[b][0]), min(one[a][1], other[b][1])

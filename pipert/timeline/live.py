@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 class LiveTimeline(Timeline):
-    """What a recording has seen so far. References neither the pipe nor its threads."""
+    """The events recorded so far. References neither the pipe nor its threads."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LiveTimeline(Timeline):
         layers = []
         seconds = self._recording.layer_seconds()
         for j, count in enumerate(self._balance):
-            # A task that failed did not come to its last layer.
+            # A failed task did not reach its last layer.
             whole = [took for took in seconds.get(j, ()) if len(took) == count]
             if not whole:
                 return None
@@ -59,7 +59,7 @@ class LiveTimeline(Timeline):
 
 
 class Record:
-    """``pipe.record()``: a context that may be entered again, each time for a timeline."""
+    """``pipe.record()``: a reusable context; each entry yields a new timeline."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
-"""A timeline as a picture, like figure 8 of the paper: needs matplotlib, the extra ``plot``.
+"""Draws a timeline like figure 8 of the paper; needs matplotlib, the extra ``plot``.
 
-It is drawn on a figure of its own: nothing of ``pyplot``, and so nothing that the process shares.
+It uses a figure of its own and no ``pyplot``, and so no state shared by the process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
 
 __all__: list[str] = []
 
-# From the background to the front; of a box and of the number of the micro-batch in it.
+# From back to front; the colours of a box and of the micro-batch's number in it.
 _COLOURS = {
     WAIT: ("#ececec", None),
     COPY: ("#e45756", None),
@@ -25,7 +25,7 @@ _COLOURS = {
 
 
 class Drawable(Protocol):
-    """What is drawn of a timeline."""
+    """The parts of a timeline that are drawn."""
 
     @property
     def events(self) -> Sequence[Event]: ...
@@ -38,9 +38,9 @@ def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     """Draw each timeline under its title, all to the same scale.
 
     Raises:
-        ImportError: matplotlib is not there.
+        ImportError: matplotlib is missing.
     """
-    # The same timeline gives the same file; text in an SVG stays text.
+    # Equal timelines give equal files; text in an SVG stays text.
     with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         _figure(timelines).savefig(path, dpi=150, metadata=metadata.get(Path(path).suffix.lower()))

@@ -1,8 +1,8 @@
-"""What the devices did with their time, and what would make better use of it.
+"""Reports how the devices spent their time, and how to use it better.
 
 Time counts while the pipe is at work: from the first to the last forward task of each call, and
-from the first to the last task of its backward. What the training loop does in between, the loss,
-the optimizer and the data, stands by itself.
+from the first to the last task of its backward. Work of the training loop in between (loss,
+optimizer, data) is counted separately.
 """
 
 from __future__ import annotations
@@ -23,52 +23,52 @@ __all__ = ["DeviceTimes", "Report"]
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """What one device did, in seconds."""
+    """How one device spent its time, in seconds."""
 
     name: str
     busy: float
-    """Computing, in forward, recomputation or backward."""
+    """Computing: forward, recomputation or backward."""
     forward: float
     recomputing: float
     backward: float
     waiting: float
-    """Not computing while the pipe was at work: for input, for the caller's thread, for nothing."""
+    """Not computing while the pipe was at work: waiting for input or the caller, or idle."""
     for_input: float
-    """Of that, seen to wait for an input or for a copy of it."""
+    """The part of it known to be a wait for an input or its copy."""
     copying: float
-    """Copies that came in."""
+    """Incoming copies."""
     hidden: float
-    """Of these, while it computed."""
+    """The part of them during computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What :meth:`Timeline.report` returns; ``str`` of it is the text."""
+    """The result of :meth:`Timeline.report`; ``str`` of it is the text."""
 
     calls: int
-    """That were complete: a call that failed, or that is not over, does not count."""
+    """Complete calls: failed or unfinished ones do not count."""
     incomplete: int
-    """Calls that were not, and that are left out."""
+    """Incomplete calls, which are left out."""
     micro_batches: int
-    """Of a call, as a rule."""
+    """The usual number per call."""
     seconds: float
-    """From the first event to the last."""
+    """The time from the first event to the last."""
     outside: float
-    """Of these, when the pipe was not at work."""
+    """The part of them when the pipe was not at work."""
     devices: tuple[DeviceTimes, ...]
     bubble: float
     """The share of the devices' time in which they did not compute, from 0 to 1."""
     forward_bubble: float | None
-    """``None`` for steps of ``forward_backward``, where backward is not apart from it."""
+    """``None`` for steps of ``forward_backward``, where forward and backward interleave."""
     backward_bubble: float | None
     """``None`` likewise, or if there was no backward."""
     ideal_bubble: float
-    """What equal partitions and free copies would leave of :attr:`bubble`: ``(n-1)/(m+n-1)``
-    (section 2.1 of the paper); of CPU partitions, whose backward is done by one thread, more."""
+    """The :attr:`bubble` of equal partitions and free copies: ``(n-1)/(m+n-1)``
+    (section 2.1 of the paper); more for CPU partitions, whose backward runs in one thread."""
     costs: tuple[Costs, ...]
-    """What each partition takes for a micro-batch."""
+    """The cost of a micro-batch in each partition."""
     advice: tuple[Advice, ...]
-    """What to do about it, the largest predicted gain first."""
+    """Suggestions, largest predicted gain first."""
 
     def __str__(self) -> str:
         lines = [_headline(self), "", *_table(self), "", _bubble_line(self)]
@@ -92,9 +92,9 @@ def make_report(
     if not events:
         raise ValueError(
             f"there is no complete call in this timeline, and {len(broken)} that failed or were "
-            "cut off; call the pipe inside of 'with pipe.record() as timeline'"
+            "cut off; call the pipe inside 'with pipe.record() as timeline'"
         )
-    # In a step both are under way at once.
+    # In a step both run at once.
     stepped = steps.issuperset(sizes)
     kinds: tuple[tuple[str, ...], ...] = (FORWARD,), (RECOMPUTE, BACKWARD)
     forward, backward = (_phases(events, COMPUTE if stepped else of) for of in kinds)
@@ -127,9 +127,10 @@ def make_report(
 def _calls(
     events: Sequence[Event], n: int, steps: frozenset[int]
 ) -> tuple[dict[int, int], set[int]]:
-    """How many micro-batches each complete call has; and the calls that are not complete.
+    """Returns the micro-batches of each complete call, and the incomplete calls.
 
-    A call has all its forward tasks, a step goes back to the first partition with each of them.
+    A complete call has all its forward tasks; a complete step also their backwards, down to the
+    first partition.
     """
     forward: dict[int, set[tuple[int, int]]] = {}
     for event in events:
@@ -147,10 +148,10 @@ def _calls(
 
 
 def _phases(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
-    """When each call was at work, forward or backward.
+    """Returns when each call was at work, forward or backward.
 
-    Not from the first to the last task: a call may be gone backward through twice, with a pause
-    in between. A pause is when nothing runs for longer than any task took.
+    Not from the first to the last task: a call may run backward twice, with a pause
+    in between. A pause is a gap longer than any task.
     """
     phases: list[Interval] = []
     runs: dict[int, list[Interval]] = {}
@@ -172,7 +173,7 @@ def _phases(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
 def _times(
     events: Sequence[Event], lane: int, workers: Sequence[int], kinds: Collection[str]
 ) -> list[Interval]:
-    """When that worker's device did something of those kinds."""
+    """Returns when that worker's device did work of those kinds."""
     of_lane = [event for event in events if event.kind in kinds and workers[event.j] == lane]
     return union((event.start, event.end) for event in of_lane)
 
@@ -190,7 +191,7 @@ def _device(
         busy=length(busy),
         forward=length(forward),
         recomputing=length(recomputing),
-        backward=length(busy) - length(first),  # a recomputation may be inside of a backward
+        backward=length(busy) - length(first),  # a recomputation may be inside a backward
         waiting=length(work) - length(overlap(busy, work)),
         for_input=length(waited) - length(overlap(waited, busy)),
         copying=length(copying),
@@ -199,13 +200,13 @@ def _device(
 
 
 def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
-    """The share of the devices' time in ``work`` in which they did not compute."""
+    """Returns the share of the devices' time in ``work`` in which they did not compute."""
     whole = len(busy) * length(work)
     return 1 - sum(length(overlap(one, work)) for one in busy) / whole if whole else 0.0
 
 
 def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
-    """What each partition takes for a micro-batch, as a rule: a task that was held up is none."""
+    """Returns the usual cost of a micro-batch in each partition; delayed tasks do not affect it."""
     seconds: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for event in events:
         if event.kind in COMPUTE:  # a backward may be in several pieces

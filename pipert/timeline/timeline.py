@@ -1,4 +1,4 @@
-"""``Timeline``: what happened on each device, and when."""
+"""``Timeline``: the events on each device, with their times."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = ["Timeline"]
 
 
 class Timeline:
-    """Events of a pipe. :meth:`Pipe.record` makes one; so can you, of events of your own.
+    """Events of a pipe. :meth:`Pipe.record` makes one; you can also build one from your own events.
 
     Args:
         events: in any order.
-        devices: of each partition.
-        workers: which worker serves each partition, counted from 0. Default: as in a pipe, one for
-            each CUDA device and each ``'cpu'``.
-        layers: for each partition how many seconds its layers take in a forward task; from them
-            comes the better balance in the report. Default: unknown.
-        chunks: the number of micro-batches that were asked for; a call with fewer had no more rows.
+        devices: the device of each partition.
+        workers: the worker of each partition, counted from 0. Default: as in a pipe, one per
+            CUDA device and per ``'cpu'``.
+        layers: for each partition the seconds that its layers take in a forward task; the report
+            derives the better balance from them. Default: unknown.
+        chunks: the requested number of micro-batches; a call with fewer had no more rows.
             Default: unknown.
-        steps: the calls of ``forward_backward``, by number. Default: none.
+        steps: the numbers of the calls of ``forward_backward``. Default: none.
 
     Raises:
-        ValueError: what is given does not fit together; the first event that does not is named.
+        ValueError: the arguments are inconsistent; the first bad event is named.
     """
 
     def __init__(
@@ -64,46 +64,46 @@ class Timeline:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Everything that is over by now, in the order in which it began.
+        """All finished events, in order of their start.
 
-        If something ran on CUDA, waits until it has.
+        Waits for events on CUDA.
         """
         return self._events
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """Of each partition."""
+        """The device of each partition."""
         return self._devices
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The workers by name: ``'cuda:0'``, or ``'cpu 0'`` for a logical CPU device."""
+        """The workers' names: ``'cuda:0'``, or ``'cpu 0'`` for a logical CPU device."""
         names: dict[int, str] = {}
         for worker, device in zip(self._workers, self._devices, strict=True):
             names[worker] = f"cpu {worker}" if device.type == "cpu" else str(device)
         return tuple(names[worker] for worker in sorted(names))
 
     def lane(self, event: Event) -> int:
-        """Which of :attr:`lanes` an event belongs to; a copy to the one that it goes to."""
+        """Returns the index in :attr:`lanes` of an event; a copy belongs to its destination."""
         return self._workers[event.j]
 
     @property
     def steps(self) -> frozenset[int]:
-        """The calls of ``forward_backward``, in which workers go backward, too."""
+        """The calls of ``forward_backward``, in which workers also run the backward."""
         return self._steps
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        """For each partition how long its layers take in a forward task, the median; if known."""
+        """The median seconds of each partition's layers in a forward task, if known."""
         return self._layers
 
     def report(self) -> Report:
-        """What the devices did with their time, and what would make better use of it.
+        """Reports how the devices spent their time, and how to use it better.
 
-        ``print(timeline.report())`` shows it; its fields are the figures.
+        ``print(timeline.report())`` shows it; its fields hold the figures.
 
         Raises:
-            ValueError: there is no forward task in the timeline.
+            ValueError: the timeline has no forward task.
         """
         return make_report(
             self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
@@ -123,16 +123,16 @@ class Timeline:
         """Draw it as the paper does: a lane for each device, a box for each task.
 
         Args:
-            path: what it ends with is the format: ``.png``, ``.svg`` or ``.pdf``.
-            title: written above.
+            path: its suffix selects the format: ``.png``, ``.svg`` or ``.pdf``.
+            title: written above the picture.
 
         Raises:
-            ImportError: matplotlib is not there.
+            ImportError: matplotlib is missing.
         """
         save_picture({title or "": self}, path)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {', '.join(self.lanes)}>"  # events may take long
+        return f"<{type(self).__name__} of {', '.join(self.lanes)}>"  # reading events may take long
 
 
 def _check(event: Event, n: int) -> None:

@@ -3,17 +3,17 @@
 Guarantees:
 
 * **P1** threads start at the first use and are reused.
-* **P2** ``close`` is idempotent, may be called from anywhere, and joins; from inside a task it
-  cannot, since the others may be waiting for that task.
-* **P3** ``stop`` ends the threads without joining; it is what runs when the last reference to a
-  pipe is dropped, in a finalizer.
-* **P4** the interpreter exits: at exit all threads are stopped and joined, for ``_AT_EXIT`` at
-  most.
+* **P2** ``close`` is idempotent, may be called from anywhere, and joins, except from inside a
+  task, since the other workers may be waiting for that task.
+* **P3** ``stop`` ends the threads without joining; a finalizer calls it when the last reference to
+  a pipe is dropped.
+* **P4** the interpreter exits: at exit all threads are stopped and joined, for at most
+  ``_AT_EXIT``.
 * **P5** a forked child has none of its parent's threads; it starts its own.
 * **P6** threads are named ``pipert-<device>-<n>``, for the operating system too.
 
 The lock guards the list of threads. It is reentrant, because a signal handler may close the pool on
-the very thread that is starting it; ``stop`` does without, because a finalizer may run anywhere.
+the very thread that is starting it; ``stop`` takes no lock, because a finalizer may run anywhere.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _AT_EXIT = 10.0  # s
 
 
 class WorkerView(NamedTuple):
-    """One worker as others see it."""
+    """A snapshot of one worker, taken from any thread."""
 
     name: str
     device: torch.device
     state: State
     depth: int
-    """Of its in-queue."""
+    """The depth of its in-queue."""
     now: float
-    """When it was looked at, or just before: what is over by now counts no longer than it took."""
+    """When it was read, or just before: a task over by now counts only for as long as it took."""
     busy: float
-    """Seconds spent on tasks by then."""
+    """Seconds spent on tasks by that time."""
 
 
 class Pool:
-    """Worker threads, one for each name.
+    """Worker threads, one per name.
 
     Args:
         names: the threads' names.
-        devices: the device each serves, as long as ``names``.
+        devices: the device of each, as many as ``names``.
     """
 
     def __init__(self, names: Sequence[str], devices: Sequence[torch.device]) -> None:
@@ -85,7 +85,7 @@ class Pool:
                     self._reset()
 
     def put(self, worker: int, task: Task) -> None:
-        """Hand a task to a worker, or abandon it if that worker does not take tasks any more."""
+        """Give a task to a worker, or abandon it if that worker no longer takes tasks."""
         threads = self._threads
         try:
             threads[worker].in_queue.put(task)
@@ -97,7 +97,7 @@ class Pool:
             task.abandon(error)
 
     def start(self) -> list[WorkerThread]:
-        """Make sure that each worker has a live thread, and return them.
+        """Ensure that each worker has a live thread, and return the threads.
 
         Raises:
             PipeClosedError: the pool was closed.
@@ -118,11 +118,11 @@ class Pool:
                 if k < len(self._threads) and self._threads[k].serves():
                     continue
                 for old in self._threads[k : k + 1]:
-                    old.stop()  # its start may have been interrupted, so that it is alive yet
+                    old.stop()  # its start may have been interrupted, so it may still come alive
                 thread = WorkerThread(
                     self._names[k], self._devices[k], self._turns, self._activities[k]
                 )
-                self._threads[k : k + 1] = [thread]  # first: nobody else would stop it
+                self._threads[k : k + 1] = [thread]  # first: nothing else would stop it
                 thread.start()
             if self.closed:  # meanwhile, by a signal handler or another thread
                 self.stop()
@@ -130,33 +130,33 @@ class Pool:
         return list(self._threads)
 
     def stop(self) -> None:
-        """Let every thread end after its current task, without waiting for it (P3)."""
+        """Make every thread end after its current task, without waiting for it (P3)."""
         self._closed = True
         if self._pid == os.getpid():
             for thread in self._threads:
                 thread.stop()
 
     def close(self, join: bool = True, timeout: float | None = None) -> list[int]:
-        """Stop, and join unless a task of the pool is what calls (P2).
+        """Stop the threads, and join them unless called from a task of the pool (P2).
 
-        Waits for ``timeout`` seconds at most. Returns the workers it waited for in vain.
+        Waits for at most ``timeout`` seconds. Returns the workers still running after that.
         """
         self.stop()
         if self._pid != os.getpid():
-            return []  # a forked child has none of the threads, and the lock may be held for ever
-        with self._lock:  # whoever is starting threads has finished
+            return []  # a forked child has no threads, and the lock may be held for ever
+        with self._lock:  # no other thread is starting workers now
             threads = list(self._threads)
         self.stop()
         if not join:
             return []
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in threads:
-            if thread.is_alive():  # one that was never started cannot be joined
+            if thread.is_alive():  # a thread never started cannot be joined
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return [k for k, thread in enumerate(threads) if thread.is_alive()]
 
     def look(self) -> list[WorkerView]:
-        """What each worker is doing, as seen from any thread."""
+        """Returns what each worker is doing; may be called from any thread."""
         self._be_of_this_process()
         threads = self._threads
         depths = [thread.in_queue.depth() for thread in threads]
@@ -170,9 +170,9 @@ class Pool:
         ]
 
     def stack(self, worker: int) -> str:
-        """Where in Python the worker is, as a traceback is printed, the innermost call last.
+        """Returns the worker's Python stack, printed like a traceback, innermost call last.
 
-        It begins with the layer that was called: how that came about is the same for all.
+        It begins with the called layer: the frames above it are the same for all.
         """
         for thread in self._threads[worker : worker + 1]:
             stack = stack_of(thread)
@@ -199,12 +199,12 @@ def _leads_to_a_layer(frame: traceback.FrameSummary) -> bool:
     return frame.filename.startswith(_OURS)
 
 
-_exiting: list[bool] = []  # not empty when the threads of the process have been ended
+_exiting: list[bool] = []  # not empty once the threads of the process have been ended
 
 
 @atexit.register
 def _end_all() -> None:
-    """P4. Daemon threads that are still in torch when the interpreter goes can crash it."""
+    """P4. Daemon threads still inside torch when the interpreter exits can crash it."""
     _exiting.append(True)
     threads = [thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
     threads = [thread for thread in threads if thread.is_alive()]

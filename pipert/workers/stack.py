@@ -1,9 +1,9 @@
-"""Where in Python another thread is, while it runs.
+"""Reads the Python stack of another, running thread.
 
-The standard way is ``sys._current_frames`` and ``traceback``. It walks the frames in Python, and
-the thread goes on meanwhile: what it has left by then is read all the same. CPython 3.11 then
-crashes, about once in a thousand looks at a thread that is busy. ``faulthandler`` writes all stacks
-down without letting go of the interpreter; here its text is read back.
+The standard way is ``sys._current_frames`` and ``traceback``. It walks the frames in Python while
+the thread runs on, and so reads frames that the thread has already left. CPython 3.11 then
+crashes, about once in a thousand looks at a busy thread. ``faulthandler`` writes all stacks
+without releasing the interpreter; this module parses its text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 
 
 def stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
-    """The Python calls of ``thread``, the innermost last; of a thread that has ended none.
+    """Returns the Python calls of ``thread``, innermost last; none if the thread has ended.
 
-    Sees a hundred threads of a process and a hundred calls of each, the innermost.
+    It sees at most a hundred threads of a process, and the hundred innermost calls of each.
     """
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)

@@ -1,4 +1,4 @@
-"""Compiled functions that go backward in a context of their own."""
+"""Compiled functions run backward in contexts of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No function of pipert's waits for a leaf that an operation of another thread begins to use."""
+"""pipert's functions never deadlock on a leaf that another thread's operation first uses."""
 
 from __future__ import annotations
 

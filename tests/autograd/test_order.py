@@ -1,4 +1,4 @@
-"""Fork and Join: the order they give to a backward, alone and inside a pipe."""
+"""Fork and Join impose their order on a backward, alone and inside a pipe."""
 
 from __future__ import annotations
 

@@ -207,6 +207,11 @@ def test_dropout_drops_as_much_as_it_should() -> None:
     assert 0.72 < kept.sum().item() / 8000 < 0.78
 
 
+def test_dropout_that_drops_all_leaves_zeros() -> None:
+    with pipe_of(nn.Dropout(1.0)) as pipe:
+        assert torch.equal(pipe(torch.ones(4, 8)), torch.zeros(4, 8))
+
+
 # Recomputation ------------------------------------------------------------------------------------
 
 
@@ -236,6 +241,16 @@ def test_the_gradient_of_a_dropout_has_the_mask_of_its_forward(checkpoint: str) 
         y = pipe(x)
         (grad,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(grad, y)
+
+
+def test_a_recomputation_of_an_inner_pipe_draws_the_numbers_of_its_forward() -> None:
+    x = torch.ones(4, 64, requires_grad=True)
+    inner = pipe_of(nn.Dropout(), nn.Identity(), chunks=2, checkpoint="never")
+    layer = nn.Sequential(inner, Apply(torch.square))  # whose backward reads what inner computes
+    with inner, pipe_of(layer, nn.Identity(), chunks=2, checkpoint="always") as outer:
+        y = outer(x)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(grad, 2 * y)
 
 
 @pytest.mark.parametrize("k", range(5))

@@ -133,6 +133,11 @@ def test_with_many_micro_batches_a_partition_begins_where_little_goes_in() -> No
     assert balance(2, *layers, sample=x, chunks=64) == [2, 3]
 
 
+def test_with_many_micro_batches_what_is_popped_counts_for_each_and_no_entry_twice() -> None:
+    layers = [Stash(), nn.Tanh(), nn.Tanh(), nn.Tanh(), PopSum()]
+    assert balance(2, *layers, sample=torch.ones(8, 4), chunks=8) == [4, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "what"), [({"param_scale": 0.5}, "param_scale"), ({"chunks": 0}, "chunks")]
 )

@@ -1,4 +1,4 @@
-"""Times that make a balance: of a clock that the layers move, and of a real one."""
+"""Balances from times, by a clock that the layers advance and by a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the experiments of the paper count and predict, on small cases that are known."""
+"""The counts and predictions of the paper's experiments, on small known cases."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchgpipe", reason="the experiments run torchgpipe beside pipert")
 pytest.importorskip("tqdm", reason="the experiments show their progress with tqdm")
 
+from _ablation import only  # noqa: E402
 from _layer_costs import Bytes, Times, layer_bytes, layer_times  # noqa: E402
 from _memory import peaks  # noqa: E402
 from _models import AMOEBANET, RESNET, UNET, Model, for_torchgpipe  # noqa: E402
@@ -183,8 +184,7 @@ def test_without_fork_and_join_micro_batches_go_back_in_reverse_order_all_the_sa
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     layers.append(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))))  # one with more nodes
     pipe = Pipe(layers, [1, 1, 2], devices=devices, chunks=5, checkpoint=checkpoint)
-    with pipe:
-        pipe._runtime.components = SWITCHES["clock only"]
+    with pipe, only(pipe, SWITCHES["clock only"]):
         with pipe.record() as timeline:
             pipe(torch.rand(5, 2)).sum().backward()
     for j in range(3):

@@ -1,4 +1,4 @@
-"""The benchmark of whole steps, at its smallest: it runs, counts, and says which bar was missed."""
+"""The benchmark of whole steps, at its smallest, runs, counts, and names missed bars."""
 
 from __future__ import annotations
 

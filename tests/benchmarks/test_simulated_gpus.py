@@ -1,6 +1,6 @@
-"""Virtual time: the smallest experiment runs, with no wait missing, and what must hold does.
+"""Virtual time: the smallest experiment runs without a missing wait, and its claims hold.
 
-In processes of their own: simulated devices have to be there before torch is imported.
+Each runs in its own process, since simulated devices must exist before torch is imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The simulator on cases that were computed by hand."""
+"""The simulator on cases computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each check holds as pipert is, and does not when a fault is put into pipert: on CPU workers."""
+"""Each check holds for pipert as it is, and fails with a fault injected: on CPU workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from pipert.check.models import even, small_models
 from pipert.check.repeats import check_repeats
 from pipert.check.values import check_values, check_values_under_load, difference
 from pipert.check.ways import Devices
-from pipert.layers.call import Computation
+from pipert.layers.call import Layers
+from pipert.layers.place import Place
 from pipert.stage.gradients import Gradients
 
 TWO = Devices((torch.device("cpu"),) * 2)
@@ -96,14 +97,14 @@ def test_errors_hold() -> None:
 
 
 def test_an_error_without_its_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Computation, "_note", lambda *_: "somewhere [0], there")
+    monkeypatch.setattr(Place, "describe", lambda *_: "somewhere [0], there")
     (found,) = check_errors(TWO)
     assert found.outcome == BROKEN
     assert "an error in the backward with 1f1b: its note lacks backward, partition 1" in found.seen
 
 
 def test_a_step_that_is_wrong_after_an_error_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    note, failed = Computation._note, []
+    note, failed = Layers._note_of_layer, []
 
     def noted(*args: Any) -> str:
         failed.append(1)
@@ -113,7 +114,7 @@ def test_a_step_that_is_wrong_after_an_error_is_seen(monkeypatch: pytest.MonkeyP
         return linear(x, *args) + len(failed)
 
     linear = torch.nn.functional.linear
-    monkeypatch.setattr(Computation, "_note", noted)
+    monkeypatch.setattr(Layers, "_note_of_layer", noted)
     monkeypatch.setattr(torch.nn.functional, "linear", forward)
     (found,) = check_errors(TWO)
     assert found.outcome == BROKEN

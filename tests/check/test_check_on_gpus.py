@@ -24,7 +24,8 @@ from pipert.check.overlap import check_copies, check_overlap
 from pipert.check.speed import check_speed
 from pipert.check.values import check_values
 from pipert.check.ways import Devices, Way
-from pipert.stage.recorded_lane import RecordedLane, RecordedStepLane
+from pipert.stage import actions, backward
+from pipert.stage.stage import Stage
 from tests import simulated_gpus
 
 pytestmark = pytest.mark.slow
@@ -207,17 +208,17 @@ def test_partitions_that_take_turns_are_seen(monkeypatch: pytest.MonkeyPatch) ->
     lock, last = threading.Lock(), [torch.cuda.Event()]  # type: ignore[no-untyped-call]
 
     def after_the_last(compute: Callable[..., Any]) -> Callable[..., Any]:
-        def alone(lane: RecordedLane, *args: Any) -> Any:
+        def alone(stage: Stage, *args: Any) -> Any:
             with lock:
-                on = torch.cuda.current_stream(lane._device)
+                on = torch.cuda.current_stream(stage.place.device)
                 on.wait_event(last[0])
-                result = compute(lane, *args)
+                result = compute(stage, *args)
                 last[0] = on.record_event()
                 return result
 
         return alone
 
-    for of, name in ((RecordedLane, "_compute"), (RecordedStepLane, "_find_gradients")):
+    for of, name in ((actions, "recorded_compute"), (backward, "_backward")):
         monkeypatch.setattr(of, name, after_the_last(getattr(of, name)))
     monkeypatch.setattr(overlap, "WAYS", [Way("gpipe", "never"), Way("1f1b", "never")])
     found = overlapping()

@@ -1,4 +1,4 @@
-"""Streams of a test's own, used as a program has to use them; and what keeps one busy."""
+"""A test's own streams, used as a program must use them; and work that keeps one busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies are on streams of their own, seen in the virtual time of simulated GPUs.
+"""Copies run on streams of their own, as the virtual time of simulated GPUs shows.
 
 Each partition computes for 1000 us, forward and backward, and each copy of a micro-batch takes 500.
 On streams of their own copies are hidden: with ``m`` micro-batches and ``n`` partitions a pass
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from pipert import Event, Pipe
 from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.skip import Skippable, pop, skippable, stash
-from pipert.stage.components import Components
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
@@ -100,22 +99,10 @@ def test_copies_of_a_step_are_hidden(gpus: Simulation, pipe: Pipe) -> None:
     assert gpus.makespan() == pytest.approx(2 * PASS, abs=1)
 
 
-def test_without_streams_of_their_own_copies_are_not_hidden(gpus: Simulation, pipe: Pipe) -> None:
-    pipe._runtime.components = Components(copy_streams=False)
-    x = batch(grad=False)
-    gpus.reset_time()
-    pipe(x)
-    assert gpus.makespan() > PASS + MOVE
-
-
 # Blocking -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("copy_streams", [True, False])
-def test_between_gpus_the_host_waits_for_nothing(
-    gpus: Simulation, pipe: Pipe, copy_streams: bool
-) -> None:
-    pipe._runtime.components = Components(copy_streams=copy_streams)
+def test_between_gpus_the_host_waits_for_nothing(gpus: Simulation, pipe: Pipe) -> None:
     x = batch()
     before = gpus.counts()["synchronisations"]
     pipe(x).sum().backward()
@@ -207,15 +194,6 @@ def test_recomputations_and_layers_are_recorded_by_the_device_s_clock(gpus: Simu
     layers = timeline.layer_seconds
     assert layers is not None
     assert [round(1e6 * seconds) for (seconds,) in layers] == [COMPUTE] * 2
-
-
-@ways
-def test_copies_without_streams_of_their_own_are_recorded_too(pipe: Pipe, train: Train) -> None:
-    pipe._runtime.components = Components(copy_streams=False)
-    with pipe.record() as timeline:
-        train(pipe, batch())
-    took = microseconds(of(timeline, COPY)).values()  # each until what is computed there is done
-    assert all(one >= MOVE and one % MOVE == 0 for one in took)
 
 
 def test_a_recording_begins_when_all_streams_are_idle(pipe: Pipe) -> None:

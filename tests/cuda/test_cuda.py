@@ -1,7 +1,7 @@
 """On real GPUs: the same results, in the right streams, in flat memory.
 
-Additional proof. What can be seen on CPU is tested there; here is what only a device can show. All
-tests are skipped where there is no CUDA device, those marked ``multi_gpu`` where there is but one.
+Additional proof. Tests that can run on CPU do so elsewhere; these need a device. All
+are skipped without a CUDA device, those marked ``multi_gpu`` with only one.
 """
 
 from __future__ import annotations

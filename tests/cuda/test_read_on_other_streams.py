@@ -1,9 +1,9 @@
-"""What a pipe hands out may be read on any stream of the caller's, and dropped.
+"""Results of a pipe may be read on any of the caller's streams, and dropped.
 
-Outputs and gradients may be in memory of a copy stream, which the caller does not know. He does
-what torch asks of whoever reads on another stream than that of the call: that one waits, and is
-waited for before he goes on. On simulated GPUs memory that is used again too early is reported, and
-fails the test; the same with the plain module is not.
+Outputs and gradients may be in memory of a copy stream, which the caller does not know. The caller
+follows torch's rule for reading on another stream than that of the call: that stream waits, and is
+waited for before going on. Simulated GPUs report memory reused too early, which
+fails the test; the same with the plain module is not reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker computes on the streams of whoever calls, and is left with its own."""
+"""A worker computes on its caller's streams, and gets its own back."""
 
 from __future__ import annotations
 
@@ -47,5 +47,7 @@ def test_what_is_put_back_is_what_was_there() -> None:
     with torch.cuda.stream(callers):
         context = CallerContext([torch.device("cuda:0")])
     with torch.cuda.stream(before):
-        assert context.run_backward(torch.cuda.current_stream) == callers
-        assert torch.cuda.current_stream() == before
+        for block in (context.on_worker, context.going_back_on_worker):
+            with block:
+                assert torch.cuda.current_stream() == callers
+            assert torch.cuda.current_stream() == before

@@ -1,7 +1,7 @@
-"""Each wait between streams is needed: configurations in which nothing else stands in for it.
+"""Each wait between streams is needed: configurations in which no other wait replaces it.
 
-Numbers are right here, with and without. What fails without a wait is the report of the simulated
-GPUs that nothing orders two accesses, or that memory is used again while it is still read; so on
+The numbers are right even without the wait. The test fails because the simulated GPUs report
+unordered accesses, or memory reused while it is still read; so on
 real GPUs these tests show little. ``python -m tests.mutants`` shows which of them notices what.
 """
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
-from pipert.stage.components import Components
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
@@ -157,18 +156,6 @@ def test_a_gradient_of_a_skip_or_a_value_alone_needs_no_synchronisation(
     with pipe_of(module, devices, checkpoint="never") as pipe:
         for _ in range(2):
             train(pipe, batch(grad=True))
-
-
-@places
-@ways
-def test_without_copy_streams_a_step_needs_no_synchronisation(
-    train: Callable[[Pipe, Tensor], None], devices: list[str], streams: None
-) -> None:
-    with pipe_of(with_skip(), devices) as pipe:
-        pipe._runtime.components = Components(copy_streams=False)
-        x = batch(grad=True)
-        for _ in range(2):
-            train(pipe, x)
 
 
 @places

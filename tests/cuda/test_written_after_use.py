@@ -1,8 +1,8 @@
-"""What a caller has passed in is his again when the call is over: he may write it at once.
+"""The caller may overwrite arguments as soon as the call is over.
 
-What is read on copy streams is read later than the call returns, so the caller's stream has to
+Copy streams may read them after the call has returned, so the caller's stream must
 wait for that, whether the call succeeded or not. The plain module reads on the caller's stream and
-has nothing to wait for. On simulated GPUs a missing wait is reported, and fails the test; on real
+has nothing to wait for. Simulated GPUs report a missing wait, which fails the test; on real
 ones values would be wrong now and then.
 """
 

@@ -1,8 +1,8 @@
-"""What one partition keeps and needs for one micro-batch, by running it alone on one device.
+"""Measures one partition's memory for one micro-batch by running it alone on one device.
 
-No pipe, no threads and no checkpoints: the layers are called one after the other on a device that
-has nothing else, and its live bytes are read. So it says what there *has* to be, whatever a pipe
-does. Skips are handed in and taken out as the layers yield them.
+No pipe, no threads and no checkpoints: the layers are called one after the other on an otherwise
+empty device, whose live bytes are read. So it gives the memory *required*, whatever a pipe
+does. Skips are passed in and taken out as the layers yield them.
 """
 
 from __future__ import annotations

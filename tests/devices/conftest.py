@@ -1,4 +1,4 @@
-"""Tests that read the memory of simulated devices, or let it run out: what no GPU can be asked."""
+"""Tests that read simulated devices' memory, or exhaust it, as no real GPU allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each device has to hold at its highest, from what its partition needs when it is alone.
+"""Predicts each device's peak memory from its partition's needs when run alone.
 
 Peak of device *j*::
 

@@ -1,8 +1,8 @@
-"""Tasks one at a time, in the order of their schedule: then peaks are the same in every run.
+"""Runs tasks one at a time, in schedule order, so that peaks are the same in every run.
 
-Left alone, how many values are on their way between two devices depends on the threads. Here a
-worker begins a task when the one posted before it is over. That is one of the orders that may
-happen anyway, since no task needs what stands behind it.
+Otherwise the number of values in transit between two devices depends on the threads. Here a
+worker begins a task when the one posted before it is over. That is one of the possible
+orders, since no task needs a later one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.engine.clock import LaneTask
+from pipert.stage.stage import Task
 
 __all__ = ["in_lockstep"]
 
@@ -54,18 +54,27 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
 def in_lockstep() -> Iterator[None]:
     """Calls of one caller in here do one task at a time; autograd, too, has one thread."""
     queue, numbers = _Queue(), dict[int, int]()
-    make: Callable[..., None] = LaneTask.__init__
-    run: Callable[..., None] = LaneTask.run
+    make: Callable[..., None] = Task.__init__
+    receive: Callable[..., Any] = Task.receive
+    send: Callable[..., None] = Task.send
+    turns = threading.local()  # a worker's, from when it receives to when it has sent
 
-    def make_next(task: LaneTask, *args: Any) -> None:
+    def make_next(task: Task, *args: Any) -> None:
         make(task, *args)
         numbers[id(task)] = queue.number()
 
-    def run_next(task: LaneTask, seat: Any) -> None:
-        with queue.turn(numbers.pop(id(task))), _one_thread():
-            run(task, seat)
+    def receive_next(task: Task, before_waiting: Any) -> Any:
+        turns.block = contextlib.ExitStack()
+        turns.block.enter_context(queue.turn(numbers.pop(id(task))))
+        turns.block.enter_context(_one_thread())
+        return receive(task, before_waiting)
+
+    def send_last(task: Task, result: Any) -> None:
+        with turns.block:
+            send(task, result)
 
     with pytest.MonkeyPatch.context() as patch, _one_thread():
-        patch.setattr(LaneTask, "__init__", make_next)
-        patch.setattr(LaneTask, "run", run_next)
+        patch.setattr(Task, "__init__", make_next)
+        patch.setattr(Task, "receive", receive_next)
+        patch.setattr(Task, "send", send_last)
         yield

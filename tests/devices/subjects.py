@@ -1,4 +1,4 @@
-"""The models whose memory is looked at: the paper's U-Net and a GPT, small, with their losses."""
+"""The models of the memory tests: the paper's U-Net and a GPT, small, with their losses."""
 
 from __future__ import annotations
 

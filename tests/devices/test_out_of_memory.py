@@ -1,8 +1,8 @@
-"""Memory that runs out, at any allocation of any device: what holds then holds for each.
+"""Memory runs out at any allocation of any device: the same guarantees hold for each.
 
 ``torch.OutOfMemoryError`` comes out with its type and, if it was raised in a task, a note of where
 (R3); no later task of its device starts (R4); nothing of the step stays alive, and the next one is
-right (R5). That no access goes unordered meanwhile (D1) is looked at by the simulation.
+right (R5). The simulation checks that every access is ordered meanwhile (D1).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from pipert import Pipe
-from pipert.stage.lane import Lane
+from pipert.stage.copies import Copies
 from tests.devices import out_of_memory
 from tests.devices.lockstep import in_lockstep
 from tests.devices.out_of_memory import Started, Tight
@@ -50,7 +50,7 @@ def wrongs_of(error: torch.OutOfMemoryError, device: int, way: str, started: Sta
     """What the error of an allocation on ``device`` should say and does not."""
     notes: list[str] = getattr(error, "__notes__", [])
     functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    in_task = "_work" in functions or "_recompute_in_context" in functions
+    in_task = "execute" in functions or "_recompute" in functions
     if not in_task:
         return [f"a note outside of tasks: {notes}"] if notes else []
     if len(notes) != 1:
@@ -106,13 +106,13 @@ def test_what_a_failed_step_leaves_behind_is_seen(
 ) -> None:
     """A fault that is put in: the input of the last task stays."""
     tight, last = Tight(gpus, way, "never"), list[Any]()
-    copy_in = Lane._copy_in
+    bring_input = Copies.bring_input
 
-    def copy_in_and_keep(lane: Lane, i: int, x: Any) -> Any:
-        last[:] = [copy_in(lane, i, x)]
+    def bring_and_keep(copies: Copies, i: int, x: Any) -> Any:
+        last[:] = [bring_input(copies, i, x)]
         return last[0]
 
-    monkeypatch.setattr(Lane, "_copy_in", copy_in_and_keep)
+    monkeypatch.setattr(Copies, "bring_input", bring_and_keep)
     monkeypatch.setattr(out_of_memory, "PATIENCE", 1)
     with tight.pipe:
         found = list(wrongs(tight, 2, 8))

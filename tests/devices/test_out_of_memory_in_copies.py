@@ -1,6 +1,6 @@
-"""Copies between devices that find no memory where they go: of each kind there is one that fails.
+"""Copies between devices run out of memory at their destination: each kind fails at least once.
 
-``test_out_of_memory.py`` says what holds then; here it is looked at that it has been to all places.
+``test_out_of_memory.py`` checks what holds then; this file checks that every place is reached.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipert.autograd import transfer
-from pipert.stage.lane import Lane
+from pipert.stage.copies import Copies
 from tests.devices.out_of_memory import Tight
 from tests.simulated_gpus.simulation import Simulation
 
@@ -42,18 +42,18 @@ def fail_all(tight: Tight) -> None:
 
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int | None]]:
-    """Where the copies of lanes ended, and from which partition, when memory was out."""
+    """The devices that were to get copies, and from which partition, when memory was out."""
     places: set[tuple[int, int | None]] = set()
-    copy_value = Lane._copy_value
+    bring = Copies.bring
 
-    def watched(lane: Lane, i: int, x: Any, origin: int | None) -> Any:
+    def watched(copies: Copies, i: int, x: Any, origin: int | None) -> Any:
         try:
-            return copy_value(lane, i, x, origin)
+            return bring(copies, i, x, origin)
         except torch.OutOfMemoryError:
-            places.add((lane.j, origin))
+            places.add((copies._device.index, origin))
             raise
 
-    monkeypatch.setattr(Lane, "_copy_value", watched)
+    monkeypatch.setattr(Copies, "bring", watched)
     return places
 
 

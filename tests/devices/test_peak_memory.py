@@ -1,6 +1,6 @@
-"""The most bytes that each device has at once, against what its partition has to hold.
+"""The peak bytes of each device, compared with what its partition has to hold.
 
-Looked at in lockstep, where it is the same in every run; ``expected.py`` says what is expected.
+Measured in lockstep, where peaks are the same in every run; ``expected.py`` predicts them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pipert import Pipe
-from pipert.stage.lane import Lane
-from pipert.stage.step_lane import StepLane
+from pipert.stage.copies import Copies
+from pipert.stage.cut import Cut
 from tests.devices.expected import bounds, for_each
 from tests.devices.lockstep import in_lockstep
 from tests.devices.subjects import SUBJECTS, Parts, Subject, even
@@ -96,14 +96,14 @@ def test_the_graph_of_one_micro_batch_that_stays_too_long_is_seen(
 ) -> None:
     """The one before, in each partition."""
     late: dict[int, Any] = {}
-    leave = StepLane._leave
+    leave = Cut.leave
 
-    def leave_and_keep(lane: StepLane, i: int, y: Any, checkpoint: Any) -> Any:
-        left = leave(lane, i, y, checkpoint)
-        late[lane.j] = [*late.get(lane.j, [])[-1:], saved_behind(lane._kept[i].ys[0].node)]
+    def leave_and_keep(cut: Cut, i: int, y: Any, checkpoint: Any) -> Any:
+        left, j = leave(cut, i, y, checkpoint), cut._place.j
+        late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].ys[0].node)]
         return left
 
-    monkeypatch.setattr(StepLane, "_leave", leave_and_keep)
+    monkeypatch.setattr(Cut, "leave", leave_and_keep)
     assert wrongs(gpus, "gpt", 2, "1f1b", "never")
 
 
@@ -128,12 +128,12 @@ def test_an_input_that_stays_to_the_end_of_the_step_is_seen(
     gpus: Simulation, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     stay: list[Any] = []
-    copied = Lane._copy_in
+    bring_input = Copies.bring_input
 
-    def copy_in(lane: Lane, i: int, x: Any) -> Any:
-        stay.append(result := copied(lane, i, x))
+    def bring_and_keep(copies: Copies, i: int, x: Any) -> Any:
+        stay.append(result := bring_input(copies, i, x))
         return result
 
-    monkeypatch.setattr(Lane, "_copy_in", copy_in)
+    monkeypatch.setattr(Copies, "bring_input", bring_and_keep)
     mode = "always" if way == "1f1b" else "never"
     assert wrongs(gpus, "unet", 2, way, mode)

@@ -1,4 +1,4 @@
-"""What the tests of training loops share: a loop, run with the plain model and in two pipes."""
+"""Runs a training loop with the plain model and in two pipes, for the tests of loops."""
 
 from __future__ import annotations
 

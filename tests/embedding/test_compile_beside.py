@@ -1,4 +1,4 @@
-"""What pipert refuses it also refuses while another thread compiles something."""
+"""pipert's refusals also hold while another thread compiles something."""
 
 from __future__ import annotations
 

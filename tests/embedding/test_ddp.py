@@ -1,6 +1,6 @@
 """DistributedDataParallel around a pipe: two processes, each with a pipe of its own, over gloo.
 
-What is tested stands in ``_ddp_worker.py``, each case under the fact that it shows. Both processes
+``_ddp_worker.py`` has the cases, each named by the fact that it shows. Both processes
 run all cases, once for all tests here.
 """
 

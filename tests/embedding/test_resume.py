@@ -1,9 +1,9 @@
-"""A run that is saved and taken up again goes on as if nothing had happened.
+"""A saved and resumed run continues as if it had never stopped.
 
-Saved by a pipe or by the plain module, taken up by a pipe of another balance, other chunks and
-another checkpoint mode, or by the plain module: in each way in which torch saves. What counts is
-not that the weights are equal after loading, but the losses of the steps after that: they need the
-optimizer's moments, its groups and the schedule, too.
+Saved by a pipe or by the plain module, resumed by a pipe of another balance, other chunks and
+another checkpoint mode, or by the plain module: in each of torch's ways of saving. The tests
+compare not the loaded weights but the losses of the following steps, which also need the
+optimizer's moments, its groups and the schedule.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whole steps in two processes over gloo, by the two recipes of docs/several_machines.md.
 
-What is tested stands in ``_step_ddp_worker.py``, each case under the fact that it shows. Both
+``_step_ddp_worker.py`` has the cases, each named by the fact that it shows. Both
 processes run all cases, once for all tests here.
 """
 

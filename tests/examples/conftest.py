@@ -1,4 +1,4 @@
-"""What the tests of the examples share: they import scripts, which are no part of a package."""
+"""Shared by the tests of the examples, which import scripts outside any package."""
 
 from __future__ import annotations
 

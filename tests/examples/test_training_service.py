@@ -1,6 +1,6 @@
 """The training service as a process: killed, told to stop, out of memory, stuck, asked how it is.
 
-Whatever happens to it, it must end up with the state of a run that nothing happened to, bit
+Whatever happens to it, it must end up with the state of an undisturbed run, bit
 for bit.
 """
 

@@ -1,4 +1,4 @@
-"""What scripts in processes of their own begin with: a model whose steps can be hit anywhere."""
+"""Common start of scripts in their own processes: a model whose steps can fail anywhere."""
 
 from __future__ import annotations
 

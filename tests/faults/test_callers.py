@@ -1,4 +1,4 @@
-"""Several threads, pipes in pipes, calls out of hooks and of asyncio: while some of them fail.
+"""Several threads, nested pipes, calls from hooks and from asyncio, while some of them fail.
 
 Every wait has a limit, and a call that hangs fails its test by name.
 """

@@ -1,7 +1,7 @@
-"""R6: exceptions thrown into a thread of pipert from outside, at any place, let nobody hang.
+"""R6: exceptions thrown into pipert's threads from outside, at any place, cause no hang.
 
-At any place of pipert's code, that is. In ``threading`` itself one can leave a lock of Python's
-locked, so there is no test with exceptions at random moments.
+At any place of pipert's code, that is. Inside ``threading`` an exception can leave a lock of
+Python's locked, so no test throws at random moments.
 """
 
 from __future__ import annotations

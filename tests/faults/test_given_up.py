@@ -1,4 +1,4 @@
-"""What is left of a call that was given up, interrupted, or left by a forked child: nothing."""
+"""Nothing is left of a call that was abandoned, interrupted, or left by a forked child."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Observer, Pipe, PipelineTimeout, ReentrantCallError, TaskInfo
-from pipert.seeing.ledger import Ledger
+from pipert.schedules.plan import plan_call
+from pipert.seeing.counters import Counters
 from tests.faults.injector import until
 from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply
@@ -116,12 +117,12 @@ def test_an_observer_may_close_the_pipe_from_a_task() -> None:
     pipe.close()
 
 
-def test_a_run_whose_account_is_lost_in_an_interrupt_is_not_in_flight_for_ever() -> None:
-    ledger = Ledger()
-    account = ledger.open(1, 1)
-    assert ledger.read()["in_flight"] == 1
-    del account  # as when an interrupt comes before anybody holds it
-    assert ledger.read()["in_flight"] == 0 and ledger.read()["cancellations"] == 1
+def test_a_run_that_is_lost_in_an_interrupt_is_not_in_flight_for_ever() -> None:
+    counters = Counters()
+    opened = counters.open(plan_call(1, 1, [0]))
+    assert counters.read()["in_flight"] == 1
+    del opened  # as when an interrupt comes before anybody holds it
+    assert counters.read()["in_flight"] == 0 and counters.read()["cancellations"] == 1
 
 
 @pytest.mark.slow

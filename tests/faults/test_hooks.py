@@ -1,7 +1,7 @@
 """R3 to R5 where hooks raise, where several tasks fail at once, and outside of the layers.
 
-Hooks of layers and of tensors, and the saved-tensor hooks of the caller, run inside of pipert's
-threads and of autograd's. What they raise comes out as it is and leaves nothing behind.
+Hooks of layers and of tensors, and the caller's saved-tensor hooks, run on pipert's
+threads and autograd's. Their errors propagate unchanged and leave nothing behind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""R3 to R5 at about 500 places: what fails is raised with its note, and nothing of it is left.
+"""R3 to R5 at about 500 places: the failure is raised with its note, and nothing of it is left.
 
 The cases are drawn by a fixed seed from phase x place x exception x checkpointing x micro-batches x
 partitions x what the caller has put on. Each raises one error in one task, then takes a step that

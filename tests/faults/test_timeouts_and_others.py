@@ -1,4 +1,4 @@
-"""A layer that never returns, and who else is there: callers, signals, other pipes, the exit."""
+"""A layer that never returns, beside other callers, signals, other pipes, and exit."""
 
 from __future__ import annotations
 

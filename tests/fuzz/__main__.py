@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz``: random cases on simulated GPUs, for as long as is wanted.
+"""``python -m tests.fuzz``: runs random cases on simulated GPUs for a given time.
 
-Cases run in processes of a hundred, one after the other. Exit status 1 if any has failed.
+A process runs a hundred cases, one after the other. Exit status 1 if any fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A case as data: a model, where it is, and the steps that a user takes with it."""
+"""A case as data: a model, its placement, and the steps a user takes with it."""
 
 from __future__ import annotations
 

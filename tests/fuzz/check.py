@@ -1,4 +1,4 @@
-"""Whether a case is right; and a smaller one that is wrong in the same way."""
+"""Checks a case, and shrinks a failing one to a smaller case that fails the same way."""
 
 from __future__ import annotations
 

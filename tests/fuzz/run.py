@@ -1,4 +1,4 @@
-"""A case in a pipe, and the same by its reference."""
+"""Runs a case in a pipe and in its reference."""
 
 from __future__ import annotations
 

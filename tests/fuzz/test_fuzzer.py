@@ -1,4 +1,4 @@
-"""The fuzzer with a fixed number of cases; and that it finds what is wrong."""
+"""The fuzzer with a fixed number of cases; it finds injected faults."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a user does in a step, the same for a pipe and for the plain module.
+"""A user's actions in a step, the same for a pipe and for the plain module.
 
-Nothing here lets the host wait for a device before all steps are done, or the races that the user
-provokes would be hidden: tensors are made before, kept as copies on their devices, and compared
-behind.
+Nothing here makes the host wait for a device before all steps are done, which would hide the
+races that the user provokes: tensors are made beforehand, kept as copies on their devices, and
+compared afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A mutant is data: a piece of one file, and what stands there instead."""
+"""A mutant as data: a piece of one file, and its replacement."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Mutant(NamedTuple):
     text: str
     """Occurs in the file exactly once."""
     instead: str
+    tests: tuple[str, ...] = ()
+    """The files of tests that are expected to notice it. Mutants of waits have no such list."""
 
     def source(self, root: Path = ROOT) -> str:
         """The file as it is."""

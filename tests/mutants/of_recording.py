@@ -10,7 +10,8 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 STAMP, RECORDER = "pipert/seeing/stamp.py", "pipert/seeing/recorder.py"
-BACKWARD, LANE = "pipert/seeing/backward.py", "pipert/stage/recorded_lane.py"
+BACKWARD, TOLD = "pipert/seeing/backward.py", "pipert/seeing/told.py"
+STAGE, STEP = "pipert/stage/recorded.py", "pipert/stage/backward.py"
 
 _RECORD = "event.record(stream or torch.cuda.current_stream(device))"
 
@@ -66,63 +67,68 @@ MUTANTS = [
         "span.end = stamp(span.clock, on)", "span.end = stamp(span.clock)",
     ),
     Mutant(
-        "copy-stamped-on-current", LANE, "the stream that a copy is stamped on",
-        "with self._recorder.during(COPY, i, self.j, self._device, clock, on) as span",
-        "with self._recorder.during(COPY, i, self.j, self._device, clock) as span",
+        "copy-stamped-on-current", STAGE, "the stream that a copy is stamped on",
+        "with self._recorder.during(COPY, i, j, device, clock, on) as span",
+        "with self._recorder.during(COPY, i, j, device, clock) as span",
     ),
     Mutant(
-        "gradient-begins-on-current", LANE, "the stream that a gradient's copy begins on",
-        "Way(i, self.j, to, self._device, home, size, clock, on)",
-        "Way(i, self.j, to, self._device, home, size, clock, None)",
+        "gradient-begins-on-current", STAGE, "the stream that a gradient's copy begins on",
+        "_Way(i, j, to, device, home, size, clock, on)",
+        "_Way(i, j, to, device, home, size, clock, None)",
     ),
     Mutant(
-        "gradient-ends-on-current", LANE, "the stream that a gradient's copy ends on",
+        "gradient-ends-on-current", STAGE, "the stream that a gradient's copy ends on",
         "watch_node(moved, partial(gradients.begin, self._recorder), on)",
         "watch_node(moved, partial(gradients.begin, self._recorder), None)",
     ),
     Mutant(
-        "copy-stamped-at-target", LANE, "the device that is read, whose clock a copy has",
+        "copy-stamped-at-target", STAGE, "the device that is read, whose clock a copy has",
         "for device, on in (source, target):", "for device, on in (target, source):",
     ),
     Mutant(
-        "wait-back-by-the-process", LANE, "the device's clock for a wait for a gradient",
-        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device)\n"
-        "            watch_node(differentiable(y)[0], begin, None)",
-        "begin = partial(self._recorder.begin, WAIT, i, self.j, self._device, _CPU)\n"
-        "            watch_node(differentiable(y)[0], begin, None)",
+        "wait-back-by-the-process", STAGE, "the device's clock for a wait for a gradient",
+        "begin = partial(self._recorder.begin, WAIT, i, self._place.j, self._place.device)",
+        "begin = partial(self._recorder.begin, WAIT, i, self._place.j, self._place.device, _CPU)",
     ),
     Mutant(
-        "wait-back-not-recorded", LANE, "the record of a wait for a gradient",
-        "watch_node(differentiable(y)[0], begin, None)", "pass",
+        "wait-back-not-recorded", STAGE, "the record of a wait for a gradient",
+        "watch_node(xs, begin, None)", "pass",
     ),
     Mutant(
-        "wait-by-the-process", LANE, "the device's clock for a wait",
-        "with self._recorder.during(WAIT, i, self.j, self._device):\n"
-        "                return super()._wait",
-        "with self._recorder.during(WAIT, i, self.j, self._device, _CPU):\n"
-        "                return super()._wait",
+        "wait-by-the-process", STAGE, "the device's clock for a wait",
+        "with self._recorder.during(WAIT, i, self._place.j, self._place.device):\n"
+        "                return self._transport.wait",
+        "with self._recorder.during(WAIT, i, self._place.j, self._place.device, _CPU):\n"
+        "                return self._transport.wait",
     ),
     Mutant(
-        "compute-unknown", LANE, "the compute stream, by which a wait is known",
-        "compute = stream.compute_stream(self._device)", "compute = None",
+        "compute-unknown", STAGE, "the compute stream, by which a wait is known",
+        "compute = streams.compute_stream(self._place.device)", "compute = None",
     ),
     Mutant(
-        "forward-by-the-process", LANE, "the device's clock for a forward",
-        "self._recorder.during(FORWARD, *at)", "self._recorder.during(FORWARD, *at, _CPU)",
+        "forward-by-the-process", STAGE, "the device's clock for a forward",
+        "with stage.run.told.recorded(Action(FORWARD, i, stage.place.j), device) as span",
+        "with stage.run.told.recorded(Action(FORWARD, i, stage.place.j), _CPU) as span",
     ),
     Mutant(
-        "layers-by-the-process", LANE, "the device's clock for layers",
+        "layers-by-the-process", STAGE, "the device's clock for layers",
         "moments.append(stamp(device))", "moments.append(stamp(_CPU))",
     ),
     Mutant(
-        "step-backward-by-the-process", LANE, "the device's clock for a backward of a step",
-        "self._recorder.during(BACKWARD, i, self.j, self._device)",
-        "self._recorder.during(BACKWARD, i, self.j, self._device, _CPU)",
+        "step-backward-by-the-process", STEP, "the device's clock for a backward of a step",
+        "with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device)",
+        'with told.recorded(Action(BACKWARD, i, stage.place.j), torch.device("cpu"))',
     ),
     Mutant(
-        "recomputation-by-the-process", LANE, "the device's clock for a recomputation",
-        "recorder.during(RECOMPUTE, i, j, device)",
-        "recorder.during(RECOMPUTE, i, j, device, _CPU)",
+        "recomputation-by-the-process", TOLD, "the device's clock for a recomputation",
+        "stack.enter_context(self.recorded(action, device))",
+        'stack.enter_context(self.recorded(action, torch.device("cpu")))',
+    ),
+    Mutant(
+        "tasks-by-the-process", TOLD, "the device's clock for tasks",
+        "with self.recorder.during(kind_of(action), action.i, action.j, device) as span",
+        'with self.recorder.during(kind_of(action), action.i, action.j, device, torch.device("cpu")'
+        ") as span",
     ),
     Mutant(
         "backward-by-the-process", BACKWARD, "the device's clock for a backward",
@@ -149,11 +155,21 @@ MUTANTS = [
         "event = stamp(device)", 'event = stamp(torch.device("cuda", 0))',
     ),
     Mutant(
-        "recorded-wait-lost", LANE, "the wait itself, where it is recorded",
-        "return super()._wait(i, x, waiter, awaited)\n        y", "return x\n        y",
+        "recorded-wait-lost", STAGE, "the wait itself, where it is recorded",
+        "return self._transport.wait(i, x, waiter, awaited)\n        y", "return x\n        y",
     ),
     Mutant(
-        "unrecorded-wait-lost", LANE, "the wait itself, where its backward is recorded",
-        "y = super()._wait(i, x, waiter, awaited)", "y = x",
+        "recorded-copy-swapped", STAGE, "source and target of a copy that is recorded: swapped",
+        "moved = self._transport.copy(i, tensors, source, target, origin)",
+        "moved = self._transport.copy(i, tensors, target, source, origin)",
+    ),
+    Mutant(
+        "gradient-begins-by-the-process", STAGE, "the clock that a gradient's copy begins by",
+        "recorder.begin(COPY, self.i, self.to, self.device, self.clock, self.on)",
+        "recorder.begin(COPY, self.i, self.to, self.device, _CPU)",
+    ),
+    Mutant(
+        "unrecorded-wait-lost", STAGE, "the wait itself, where its backward is recorded",
+        "y = self._transport.wait(i, x, waiter, awaited)", "y = x",
     ),
 ]  # fmt: skip

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 STREAM, TRANSFER = "pipert/autograd/streams.py", "pipert/autograd/transfer.py"
 
 _OWN = "stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]"
-_BACK = "ctx.back = (home, target, source, stream.compute_stream(home))"
+_BACK = "ctx.back = (home, target, source, streams.compute_stream(home))"
 _STREAMS = "with torch.cuda.stream(source), torch.cuda.stream(target):"
 
 MUTANTS = [
@@ -24,10 +24,6 @@ MUTANTS = [
     Mutant(
         "one-copy-stream", STREAM, "a copy stream for each micro-batch",
         "self._streams.get((device, i))", "self._streams.get((device, 0))",
-    ),
-    Mutant(
-        "no-compute-streams", STREAM, "the compute stream, when copies have none of their own",
-        "return compute_stream(device)", "return None",
     ),
     Mutant(
         "compute-is-default", STREAM, "the caller's stream: computing is on the default one",
@@ -91,22 +87,22 @@ MUTANTS = [
     ),
     Mutant(
         "graph-copy-swapped", TRANSFER, "source and target of a copy in the graph: swapped",
-        "return stream.copy(xs, device, source, target)",
-        "return stream.copy(xs, device, target, source)",
+        "return streams.copy(xs, device, source, target)",
+        "return streams.copy(xs, device, target, source)",
     ),
     Mutant(
         "gradient-copy-swapped", TRANSFER, "source and target of the copy back: swapped",
-        _BACK, "ctx.back = (home, source, target, stream.compute_stream(home))",
+        _BACK, "ctx.back = (home, source, target, streams.compute_stream(home))",
     ),
     Mutant(
         "gradient-read-on-compute", TRANSFER, "the copy stream that a gradient is read on",
         _BACK,
-        "ctx.back = (home, stream.compute_stream(device), source, stream.compute_stream(home))",
+        "ctx.back = (home, streams.compute_stream(device), source, streams.compute_stream(home))",
     ),
     Mutant(
         "gradient-written-on-compute", TRANSFER, "the copy stream that a gradient is written on",
         _BACK,
-        "ctx.back = (home, target, stream.compute_stream(home), stream.compute_stream(home))",
+        "ctx.back = (home, target, streams.compute_stream(home), streams.compute_stream(home))",
     ),
     Mutant(
         "handed-out-from-copy-stream", TRANSFER, "memory of the compute stream, for .grad",
@@ -118,7 +114,7 @@ MUTANTS = [
     ),
     Mutant(
         "no-wait-in-graph", TRANSFER, "the wait of the forward, in the graph",
-        "stream.wait(waiter, awaited)\n        return", "return",
+        "streams.wait(waiter, awaited)\n        return", "return",
     ),
     Mutant(
         "gradients-not-returned", TRANSFER, "the caller waits for gradients of his to be read",
@@ -131,15 +127,15 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-returned-reversed", TRANSFER, "the direction of that wait",
-        "stream.wait(stream.compute_stream(device), reader)",
-        "stream.wait(reader, stream.compute_stream(device))",
+        "streams.wait(streams.compute_stream(device), reader)",
+        "streams.wait(reader, streams.compute_stream(device))",
     ),
     Mutant(
         "gradients-not-copied-back", TRANSFER, "the streams of the copy back: the current ones",
-        "moved = stream.copy(there, *ctx.back)",
+        "moved = streams.copy(there, *ctx.back)",
         "home = ctx.back[0]\n"
-        "        on = [stream.compute_stream(k) for k in (there[0].device, home)]\n"
-        "        moved = stream.copy(there, home, *on)",
+        "        on = [streams.compute_stream(k) for k in (there[0].device, home)]\n"
+        "        moved = streams.copy(there, home, *on)",
     ),
     Mutant(
         "anomaly-overlooked", TRANSFER, "the waits before anomaly detection reads gradients",
@@ -147,16 +143,16 @@ MUTANTS = [
     ),
     Mutant(
         "anomaly-not-awaited", TRANSFER, "the wait before anomaly detection reads a gradient",
-        "stream.wait(stream.compute_stream(tensor.device), target)", "pass",
+        "streams.wait(streams.compute_stream(tensor.device), target)", "pass",
     ),
     Mutant(
         "anomaly-reversed", TRANSFER, "the direction of that wait",
-        "stream.wait(stream.compute_stream(tensor.device), target)",
-        "stream.wait(target, stream.compute_stream(tensor.device))",
+        "streams.wait(streams.compute_stream(tensor.device), target)",
+        "streams.wait(target, streams.compute_stream(tensor.device))",
     ),
     Mutant(
         "no-wait-in-backward", TRANSFER, "the wait of the backward",
-        "stream.wait(*ctx.back)", "pass",
+        "streams.wait(*ctx.back)", "pass",
     ),
     Mutant(
         "backward-waits-forwards", TRANSFER, "the direction of the wait of the backward",

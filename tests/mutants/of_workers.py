@@ -7,49 +7,51 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
+THREAD = "pipert/workers/thread_state.py"
 RUNTIME, RUN = "pipert/engine/runtime.py", "pipert/stage/run.py"
 RANDOM = "pipert/layers/random_numbers.py"
 
-_CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
-_FORWARD = "with _current_streams(self._streams):\n                return"
+_CAPTURED = "self.streams = [torch.cuda.current_stream(device) for device in devices]"
 _DEFAULTS = "self._defaults.append(torch.cuda.default_generators[device.index])"
 
 MUTANTS = [
     Mutant(
         "streams-not-captured", CONTEXT, "the caller's current streams",
-        _CAPTURED, "self._streams: list[torch.cuda.Stream] = []",
+        _CAPTURED, "self.streams: list[torch.cuda.Stream] = []",
     ),
     Mutant(
         "default-streams-captured", CONTEXT, "the caller's current streams: default ones instead",
-        _CAPTURED, "self._streams = [torch.cuda.default_stream(device) for device in devices]",
+        _CAPTURED, "self.streams = [torch.cuda.default_stream(device) for device in devices]",
     ),
     Mutant(
         "forward-without-streams", CONTEXT, "the caller's streams around F[i,j]",
-        _FORWARD, "if True:\n                return",
+        "with current_streams(settings.streams), _all(settings, clear_cache=False):",
+        "with _all(settings, clear_cache=False):",
     ),
     Mutant(
         "backward-without-streams", CONTEXT, "the caller's streams around B[i,j] of a step",
-        "with _current_streams(self._streams), _modes(*modes):", "with _modes(*modes):",
+        "with current_streams(settings.streams), modes(settings.functions, settings.dispatches):",
+        "with modes(settings.functions, settings.dispatches):",
     ),
     Mutant(
-        "streams-left-on", CONTEXT, "streams are put back after a task",
+        "streams-left-on", THREAD, "streams are put back after a task",
         "_set_streams(before, device)", "pass",
     ),
     Mutant(
-        "streams-not-put-on", CONTEXT, "putting the caller's streams on before a task",
+        "streams-not-put-on", THREAD, "putting the caller's streams on before a task",
         "_set_streams(streams, device)\n    try", "try",
     ),
     Mutant(
-        "default-streams-put-back", CONTEXT, "the streams of before: default ones are put back",
+        "default-streams-put-back", THREAD, "the streams of before: default ones are put back",
         "before = [torch.cuda.current_stream(stream.device) for stream in streams]",
         "before = [torch.cuda.default_stream(stream.device) for stream in streams]",
     ),
     Mutant(
-        "streams-not-set", CONTEXT, "putting streams on",
+        "streams-not-set", THREAD, "putting streams on",
         "torch.cuda.set_stream(stream)", "continue",
     ),
     Mutant(
-        "device-left-on", CONTEXT, "the worker's device, after streams of others are put on",
+        "device-left-on", THREAD, "the worker's device, after streams of others are put on",
         "torch.cuda.set_device(device)", "pass",
     ),
     Mutant(

@@ -1,7 +1,7 @@
-"""Where the package asks something of streams, events or current devices.
+"""Finds where the package uses streams, events or current devices.
 
 Each such place must have a mutant, or a reason not to have one, so that the table of mutants is
-whole. Places are calls, found by the name that is called.
+complete. Places are calls, found by the called name.
 """
 
 from __future__ import annotations
@@ -18,31 +18,37 @@ __all__ = ["REASONS", "Site", "sites", "without_mutant"]
 ANYWHERE = {
     "wait_stream", "wait_event", "record_stream", "record_event", "elapsed_time", "query",
     "current_stream", "default_stream", "set_stream", "set_device", "fork_rng",
-    "compute_stream", "stamp", "_current_streams", "_set_streams",
-    "_wait", "_wait_for", "_wait_for_input", "_wait_for_caller", "_let_copy", "watch_node",
+    "compute_stream", "stamp", "current_streams", "_set_streams",
+    "_wait_for", "wait_for_caller", "let_others_copy", "watch_node",
     "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
     "_at_end_of_backward", "_let_autograd_read",
 }  # fmt: skip
 """Names that say it, whatever they are called on."""
 
 OF = {
-    "stream": {"wait", "copy"},
+    "streams": {"get", "wait", "copy"},
     "transfer": {"wait", "copy"},
+    "transport": {"wait", "copy"},
+    "_transport": {"wait", "copy"},
     "cuda": {"Stream", "Event", "ExternalStream", "synchronize", "stream", "device", "device_of"},
     "event": {"record", "wait", "synchronize"},
     "moment": {"record", "wait", "synchronize"},
-    "streams": {"get"},
     "_streams": {"get"},
+    "_copies": {"stream"},
+    "self": {"stream"},
+    "recorder": {"begin", "end", "during"},
     "_recorder": {"begin", "end", "during"},
+    "told": {"recorded"},
 }
 """Names that say it when they are called on a module or a variable of this name."""
 
 REASONS = {
-    ("pipert/engine/waiting.py", "self._wait(run, posting, crew, timeout)"):
-        "the caller waits for the run, not a stream for another",
-    ("pipert/stage/recorded_lane.py", "self._recorder.during(WAIT, i, self.j, self._device)"):
-        "on CPU alone, by the process's clock",
-}  # fmt: skip
+    (
+        "pipert/stage/recorded.py",
+        "self._recorder.during(WAIT, i, self._place.j, self._place.device)",
+    ): "on CPU alone, by the process's clock",
+    ("pipert/stage/cut.py", "self._copies.let_others_copy(i)"): "what calls it has a mutant",
+}
 """Why a place needs no mutant."""
 
 

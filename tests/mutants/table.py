@@ -1,15 +1,28 @@
-"""All mutants."""
+"""Both tables: of waits, and of everything else."""
 
 from __future__ import annotations
 
-from tests.mutants import of_check, of_lanes, of_recording, of_streams, of_workers
+from tests.mutants import (
+    of_check,
+    of_foundations,
+    of_models,
+    of_recording,
+    of_stages,
+    of_streams,
+    of_the_engine,
+    of_workers,
+)
 
-__all__ = ["MUTANTS"]
+__all__ = ["BREAKAGES", "MUTANTS"]
 
 MUTANTS = [
     *of_streams.MUTANTS,
-    *of_lanes.MUTANTS,
+    *of_stages.MUTANTS,
     *of_recording.MUTANTS,
     *of_workers.MUTANTS,
     *of_check.MUTANTS,
 ]
+"""Of what is asked of streams, events and devices: noticed on simulated GPUs."""
+
+BREAKAGES = [*of_foundations.BREAKAGES, *of_models.BREAKAGES, *of_the_engine.BREAKAGES]
+"""Of the rest of what pipert promises: noticed on the CPU."""

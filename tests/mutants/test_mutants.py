@@ -1,6 +1,6 @@
-"""The table of mutants fits the package: none is out of date, and no place is without one.
+"""The tables of mutants fit the package: none is out of date, no place of a wait is without one.
 
-Whether the tests notice them is shown by ``python -m tests.mutants``.
+Whether the tests notice them is shown by ``python -m tests.mutants``, and with ``--breakages``.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ import ast
 
 import pytest
 
-from tests.mutants.__main__ import row, summary
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants.printed import row, row_of_breakage, summary
 from tests.mutants.sites import REASONS, sites, without_mutant
-from tests.mutants.table import MUTANTS
+from tests.mutants.suite import ORDINARY
+from tests.mutants.table import BREAKAGES, MUTANTS
 from tests.mutants.trial import Verdict
 
-each = pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+ALL = [*MUTANTS, *BREAKAGES]
+
+each = pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 
 
 @each
@@ -26,7 +29,19 @@ def test_a_mutant_s_text_occurs_once_and_what_is_left_compiles(mutant: Mutant) -
 
 
 def test_names_are_unique() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+    assert len({mutant.name for mutant in ALL}) == len(ALL)
+
+
+def test_each_breakage_names_files_of_tests_that_are_there() -> None:
+    """Name those that the tests have gone to, by what the breakage says that it breaks."""
+    files = [(mutant.name, file) for mutant in BREAKAGES for file in mutant.tests]
+    assert {name for name, _ in files} == {mutant.name for mutant in BREAKAGES}
+    assert [(name, file) for name, file in files if not (ROOT / file).is_file()] == []
+
+
+def test_the_tests_that_a_breakage_names_come_before_all_tests() -> None:
+    (mutant, *_) = BREAKAGES
+    assert ORDINARY.stages(mutant) == (mutant.tests, ("tests",))
 
 
 def test_each_place_that_asks_something_of_streams_has_a_mutant_or_a_reason() -> None:
@@ -76,3 +91,13 @@ def test_what_a_report_has_noticed_is_told_from_what_a_value_has() -> None:
     assert row(mutant, by_value).endswith("| value | assert 1 == 2 |")
     assert row(mutant, by_value._replace(how="KeyError: 0")).endswith("| error | KeyError: 0 |")
     assert "2 noticed, 1 of them by a report" in summary([by_report, by_value])
+
+
+def test_a_breakage_is_told_with_the_time_it_took_to_notice() -> None:
+    mutant = Mutant("easy", "pipert/pipe.py", "all", "a", "b", ("tests/test_pipe.py",))
+    verdict = Verdict("tests/test_pipe.py::test_it[case]", "assert 1 == 2", 3.2)
+    noticed = row_of_breakage(mutant, verdict)
+    assert noticed == "| easy | all | pipe.py | `test_pipe.py::test_it` | 3 |"
+    hung = Verdict("-", "a test hung", 60.0)
+    assert row_of_breakage(mutant, hung) == "| easy | all | pipe.py | a test hung | 60 |"
+    assert "1 noticed; 0 survive" in summary([verdict])

@@ -1,7 +1,7 @@
-"""The tests against one mutant, in a copy of the repository.
+"""Runs the tests against one mutant, in a copy of the repository.
 
-Each trial is a process of its own, forked from one that has imported torch (see ``preload``): most
-mutants are noticed within a second, and importing takes three.
+Each trial is a separate process, forked from one that has imported torch (see ``preload``): most
+mutants are noticed within a second, but importing takes three.
 """
 
 from __future__ import annotations
@@ -20,50 +20,13 @@ from typing import NamedTuple
 import pytest
 
 from tests.mutants.mutant import ROOT, Mutant
+from tests.mutants.suite import Suite
 
-__all__ = ["STAGES", "Tree", "Verdict"]
+__all__ = ["Tree", "Verdict"]
 
-TELLING = (
-    "tests/cuda/test_waits.py", "tests/cuda/test_waits_for_skips.py",
-    "tests/cuda/test_copies_overlap.py", "tests/cuda/test_written_after_use.py",
-    "tests/cuda/test_read_on_other_streams.py", "tests/cuda/test_streams_are_put_back.py",
-)  # fmt: skip
-"""What is made for mutants, and notices most of them within a second."""
-
-FIRST = {
-    "pipert/stage/recorded_lane.py": ("tests/cuda/test_copies_overlap.py",),
-    "pipert/seeing/": (
-        "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
-    ),
-    "pipert/check/": ("tests/check/test_check_on_gpus.py",),
-    "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
-    "pipert/layers/random_numbers.py": ("tests/cuda/test_cuda.py",),
-}
-"""What comes before that for a mutant of some files: nothing else can see it."""
-
-LIKELY = (
-    "tests/step/test_step_streams.py",
-    "tests/test_stream.py",
-    "tests/autograd/test_transfer.py",
-    "tests/autograd/test_random.py",
-    "tests/test_lane.py",
-    "tests/recording",
-    "tests/balance",
-    "tests/check/test_check_on_gpus.py",
-    "tests/cuda/test_cuda.py",
-    "tests/cuda/test_tied_on_cuda.py",
-    "tests/skip/test_skips_on_cuda.py",
-    "tests/workers/test_context.py",
-)
-"""What else looks at streams. Then come all others."""
-
-NOT_SLOW = ("-m", "not slow")
-ALL = ("tests",)
-STAGES = (TELLING, (*LIKELY, *NOT_SLOW), ALL)
-SECONDS = 1800.0  # for all tests; more is a hang
+SECONDS = 3600.0  # for all tests on two busy cores; more is a hang
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["tests.mutants.preload"])
 
 
 class Verdict(NamedTuple):
@@ -93,23 +56,22 @@ class Tree:
     Without the tests of the mutants themselves, which would notice every one.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, suite: Suite) -> None:
         self._root = root
+        self._suite = suite
         self._written = 0
+        _processes.set_forkserver_preload([suite.preload])  # one suite in a process
         ignored = shutil.ignore_patterns(
             ".*", "__pycache__", "*.egg-info", "build", "dist", "mutants"
         )
         shutil.copytree(ROOT, root, ignore=ignored, dirs_exist_ok=True)
 
-    def try_out(
-        self, mutant: Mutant, stages: Sequence[Sequence[str]], once: bool = False
-    ) -> Verdict:
+    def try_out(self, mutant: Mutant, once: bool = False) -> Verdict:
         """Run the tests of each stage until one notices; believe it ``once`` or look again."""
         path = self._root / mutant.file
         seconds = 0.0
         verdict = Verdict("", "", 0.0)
-        for tests in stages:
-            tests = _first_of_all(mutant.file, tests)
+        for tests in self._suite.stages(mutant):
             try:
                 verdict = self._first_to_notice(tests, path, mutant.mutated(), once)
             finally:
@@ -150,7 +112,7 @@ class Tree:
         report.unlink(missing_ok=True)
         started = perf_counter()
         arguments = [
-            "--simulated-gpus", "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
+            *self._suite.options, "-q", "-p", "no:cacheprovider", f"--rootdir={self._root}",
             f"--junitxml={report}", *options,
         ]  # fmt: skip
         process = _processes.Process(target=_pytest, args=(self._root, output, arguments))
@@ -171,14 +133,6 @@ class Tree:
                 f"{output.read_text()[-3000:]}"
             )
         return Verdict(*_failure(report), seconds)
-
-
-def _first_of_all(file: str, tests: Sequence[str]) -> Sequence[str]:
-    """The same tests, after those that a mutant of ``file`` is most likely noticed by."""
-    if tests is not TELLING:
-        return tests
-    first = [test for start, some in FIRST.items() if file.startswith(start) for test in some]
-    return (*first, *[test for test in tests if test not in first])
 
 
 def _pytest(root: Path, output: Path, arguments: list[str]) -> None:

@@ -1,7 +1,7 @@
-"""What ``scatter`` and ``gather`` promise, for any pytree, number of rows and number of chunks.
+"""The promises of ``scatter`` and ``gather`` for any pytree, number of rows and of chunks.
 
-A mini-batch is described by a tree of ``Leaf``, from which tensors are made: so a failing example
-shrinks to something readable, and each tensor has elements of its own.
+A tree of ``Leaf`` describes a mini-batch, and tensors are made from it: so a failing example
+shrinks to something readable, and each tensor has unique elements.
 """
 
 from __future__ import annotations

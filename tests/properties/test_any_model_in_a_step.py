@@ -1,4 +1,4 @@
-"""A step is the plain module's for models, balances and choices that nobody thought of."""
+"""A step equals the plain module's for random models, balances and settings."""
 
 from __future__ import annotations
 

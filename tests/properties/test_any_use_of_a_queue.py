@@ -1,8 +1,8 @@
 """A closable queue against a model of it: any sequence of operations, with threads that wait.
 
-The machine runs one operation at a time and, after each, waits until the threads that it must have
-woken are done: so what happens is decided by the operations alone, except for who of several
-waiting threads gets an item. Races are the business of the tests of ``queues``.
+The machine runs one operation at a time and then waits until the threads it must have
+woken are done. So the operations alone determine the outcome, except which of several
+waiting threads gets an item. The tests of ``queues`` cover races.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Q1 to Q3 of the closable queue: nothing lost, nobody left waiting, closed from anywhere.
+"""Q1 to Q3 of the closable queue: nothing lost, no thread left waiting, closed from anywhere.
 
-What a finalizer does to a thread that is inside ``put``, ``get`` or ``close`` is not left to
-chance: a trace function runs it between any two bytecodes of the queue, one after the other.
+A finalizer that interrupts ``put``, ``get`` or ``close`` is not left to
+chance: a trace function runs it between each pair of the queue's bytecodes in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 
-from pipert.queues import closable
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.once import Once
 

@@ -1,4 +1,4 @@
-"""The latch: opens after everyone, for everyone, and lets a signal through."""
+"""The latch opens after all arrivals, for all waiters, and lets a signal through."""
 
 from __future__ import annotations
 
@@ -88,6 +88,12 @@ def test_wait_does_not_return_before_the_last_arrival() -> None:
     latch.arrive()
     thread.join(WAIT)
     assert over == [True]
+
+
+def test_a_wait_that_ends_before_the_last_arrival_says_that_it_is_shut() -> None:
+    latch = Latch(2)
+    latch.arrive()
+    assert not latch.wait(timeout=0.0)
 
 
 def test_the_last_arrival_wakes_everyone_who_waits() -> None:

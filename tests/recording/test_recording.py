@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from pipert import Event, Pipe, Timeline
 from pipert.seeing.recorder import Span
 from pipert.skip import pop, skippable, stash
-from pipert.stage.recorded_lane import RecordedLane
+from pipert.stage.recorded import RecordedEnds, RecordedLink, RecordedTransport
 from tests.layers import Apply
 
 M, N = 4, 3
@@ -334,9 +334,11 @@ def test_of_a_call_that_fails_is_recorded_what_ran() -> None:
     assert timeline.layer_seconds is None  # of no task of partition 1 all layers ran
 
 
-def test_a_pipe_that_is_not_recorded_has_plain_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_that_is_not_recorded_has_plain_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    monkeypatch.setattr(RecordedLane, "__init__", lambda *args: made.append(args))
+    for kind in (RecordedEnds, RecordedLink, RecordedTransport):
+        monkeypatch.setattr(kind, "__init__", lambda *args: made.append(args))
+    monkeypatch.setattr("pipert.stage.actions.recorded_compute", lambda *args: made.append(args))
     with pipe_of(model()) as pipe:
         with pipe.record():
             pass

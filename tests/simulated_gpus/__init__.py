@@ -1,4 +1,4 @@
-"""Eight GPUs that are not there: torch's CUDA devices, simulated, with every missing wait reported.
+"""Eight simulated GPUs: torch's CUDA devices, with every missing wait reported.
 
 ::
 
@@ -9,8 +9,8 @@
     for report in gpus.reports():          # races, and memory reused too early
         print(report)
 
-README.md in this folder says what is modelled, and what cannot be seen here. A program that knows
-nothing of it is run by ``python -m tests.simulated_gpus program.py``, and the tests by
+README.md in this folder says what is modelled, and what cannot be seen. Run an
+unmodified program by ``python -m tests.simulated_gpus program.py``, and the tests by
 ``python -m pytest --simulated-gpus``.
 """
 

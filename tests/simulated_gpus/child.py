@@ -1,4 +1,4 @@
-"""A program that a test starts: the simulation begins when it imports torch, if it does."""
+"""Starts the simulation in a program that a test runs, once the program imports torch."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """``python -m pytest --simulated-gpus``: CUDA is simulated, and a report fails its test.
 
-A test that makes a report is run a second time, with a Python stack for each operation, which the
-first time would have cost every test; the second run's reports are shown. ``--simulated-stacks``
-keeps stacks from the start, for what does not come again.
+A test with a report is rerun with a Python stack for each operation, which would slow
+down every test in the first run; the second run's reports are shown. ``--simulated-stacks``
+keeps stacks from the start, for reports that do not recur.
 
-What a test's threads do after its end belongs to it, too: it is found when the next one begins, and
-logged as an error of the test before.
+Work of a test's threads after its end belongs to it, too: it is found when the next test begins,
+and logged as an error of the previous one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Python side of torch's CUDA: what a build without CUDA has no functions for."""
+"""The Python side of torch's CUDA: functions that a build without CUDA lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``python -m pytest --simulated-gpus`` runs of the suite, and what it says at the end."""
+"""Selects the tests for ``python -m pytest --simulated-gpus``, and prints its summary."""
 
 from __future__ import annotations
 

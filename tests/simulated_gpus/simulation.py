@@ -1,4 +1,4 @@
-"""What a test or a benchmark asks of the simulation, through ctypes: reports, time and memory."""
+"""The simulation's API for tests and benchmarks, through ctypes: reports, time and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The build: what is missing is said; a library is kept for the sources that it is made from."""
+"""The build names what is missing; a library is kept per version of its sources."""
 
 from __future__ import annotations
 

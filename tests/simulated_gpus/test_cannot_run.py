@@ -1,4 +1,4 @@
-"""The list of what cannot run on simulated GPUs is true. These tests run last, to have seen all."""
+"""The list of tests that cannot run on simulated GPUs is accurate. These tests run last."""
 
 from __future__ import annotations
 

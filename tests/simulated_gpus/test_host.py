@@ -1,4 +1,4 @@
-"""The host: what it may read and write while copies are going on, and what lets it wait."""
+"""The host: what it may read and write during copies, and what makes it wait."""
 
 # mypy: disable-error-code="no-untyped-call"
 

@@ -1,4 +1,4 @@
-"""Memory of a device: what it counts, and what happens when there is no more."""
+"""Memory of a device: what counts, and what happens when it runs out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which operations are ordered: each race, and next to it what makes the same program legal."""
+"""The order of operations: each race, beside the fix that makes the same program legal."""
 
 # mypy: disable-error-code="no-untyped-call"
 

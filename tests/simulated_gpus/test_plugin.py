@@ -1,4 +1,4 @@
-"""The pytest plugin: a report fails the test that it belongs to, with both stacks."""
+"""The pytest plugin: a report fails its test, and shows both stacks."""
 
 from __future__ import annotations
 

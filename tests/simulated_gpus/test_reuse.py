@@ -1,4 +1,4 @@
-"""When memory may be used again: what record_stream is for."""
+"""When memory may be reused: the purpose of record_stream."""
 
 # mypy: disable-error-code="no-untyped-call"
 

@@ -1,7 +1,7 @@
 """The life of a skip, event by event. The collector of cycles is off.
 
 1. a layer stashes it
-2. its task is over: it is in the mail
+2. its task is over: it is on its way
 3. a partition in between runs
 4. the task of the layer that pops it has begun
 5. it has been popped
@@ -9,7 +9,7 @@
 7. the backward is over
 
 Counted is data, not tensor objects: the skip itself, and the copy of it that a checkpointed task
-works on. Lanes are driven by hand where workers would still have their last task at hand.
+works on. Stages are driven by hand where workers would still have their last task at hand.
 """
 
 from __future__ import annotations
@@ -25,17 +25,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
-from pipert.autograd.streams import CopyStreams
-from pipert.schedules.clock_cycle import Schedule
-from pipert.seeing.ledger import Ledger
 from pipert.skip import Skippable, pop, stash
-from pipert.skip.routes import routes
-from pipert.stage.lane import Lane
-from pipert.stage.run import Run
-from pipert.workers.activity import Activity, Seat
-from pipert.workers.context import CallerContext
-from pipert.workers.turn import Turn
 from tests.skip.declaring import declaring
+from tests.stages import Driven
 
 Forward = Generator[Any, Any, Any]
 
@@ -145,23 +137,16 @@ class Setting:
         return self.skips.settled(0) + self.popped.settled(0)
 
 
-def drive(setting: Setting, checkpointed: int) -> Tensor:
+def drive(setting: Setting, recomputed: int) -> Tensor:
     """F[0,0] to F[0,n-1], a layer each, on this thread."""
-    cpu = torch.device("cpu")
-    partitions = [nn.Sequential(layer) for layer in setting.layers]
-    n = len(partitions)
-    account = Ledger().open(1, n)
-    context = CallerContext()
-    run = Run(Schedule(1, n), checkpointed, n * [cpu], context, CopyStreams(), account)
-    values: list[list[Any]] = [[torch.ones(1, 3)], *[[] for _ in range(n)]]
-    for j, skips in enumerate(routes(partitions)):
-        lane = Lane(run, j, partitions[j], skips, (), None, values[j], values[j + 1].append)
-        lane.forward(0, Seat(Turn(threading.Lock()), Activity()))
-        if j == 0:
-            setting.log("2 task over")
-    assert run.progress.take_error() is None
-    y: Tensor = values[n][0]
-    del run, values, lane
+    run = Driven([[layer] for layer in setting.layers], [torch.ones(1, 3)], recomputed=recomputed)
+    run.do("F[0,0]")
+    setting.log("2 task over")
+    for j in range(1, len(setting.layers)):
+        run.do(f"F[0,{j}]")
+    assert run.outcome.take_error() is None
+    y: Tensor = run.run.outputs[0]
+    del run
     setting.log("6 forward over")
     return y
 
@@ -174,7 +159,7 @@ FORWARD = {"1 stashed": 1, "2 task over": 1, "3 in between": 1, "4 begun": 1, "5
 
 def test_without_checkpointing_a_skip_is_gone_after_the_forward() -> None:
     setting = Setting()
-    y = drive(setting, checkpointed=0)
+    y = drive(setting, recomputed=0)
     assert setting.counts == {**FORWARD, "6 forward over": 0}
     torch.autograd.backward(y.sum())
     assert setting.left() == 0
@@ -182,7 +167,7 @@ def test_without_checkpointing_a_skip_is_gone_after_the_forward() -> None:
 
 def test_with_checkpointing_a_skip_is_kept_for_the_recomputation_of_what_pops_it() -> None:
     setting = Setting()
-    y = drive(setting, checkpointed=1)
+    y = drive(setting, recomputed=1)
     assert setting.counts == {**FORWARD, "6 forward over": 1}
     setting.counts.clear()
     torch.autograd.backward(y.sum())
@@ -199,7 +184,7 @@ def test_with_checkpointing_a_skip_is_kept_for_the_recomputation_of_what_pops_it
 def test_without_grad_a_skip_is_gone_after_the_forward(no_grad: Callable[[], Any]) -> None:
     setting = Setting()
     with no_grad():
-        y = drive(setting, checkpointed=1)
+        y = drive(setting, recomputed=1)
     # In inference mode it is a copy that is stashed.
     assert setting.counts["6 forward over"] == 0 and setting.popped.now() == 0
     del y
@@ -207,7 +192,7 @@ def test_without_grad_a_skip_is_gone_after_the_forward(no_grad: Callable[[], Any
 
 def test_a_skip_that_two_pop_is_there_until_the_second_has_popped_it() -> None:
     setting = Setting(pops=2)
-    y = drive(setting, checkpointed=0)
+    y = drive(setting, recomputed=0)
     assert setting.counts == {**FORWARD, "6 forward over": 0}
     del y
 

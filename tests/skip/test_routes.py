@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from pipert.skip import Namespace, Skippable
 from pipert.skip.namespace import Key
-from pipert.skip.routes import Mail, PartitionSkips, routes
+from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.store import ABSENT
+from pipert.stage.links import SkipLinks
 from tests.skip.declaring import declaring
 
 NO_SKIPS = PartitionSkips((), (), {})
@@ -116,36 +117,50 @@ def test_what_was_not_stashed_leaves_as_absent() -> None:
     assert first.store([]).send(A) is ABSENT
 
 
-# The mail -----------------------------------------------------------------------------------------
+# The links ----------------------------------------------------------------------------------------
 
 
-def test_what_is_posted_is_fetched_by_name_micro_batch_and_partition() -> None:
-    mail = Mail()
+def test_what_is_sent_is_received_by_name_micro_batch_and_partition() -> None:
+    links = SkipLinks()
     places = [(A, 0, 1), (A, 0, 2), (A, 1, 1), (B, 0, 1)]
     for place in places:
-        mail.post(*place, repr(place))
-    assert [mail.fetch(*place) for place in places[::-1]] == [*map(repr, places[::-1])]
+        links.send(*place, repr(place))
+    assert [links.receive(*place) for place in places[::-1]] == [*map(repr, places[::-1])]
 
 
-def test_what_is_fetched_is_in_the_mail_no_more() -> None:
-    mail = Mail()
-    mail.post(A, 0, 1, "value")
-    mail.post(A, 0, 2, "value")
-    mail.fetch(A, 0, 1)
-    assert repr(mail) == "<Mail of 1 skips>"
-    mail.fetch(A, 0, 2)
-    assert repr(mail) == "<Mail of 0 skips>"
+def test_what_was_received_is_on_its_way_no_more() -> None:
+    links = SkipLinks()
+    links.send(A, 0, 1, "value")
+    links.send(A, 0, 2, "value")
+    links.receive(A, 0, 1)
+    assert repr(links) == "<SkipLinks, 1 there and 0 back>"
+    links.receive(A, 0, 2)
+    assert repr(links) == "<SkipLinks, 0 there and 0 back>"
 
 
 def test_what_was_modified_in_place_on_the_way_is_refused() -> None:
-    mail, x = Mail(), torch.ones(2)
-    mail.post(A, 0, 1, [x])
+    links, x = SkipLinks(), torch.ones(2)
+    links.send(A, 0, 1, [x])
     x.add_(1)
     with pytest.raises(RuntimeError, match="'a' was modified in place after it was stashed"):
-        mail.fetch(A, 0, 1)
+        links.receive(A, 0, 1)
 
 
 def test_what_was_not_stashed_arrives_as_absent() -> None:
-    mail = Mail()
-    mail.post(A, 0, 1, ABSENT)
-    assert mail.fetch(A, 0, 1) is ABSENT
+    links = SkipLinks()
+    links.send(A, 0, 1, ABSENT)
+    assert links.receive(A, 0, 1) is ABSENT
+
+
+def test_gradients_go_back_by_the_same_places() -> None:
+    links, dx = SkipLinks(), torch.ones(2)
+    links.send_back(A, 0, 1, [dx])
+    assert links.receive_back(A, 0, 1) == [dx] and links.receive_back(A, 0, 1) is None
+
+
+def test_what_nobody_will_receive_can_be_dropped() -> None:
+    links = SkipLinks()
+    links.send(A, 0, 1, "value")
+    links.send_back(B, 0, 1, [None])
+    links.clear()
+    assert repr(links) == "<SkipLinks, 0 there and 0 back>"

@@ -1,7 +1,7 @@
 """Skips on real GPUs: the values of the plain model, one copy each way, in the right streams.
 
-Additional proof; ``tests/test_lane.py`` counts the copies and their order without a GPU. What waits
-for nobody is found out by keeping streams busy, see ``sleep``.
+Additional proof; ``tests/stage/test_skips_between_stages.py`` counts the copies and their order
+without a GPU. What waits for nobody is found out by keeping streams busy, see ``sleep``.
 """
 
 from __future__ import annotations

@@ -146,6 +146,14 @@ def test_what_was_received_is_taken() -> None:
     assert store.take(A) == "value"
 
 
+def test_what_was_received_is_taken_as_often_as_it_is_popped() -> None:
+    store = Store({A: 2})
+    store.receive(A, "value")
+    assert (store.take(A), store.take(A)) == ("value", "value")
+    with pytest.raises(RuntimeError, match="no skip 'a' to pop"):
+        store.take(A)
+
+
 def test_what_was_received_as_absent_is_not_there() -> None:
     store = Store({A: 1})
     store.receive(A, ABSENT)

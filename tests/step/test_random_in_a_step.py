@@ -193,6 +193,19 @@ def test_each_micro_batch_has_a_loss_that_draws_for_itself() -> None:
     assert len(set(drawn)) == 4
 
 
+def test_a_loss_draws_other_numbers_than_the_layers() -> None:
+    drawn = []
+
+    def draw(y: Tensor, target: Any = None) -> Tensor:
+        drawn.append(torch.rand(1).item())
+        return y.mean()
+
+    module = nn.Sequential(linear(3, 3), Apply(draw))
+    with piped(module, [2], Way("1f1b", "never"), chunks=4) as pipe:
+        pipe.forward_backward(batch(8), loss_fn=draw)
+    assert len(set(drawn)) == 8
+
+
 def test_a_step_without_random_numbers_leaves_the_generator_alone() -> None:
     before = torch.get_rng_state()
     x = torch.ones(8, 3, dtype=torch.float64)

@@ -1,39 +1,26 @@
 """Copies between devices in a step: what is copied, and what waits for what.
 
-Lanes are driven by hand, with the fake streams of ``tests/lanes.py``. F[0,0] runs on ``cpu`` and
+Stages are driven by hand, with the fake streams of ``tests/stages.py``. F[0,0] runs on ``cpu`` and
 F[0,1] on ``meta``.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.autograd.streams import CopyStreams
-from pipert.queues.closable import ClosableQueue
-from pipert.schedules import plan
-from pipert.schedules.clock_cycle import Schedule
 from pipert.seeing.event import COPY
-from pipert.seeing.ledger import Ledger
 from pipert.seeing.recorder import Recording
 from pipert.skip import Skippable, pop, skippable, stash
-from pipert.skip.routes import routes
 from pipert.stage.gradients import Gradients
-from pipert.stage.outcome import NOT_RUN
-from pipert.stage.recorded_lane import RecordedStepLane
-from pipert.stage.run import Run
-from pipert.stage.step import Loss, Step
-from pipert.stage.step_lane import StepLane, leaf_inputs
-from pipert.workers.activity import Activity, Seat
-from pipert.workers.context import CallerContext
-from pipert.workers.turn import Turn
-from tests.lanes import CPU, META, FakeStreams
+from pipert.stage.loss import Loss
+from pipert.stage.step import Step
+from tests.stages import CPU, META, Driven, FakeStreams
 
 
 @pytest.fixture(scope="module")
@@ -48,69 +35,41 @@ def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
     return FakeStreams(monkeypatch)
 
 
-class DrivenStep:
-    """One micro-batch of a step, whose lanes are made and driven by hand."""
+class DrivenStep(Driven):
+    """One micro-batch of a step; notes what each action asks of streams."""
 
     def __init__(
         self,
         fake: FakeStreams,
         layers: Sequence[nn.Module],
         devices: Sequence[torch.device],
-        x: Tensor,
         recomputed: int = 0,
         recording: Recording | None = None,
         target: Any = None,
     ) -> None:
-        n = len(layers)
-        ledger = Ledger()
-        if recording is not None:
-            ledger.start_recording(recording)
-        self.planned = plan("1f1b", 1, n, None, recomputed)
-        self.step = Step(self.planned, Loss(lambda y, _: y.sum(), [target], [1.0], 1.0))
-        self.run = Run(
-            Schedule(1, n), recomputed, devices, CallerContext(), cast(CopyStreams, fake),
-            ledger.open(1, n), posted=self.planned,
-        )  # fmt: skip
-        there: list[ClosableQueue[Any]] = [ClosableQueue() for _ in range(n - 1)]
-        back: list[ClosableQueue[Any]] = [ClosableQueue() for _ in range(n - 1)]
-        partitions = [nn.Sequential(layer) for layer in layers]
-        skips = routes(partitions)
-        kind = StepLane if recording is None else RecordedStepLane
-        self.lanes = [
-            kind(
-                self.step,
-                back[j] if j < n - 1 else None,
-                back[j - 1].put if j > 0 else _nobody,
-                self.run, j, partitions[j], skips[j], (), None,
-                there[j - 1] if j > 0 else [leaf_inputs(x)],
-                there[j].put if j < n - 1 else _nobody,
-            )
-            for j in range(n)
-        ]  # fmt: skip
+        x = torch.ones(2, requires_grad=True)
+        self.step = Step(Loss(lambda y, _: y.sum(), [target], [1.0], 1.0))
+        partitions = [[layer] for layer in layers]
+        super().__init__(partitions, [x], devices, recomputed, fake, recording, self.step)
         self.log = fake.log
         self.logs: dict[str, list[str]] = {}
-
-    def go(self) -> DrivenStep:
-        """Do all tasks in the order of the schedule, and note what each asks of streams."""
-        seat = Seat(Turn(threading.Lock()), Activity())
-        for task in self.planned:
+        for action in self.plan:
             self.log.clear()
-            self.lanes[task.j].perform(task, seat)
-            self.logs[str(task)] = list(self.log)
-        error = self.run.progress.take_error()
+            self.do(action)
+            self.logs[str(action)] = list(self.log)
+        error = self.outcome.take_error()
         if error is not None:
             raise error
-        return self
 
-
-def _nobody(value: Any) -> None:
-    assert value is None or value is not NOT_RUN
+    def sums(self, j: int) -> list[Tensor]:
+        """The gradients of the weights of stage ``j``."""
+        cut = self.stages[j].cut
+        assert cut is not None
+        return list(cut.gradients.sums.values())
 
 
 def two(fake: FakeStreams, **options: Any) -> DrivenStep:
-    layers = [fake.layer(0, CPU), fake.layer(1, META)]
-    x = torch.ones(2, requires_grad=True)
-    return DrivenStep(fake, layers, [CPU, META], x, **options).go()
+    return DrivenStep(fake, [fake.layer(0, CPU), fake.layer(1, META)], [CPU, META], **options)
 
 
 def test_a_forward_lets_the_copy_wait_for_compute(fake: FakeStreams) -> None:
@@ -154,7 +113,7 @@ def test_a_recomputation_asks_nothing_of_streams(fake: FakeStreams) -> None:
 
 def test_gradients_are_on_the_devices_of_what_they_are_of(fake: FakeStreams) -> None:
     step = two(fake)
-    devices = [[dw.device for dw in lane.gradients.sums.values()] for lane in step.lanes]
+    devices = [[dw.device for dw in step.sums(j)] for j in range(2)]
     assert devices == [[CPU], [META]]
     (dx,) = step.step.input_gradients[0]
     assert dx is not None and dx.device == CPU
@@ -179,8 +138,8 @@ def test_copies_of_gradients_are_recorded_with_where_they_come_from(fake: FakeSt
 
 
 def test_arguments_from_elsewhere_are_copied_after_what_computes_them(fake: FakeStreams) -> None:
-    step = DrivenStep(fake, [fake.layer(0, META)], [META], torch.ones(2, requires_grad=True))
-    assert step.go().logs["F[0,0]"][:4] == [
+    step = DrivenStep(fake, [fake.layer(0, META)], [META])
+    assert step.logs["F[0,0]"][:4] == [
         "<copy cpu 0> waits for <compute cpu>",
         "copy from <copy cpu 0> to <copy meta 0>",
         "<compute meta> waits for <copy meta 0>",
@@ -210,8 +169,7 @@ class Pop(Skippable):
 
 
 def three(fake: FakeStreams) -> DrivenStep:
-    layers = [Stash(), fake.layer(1, META), Pop()]
-    return DrivenStep(fake, layers, [CPU, META, META], torch.ones(2, requires_grad=True)).go()
+    return DrivenStep(fake, [Stash(), fake.layer(1, META), Pop()], [CPU, META, META])
 
 
 def test_a_skip_is_copied_straight_to_the_device_where_it_is_popped(fake: FakeStreams) -> None:
@@ -231,5 +189,5 @@ def test_the_gradient_of_a_skip_goes_straight_back(fake: FakeStreams) -> None:
         "copy from <copy meta 0> to <copy cpu 0>",
         "<compute cpu> waits for <copy cpu 0>",
     ] * 2
-    assert step.step.skip_gradients == {}
-    assert len(step.lanes[0].gradients.sums) == 1
+    assert repr(step.run.skips) == "<SkipLinks, 0 there and 0 back>"
+    assert len(step.sums(0)) == 1

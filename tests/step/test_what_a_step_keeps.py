@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.stage.step_lane import alone
+from pipert.stage.backward import alone
 from tests.devices.lockstep import in_lockstep
 from tests.faults.injector import Activations
 from tests.layers import Apply

@@ -67,6 +67,11 @@ def test_times_of_a_device_add_up() -> None:
     assert (second.busy, second.for_input, second.copying, second.hidden) == (4, 0.75, 0.75, 0.25)
 
 
+def test_a_device_that_computes_meanwhile_does_not_wait() -> None:
+    events = [*grid([1.0, 1.0], 2), Event("wait", 1, 1, CUDA[1], 0.5, 1.5)]
+    assert Timeline(events, CUDA[:2]).report().devices[1].for_input == 0.5
+
+
 def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
     events = [
         *grid([1.0], 1),
@@ -75,6 +80,18 @@ def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
     ]
     (device,) = Timeline(events, CUDA[:1]).report().devices
     assert (device.busy, device.recomputing, device.backward) == (4.0, 1.0, 2.0)
+
+
+def test_recomputations_are_shared_out_among_all_micro_batches() -> None:
+    events = [*grid([1.0], 4), *grid([2.0], 3, "recompute", at=5.0)]
+    (cost,) = Timeline(events, CUDA[:1]).report().costs
+    assert (cost.forward, cost.recompute, cost.backward) == (1.0, 1.5, 0.0)
+
+
+def test_a_backward_in_several_pieces_costs_what_they_take_together() -> None:
+    pieces = [Event("backward", 0, 0, CUDA[0], *times) for times in ((1.0, 2.0), (4.0, 6.0))]
+    (cost,) = Timeline([*grid([1.0], 1), *pieces], CUDA[:1]).report().costs
+    assert cost.backward == 3.0
 
 
 def test_a_better_balance_is_named() -> None:
@@ -155,6 +172,12 @@ def test_more_chunks_than_rows_are_not_advised() -> None:
 def test_with_one_micro_batch_no_balance_is_better() -> None:
     report = Timeline(grid([1.0, 3.0], 1), CUDA[:2], layers=[[1.0], [1.0] * 3]).report()
     assert [one.kind for one in report.advice] == ["chunks"]
+
+
+def test_unlike_devices_get_no_advice_about_their_balance() -> None:
+    events = [replace(e, device=CPU) if e.j == 0 else e for e in grid([1.0, 3.0], 4)]
+    report = Timeline(events, [CPU, CUDA[1]], layers=[[1.0], [1.0, 1.0, 1.0]]).report()
+    assert not any(one.kind == "balance" for one in report.advice)
 
 
 def test_partitions_of_one_device_have_no_balance() -> None:

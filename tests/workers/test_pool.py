@@ -365,17 +365,19 @@ def test_a_call_after_close_by_a_layer_is_refused() -> None:
         pipe(ROWS)
 
 
+@pytest.mark.parametrize("at", [0, 1])
 def test_a_signal_handler_that_closes_the_pool_while_it_starts_leaves_no_thread(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """The handler runs on the thread that is starting the threads."""
+    """The handler runs on the thread that is starting the threads, after it has started one."""
     before = workers()
     pool = Pool(["pipert-test-0", "pipert-test-1"], [CPU, CPU])
 
     class Signalling(WorkerThread):
         def start(self) -> None:
             super().start()
-            os.kill(os.getpid(), signal.SIGUSR1)
+            if self.name == f"pipert-test-{at}":
+                os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(pool_module, "WorkerThread", Signalling)
     old = signal.signal(signal.SIGUSR1, lambda number, frame: pool.close())

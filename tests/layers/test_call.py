@@ -265,6 +265,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "method": lambda mean, x: mean.add_(x.sum()),
     "out": add_out,
     "operator": operator,
+    "item": lambda mean, x: mean.__setitem__((), mean + 1),
     "copy": lambda mean, x: mean.copy_(mean + 1),
 }
 

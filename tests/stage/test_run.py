@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pipert.autograd.streams import CopyStreams
-from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.plan import plan_call
+from pipert.seeing.counters import Counters
 from pipert.stage.run import Run
 from pipert.workers.context import CallerContext
 
@@ -16,8 +17,8 @@ CPU = torch.device("cpu")
 
 
 def run_with_sources(count: int) -> Run:
-    nobody: Any = None
-    run = Run(Schedule(2, 1), 0, [CPU], CallerContext(), CopyStreams(), nobody)
+    plan = plan_call(2, 1, [0])
+    run = Run(plan, [CPU], CallerContext(), CopyStreams(), Counters().open(plan).told)
     for i in range(count):
         source: Any = i  # stands for a stream
         run.sources[CPU, i] = source
@@ -42,9 +43,9 @@ def test_a_device_that_takes_no_wait_does_not_hide_the_error_of_a_task(
 ) -> None:
     waits(monkeypatch, RuntimeError("CUDA error"))
     run, error = run_with_sources(2), ArithmeticError()
-    run.progress.fail(0, error)
+    run.outcome.fail(0, error)
     run.return_what_was_read()
-    assert run.progress.take_error() is error
+    assert run.outcome.take_error() is error
 
 
 def test_a_wait_that_fails_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,8 +57,8 @@ def test_a_wait_that_fails_by_itself_is_an_error(monkeypatch: pytest.MonkeyPatch
 def test_an_interrupt_does_not_cut_the_waits_short(monkeypatch: pytest.MonkeyPatch) -> None:
     awaited = waits(monkeypatch, KeyboardInterrupt())
     run = run_with_sources(3)
-    run.progress.fail(0, ArithmeticError())
+    run.outcome.fail(0, ArithmeticError())
     with pytest.raises(KeyboardInterrupt):
         run.return_what_was_read()
     assert awaited[2:] == [0, 1, 2]
-    assert run.progress.take_error() is None
+    assert run.outcome.take_error() is None

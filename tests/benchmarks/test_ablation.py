@@ -1,0 +1,148 @@
+"""What is computed is the same without each part of the runtime."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from _ablation import Components, ComputeStreams, only, through_all_between
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.autograd.streams import compute_stream
+from pipert.skip import pop, skippable, stash
+from pipert.skip.routes import routes
+from pipert.skip.store import ABSENT
+
+EVERY = [Components(*on) for on in itertools.product([True, False], repeat=3)]
+PLACES = [
+    ["cpu"] * 5,
+    pytest.param([f"cuda:{k % 2}" for k in range(5)], marks=[pytest.mark.multi_gpu]),
+]
+
+Train = Callable[[Pipe, Tensor], Tensor]
+
+
+@skippable(stash={"skip": 2})
+class Stash(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x * 3)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return x + skip * self.weight
+
+
+def model() -> nn.Sequential:
+    """Partitions of two layers: stashed in the first, popped in the third and the fifth."""
+    layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 4)]
+    layers += [nn.Tanh(), nn.Linear(4, 4), Pop(), nn.Dropout()]
+    return nn.Sequential(*layers)
+
+
+def by_call(pipe: Pipe, x: Tensor) -> Tensor:
+    loss = pipe(x).square().sum()
+    loss.backward()
+    return loss.detach()
+
+
+def by_step(pipe: Pipe, x: Tensor) -> Tensor:
+    return pipe.forward_backward(x, loss_fn=lambda y, _: y.square().sum(), reduction="sum")
+
+
+@pytest.mark.parametrize("devices", PLACES, ids=["cpu", "cuda"])
+@pytest.mark.parametrize("components", EVERY, ids=str)
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("train", [by_call, by_step])
+def test_what_is_computed_is_the_same_without(
+    train: Train, checkpoint: str, components: Components, devices: list[str]
+) -> None:
+    results = []
+    x, state = torch.randn(6, 4), model().state_dict()
+    for chosen in (Components(), components):
+        module = model()
+        module.load_state_dict(state)
+        torch.manual_seed(1)
+        with Pipe(module, [2] * 5, devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
+            leaf = x.clone().to(devices[0]).requires_grad_()
+            with only(pipe, chosen):
+                loss = train(pipe, leaf)
+        grads = [leaf.grad, *[p.grad for p in module.parameters()]]
+        results.append([loss.cpu(), *[grad.cpu() for grad in grads if grad is not None]])
+    assert len(results[0]) == 2 + len(state)
+    torch.testing.assert_close(results[0], results[1])
+
+
+def test_afterwards_the_pipe_is_as_before() -> None:
+    with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
+        runtime = pipe._runtime
+        before = runtime._streams, runtime._model
+        with only(pipe, Components(False, False, False)):
+            assert type(runtime._streams) is ComputeStreams
+            assert runtime._model.skips[1].leaving
+        assert (runtime._streams, runtime._model) == before
+        y = pipe(torch.ones(1, 4))
+    assert isinstance(y, Tensor)
+
+
+def test_direct_skips_touch_no_partition_in_between() -> None:
+    with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
+        skips = routes(pipe.partitions)
+    assert [(s.arriving, s.leaving) for s in skips] == [
+        ((), (((None, "skip"), 2), ((None, "skip"), 4))),
+        ((), ()),
+        ((((None, "skip"), 0),), ()),
+        ((), ()),
+        ((((None, "skip"), 0),), ()),
+    ]
+
+
+def test_other_skips_go_through_every_partition_as_far_as_the_last_that_pops() -> None:
+    key = (None, "skip")
+    with Pipe(nn.Sequential(*model(), nn.Tanh()), [2, 2, 2, 2, 2, 1], devices=["cpu"] * 6) as pipe:
+        skips = through_all_between(pipe.partitions)
+    assert [[k for _, k in s.arriving] for s in skips] == [[], [0], [1], [2], [3], []]
+    assert [[k for _, k in s.leaving] for s in skips] == [[1], [2], [3], [4], [], []]
+    assert [s.pops.get(key) for s in skips] == [0, 0, 1, 0, 1, None]
+
+
+def test_a_skip_that_was_not_stashed_is_not_there_after_any_number_of_partitions() -> None:
+    with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
+        between = through_all_between(pipe.partitions)[1]
+    store = between.store([ABSENT])
+    assert store.send((None, "skip")) is ABSENT
+
+
+@pytest.mark.parametrize("fork_join", [True, False])
+def test_without_fork_and_join_there_is_no_order_in_the_graph(fork_join: bool) -> None:
+    with Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=2) as pipe:
+        with only(pipe, Components(fork_join=fork_join)):
+            y = pipe(torch.ones(2, 2))
+    assert ("_ForkBackward" in nodes_behind(y)) == fork_join
+
+
+def nodes_behind(y: Tensor) -> set[str]:
+    names, left = set[str](), [y.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None:
+            names.add(node.name())
+            left += [child for child, _ in node.next_functions]
+    return names
+
+
+@pytest.mark.multi_gpu
+def test_without_copy_streams_copies_are_on_the_stream_of_the_computation() -> None:
+    device = torch.device("cuda", 1)
+    assert ComputeStreams().get(device, 0) == compute_stream(device)

@@ -1,0 +1,26 @@
+"""An action costs no more Python calls, and its layers no more frames, than the engine promises."""
+
+from __future__ import annotations
+
+import frames
+import pytest
+
+
+@pytest.mark.parametrize(("way", "checkpoint", "kind"), frames.BARS)
+def test_an_action_stays_within_its_calls_and_frames(way: str, checkpoint: str, kind: str) -> None:
+    counted = frames.count(way, checkpoint)[kind]
+    calls, most_frames = frames.BARS[way, checkpoint, kind]
+    assert counted.calls <= calls
+    assert counted.frames is not None and counted.frames <= most_frames
+
+
+def test_each_kind_of_action_of_a_step_is_counted() -> None:
+    counted = frames.count("1f1b", "always")
+    assert sorted(counted) == ["B", "F", "R"]
+    assert counted["B"].frames is None and counted["R"].frames is not None
+
+
+def test_what_the_layers_do_in_python_is_counted() -> None:
+    """So the numbers are of this run, not of the engine alone."""
+    plain = frames.count("call", "never")["F"]
+    assert frames.count("call", "always")["F"].calls > plain.calls > plain.files > 1

@@ -1,0 +1,101 @@
+"""Breakages of what all else stands on: queues, workers, graph nodes, scatter and gather."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["BREAKAGES"]
+
+QUEUE, LATCH = "pipert/queues/closable.py", "pipert/queues/latch.py"
+LOCK = "pipert/queues/process_lock.py"
+POOL, TURN = "pipert/workers/pool.py", "pipert/workers/turn.py"
+CHECKPOINT, ORDER = "pipert/autograd/checkpoint.py", "pipert/autograd/order.py"
+BATCH = "pipert/batch/microbatch.py"
+
+OF_THREADS = [
+    Mutant(
+        "queue-loses-an-item", QUEUE,
+        "an item that is put while the queue is closed is neither received nor returned nor "
+        "refused (Q1)",
+        "if self._closed and cell.take() is not None:", "if False:",
+        ("tests/queues/test_closable.py",),
+    ),
+    Mutant(
+        "latch-opens-by-itself", LATCH,
+        "whoever waited for an arrival for as long as was allowed is told that all have arrived",
+        "self._gate.release()\n        return self._open",
+        "self._gate.release()\n        return True",
+        ("tests/queues/test_latch.py",),
+    ),
+    Mutant(
+        "close-joins-nobody", POOL,
+        "`close` returns while threads are still at work (P2)",
+        "if not join:", "if True:",
+        ("tests/workers/test_pool.py",),
+    ),
+    Mutant(
+        "turn-never-released", TURN,
+        "a worker that gives its turn up keeps the lock: the others wait for it in vain",
+        "            self._lock.release()", "            pass",
+        ("tests/workers/test_turn.py",),
+    ),
+    Mutant(
+        "locks-stay-locked-in-a-child", LOCK,
+        "a child that is forked while a thread holds a lock of the process waits for it for ever "
+        "(P5)",
+        "os.register_at_fork(after_in_child=self._renew)", "pass",
+        ("tests/test_fork.py",),
+    ),
+]  # fmt: skip
+
+OF_GRAPHS = [
+    Mutant(
+        "join-ties-nothing", ORDER,
+        "the backward of a micro-batch does not wait for that of the next one: the token is "
+        "dropped",
+        "join = applied(_Join)", "join = lambda token, *xs: xs  # noqa: E731",
+        ("tests/autograd/test_order.py",),
+    ),
+    Mutant(
+        "inputs-changed-unnoticed", CHECKPOINT,
+        "an input that was modified between forward and recomputation is recomputed from",
+        "if self._version != version(self._tensor):", "if False:",
+        ("tests/autograd/test_checkpoint.py",),
+    ),
+    Mutant(
+        "inputs-not-cloned", CHECKPOINT,
+        "a checkpointed partition gets its input itself, which a first layer may change in place",
+        "own = rebuild(tuple(map(Tensor.clone, tensors)))", "own = rebuild(tensors)",
+        ("tests/autograd/test_checkpoint.py",),
+    ),
+    Mutant(
+        "slots-stay-full", CHECKPOINT,
+        "a slot that was read keeps its activation for as long as the graph lives",
+        "value, self.value, self.full = self.value, None, False", "value = self.value",
+        ("tests/autograd/test_checkpoint.py",),
+    ),
+]  # fmt: skip
+
+OF_BATCHES = [
+    Mutant(
+        "rest-in-the-last-micro-batch", BATCH,
+        "all rows that do not divide evenly go into the last micro-batch",
+        "sizes = [batch // m + (i < batch % m) for i in range(m)]",
+        "sizes = [batch // m + (batch % m) * (i == m - 1) for i in range(m)]",
+        ("tests/test_microbatch.py",),
+    ),
+    Mutant(
+        "gathered-backwards", BATCH,
+        "the rows of the last micro-batch come first in the output",
+        "torch.cat(column) if", "torch.cat(column[::-1]) if",
+        ("tests/test_microbatch.py",),
+    ),
+    Mutant(
+        "replicated-is-split", BATCH,
+        "what is wrapped in Replicate is split like everything else",
+        "return [leaf.value] * len(sizes)", "return _split(leaf.value, sizes)",
+        ("tests/test_microbatch.py",),
+    ),
+]  # fmt: skip
+
+BREAKAGES = [*OF_THREADS, *OF_GRAPHS, *OF_BATCHES]

@@ -1,0 +1,126 @@
+"""Breakages of what concerns users' models: skips, layers, placing, balancing, and measuring."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["BREAKAGES"]
+
+ROUTES, STORE = "pipert/skip/routes.py", "pipert/skip/store.py"
+RANDOM, BUFFERS = "pipert/layers/random_numbers.py", "pipert/layers/buffers.py"
+NORM, TIED = "pipert/layers/batchnorm.py", "pipert/layers/tied.py"
+SPLIT, DEVICES = "pipert/model/split.py", "pipert/model/devices.py"
+
+OF_SKIPS = [
+    Mutant(
+        "skip-for-the-first-alone", ROUTES,
+        "a skip that several partitions pop is sent to the first of them alone",
+        "for k in sorted(pops[key]) if k != j]", "for k in sorted({*pops[key]} - {j})[:1]]",
+        ("tests/skip/test_routes.py",),
+    ),
+    Mutant(
+        "skips-not-cleared", STORE,
+        "what a task's layers have stashed and nobody has popped stays with whoever has its "
+        "context",
+        "        self._values.clear()", "        pass",
+        ("tests/skip/test_store.py",),
+    ),
+    Mutant(
+        "skip-changed-unnoticed", STORE,
+        "a skip that was modified in place since it was stashed is popped all the same",
+        "if _versions(self._tensors) != self._versions:", "if False:",
+        ("tests/skip/test_store.py",),
+    ),
+]  # fmt: skip
+
+OF_LAYERS = [
+    Mutant(
+        "recomputation-draws-others", RANDOM,
+        "a run draws its seed anew for each task, so that a recomputation draws other numbers "
+        "than its forward",
+        "        if self._seed is None:\n            state", "        if True:\n            state",
+        ("tests/autograd/test_random.py",),
+    ),
+    Mutant(
+        "generator-moved-by-each-draw", RANDOM,
+        "the caller's generator is moved on by each draw of a run, and not once",
+        "        if not self._used:\n            self._used = True",
+        "        if True:\n            self._used = True",
+        ("tests/autograd/test_random.py",),
+    ),
+    Mutant(
+        "statistics-updated-again", BUFFERS,
+        "a recomputation updates running statistics for a second time",
+        "_copy(arg) if k in places else arg", "arg",
+        ("tests/test_equivalence.py",),
+    ),
+    Mutant(
+        "buffer-changed-unnoticed", BUFFERS,
+        "a recomputation that changes a buffer, such as that of spectral norm, is not refused",
+        "if not torch.equal(before, changed):", "if False:",
+        ("tests/layers/test_call.py",),
+    ),
+    Mutant(
+        "copy-not-handed-on", TIED,
+        "a layer that passes a borrowed weight as a keyword gets it from the other device",
+        "**self._swap(kwargs or {})", "**(kwargs or {})",
+        ("tests/test_tied.py",),
+    ),
+    Mutant(
+        "variance-within-alone", NORM,
+        "deferred running variance is pooled without what the means of micro-batches differ by",
+        " + (note.mean - mean) ** 2 * note.rows", "",
+        ("tests/test_batchnorm.py",),
+    ),
+]  # fmt: skip
+
+OF_MODELS = [
+    Mutant(
+        "layers-left-over", SPLIT,
+        "a balance that adds up to less than the layers is accepted, and the last ones never run",
+        "if sum(balance) != layers:", "if sum(balance) > layers:",
+        ("tests/test_partition.py",),
+    ),
+    Mutant(
+        "one-cpu-worker", DEVICES,
+        "all 'cpu' entries of devices share one worker, so that nothing runs at the same time",
+        'if device != torch.device("cpu"):\n                of_device[device] = worker',
+        "of_device[device] = worker",
+        ("tests/test_device.py",),
+    ),
+    Mutant(
+        "shared-parameter-moves-on", SPLIT,
+        "a parameter that several partitions use is moved to the device of the last one",
+        "        if others:\n", "        if False:\n",
+        ("tests/test_partition.py",),
+    ),
+]  # fmt: skip
+
+OF_MEASURES = [
+    Mutant(
+        "search-ends-early", "pipert/balance/blocks.py",
+        "the search for a balance ends at one that is not the best",
+        "            refused.append(self.totals[last + 1] - head)\n", "",
+        ("tests/balance/test_by_cost.py",),
+    ),
+    Mutant(
+        "inner-interval-cuts", "pipert/timeline/intervals.py",
+        "a device counts as idle after a short task inside of a longer one",
+        "max(end, merged[-1][1])", "end",
+        ("tests/timeline/test_report.py",),
+    ),
+    Mutant(
+        "metrics-keep-the-pipe", "pipert/prometheus.py",
+        "a pipe whose metrics are shown is never dropped, and its threads never end",
+        "(weakref.ref(pipe), durations)", "(lambda: pipe, durations)",
+        ("tests/test_prometheus.py",),
+    ),
+    Mutant(
+        "note-hides-the-error", "pipert/errors.py",
+        "an error whose note cannot be made is replaced by that which making it raised",
+        "    except Exception:\n", "    except ZeroDivisionError:\n",
+        ("tests/faults/test_hooks.py",),
+    ),
+]  # fmt: skip
+
+BREAKAGES = [*OF_SKIPS, *OF_LAYERS, *OF_MODELS, *OF_MEASURES]

@@ -1,0 +1,250 @@
+"""Mutants of the stages: of what each asks of streams, in a call and in a step."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+COPIES, TRANSPORT = "pipert/stage/copies.py", "pipert/stage/transport.py"
+IN_GRAPH, CUT = "pipert/stage/in_graph.py", "pipert/stage/cut.py"
+BACKWARD = "pipert/stage/backward.py"
+
+_COMPUTE_WAITS = (
+    "compute = streams.compute_stream(self._device)\n"
+    "        return self._copies.transport.wait(i, x, compute, copied)"
+)
+_COPY_WAITS = (
+    "compute = streams.compute_stream(self._device)\n"
+    "                y = self._copies.transport.wait(i, y, copying, compute)"
+)
+_READERS = "readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]"
+_LOSS_WAITS = (
+    "compute = streams.compute_stream(device)\n"
+    "            self._copies.transport.wait(i, target, compute, copied)"
+)
+_INPUT_WAITS = (
+    "compute = streams.compute_stream(self._place.device)\n"
+    "            self._copies.transport.wait(i, x, compute, copied)"
+)
+_GRADIENT_WAITS = (
+    "compute = streams.compute_stream(self._place.device)\n"
+    "            self._copies.transport.wait(i, moved, compute, copied)"
+)
+_LET_COPY = "streams.wait(self.stream(i), streams.compute_stream(self._device))"
+
+OF_COPIES = [
+    Mutant(
+        "skips-are-not-copied", COPIES, "the copy's wait where only a skip is copied from",
+        _READERS, "readers = [*range(len(run.devices))[j + 1 : j + 2]]",
+    ),
+    Mutant(
+        "values-are-not-copied", COPIES, "the copy's wait where only the value is copied from",
+        _READERS, "readers = [*(k for _, k in skips.leaving)]",
+    ),
+    Mutant(
+        "own-stream-of-another", COPIES, "the copy stream of this micro-batch, on this device",
+        "return self._run.streams.get(self._device, i)",
+        "return self._run.streams.get(self._device, i + 1)",
+    ),
+    Mutant(
+        "target-is-compute", COPIES, "the copy stream that values are written on",
+        "target = self.stream(i)", "target = streams.compute_stream(home)",
+    ),
+    Mutant(
+        "source-is-compute", COPIES, "the copy stream that values are read on",
+        "source = self._run.streams.get(device, i)", "source = streams.compute_stream(device)",
+    ),
+    Mutant(
+        "read-and-not-noted", COPIES, "the note of what is read of the caller's",
+        "self._run.sources[device, i] = source", "pass",
+    ),
+    Mutant(
+        "target-of-another", COPIES, "the copy stream of this micro-batch, for writing",
+        "target = self.stream(i)", "target = self.stream(i + 1)",
+    ),
+    Mutant(
+        "source-of-another", COPIES, "the copy stream of this micro-batch, for reading",
+        "source = self._run.streams.get(device, i)",
+        "source = self._run.streams.get(device, i + 1)",
+    ),
+    Mutant(
+        "last-skip-decides", COPIES, "the wait for a skip, if the next one was not copied",
+        "copied = copied or target", "copied = target",
+    ),
+    Mutant(
+        "copied-skips-forgotten", COPIES, "the wait for skips, if the value was not copied",
+        "tuple(skips)), copied or target", "tuple(skips)), target",
+    ),
+    Mutant(
+        "copied-value-forgotten", COPIES, "the wait for the value, if no skip was copied",
+        "tuple(skips)), copied or target", "tuple(skips)), copied",
+    ),
+    Mutant(
+        "arguments-not-awaited", COPIES, "the copy of arguments waits for the caller",
+        "moving = self.transport.wait_for_caller(moving, source)", "pass",
+    ),
+    Mutant(
+        "stage-copy-swapped", COPIES, "source and target of every copy: swapped",
+        "moved = self.transport.copy(i, moving, source, target, origin)",
+        "moved = self.transport.copy(i, moving, target, source, origin)",
+    ),
+    Mutant(
+        "step-copy-not-after-compute", COPIES, "copies of a step wait for compute",
+        _LET_COPY, "pass",
+    ),
+    Mutant(
+        "step-compute-waits-to-be-copied", COPIES, "the direction of the copy's wait for compute",
+        _LET_COPY, "streams.wait(streams.compute_stream(self._device), self.stream(i))",
+    ),
+    Mutant(
+        "step-copy-of-another-waits", COPIES,
+        "the copy stream of this micro-batch, to wait for compute",
+        _LET_COPY, "streams.wait(self.stream(i + 1), streams.compute_stream(self._device))",
+    ),
+    Mutant(
+        "step-outputs-are-not-copied", COPIES,
+        "the copy's wait where only outputs are copied from",
+        "if self.go_out or self.come_in:", "if self.come_in:",
+    ),
+    Mutant(
+        "step-gradients-are-not-copied", COPIES,
+        "the copy's wait where only gradients are copied from",
+        "if self.go_out or self.come_in:", "if self.go_out:",
+    ),
+]  # fmt: skip
+
+OF_CALLS = [
+    Mutant(
+        "compute-not-after-copy", IN_GRAPH, "compute waits for the copies of a task's inputs",
+        "return x if copied is None else self._wait_for(i, copied, x)", "return x",
+    ),
+    Mutant(
+        "compute-not-after-weights", IN_GRAPH, "compute waits for copies of borrowed weights",
+        "(copy,) = self._wait_for(i, copied, (copy,))", "pass",
+    ),
+    Mutant(
+        "skips-not-waited-for", IN_GRAPH, "the wait for skips, beside that for the value",
+        "skips = [self._wait_for(i, copied, skip) for skip in x.skips]", "skips = list(x.skips)",
+    ),
+    Mutant(
+        "value-not-waited-for", IN_GRAPH, "the wait for the value, beside that for skips",
+        "return Carried(self._wait_for(i, copied, x.value), tuple(skips))",
+        "return Carried(x.value, tuple(skips))",
+    ),
+    Mutant(
+        "copy-waits-for-compute", IN_GRAPH, "the direction of compute's wait for a copy",
+        _COMPUTE_WAITS,
+        "return self._copies.transport.wait("
+        "i, x, copied, streams.compute_stream(self._device))",
+    ),
+    Mutant(
+        "copy-not-after-compute", IN_GRAPH, "the copy of an output waits for compute",
+        _COPY_WAITS, "pass",
+    ),
+    Mutant(
+        "compute-waits-to-be-copied", IN_GRAPH, "the direction of the copy's wait for compute",
+        _COPY_WAITS,
+        "y = self._copies.transport.wait("
+        "i, y, streams.compute_stream(self._device), copying)",
+    ),
+    Mutant(
+        "copy-of-another-waits", IN_GRAPH,
+        "the copy stream of this micro-batch, to wait for compute",
+        "copying = self._copies.stream(i)", "copying = self._copies.stream(i + 1)",
+    ),
+    Mutant(
+        "no-wait-without-graph", TRANSPORT, "waits for values that need no gradient",
+        "streams.wait(waiter, awaited)\n            return x", "return x",
+    ),
+    Mutant(
+        "no-wait-back", TRANSPORT, "the waits of the backward: only the forward waits",
+        "return rebuild(transfer.wait(xs, waiter, awaited))",
+        "streams.wait(waiter, awaited)\n        return x",
+    ),
+    Mutant(
+        "arguments-await-own-device", TRANSPORT,
+        "the device of the arguments, whose caller is awaited",
+        "compute = streams.compute_stream(tensors[0].device)",
+        "compute = streams.compute_stream(self._device)",
+    ),
+    Mutant(
+        "arguments-in-graph-not-awaited", TRANSPORT,
+        "the copy of arguments in the graph waits for the caller",
+        "return transfer.wait(tensors, source, compute)", "return tensors",
+    ),
+    Mutant(
+        "caller-not-after-dx", TRANSPORT, "the caller waits for the gradients of arguments",
+        "return transfer.wait(tensors, source, compute)",
+        "streams.wait(source, compute)\n            return tensors",
+    ),
+    Mutant(
+        "arguments-without-graph-not-awaited", TRANSPORT,
+        "the copy of arguments without gradient waits for the caller",
+        "streams.wait(source, compute)\n        return tensors", "return tensors",
+    ),
+    Mutant(
+        "graph-move-swapped", TRANSPORT, "source and target of a copy in the graph: swapped",
+        "return transfer.copy(tensors, self._device, source, target, to_caller=to_caller)",
+        "return transfer.copy(tensors, self._device, target, source, to_caller=to_caller)",
+    ),
+    Mutant(
+        "move-swapped", TRANSPORT, "source and target of a copy without gradient: swapped",
+        "return streams.copy(tensors, self._device, source, target)",
+        "return streams.copy(tensors, self._device, target, source)",
+    ),
+]  # fmt: skip
+
+OF_STEPS = [
+    Mutant(
+        "step-not-after-weights", CUT, "compute waits for copies of borrowed weights",
+        "streams.wait(streams.compute_stream(self._place.device), copied)", "pass",
+    ),
+    Mutant(
+        "step-input-not-after-copy", CUT, "compute waits for the copies of a task's inputs",
+        _INPUT_WAITS, "pass",
+    ),
+    Mutant(
+        "step-copy-waits-for-compute", CUT, "the direction of compute's wait for a copy",
+        _INPUT_WAITS,
+        "self._copies.transport.wait("
+        "i, x, copied, streams.compute_stream(self._place.device))",
+    ),
+    Mutant(
+        "loss-not-after-target", CUT, "the loss waits for the copy of the target",
+        _LOSS_WAITS, "pass",
+    ),
+    Mutant(
+        "output-not-after-compute", CUT, "the copy of an output waits for compute",
+        "self._copies.let_others_copy(i)\n        ys, rebuild", "ys, rebuild",
+    ),
+    Mutant(
+        "backward-not-after-copy", CUT, "the backward waits for the copy of its gradient",
+        _GRADIENT_WAITS, "pass",
+    ),
+    Mutant(
+        "copy-waits-for-backward", CUT, "the direction of the backward's wait for its gradient",
+        _GRADIENT_WAITS,
+        "self._copies.transport.wait("
+        "i, moved, copied, streams.compute_stream(self._place.device))",
+    ),
+    Mutant(
+        "gradient-not-after-compute", BACKWARD, "the copy of a gradient waits for compute",
+        "cut.let_others_copy(i)  # before the sums: the copy needs none of them", "pass",
+    ),
+    Mutant(
+        "step-no-wait", TRANSPORT, "compute waits for copies: of values, targets and gradients",
+        "streams.wait(waiter, awaited)\n        return x\n", "return x\n",
+    ),
+    Mutant(
+        "step-arguments-not-awaited", TRANSPORT, "the copy of arguments waits for the caller",
+        "streams.wait(source, streams.compute_stream(tensors[0].device))", "pass",
+    ),
+    Mutant(
+        "step-move-swapped", TRANSPORT, "source and target of a copy: swapped",
+        "moved = streams.copy(plain, self._device, source, target)",
+        "moved = streams.copy(plain, self._device, target, source)",
+    ),
+]  # fmt: skip
+
+MUTANTS = [*OF_COPIES, *OF_CALLS, *OF_STEPS]

@@ -1,0 +1,135 @@
+"""Breakages of what runs a mini-batch: workers' loops, runs, steps, schedules, observers.
+
+Each sentence says what is broken in terms of the contract, so that it can be anchored anew
+when the code that kept it has moved.
+"""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["BREAKAGES"]
+
+WORKER, CONTEXT = "pipert/workers/worker.py", "pipert/workers/context.py"
+RUNTIME, WAITING = "pipert/engine/runtime.py", "pipert/engine/waiting.py"
+STAGE, STEP = "pipert/stage/stage.py", "pipert/stage/step.py"
+
+OF_WORKERS = [
+    Mutant(
+        "idle-worker-keeps-its-task", WORKER,
+        "a worker that waits for its next task still references the last one, and so its tensors "
+        "(W2)",
+        "task = value = None  # W2", "last, task, value = task, None, None  # noqa: F841",
+        ("tests/workers/test_worker.py",),
+    ),
+    Mutant(
+        "threads-nameless-outside", WORKER,
+        "the operating system does not learn the names of the workers' threads (P6)",
+        "_set_thread_name(name[:15])  # what Linux takes", "pass",
+        ("tests/workers/test_pool.py",),
+    ),
+    Mutant(
+        "autocast-lost", CONTEXT,
+        "tasks run without the caller's autocast, in float32 (W4)",
+        "stack.enter_context(autocast(settings.autocast, clear_cache))", "pass",
+        ("tests/workers/test_context.py",),
+    ),
+]  # fmt: skip
+
+OF_RUNS = [
+    Mutant(
+        "first-error-in-time", "pipert/stage/outcome.py",
+        "of several failures the one that came first in time is raised, and not the first one of "
+        "the schedule (R3)",
+        "errors[min(errors)] if errors", "errors[next(iter(errors))] if errors",
+        ("tests/test_runtime.py",),
+    ),
+    Mutant(
+        "tasks-start-after-a-failure", STAGE,
+        "tasks that come after a failed one in the schedule are executed all the same if they "
+        "have their input (R4)",
+        """\
+        if self._position >= self._stage.outcome.failed_at:
+            return NOT_RUN
+        try:
+            return self._how.receive(self._action.i, before_waiting)
+        except BaseException as error:  # noqa: B036  raised in the caller
+            return self._fail(error)
+
+    def execute(self, received: Any) -> Any:
+        stage = self._stage
+        if self._position >= stage.outcome.failed_at:
+            return NOT_RUN
+""",
+        """\
+        try:
+            return self._how.receive(self._action.i, before_waiting)
+        except BaseException as error:  # noqa: B036  raised in the caller
+            return self._fail(error)
+
+    def execute(self, received: Any) -> Any:
+        stage = self._stage
+""",
+        ("tests/test_runtime.py",),
+    ),
+    Mutant(
+        "interrupt-does-not-wait", WAITING,
+        "an interrupted call returns while tasks of its run are still executing (R2)",
+        "if not self._wait(run, posting, threads, timeout):\n                    self._give_up",
+        "if False:\n                    self._give_up",
+        ("tests/test_runtime.py",),
+    ),
+    Mutant(
+        "except-last-of-those-asked-for", "pipert/pipe.py",
+        "`except_last` counts the chunks that were asked for: with fewer rows the last "
+        "micro-batch is recomputed, too",
+        "recomputed(self.checkpoint, len(inputs))",
+        "min(len(inputs), recomputed(self.checkpoint, self._chunks))",
+        ("tests/test_microbatch.py", "tests/layers/test_call.py"),
+    ),
+]  # fmt: skip
+
+OF_STEPS = [
+    Mutant(
+        "gradients-of-a-failed-step", RUNTIME,
+        "a step that fails delivers the gradients that it has summed up by then to `.grad`",
+        "            self._go(run, stages, threads, timeout)\n        step.check()",
+        """\
+            try:
+                self._go(run, stages, threads, timeout)
+            except Exception:
+                step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
+                raise
+        step.check()""",
+        ("tests/step/test_step_failures.py", "tests/step/test_step_errors.py"),
+    ),
+    Mutant(
+        "hooks-see-parts", STEP,
+        "gradients of a step are delivered one by one: the hook of a parameter that partitions "
+        "share sees the share of each",
+        "for end in [delivery(arriving) for arriving in turns if arriving]:",
+        "for end in [delivery([one]) for arriving in turns for one in arriving]:",
+        ("tests/step/test_hooks_in_a_step.py",),
+    ),
+    Mutant(
+        "losses-count-alike", "pipert/stage/loss.py",
+        "the mean of a mini-batch is that of its micro-batches' means, though they differ in rows",
+        "size / rows for size in sizes", "1 / len(sizes) for size in sizes",
+        ("tests/step/test_equals_plain.py",),
+    ),
+    Mutant(
+        "1f1b-keeps-more", "pipert/schedules/one_f_one_b.py",
+        "under 1F1B every partition keeps n micro-batches, and not n - j of them",
+        "_in_turns(m, [n - j for j in range(n)], placement)",
+        "_in_turns(m, [n for j in range(n)], placement)",
+        ("tests/properties/test_any_plan.py", "tests/schedules/test_plan.py"),
+    ),
+    Mutant(
+        "failing-observer-stays", "pipert/seeing/told.py",
+        "an observer that raises is told everything after that, too, and fills the log",
+        "                self._observers.remove(observer)\n", "",
+        ("tests/test_observe.py",),
+    ),
+]  # fmt: skip
+
+BREAKAGES = [*OF_WORKERS, *OF_RUNS, *OF_STEPS]

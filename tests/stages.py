@@ -1,0 +1,183 @@
+"""Stages driven by hand, without workers; and devices whose streams only note what they are told.
+
+The second device is ``meta``, which tensors really are copied to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import is_recomputing
+from pipert.autograd import streams as stream
+from pipert.autograd.streams import CopyStreams
+from pipert.schedules.action import Action
+from pipert.schedules.plan import plan, plan_call
+from pipert.seeing.counters import Counters
+from pipert.seeing.recorder import Recording
+from pipert.skip.routes import routes
+from pipert.stage.assembly import Model, assemble
+from pipert.stage.cut import leaf_inputs
+from pipert.stage.run import Run
+from pipert.stage.stage import Task
+from pipert.stage.step import Step
+from pipert.workers.context import CallerContext
+from pipert.workers.worker import NOT_RUN
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+def nobody() -> None:
+    """Called before a task blocks."""
+
+
+def do(task: Task) -> None:
+    """Do ``task`` as a worker does."""
+    value = task.receive(nobody)
+    if value is not NOT_RUN:
+        value = task.execute(value)
+    task.send(value)
+
+
+class Driven:
+    """A run whose stages are driven by hand.
+
+    Args:
+        partitions: the layers of each.
+        inputs: of each micro-batch.
+        devices: of each partition; default the CPU.
+        recomputed: how many micro-batches, from the first.
+        streams: the copy streams.
+        recording: what is to record it.
+        step: if it goes backward as well.
+    """
+
+    def __init__(
+        self,
+        partitions: Sequence[Iterable[nn.Module]],
+        inputs: list[Any],
+        devices: Sequence[torch.device] | None = None,
+        recomputed: int = 0,
+        streams: FakeStreams | None = None,
+        recording: Recording | None = None,
+        step: Step | None = None,
+    ) -> None:
+        n, m = len(partitions), len(inputs)
+        self.plan = plan_call(m, n, range(n), recomputed)
+        if step is not None:
+            self.plan = plan("1f1b", m, n, None, recomputed)
+            inputs = [leaf_inputs(x) for x in inputs]
+        counters = Counters()
+        if recording is not None:
+            counters.start_recording(recording)
+        copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
+        told = counters.open(self.plan).told
+        self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, told)
+        self.outcome = self.run.outcome
+        layers = tuple([nn.Sequential(*partition) for partition in partitions])
+        self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, step, None)
+
+    def task(self, action: Action | str) -> Task:
+        action = Action.parse(action) if isinstance(action, str) else action
+        return Task(self.stages[action.j], action)
+
+    def do(self, *actions: Action | str) -> list[Any]:
+        """Do some actions; what has come to the caller."""
+        for action in actions:
+            do(self.task(action))
+        return self.run.outputs
+
+    def go(self) -> list[Any]:
+        """Do all actions in the order of the plan; the outputs."""
+        self.do(*self.plan)
+        error = self.outcome.take_error()
+        if error is not None:
+            raise error
+        return self.run.outputs
+
+    def fail(self, action: str, error: BaseException) -> None:
+        """Let an action fail that has not been done."""
+        self.outcome.fail(self.plan.positions[Action.parse(action)], error)
+
+    def between(self, j: int) -> Any:
+        """What stage ``j`` has sent to the next one, and is still on its way."""
+        value = self.stages[j].links.y.receive(0, nobody)
+        self.stages[j].links.y.send(0, value)
+        return value
+
+
+class FakeStream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class FakeStreams:
+    """The streams of two devices, and a log of what is asked of them and of the layers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        monkeypatch.setattr(stream, "compute_stream", lambda d: FakeStream(f"compute {d}"))
+        monkeypatch.setattr(stream, "wait", self.wait)
+        monkeypatch.setattr(stream, "copy", self.copy)
+
+    def get(self, device: torch.device, i: int) -> FakeStream:
+        return FakeStream(f"copy {device} {i}")
+
+    def wait(self, waiter: FakeStream | None, awaited: FakeStream | None) -> None:
+        if waiter is not None and awaited is not None:
+            self.log.append(f"<{waiter.name}> waits for <{awaited.name}>")
+
+    def copy(
+        self,
+        tensors: tuple[Tensor, ...],
+        device: torch.device,
+        source: FakeStream,
+        target: FakeStream,
+        reader: object = None,
+    ) -> tuple[Tensor, ...]:
+        self.log.append(f"copy from <{source.name}> to <{target.name}>")
+        return tuple(torch.zeros_like(tensor, device=device) for tensor in tensors)
+
+    def layer(self, j: int, device: torch.device) -> nn.Module:
+        return LoggingLayer(j, device, self.log)
+
+
+class _LogBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, j: int, log: list[str]) -> Tensor:
+        ctx.j, ctx.log = j, log
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append(f"B[0,{ctx.j}]")
+        return grads[0], None, None
+
+
+class LoggingLayer(nn.Module):
+    def __init__(self, j: int, device: torch.device, log: list[str]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, device=device))
+        self.j = j
+        self.log = log
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.log.append(f"{'R' if is_recomputing() else 'F'}[0,{self.j}]")
+        y: Tensor = _LogBackward.apply(  # type: ignore[no-untyped-call]
+            x * self.weight, self.j, self.log
+        )
+        return y
+
+
+def run_between_devices(
+    fake: FakeStreams, recomputed: int = 0, recording: Recording | None = None
+) -> Tensor:
+    """F[0,0] on ``cpu`` and F[0,1] on ``meta``; the output."""
+    layers = [[fake.layer(0, CPU)], [fake.layer(1, META)]]
+    run = Driven(layers, [torch.ones(2)], [CPU, META], recomputed, fake, recording)
+    y: Tensor = run.go()[0]
+    return y
