@@ -200,24 +200,21 @@ def sleeping(repeats: int, slack: float) -> list[Row]:
 
 def sleeping_in_turns(m: int, repeats: int) -> list[Row]:
     """Milliseconds of a step of workers that have one, two and four partitions of such layers."""
-    x, target, samples = torch.zeros(m, 1), torch.zeros(m, 1), {}
-    for v in IN_TURNS:
-        devices = [f"cpu:{j % WORKERS}" for j in range(WORKERS * v)]
-        stages = nn.Sequential(*(Stage() for _ in range(WORKERS * max(IN_TURNS))))
-        balance = [len(stages) // len(devices)] * len(devices)
-        with closing(
-            Pipe(stages, balance, devices=devices, chunks=m, checkpoint="never")
-        ) as pipe:
-            step = step_of(pipe, "interleaved", x, target)
-            step()
-            samples[v] = median([timed(step)[0] for _ in range(repeats)])
-    table, before = [], float("inf")
-    for v, took in samples.items():
-        shortest = (m + (WORKERS - 1) / v) * max(IN_TURNS) * 3 * T
-        missed = (f"m={m}: {v} partitions a worker are no faster than fewer",) * (took >= before)
+    x, target, steps = torch.zeros(m, 1), torch.zeros(m, 1), {}
+    with ExitStack() as stack:
+        for v in IN_TURNS:
+            devices = [f"cpu:{j % WORKERS}" for j in range(WORKERS * v)]
+            stages = nn.Sequential(*(Stage() for _ in range(WORKERS * max(IN_TURNS))))
+            balance = [len(stages) // len(devices)] * len(devices)
+            pipe = Pipe(stages, balance, devices=devices, chunks=m, checkpoint="never")
+            stack.enter_context(closing(pipe))
+            steps[f"v={v}"] = step_of(pipe, "interleaved", x, target)
+        samples = take_turns(lambda way: timed(steps[way])[0], tuple(steps), repeats=repeats)
+    table = []
+    for v, found in zip(IN_TURNS, samples.values(), strict=True):
+        shortest, took = (m + (WORKERS - 1) / v) * max(IN_TURNS) * 3 * T, median(found)
         cells = (f"m={m}, v={v}", f"{1e3 * shortest:.0f}", f"{1e3 * took:.0f}")
-        table.append(Row((*cells, f"{took / shortest:.3f}"), missed))
-        before = took
+        table.append(Row((*cells, f"{took / shortest:.3f}")))
     return table
 
 
