@@ -93,7 +93,7 @@ class Layers:
         # On CPU one thread goes backward, whatever the partition.
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
-        self.took = 0.0  # s, the last time
+        self.took: float | None = None  # s, the last time; until somebody has noted it
 
     def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Let the layers compute with ``copies`` of parameters that live on other devices.
@@ -173,7 +173,7 @@ class Layers:
         if not told.looks:
             self._recompute(action, get_value, check, on_worker)
             return
-        with told.recomputing(action, self._place.device, on_worker):
+        with told.recomputing(action, self._place.device):
             self._recompute(action, get_value, check, on_worker)
 
     def _recompute(

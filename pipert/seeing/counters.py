@@ -66,11 +66,11 @@ class Counters:
         profiled = profiler_looks()  # before the lock: it may log
         with _counting.current:
             self._own()
-            recorder = None
+            recorder, is_step = None, plan.goes_back
             if self.recordings or profiled:
-                recorder = Recorder(self.runs, self.recordings, plan.goes_back)
+                recorder = Recorder(self.runs, self.recordings, is_step)
             info = RunInfo(self.runs, plan.m, plan.n)
-            told = Told(info, self.observers, self._count_recomputation, recorder)
+            told = Told(info, self.observers, self._count_recomputation, is_step, recorder)
             self.runs += 1
             self.live.add(told)
         return OpenRun(self, told)

@@ -37,12 +37,14 @@ class Told:
         run: what observers are told of it.
         observers: the pipe's; those that there are now are told.
         count_recomputation: called for each.
+        is_step: whether the run goes backward as well, so that whatever fails in a recomputation
+            fails a task, ``R`` or ``B``, and is told once: when the call raises it.
         recorder: if it is recorded or profiled.
     """
 
     __slots__ = (
-        "__weakref__", "_members", "_observers", "count_recomputation", "is_observed", "looks",
-        "outcome", "recorder", "run",
+        "__weakref__", "_is_step", "_members", "_observers", "count_recomputation", "is_observed",
+        "looks", "outcome", "recorder", "run",
     )  # fmt: skip
 
     def __init__(
@@ -50,12 +52,14 @@ class Told:
         run: RunInfo,
         observers: Observers,
         count_recomputation: Callable[[], None],
+        is_step: bool,
         recorder: Recorder | None = None,
     ) -> None:
         self.run = run
         self._observers = observers
         self._members = observers.all
         self.count_recomputation = count_recomputation
+        self._is_step = is_step
         self.is_observed = bool(self._members)
         self.recorder = recorder
         self.looks = self.is_observed or recorder is not None  # whether anybody looks at all
@@ -104,19 +108,14 @@ class Told:
                 yield span
 
     @contextlib.contextmanager
-    def recomputing(self, action: Action, device: torch.device, is_task: bool) -> Iterator[None]:
-        """Record and observe a recomputation.
-
-        Args:
-            is_task: whether a worker does it as a task, whose failure the call raises. Else it runs
-                on a thread of autograd, and the backward raises it.
-        """
+    def recomputing(self, action: Action, device: torch.device) -> Iterator[None]:
+        """Record and observe a recomputation. In a call, the backward raises its failure."""
         with contextlib.ExitStack() as stack:
             if self.recorder is not None:
                 stack.enter_context(_interrupted(device))
                 stack.enter_context(self.recorded(action, device))
             if self.is_observed:
-                if not is_task:
+                if not self._is_step:
                     stack.enter_context(self._told_if_it_fails(action, device))
                 stack.enter_context(self.observed(action, device))
             yield

@@ -153,22 +153,21 @@ class Task:
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
         try:
-            return self._how.receive(self._action.i, before_waiting)
+            received = self._how.receive(self._action.i, before_waiting)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
+        # Again, since it may have waited for long; what is left out here counts as no task done.
+        return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 
     def execute(self, received: Any) -> Any:
-        stage = self._stage
-        if self._position >= stage.outcome.failed_at:
-            return NOT_RUN
-        how = self._how
+        stage, how = self._stage, self._how
         try:
             with how.context:
                 variables = stage.run.context.variables.copy()
                 result = variables.run(how.execute, stage, self._action.i, received)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
-        self.layers_took = stage.layers.took
+        self.layers_took, stage.layers.took = stage.layers.took, None
         return result
 
     def send(self, result: Any) -> None:

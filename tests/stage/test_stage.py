@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipert.stage.loss import Loss
+from pipert.stage.step import Step
 from pipert.workers.worker import NOT_RUN
 from tests.layers import Apply
 from tests.stages import Driven, do, nobody
@@ -91,12 +93,25 @@ def test_a_task_after_the_failed_one_does_not_wait_for_its_input() -> None:
 
 
 def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_run() -> None:
-    run = Driven([[Apply(never)]], [1, 1])
-    task = run.task("F[1,0]")
-    received = task.receive(nobody)
-    run.fail("F[0,0]", ValueError())
-    task.send(task.execute(received))
-    assert run.run.outputs == [NOT_RUN]
+    run = Driven([[nn.Identity()], [Apply(never)]], [1, 1])
+
+    def fail_and_send() -> None:
+        run.fail("F[0,1]", ValueError())
+        run.stages[0].links.y.send(1, 1)
+
+    # So the worker does not count it either.
+    assert run.task("F[1,1]").receive(fail_and_send) is NOT_RUN
+
+
+def test_a_task_knows_how_long_its_layers_took_if_it_called_any() -> None:
+    step = Step(Loss(nn.functional.mse_loss, [torch.zeros(1, 1)], [1.0], 1.0))
+    run = Driven([[nn.Linear(1, 1)]], [torch.ones(1, 1)], recomputed=1, step=step)
+    took = {}
+    for action in run.plan:
+        task = run.task(action)
+        task.send(task.execute(task.receive(nobody)))
+        took[action.kind] = task.layers_took
+    assert took["F"] is not None and took["R"] is not None and took["B"] is None
 
 
 def test_a_task_before_the_failed_one_runs() -> None:
