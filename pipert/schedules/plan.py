@@ -22,8 +22,8 @@ w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]  F[2,1]  B[2,1]
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action
 from pipert.schedules.clock_cycle import clock_cycle
@@ -70,8 +70,22 @@ class Plan:
     ticks: tuple[tuple[Action, ...], ...]
     kinds: tuple[str, ...] = STEP
     """The kinds of action that it has in any case."""
+    order: tuple[Action, ...] = field(init=False, repr=False, compare=False)
+    """All actions as the clock posts them."""
+    positions: dict[Action, int] = field(init=False, repr=False, compare=False)
+    """Where in the order each action is."""
+    kinds_there_are: frozenset[str] = field(init=False, repr=False, compare=False)
+    """The kinds of action that it has, those of a schedule's own included."""
 
     def __post_init__(self) -> None:
+        # Now, since a ``cached_property`` may take a lock, which a forked child may find held.
+        order = tuple([action for tick in self.ticks for action in tick])
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
+        object.__setattr__(self, "kinds_there_are", frozenset([a.kind for a in order]))
+        self._check()
+
+    def _check(self) -> None:
         done: set[Action] = set()
         for k, tick in enumerate(self.ticks):
             busy: dict[int, Action] = {}
@@ -121,21 +135,6 @@ class Plan:
     def needs(self, action: Action) -> Iterable[Action]:
         """What has to be done before it (rule 2)."""
         return RULES[action.kind].needs(action, self)
-
-    @cached_property
-    def order(self) -> tuple[Action, ...]:
-        """All actions as the clock posts them."""
-        return tuple([action for tick in self.ticks for action in tick])
-
-    @cached_property
-    def positions(self) -> dict[Action, int]:
-        """Where in the order each action is."""
-        return {action: position for position, action in enumerate(self.order)}
-
-    @cached_property
-    def kinds_there_are(self) -> frozenset[str]:
-        """The kinds of action that it has, those of a schedule's own included."""
-        return frozenset([action.kind for action in self.order])
 
     @property
     def goes_back(self) -> bool:
