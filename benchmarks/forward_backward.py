@@ -9,7 +9,9 @@ could do with equal partitions and no overhead.
 
 **Sleeping stages** sleep ``T`` forward and ``2T`` backward, so that no core is needed and only the
 order counts: with equal stages no schedule of whole tasks ends before ``(m + n - 1) * 3T``, and
-both schedules could end then. With *autograd* the backward of all partitions is in one thread.
+both schedules could end then. With *autograd* the backward of all partitions is in one thread. With
+``'interleaved'`` sixteen such stages are on four workers, in one, two or four partitions each; none
+ends before ``(m + (n - 1) / v) * 4 * 3T``.
 
 **Live activations.** Each output of a layer is a storage that its backward needs. They are counted
 whenever a layer returns, over all partitions, and so is the C library's allocated memory
@@ -49,6 +51,7 @@ OF_AUTOGRAD = 1.0  # of the host cost of forward and loss.backward(), at most
 
 N, M = 8, 32  # of the sleeping stages
 T = 0.02
+WORKERS, IN_TURNS = 4, (1, 2, 4)  # partitions of each
 
 WAYS = ("autograd", "gpipe", "1f1b")
 MODES = ("never", "except_last", "always")
@@ -195,6 +198,29 @@ def sleeping(repeats: int, slack: float) -> list[Row]:
     return table
 
 
+def sleeping_in_turns(m: int, repeats: int) -> list[Row]:
+    """Milliseconds of a step of workers that have one, two and four partitions of such layers."""
+    x, target, samples = torch.zeros(m, 1), torch.zeros(m, 1), {}
+    for v in IN_TURNS:
+        devices = [f"cpu:{j % WORKERS}" for j in range(WORKERS * v)]
+        stages = nn.Sequential(*(Stage() for _ in range(WORKERS * max(IN_TURNS))))
+        balance = [len(stages) // len(devices)] * len(devices)
+        with closing(
+            Pipe(stages, balance, devices=devices, chunks=m, checkpoint="never")
+        ) as pipe:
+            step = step_of(pipe, "interleaved", x, target)
+            step()
+            samples[v] = median([timed(step)[0] for _ in range(repeats)])
+    table, before = [], float("inf")
+    for v, took in samples.items():
+        shortest = (m + (WORKERS - 1) / v) * max(IN_TURNS) * 3 * T
+        missed = (f"m={m}: {v} partitions a worker are no faster than fewer",) * (took >= before)
+        cells = (f"m={m}, v={v}", f"{1e3 * shortest:.0f}", f"{1e3 * took:.0f}")
+        table.append(Row((*cells, f"{took / shortest:.3f}"), missed))
+        before = took
+    return table
+
+
 # Live activations ---------------------------------------------------------------------------------
 
 
@@ -274,7 +300,7 @@ def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the four tables. 1 when ``--check`` was asked for and a bar was missed."""
+    """Print the five tables. 1 when ``--check`` was asked for and a bar was missed."""
     arguments = start(argv, __doc__)
     short, slack = arguments.short, arguments.slack
     missed: list[str] = []
@@ -294,6 +320,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"A step of sleeping stages, n={N} m={M}, T={1e3 * T:.0f} ms, milliseconds",
         ("schedule", "(m+n-1)*3T", "measured", "ratio", "bar"),
         [partial(sleeping, 1 if short else 5, slack)],
+    )
+    show(
+        f"{WORKERS * max(IN_TURNS)} sleeping stages on {WORKERS} workers, v partitions each, ms",
+        ("case", "(m+(n-1)/v)*12T", "measured", "ratio"),
+        [partial(sleeping_in_turns, m, 1 if short else 5) for m in (8, 16)],
     )
     reason = check_counter(ROWS * WIDTH * 4)
     if reason:

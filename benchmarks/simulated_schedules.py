@@ -11,6 +11,10 @@ memory and launches cost nothing; links take the time of their bytes. A task of 
 devices with 32 micro-batches takes 34 us, one of backward 67 us, and a copy 5.5 us. *MiB* is the
 peak of what a step allocates on the first device.
 
+With *interleaved* a device has two partitions, half as large. *Ideal* is a pipeline with one
+partition a device, whose links cost nothing. In the second table four devices have one, two or four
+partitions each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many copies.
+
 pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a
 GPU. The figures are the same in each run.
 """
@@ -40,7 +44,9 @@ from pipert import Pipe  # noqa: E402
 __all__ = ["main"]
 
 CASES = ((2, 8), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))  # n, m
-WAYS = ("autograd", "gpipe", "1f1b", "eager-1f1b")
+WAYS = ("autograd", "gpipe", "1f1b", "eager-1f1b", "interleaved")
+IN_TURNS = (("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 4))  # v
+DEVICES, MICRO_BATCHES = 4, (8, 16, 32)  # of these
 LAYERS, WIDTH, ROWS = 16, 256, 2048
 BAR = 0.97  # of the speed of loss.backward()
 
@@ -83,14 +89,17 @@ def measure(model: nn.Module, way: str = "autograd") -> Figure:
     return Figure(GPUS.makespan(), GPUS.peak_bytes(0) - before)
 
 
+def measure_pipe(way: str, n: int, m: int, v: int = 1) -> Figure:
+    """A step of ``n`` devices that have ``v`` partitions each."""
+    devices = [f"cuda:{j % n}" for j in range(n * v)]
+    balance = [2 * LAYERS // len(devices)] * len(devices)
+    with Pipe(layers(), balance, devices=devices, chunks=m, checkpoint="never") as pipe:
+        return measure(pipe, way)
+
+
 def row(n: int, m: int, plain: Figure) -> Row:
     """The ways of one case."""
-    found = {}
-    for way in WAYS:
-        devices = [f"cuda:{j}" for j in range(n)]
-        balance = [2 * LAYERS // n] * n
-        with Pipe(layers(), balance, devices=devices, chunks=m, checkpoint="never") as pipe:
-            found[way] = measure(pipe, way)
+    found = {way: measure_pipe(way, n, m, 1 + (way == "interleaved")) for way in WAYS}
     ups = [f"{plain.microseconds / found[way].microseconds:.2f}" for way in WAYS]
     kept = [f"{found[way].bytes / 2**20:.1f}" for way in WAYS]
     reached = found["autograd"].microseconds / found["eager-1f1b"].microseconds
@@ -98,8 +107,21 @@ def row(n: int, m: int, plain: Figure) -> Row:
     return Row((f"n={n} m={m}", f"{m * n / (m + n - 1):.2f}", *ups, *kept), missed)
 
 
+def rows_in_turns(m: int, plain: Figure) -> list[Row]:
+    """The same devices with one, two and four partitions each."""
+    n, table, fastest = DEVICES, [], 0.0
+    for way, v in IN_TURNS:
+        found = measure_pipe(way, n, m, v)
+        up, ideal = plain.microseconds / found.microseconds, m * n / (m + (n - 1) / v)
+        missed = (f"m={m}: {way} with v={v} is no faster than what is above it",) * (up <= fastest)
+        fastest = max(fastest, up)
+        cells = f"{ideal:.2f}", f"{up:.2f}", f"{found.bytes / 2**20:.1f}"
+        table.append(Row((f"m={m}, {way}, v={v}", *cells), missed))
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    """Print the tables. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--link", type=float, default=12, help="GB/s of a link; default 12")
@@ -114,6 +136,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = [row(n, m, plain) for n, m in (map(int, case.split("x")) for case in only)]
     title = f"simulated, speed-up over plain on one device, links {arguments.link:g} GB/s"
     missed = report(title, ("case", "ideal", *WAYS, *(f"{way} MiB" for way in WAYS)), table)
+    if not arguments.only:
+        table = [row for m in MICRO_BATCHES for row in rows_in_turns(m, plain)]
+        title = f"{title}, {DEVICES} devices with v partitions each"
+        missed += report(title, ("case", "ideal", "speed-up", "MiB"), table)
     return verdict(missed, check=arguments.check, reports=GPUS.reports())
 
 

@@ -57,8 +57,8 @@ class Pipe(Partitioned):
         balance: how many layers each partition takes, in order.
         devices: where each partition goes; more than there are partitions is fine. A CUDA device
             may appear more than once and is served by one thread. Each ``'cpu'`` is a logical
-            device with a thread of its own. Default: the CUDA devices in order, or, with no CUDA,
-            one logical CPU device for each partition.
+            device with a thread of its own; ``'cpu:0'`` and such may appear more than once, too.
+            Default: the CUDA devices in order, or, with no CUDA, a logical one for each partition.
         chunks: the number of micro-batches a call is split into, at most; default 1.
         checkpoint: which micro-batches are recomputed in the backward instead of keeping their
             activations: ``'always'``, ``'except_last'`` (default) or ``'never'``.
@@ -100,7 +100,7 @@ class Pipe(Partitioned):
         self._start()
 
     def _start(self) -> None:
-        self._runtime = Runtime(self._partitions, self._devices)
+        self._runtime = Runtime(self._partitions, self._devices, self._workers)
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
@@ -243,8 +243,8 @@ class Pipe(Partitioned):
                 returns a tensor of one element.
             target: any pytree; split like the arguments, and moved to the last device.
             schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps ``2 * (n - j) - 1`` and
-                does not wait for copies between devices; ``'gpipe'``, which fills and drains; or a
-                function that makes one: see :func:`pipert.schedules.plan`.
+                waits for no copies; ``'interleaved'``, for devices with several partitions;
+                ``'gpipe'``, which fills and drains; or a function: :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. ``'sum'`` adds up; use it
                 where rows count differently, as with ``ignore_index``, and divide in ``loss_fn``.
@@ -258,7 +258,7 @@ class Pipe(Partitioned):
             ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph.
 
         Which micro-batches are recomputed is up to :attr:`checkpoint`. If that was never chosen,
-        with ``'1f1b'`` and ``'eager-1f1b'`` none is.
+        none is, but with ``'gpipe'`` and schedules of your own all except the last are.
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.

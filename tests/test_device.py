@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.model.devices import assign_workers, default_devices, parse_devices
+from pipert.model.devices import (
+    assign_workers,
+    default_devices,
+    parse_devices,
+    where_tensors_are,
+)
 
 CPU = torch.device("cpu")
 
@@ -40,7 +45,7 @@ def test_default_with_cuda_are_its_devices_in_order() -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cpu:0", CPU, torch.device("cpu", 0)], ids=repr)
 def test_cpu_is_one_device_under_every_name(name: str | torch.device) -> None:
-    assert parse_devices([name]) == [CPU]
+    assert where_tensors_are(parse_devices([name])) == [CPU]
 
 
 @pytest.mark.usefixtures("two_cuda")
@@ -106,8 +111,14 @@ def test_single_device_is_refused_with_the_sequence_to_write(devices: Any) -> No
         parse_devices(devices)
 
 
-def test_each_cpu_entry_has_a_worker_of_its_own() -> None:
+def test_each_plain_cpu_entry_has_a_worker_of_its_own() -> None:
     assert assign_workers([CPU, CPU, CPU]) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("names", [("cpu:0", "cpu:1"), ("cpu:5", "cpu:2")])
+def test_a_cpu_index_names_a_logical_device_with_one_worker(names: tuple[str, str]) -> None:
+    one, other = names
+    assert assign_workers(parse_devices([one, other, torch.device(one), "cpu"])) == [0, 1, 0, 2]
 
 
 def test_cuda_device_has_one_worker_for_all_its_partitions() -> None:

@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from pipert._typing import Device, Tensors, Value
 from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import select, tensors_of
-from pipert.model.devices import default_devices, parse_devices
+from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
 from pipert.skip.routes import Carried, PartitionSkips, routes
@@ -127,7 +127,7 @@ def _parse(device: Device | None) -> torch.device:
         return default_devices(1)[0]
     if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
         return torch.device("meta")
-    return parse_devices([device])[0]
+    return where_tensors_are(parse_devices([device]))[0]
 
 
 def _probe_each(

@@ -25,7 +25,7 @@ from pipert.check.settings import deterministic, limited, settled
 from pipert.check.speed import check_speed
 from pipert.check.values import check_values, check_values_under_load
 from pipert.check.ways import Devices
-from pipert.model.devices import parse_devices
+from pipert.model.devices import parse_devices, where_tensors_are
 
 __all__: list[str] = []
 
@@ -114,7 +114,7 @@ def _devices(named: str | None) -> tuple[Devices, list[str]]:
         ValueError: a device does not exist, or there are too many.
     """
     if named is not None:
-        devices = parse_devices(name.strip() for name in named.split(","))
+        devices = where_tensors_are(parse_devices(name.strip() for name in named.split(",")))
     elif torch.cuda.is_available():
         devices = parse_devices(range(torch.cuda.device_count()))[:MOST]
     else:

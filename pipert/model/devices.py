@@ -2,7 +2,8 @@
 
 A CUDA device has one worker, however many partitions it holds, so its tasks reach the device in
 the clock's order. Every ``cpu`` entry is a *logical device* with a worker of its own, so that
-``['cpu', 'cpu']`` computes two partitions at once.
+``['cpu', 'cpu']`` computes two partitions at once. ``'cpu:0'``, ``'cpu:1'`` and so on name logical
+devices that may hold several partitions, as CUDA devices do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def default_devices(partitions: int) -> list[torch.device]:
 def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
     """Normalise ``devices``, refusing those that this process cannot use.
 
+    Logical CPU devices are still apart, for :func:`assign_workers`; see :func:`where_tensors_are`.
+
     Raises:
         TypeError: an entry is not a device, or ``devices`` is a single device.
         ValueError: an entry is neither CPU nor CUDA, or names a missing CUDA device.
@@ -48,7 +51,7 @@ def _parse(device: Device) -> torch.device:
             f"a device must be 'cpu', 'cuda', 'cuda:<index>' or a CUDA index, got {device!r}"
         ) from error
     if parsed.type == "cpu":
-        return torch.device("cpu")
+        return parsed
     if parsed.type != "cuda":
         raise ValueError(
             f"devices must be CPU or CUDA devices, got {parsed}; pipert does not know how to order "
@@ -66,17 +69,22 @@ def _parse(device: Device) -> torch.device:
     return torch.device("cuda", index)
 
 
+def where_tensors_are(devices: Iterable[torch.device]) -> list[torch.device]:
+    """The devices that torch knows: all logical CPU devices are one."""
+    return [torch.device("cpu") if device.type == "cpu" else device for device in devices]
+
+
 def assign_workers(devices: Sequence[torch.device]) -> list[int]:
-    """The worker of each partition: shared for one CUDA device, its own for each ``cpu`` entry."""
+    """The worker of each partition: shared for one device, its own for each plain ``'cpu'``."""
     workers: list[int] = []
-    of_cuda: dict[torch.device, int] = {}
+    of_device: dict[torch.device, int] = {}
     count = 0
     for device in devices:
-        worker = of_cuda.get(device)
+        worker = of_device.get(device)
         if worker is None:
             worker = count
             count += 1
-            if device.type == "cuda":
-                of_cuda[device] = worker
+            if device != torch.device("cpu"):
+                of_device[device] = worker
         workers.append(worker)
     return workers

@@ -14,7 +14,12 @@ from torch import Tensor, nn
 
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.model.devices import default_devices, parse_devices
+from pipert.model.devices import (
+    assign_workers,
+    default_devices,
+    parse_devices,
+    where_tensors_are,
+)
 from pipert.model.settings import check_checkpoint, check_chunks, check_timeout, whole
 from pipert.model.split import check_balance, check_module, place, sequential, split
 from pipert.skip.verify import verify_skippables
@@ -44,7 +49,7 @@ class Partitioned(nn.Module):
     _own = frozenset(
         {
             "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
-            "_timeout", "checkpoint", "chunks", "timeout", "training",
+            "_timeout", "_workers", "checkpoint", "chunks", "timeout", "training",
         }  # fmt: skip
     )
 
@@ -64,7 +69,8 @@ class Partitioned(nn.Module):
             default_devices(len(self._balance)) if devices is None else parse_devices(devices)
         )
         check_balance(module, self._balance, len(parsed))
-        self._devices = parsed[: len(self._balance)]
+        self._workers = assign_workers(parsed[: len(self._balance)])
+        self._devices = where_tensors_are(parsed[: len(self._balance)])
         check_batch_norm(module, deferred_batch_norm)
         self._deferred_batch_norm = bool(deferred_batch_norm)
         self._partitions = split(module, self._balance)

@@ -28,6 +28,7 @@ from functools import cached_property, lru_cache
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action
 from pipert.schedules.clock_cycle import clock_cycle
 from pipert.schedules.gpipe import gpipe
+from pipert.schedules.interleaved import interleaved
 from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
 from pipert.schedules.ticks import Shape, Ticks, lay_out
 
@@ -40,8 +41,9 @@ NAMED: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager-1f1b": eager_one_f_one_b,
+    "interleaved": interleaved,
 }
-BOUNDED = ("1f1b", "eager-1f1b")
+BOUNDED = ("1f1b", "eager-1f1b", "interleaved")
 """Those that keep a number of micro-batches which does not grow with ``m``."""
 
 CALL = (FORWARD,)
@@ -166,9 +168,9 @@ def plan(
     """Plan a step, and check the plan.
 
     Args:
-        schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, or a function from ``m``, ``n`` and
-            the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and ``B`` of each
-            micro-batch and partition. It must be pure: its result is kept.
+        schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, or a function from
+            ``m``, ``n`` and the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and
+            ``B`` of each micro-batch and partition. It must be pure: its result is kept.
         m: micro-batches.
         n: partitions.
         placement: the worker of each partition; default one for each.

@@ -63,19 +63,16 @@ def assemble(
     back = [NOWHERE] * (n + 1) if step is None else [NOWHERE, *_between(n), NOWHERE]
     stages = []
     for j, partition in enumerate(model.partitions):
-        place = Place(j, n, run.plan.m, run.devices[j])
-        ends = _ends(run, model.skips[j], place, step)
+        place, skips = Place(j, n, run.plan.m, run.devices[j]), model.skips[j]
+        links = _recorded(run, place, Links(there[j], there[j + 1], back[j], back[j + 1]))
+        if step is None:
+            parts = _in_graph(run, place, skips, links)
+        else:
+            parts = _cut(run, place, skips, links, step)
         seed = run.seed if draws(partition) else None
-        stage = Stage(
-            run,
-            place,
-            Layers(partition, place, run.context, seed, model.skips[j], run.told),
-            model.skips[j],
-            _links(run, place, ends, Links(there[j], there[j + 1], back[j], back[j + 1])),
-            ends,
-            weights[j],
-            stats.partitions[j] if stats else None,
-        )
+        layers = Layers(partition, place, run.context, seed, skips, run.told)
+        of_stage = stats.partitions[j] if stats else None
+        stage = Stage(run, place, layers, skips, *parts, weights[j], of_stage)
         stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
@@ -94,28 +91,43 @@ def _borrowed(run: Run, model: Model, step: Step | None) -> Sequence[Weights]:
     return [(*others, *hooked(partition, others)) for partition, others in pairs]
 
 
-def _ends(run: Run, skips: PartitionSkips, place: Place, step: Step | None) -> Ends:
-    grad, recorder, ends = run.context.grad_enabled, run.told.recorder, None
-    transport: Transport = CutTransport(place.device)
-    if step is None:
-        transport = InGraphTransport(place.device, grad)
-    if recorder is not None:
-        transport = RecordedTransport(transport, recorder, place)
+class Parts(NamedTuple):
+    """What differs between a call and a step."""
+
+    links: Links
+    ends: Ends
+    cut: Cut | None
+
+
+def _in_graph(run: Run, place: Place, skips: PartitionSkips, links: Links) -> Parts:
+    grad, recorder = run.context.grad_enabled, run.told.recorder
+    transport = _transport(run, place, InGraphTransport(place.device, grad))
+    ends = InGraph(place.device, place.m - 1, grad, Copies(run, place.j, skips, transport))
+    if recorder is None or not grad:
+        return Parts(links, ends, None)
+    recorded = RecordedEnds(ends, recorder, place)
+    return Parts(links._replace(y=LookAfterSending(links.y, recorded)), recorded, None)
+
+
+def _cut(run: Run, place: Place, skips: PartitionSkips, links: Links, step: Step) -> Parts:
+    transport = _transport(run, place, CutTransport(place.device))
     copies = Copies(run, place.j, skips, transport)
-    if step is not None:
-        return Cut(step, place.j == place.n - 1, place, run.seed, copies)
-    ends = InGraph(place.device, place.m - 1, grad, copies)
-    return ends if recorder is None or not grad else RecordedEnds(ends, recorder, place)
+    cut = Cut(step, place.j == place.n - 1, place, run.seed, copies)
+    return Parts(links, cut, cut)
 
 
-def _links(run: Run, place: Place, ends: Ends, links: Links) -> Links:
+def _transport(run: Run, place: Place, plain: Transport) -> Transport:
     recorder = run.told.recorder
-    if recorder is None:
+    return plain if recorder is None else RecordedTransport(plain, recorder, place)
+
+
+def _recorded(run: Run, place: Place, links: Links) -> Links:
+    """Let the waiting for inputs be seen; a CUDA device waits later, in its stream."""
+    recorder = run.told.recorder
+    if recorder is None or place.device.type == "cuda":
         return links
-    x, y, dx, dy = links
-    if place.device.type != "cuda":  # it waits later, in its stream
-        x = RecordedLink(x, recorder, place) if place.j > 0 else x
-        dy = RecordedLink(dy, recorder, place) if dy is not NOWHERE else dy
-    if isinstance(ends, RecordedEnds):
-        y = LookAfterSending(y, ends)
-    return Links(x, y, dx, dy)
+    x, dy = (
+        RecordedLink(link, recorder, place) if isinstance(link, Between) else link
+        for link in (links.x, links.dy)
+    )
+    return links._replace(x=x, dy=dy)

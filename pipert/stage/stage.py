@@ -64,6 +64,7 @@ class Stage:
         skips: which skips it stashes and pops.
         links: to its neighbours.
         ends: how values enter and leave.
+        cut: the same, if they are cut.
         borrowed: the parameters that something else stands for.
         stats: where its running statistics are noted, if they are deferred.
     """
@@ -81,6 +82,7 @@ class Stage:
         skips: PartitionSkips,
         links: Links,
         ends: Ends,
+        cut: Cut | None,
         borrowed: Weights,
         stats: PartitionStats | None,
     ) -> None:
@@ -91,8 +93,8 @@ class Stage:
         self.skips = skips or None
         self.links = links
         self.ends = ends
-        self.cut = ends if isinstance(ends, Cut) else None
-        self.loss = self.cut.compute_loss if self.cut and place.j == place.n - 1 else None
+        self.cut = cut
+        self.loss = cut.compute_loss if cut and place.j == place.n - 1 else None
         self.stats = stats
         self.recomputed = run.plan.recomputed if run.context.grad_enabled else 0
         self.borrowed = borrowed

@@ -46,3 +46,11 @@ def test_a_host_cost_over_its_bar_is_said(benchmark: ModuleType) -> None:
     assert ["gpipe" in line or "1f1b" in line for line in row.missed] == [True, True]
     (row,) = benchmark.host_cost(2, 3, "never", 1, 1e6)
     assert not row.missed
+
+
+def test_workers_with_several_partitions_have_their_rows(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(benchmark, "T", 0.001)
+    cases = [row.cells[0] for row in benchmark.sleeping_in_turns(3, 1)]
+    assert cases == ["m=3, v=1", "m=3, v=2", "m=3, v=4"]

@@ -84,8 +84,8 @@ OF_MODELS = [
     Mutant(
         "one-cpu-worker", DEVICES,
         "all 'cpu' entries of devices share one worker, so that nothing runs at the same time",
-        'if device.type == "cuda":\n                of_cuda[device] = worker',
-        "of_cuda[device] = worker",
+        'if device != torch.device("cpu"):\n                of_device[device] = worker',
+        "of_device[device] = worker",
         ("tests/test_device.py",),
     ),
     Mutant(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.schedules.clock_cycle import Schedule
+from pipert.schedules.plan import plan_call
 from pipert.skip import pop, skippable, stash
 
 pytestmark = pytest.mark.slow
@@ -232,7 +232,7 @@ class Fragile(nn.Module):
 def test_of_any_failures_the_first_in_the_schedule_is_raised_and_the_next_call_is_right(
     m: int, n: int, data: st.DataObject
 ) -> None:
-    tasks = list(Schedule(m, n))
+    tasks = [(i, j) for _, i, j in plan_call(m, n, range(n))]
     faults: set[tuple[int, int]] = set()
     layers = [Fragile(j, faults) for j in range(n)]
     x = torch.arange(float(m)).reshape(m, 1)

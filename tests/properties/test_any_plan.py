@@ -18,7 +18,9 @@ def schedules(draw: st.DrawFn) -> Plan:
     m, n = draw(st.integers(1, 9)), draw(st.integers(1, 6))
     workers = draw(st.integers(1, n))
     placement = draw(st.lists(st.integers(0, workers - 1), min_size=n, max_size=n))
-    name = draw(st.sampled_from(["call", "gpipe", "1f1b", "eager-1f1b"]))
+    name = draw(st.sampled_from(["call", "gpipe", "1f1b", "eager-1f1b", "interleaved"]))
+    if name == "interleaved":
+        placement = [j % workers for j in range(n)]
     if name == "call":
         return plan_call(m, n, placement, draw(st.integers(0, m)))
     return plan(name, m, n, placement, draw(st.integers(0, m)))

@@ -366,8 +366,8 @@ def test_plain_tuples_are_made_actions() -> None:
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(ValueError, match=r"'gpipe', '1f1b', 'eager-1f1b'\].*got 'interleaved'"):
-        plan("interleaved", 2, 2)
+    with pytest.raises(ValueError, match=r"'eager-1f1b', 'interleaved'\].*got 'dualpipe'"):
+        plan("dualpipe", 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -208,7 +208,7 @@ def counting(**options: Any) -> Pipe:
 
 
 CHOICES = [
-    (None, "1f1b", 0), (None, "eager-1f1b", 0), (None, "gpipe", 3),
+    (None, "1f1b", 0), (None, "eager-1f1b", 0), (None, "interleaved", 0), (None, "gpipe", 3),
     ("never", "1f1b", 0), ("never", "gpipe", 0),
     ("except_last", "1f1b", 3), ("except_last", "gpipe", 3),
     ("always", "1f1b", 4), ("always", "gpipe", 4),

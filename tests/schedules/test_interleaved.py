@@ -1,0 +1,159 @@
+"""Interleaved 1F1B is a plan: its bubble, what it keeps, and any number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipert.schedules import Plan, plan
+
+
+def in_turns(m: int, d: int, v: int, recomputed: int = 0) -> Plan:
+    """``d`` workers with ``v`` partitions each."""
+    return plan("interleaved", m, d * v, [j % d for j in range(d * v)], recomputed)
+
+
+def bubble(found: Plan) -> float:
+    """Percent of the ticks of all workers in which there is nothing to be done."""
+    workers = len(set(found.placement))
+    return round(100 * (1 - len(found) / (workers * len(found.ticks))), 1)
+
+
+def peaks(found: Plan) -> list[int]:
+    """For each worker how many micro-batches of one partition it keeps at most."""
+    kept = dict.fromkeys(found.placement, 0)
+    most = dict(kept)
+    for kind, _, j in found:
+        worker = found.placement[j]
+        kept[worker] += {"F": 1, "R": 0, "B": -1}[kind]
+        most[worker] = max(most[worker], kept[worker])
+    return list(most.values())
+
+
+class Published(NamedTuple):
+    """The figures of the field for 8, 16 and 32 micro-batches."""
+
+    d: int
+    v: int
+    bubbles: tuple[float, float, float]
+
+
+FIGURES = [
+    Published(4, 1, (27.3, 15.8, 8.6)),
+    Published(4, 2, (15.8, 8.6, 4.5)),
+    Published(4, 4, (8.6, 4.5, 2.3)),
+    Published(8, 1, (46.7, 30.4, 17.9)),
+    Published(8, 2, (30.4, 17.9, 9.9)),
+    Published(8, 4, (17.9, 9.9, 5.2)),
+]
+
+
+@pytest.mark.parametrize("published", FIGURES, ids=lambda one: f"d={one.d} v={one.v}")
+def test_the_bubble_is_that_of_the_field(published: Published) -> None:
+    d, v, bubbles = published
+    for m, expected in zip((8, 16, 32), bubbles, strict=True):
+        assert bubble(in_turns(m, d, v)) == expected == round(100 * (d - 1) / (v * m + d - 1), 1)
+
+
+@pytest.mark.parametrize(("v", "most"), [(1, 4), (2, 11), (4, 19)])
+@pytest.mark.parametrize("m", [8, 16, 32])
+def test_what_a_device_keeps_does_not_grow_with_the_number_of_micro_batches(
+    m: int, v: int, most: int
+) -> None:
+    """In units of what all partitions of a device keep of one: 4, 5.5 and 4.8."""
+    assert peaks(in_turns(m, 4, v))[0] == most
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("m", [8, 12, 32])
+def test_each_worker_keeps_what_is_promised(m: int, v: int) -> None:
+    promised = [(v - 1) * 4 + 2 * (4 - r) - 1 for r in range(4)]
+    assert peaks(in_turns(m, 4, v)) == [min(kept, m * v) for kept in promised]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(2, 4))
+def test_other_numbers_keep_a_little_more(m: int, d: int, v: int) -> None:
+    assert max(peaks(in_turns(m, d, v))) <= (v - 1) * max(d, 2 * d - 1) + 2 * d - 1
+
+
+@pytest.mark.parametrize("d", range(2, 6))
+@pytest.mark.parametrize("v", [2, 3])
+@pytest.mark.parametrize("m", [5, 6, 7, 9, 11, 13])
+def test_the_bubble_is_as_small_where_micro_batches_are_no_multiple_of_devices(
+    m: int, d: int, v: int
+) -> None:
+    ticks = 2 * v * max(m, d) + 2 * (d - 1)  # fewer than devices: nothing is faster than one way
+    assert len(in_turns(m, d, v).ticks) <= ticks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", range(1, 7))
+@pytest.mark.parametrize("v", range(1, 5))
+def test_no_number_of_micro_batches_makes_workers_wait_in_a_circle(d: int, v: int) -> None:
+    """Laid out and checked by the rules of a plan, whatever is recomputed."""
+    for m in range(1, 21):
+        assert len(in_turns(m, d, v)) == 2 * m * d * v
+        assert len(in_turns(m, d, v, m)) == 3 * m * d * v
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 12), st.integers(1, 12), st.integers(1, 5), st.data())
+def test_any_number_of_partitions_can_be_dealt_out(
+    m: int, n: int, d: int, data: st.DataObject
+) -> None:
+    recomputed = data.draw(st.integers(0, m))
+    found = plan("interleaved", m, n, [j % d for j in range(n)], recomputed)
+    assert len(found) == n * (2 * m + recomputed)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_a_recomputation_comes_directly_before_its_backward(
+    m: int, d: int, v: int, data: st.DataObject
+) -> None:
+    found = in_turns(m, d, v, data.draw(st.integers(1, m)))
+    for worker in range(d):
+        own = [action for action in found if found.placement[action.j] == worker]
+        for before, after in zip(own, own[1:], strict=False):
+            if before.kind == "R":
+                assert after == ("B", before.i, before.j)
+
+
+@pytest.mark.parametrize("m", [1, 3, 8])
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_with_a_partition_for_each_worker_it_is_1f1b(m: int, recomputed: int) -> None:
+    one_each = plan("interleaved", m, 4, recomputed=recomputed)
+    assert one_each == plan("1f1b", m, 4, recomputed=recomputed)
+
+
+def test_workers_may_have_any_numbers() -> None:
+    found = plan("interleaved", 4, 4, [7, 3, 7, 3])
+    assert found.ticks == in_turns(4, 2, 2).ticks
+
+
+@pytest.mark.parametrize("placement", [(0, 0, 1, 1), (0, 1, 1, 0), (0, 1, 0, 2), (0, 1, 2, 1)])
+def test_partitions_that_are_not_dealt_out_in_turns_are_refused(placement: Sequence[int]) -> None:
+    with pytest.raises(ValueError) as caught:
+        plan("interleaved", 4, 4, placement)
+    assert "as in devices=['cuda:0', 'cuda:1', 'cuda:0', 'cuda:1']" in str(caught.value)
+    assert f"the workers of the partitions are {list(placement)}" in str(caught.value)
+
+
+def test_the_grid_of_two_workers_with_two_partitions() -> None:
+    columns = {
+        0: "F00 F10 F02 F12 F20 B02 F30 B12 F22 B00 F32 B10     B22     B32 B20 B30",
+        1: "    F01 F11 F03 B03 F13 B13 F21 B01 F31 B11 F23 B23 F33 B33 B21 B31",
+    }
+    found = in_turns(4, 2, 2)
+    for worker, row in columns.items():
+        cells = [row[4 * k : 4 * k + 3].strip() for k in range(len(found.ticks))]
+        shown = [
+            "".join(f"{a.kind}{a.i}{a.j}" for a in tick if found.placement[a.j] == worker)
+            for tick in found.ticks
+        ]
+        assert shown == cells
