@@ -52,13 +52,16 @@ def model() -> nn.Sequential:
 
 
 def by_call(pipe: Pipe, x: Tensor) -> Tensor:
-    loss = pipe(x).square().sum()
-    loss.backward()
+    loss: Tensor = pipe(x).square().sum()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
 def by_step(pipe: Pipe, x: Tensor) -> Tensor:
-    return pipe.forward_backward(x, loss_fn=lambda y, _: y.square().sum(), reduction="sum")
+    loss: Tensor = pipe.forward_backward(
+        x, loss_fn=lambda y, _: y.square().sum(), reduction="sum"
+    )
+    return loss
 
 
 @pytest.mark.parametrize("devices", PLACES, ids=["cpu", "cuda"])
