@@ -28,6 +28,7 @@ __all__ = ["COLUMNS", "Column", "collect", "freeze", "growth", "head", "line", "
 
 _MIB = 1 << 20
 _STATUS = Path("/proc/self/status")
+_PLANS = import_module("pipert.schedules.plan")  # not the function that the package names so
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,11 @@ COLUMNS = _columns()
 
 
 def collect() -> None:
-    """Collect garbage, and what is garbage only after that."""
+    """Collect garbage, and what is garbage only after that; forget plans that are kept for later.
+
+    There are 64 of them at most, each with as many objects as it has actions.
+    """
+    _PLANS._plan.cache_clear()
     while gc.collect():
         pass
 

@@ -13,7 +13,7 @@ Device: TypeAlias = torch.device | str | int
 """Names a device: ``'cuda:1'``, ``torch.device('cpu')``, or a CUDA index."""
 
 Value: TypeAlias = Any
-"""A value in the lane: any pytree. Leaves that are not tensors are passed on unchanged."""
+"""What goes from stage to stage: any pytree. Leaves that are no tensors are passed on unchanged."""
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 

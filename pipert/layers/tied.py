@@ -4,7 +4,7 @@ The standard way is one parameter per device, initialised alike, whose gradients
 up before the optimizer's step. Here it stays one parameter. It lives on the
 device of the first partition that uses it, its *owner*; every other device computes with a copy:
 
-1. The lane of a borrowing partition copies it once per run, before its first
+1. The stage of a borrowing partition copies it once per run, before its first
    micro-batch, inside the graph. So the gradients of all its micro-batches are added up there,
    copied back once, and added into the one ``.grad`` by autograd.
 2. While a layer that uses the parameter runs, a :class:`Substitute` passes the copy to every torch

@@ -115,7 +115,7 @@ def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.Mo
 
 @pytest.mark.multi_gpu
 def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "_checkpointed", lambda mode, m: 0)
+    monkeypatch.setattr(pipe, "recomputed", lambda mode, m: 0)
     found = memory()
     assert found["peak memory of 'always'"].outcome == BROKEN
     assert "cuda:0: loss.backward(), checkpoint='always' needs" in (
