@@ -1,10 +1,13 @@
-"""Avoids a deadlock in torch over a leaf that another thread uses for the first time.
+"""Keeps functions from deadlocking on a leaf that another thread starts to use.
 
-torch (2.13) creates the ``AccumulateGrad`` of a leaf when an operation first uses the leaf: it
-holds the leaf's lock and then takes the interpreter's. Applying a ``Function`` written in Python
-holds the interpreter's lock and then takes the leaf's. Both at once deadlock, even without a pipe.
-An existing ``AccumulateGrad`` is only looked up. So before a function of ours is applied to a leaf,
-an operation of torch's own creates it, which waits without the interpreter's lock.
+torch (2.13) looks up the ``AccumulateGrad`` of a leaf, or makes it, while it holds the leaf's lock,
+and may take the interpreter's lock meanwhile: to make it, or if Python alone holds it. A
+``Function`` in Python is applied in the opposite order: it has the interpreter's lock and waits for
+the leaf's. Two threads that do both deadlock, without a pipe as well. So before a function of ours
+is applied to a leaf, a view of the leaf makes the ``AccumulateGrad``, which waits without the
+interpreter's lock, and holds it in C++ until the function was applied: a lookup is all that others
+do then. No Python object of the node is made, which would be enough for a lookup to need the
+interpreter.
 """
 
 from __future__ import annotations
@@ -13,15 +16,14 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 __all__: list[str] = []
 
 
-def accumulators(tensors: Iterable[Tensor]) -> list[GradientEdge]:
-    """Returns the leaves' accumulators, to hold while a function is applied to ``tensors``."""
-    return [
-        get_gradient_edge(x)
-        for x in tensors
-        if x.is_leaf and x.requires_grad and x.layout == torch.strided
-    ]
+def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns what holds those of the leaves: keep it while a function is applied to them."""
+    leaves = [x for x in tensors if x.is_leaf and x.requires_grad and x.layout == torch.strided]
+    if not leaves:
+        return []
+    with torch.enable_grad():
+        return [leaf.view_as(leaf) for leaf in leaves]

@@ -100,8 +100,8 @@ def test_what_a_failed_step_leaves_behind_is_seen(
     bring_input = Copies.bring_input
 
     def bring_and_keep(copies: Copies, i: int, x: Any) -> Any:
-        last[:] = [bring_input(copies, i, x)]
-        return last[0]
+        last[:] = [brought := bring_input(copies, i, x)]  # of all workers
+        return brought
 
     monkeypatch.setattr(Copies, "bring_input", bring_and_keep)
     monkeypatch.setattr(out_of_memory, "PATIENCE", 1)
