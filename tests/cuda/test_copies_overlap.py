@@ -189,7 +189,8 @@ def test_waits_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> N
 def test_recomputations_and_layers_are_recorded_by_the_device_s_clock(gpus: Simulation) -> None:
     with busy_pipe(["cuda:1", "cuda:0"], checkpoint="always") as pipe:
         with pipe.record() as timeline:
-            train_by_call(pipe, batch())
+            # From where it is used: autograd would wait for the copy of its gradient meanwhile.
+            train_by_call(pipe, batch("cuda:1"))
     assert set(microseconds(of(timeline, RECOMPUTE)).values()) == {COMPUTE}
     layers = timeline.layer_seconds
     assert layers is not None
