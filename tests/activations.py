@@ -47,5 +47,6 @@ class Activations:
 
     def left(self) -> int:
         """How many are left when the workers have dropped their last tasks."""
+        assert self._expired, "no activation was seen"
         until(lambda: not self.now())
         return self.now()

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from pipert import (
@@ -36,6 +35,7 @@ from pipert import (
 )
 from pipert.stage.outcome import Outcome
 from pipert.workers.worker import WorkerThread
+from tests.activations import Activations
 from tests.callers import Caller
 
 TIMEOUT = 3.0  # s; how long anything here waits before it is taken for a hang
@@ -147,31 +147,6 @@ def interrupt() -> Iterator[Signal]:
     old = signal.signal(signal.SIGUSR1, sender.handle)
     yield sender
     signal.signal(signal.SIGUSR1, old)
-
-
-class Activations:
-    """Knows whether the data of tensors is still there, without keeping it there."""
-
-    def __init__(self) -> None:
-        self._expired: list[Callable[[], bool]] = []
-
-    def add(self, tensor: Tensor) -> Tensor:
-        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._expired.append(data.expired)
-        return tensor
-
-    def left(self) -> int:
-        """How many are left.
-
-        A worker drops its last task just after its caller was let go, hence the patience.
-        """
-        assert self._expired, "no activation was seen"
-        never = threading.Event()
-        for _ in range(200):
-            if all(expired() for expired in self._expired):
-                break
-            never.wait(0.01)
-        return sum(not expired() for expired in self._expired)
 
 
 @pytest.fixture(scope="module", autouse=True)
