@@ -14,17 +14,16 @@ works on. Stages are driven by hand where workers would still have their last ta
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, is_recomputing
 from pipert.skip import Skippable, pop, stash
+from tests.activations import Activations
 from tests.skips import declaring
 from tests.stages import Driven
 
@@ -37,36 +36,8 @@ modes = pytest.mark.parametrize("checkpoint", MODES)
 no_grads = pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
 
 
-class Skips:
-    """Knows which data of skips is still there, without keeping it there."""
-
-    def __init__(self) -> None:
-        self._expired: list[Callable[[], bool]] = []
-
-    def add(self, tensor: Tensor) -> Tensor:
-        data = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        self._expired.append(data.expired)
-        return tensor
-
-    def now(self) -> int:
-        assert self._expired, "no skip was seen"
-        return sum(not expired() for expired in self._expired)
-
-    def settled(self, expected: int) -> int:
-        """The number there is once it is as expected, or after two seconds.
-
-        A worker drops its last task just after its caller was let go, hence the patience.
-        """
-        never = threading.Event()
-        for _ in range(200):
-            if self.now() == expected:
-                break
-            never.wait(0.01)
-        return self.now()
-
-
 class Stash(Skippable):
-    def __init__(self, skips: Skips, log: Callable[[str], None]) -> None:
+    def __init__(self, skips: Activations, log: Callable[[str], None]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         self.skips = skips
@@ -79,7 +50,7 @@ class Stash(Skippable):
 
 
 class Pop(Skippable):
-    def __init__(self, popped: Skips, log: Callable[[str], None]) -> None:
+    def __init__(self, popped: Activations, log: Callable[[str], None]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
         self.popped = popped
@@ -108,7 +79,7 @@ class Setting:
     """Layers with a skip from the first to the last; what is there of it at each event."""
 
     def __init__(self, pops: int = 1, fail: bool = False) -> None:
-        self.skips, self.popped = Skips(), Skips()
+        self.skips, self.popped = Activations(), Activations()
         self.counts: dict[str, int] = {}
         self.fail = fail
         poppers = [declaring(Pop, pop=["a"])(self.popped, self.log) for _ in range(pops)]
@@ -324,7 +295,7 @@ def test_a_refused_skip_is_not_left_behind() -> None:
 
     def keep(tensor: Tensor) -> Tensor:
         kept.append(tensor)
-        return Skips.add(setting.skips, tensor)
+        return Activations.add(setting.skips, tensor)
 
     setting.skips.add = keep  # type: ignore[method-assign]
     setting.popped.add(torch.ones(1))
