@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +38,14 @@ from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.function import applied
-from pipert.batch.tensors import describe, tensors_of, version
+from pipert.autograd.inputs import Inputs
+from pipert.batch.tensors import describe, tensors_of
 from pipert.errors import NestedCheckpointError, RecomputationError
 
 __all__: list[str] = []
 
 Hook = Callable[[Any], Any]
-Replay = Callable[[Callable[[], Value], Callable[[], None], bool], None]
+Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 
 
 class _Slot:
@@ -71,10 +73,7 @@ class _Slot:
     def take(self) -> Tensor:
         if not self.full:
             if self.checkpoint.recording:
-                raise RecomputationError(
-                    "a layer ran a backward through itself in its forward, which cannot be done "
-                    "while its activations are not kept; use checkpoint='never'"
-                )
+                refuse()
             self.checkpoint.recompute()
         value, self.value, self.full = self.value, None, False
         hooks = self.checkpoint.hooks
@@ -102,7 +101,7 @@ class Checkpoint:
             recomputed, as they would receive what is saved without checkpointing.
     """
 
-    __slots__ = ("__weakref__", "_inputs", "_rebuild", "_replay", "hooks", "recording", "slots")
+    __slots__ = ("__weakref__", "_inputs", "_replay", "hooks", "recording", "slots")
 
     def __init__(
         self,
@@ -111,8 +110,7 @@ class Checkpoint:
         hooks: tuple[Hook, Hook] | None,
     ) -> None:
         self._replay = replay
-        tensors, self._rebuild = tensors_of(value)
-        self._inputs = tuple(map(_Input, tensors))
+        self._inputs = Inputs(value)
         self.slots: list[weakref.ref[_Slot]] = []
         self.hooks = hooks
         self.recording = False
@@ -128,17 +126,14 @@ class Checkpoint:
         finally:
             self.recording = False
 
-    def recompute(self, on_worker: bool = False) -> None:
+    def recompute(self) -> None:
         """Run the task again and fill the slots that are still there."""
         fill = _Fill(self)
         with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
-            self._replay(self._fresh_value, fill.check, on_worker)
-
-    def _fresh_value(self) -> Value:
-        return self._rebuild(tuple([x.fresh() for x in self._inputs]))
+            self._replay(self._inputs.fresh, fill.check, False)
 
     def __repr__(self) -> str:
-        return f"<Checkpoint of {len(self._inputs)} inputs and {len(self.slots)} slots>"
+        return f"<Checkpoint of {self._inputs!r}, {len(self.slots)} slots>"
 
 
 class _Keep:
@@ -169,7 +164,7 @@ class _Fill:
         if self.filled == len(slots):
             raise RecomputationError(
                 f"a recomputation saved {describe(tensor)} where its forward saved nothing more"
-                + _REMEDY
+                + REMEDY
             )
         slot = slots[self.filled]()
         self.filled += 1
@@ -177,17 +172,35 @@ class _Fill:
             return  # never read again
         if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
             raise RecomputationError(
-                f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + _REMEDY
+                f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + REMEDY
             )
         slot.fill(tensor.detach())
 
-    def check(self) -> None:
+    def check(self, _: Value) -> None:
         """Refuse a recomputation that ended too early."""
         slots = self.checkpoint.slots
         if self.filled < len(slots):
             raise RecomputationError(
-                f"a recomputation saved {self.filled} tensors and its forward {len(slots)}{_REMEDY}"
+                f"a recomputation saved {self.filled} tensors and its forward {len(slots)}{REMEDY}"
             )
+
+
+class Forget(partial[int]):
+    """Replaces what is saved by a number: ``Forget(next, count())``, which is as fast as a hook is.
+
+    Attributes:
+        hooks: the saved-tensor hooks of the caller.
+    """
+
+    hooks: tuple[Hook, Hook] | None
+
+
+def refuse(_: Any = None) -> Tensor:
+    """Refuse to read what was not saved."""
+    raise RecomputationError(
+        "a layer ran a backward through itself in its forward, which cannot be done "
+        "while its activations are not kept; use checkpoint='never'"
+    )
 
 
 def hooks_of_caller() -> tuple[Hook, Hook] | None:
@@ -200,9 +213,11 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
-    own: object = getattr(hooks[0], "checkpoint", None)
-    if isinstance(own, Checkpoint):
-        return own.hooks
+    pack: Any = hooks[0]
+    if isinstance(pack, _Keep | _Fill):
+        return pack.checkpoint.hooks
+    if isinstance(pack, Forget):
+        return pack.hooks
     if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise NestedCheckpointError(
             "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
@@ -213,31 +228,11 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
     return found
 
 
-_REMEDY = (
+REMEDY = (
     "; layers must do the same when they run again: no counters, no random numbers from a "
     "generator of their own, no dependence on what the training loop changes. Otherwise use "
     "checkpoint='never'"
 )
-
-
-class _Input:
-    """One unchanged input tensor, without the graph that made it (rule 5)."""
-
-    __slots__ = ("_requires_grad", "_tensor", "_version")
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor.detach()
-        self._requires_grad = tensor.requires_grad
-        self._version = -1 if tensor.is_inference() else tensor._version  # as in ``version``
-
-    def fresh(self) -> Tensor:
-        """Returns a non-leaf copy, which the partition may change in place."""
-        if self._version != version(self._tensor):
-            raise RuntimeError(
-                "an input of a checkpointed partition was modified in place between its forward "
-                f"and its recomputation: {describe(self._tensor)}; clone it before modifying it"
-            )
-        return self._tensor.detach().requires_grad_(self._requires_grad).clone()
 
 
 class _Recompute(torch.autograd.Function):

@@ -157,7 +157,7 @@ class Layers:
         self,
         i: int,
         get_value: Callable[[], Value],
-        check: Callable[[], None],
+        check: Callable[[Value], None],
         on_worker: bool,
     ) -> None:
         """Compute micro-batch ``i`` again: ``R[i,j]``, of which this is the whole.
@@ -165,7 +165,7 @@ class Layers:
         Args:
             i: the micro-batch.
             get_value: makes the input; called under the caller's context.
-            check: called at the end, and may raise.
+            check: called with the output at the end, and may raise.
             on_worker: whether this is a worker, or a thread of autograd.
         """
         told, action = self._told, Action(RECOMPUTE, i, self._place.j)
@@ -180,22 +180,22 @@ class Layers:
         self,
         action: Action,
         get_value: Callable[[], Value],
-        check: Callable[[], None],
+        check: Callable[[Value], None],
         on_worker: bool,
     ) -> None:
         context = self._context
         try:
             if on_worker:  # as a task, under the caller's context already
-                self._forward_again(action.i, get_value)
+                y = self._forward_again(action.i, get_value)
             else:
                 with context.on_any_thread():
-                    context.variables.copy().run(self._forward_again, action.i, get_value)
-            check()
+                    y = context.variables.copy().run(self._forward_again, action.i, get_value)
+            check(y)
         except BaseException as error:
             self._place.note(error, action)
             raise
 
-    def _forward_again(self, i: int, get_value: Callable[[], Value]) -> None:
+    def _forward_again(self, i: int, get_value: Callable[[], Value]) -> Value:
         assert self._snapshot is not None
         if not self._snapshot.is_current():
             raise RuntimeError(
@@ -205,10 +205,9 @@ class Layers:
             )
         _recomputing.set(True)
         if self._snapshot.buffers is None:
-            self.forward(i, False, None, get_value())
-            return
+            return self.forward(i, False, None, get_value())
         with KeepBuffers(self._snapshot.buffers):
-            self.forward(i, False, None, get_value())
+            return self.forward(i, False, None, get_value())
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.

@@ -144,11 +144,6 @@ def makers(tensors: Iterable[Tensor]) -> set[Node]:
     return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
-def node_count() -> int:
-    """The number that the next node gets which the current thread makes."""
-    return torch._C._autograd._get_sequence_nr()
-
-
 def _ends(outputs: Iterable[Node], inputs: set[Node], made: range) -> list[Node]:
     """The nodes reached from ``outputs`` behind some edge of which nothing of the task is left."""
     ends, seen, left = [], set(outputs), list(outputs)

@@ -68,7 +68,7 @@ def assemble(
         if step is None:
             parts = _in_graph(run, place, skips, links)
         else:
-            parts = _cut(run, place, skips, links, step)
+            parts = _cut(run, place, partition, skips, links, step)
         seed = run.seed if draws(partition) else None
         layers = Layers(partition, place, run.context, seed, skips, run.told)
         of_stage = stats.partitions[j] if stats else None
@@ -102,17 +102,25 @@ class Parts(NamedTuple):
 def _in_graph(run: Run, place: Place, skips: PartitionSkips, links: Links) -> Parts:
     grad, recorder = run.context.grad_enabled, run.told.recorder
     transport = _transport(run, place, InGraphTransport(place.device, grad))
-    ends = InGraph(place.device, place.m - 1, grad, Copies(run, place.j, skips, transport))
+    copies = Copies(run, place.j, skips, transport)
+    ends = InGraph(place.device, place.m - 1, run.context, copies)
     if recorder is None or not grad:
         return Parts(links, ends, None)
     recorded = RecordedEnds(ends, recorder, place)
     return Parts(links._replace(y=LookAfterSending(links.y, recorded)), recorded, None)
 
 
-def _cut(run: Run, place: Place, skips: PartitionSkips, links: Links, step: Step) -> Parts:
+def _cut(
+    run: Run,
+    place: Place,
+    partition: nn.Sequential,
+    skips: PartitionSkips,
+    links: Links,
+    step: Step,
+) -> Parts:
     transport = _transport(run, place, CutTransport(place.device))
     copies = Copies(run, place.j, skips, transport)
-    cut = Cut(step, place.j == place.n - 1, place, run.seed, copies)
+    cut = Cut(step, run, place, partition, copies)
     return Parts(links, cut, cut)
 
 

@@ -5,16 +5,18 @@ In a call it is autograd's walk along the graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipert.autograd import order
+from pipert.autograd.leaves import LeavesOfStage
 from pipert.schedules.action import BACKWARD, Action
+from pipert.stage.again import Graph
 from pipert.stage.cut import Cut, Kept
-from pipert.stage.gradients import leaves_behind
 from pipert.stage.stage import How, Stage
 
 __all__: list[str] = []
@@ -56,7 +58,7 @@ def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[T
         return [cut.step.loss.gradient_of(i, kept.loss)]
     gathered = cut.bring_gradients(i, dy, stage.place.j + 1)
     if not gathered:
-        gathered = [None] * (len(kept.ys) - sum(kept.leaving))
+        gathered = [None] * (len(kept.graphs[0].ys) - sum(kept.leaving))
     for (key, k), count in zip(stage.leaving, kept.leaving, strict=True):
         of_skip = stage.run.skips.receive_back(key, i, k) or [None] * count
         gathered += cut.bring_gradients(i, of_skip, k)
@@ -65,11 +67,27 @@ def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[T
 
 def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
     """Note the gradients of the weights; return those of the inputs."""
-    pairs = [(y, dy) for y, dy in zip(kept.ys, dys, strict=True) if dy is not None]
+    *of_loss, graph = kept.graphs
+    of_layers, of_loss_alone = cut.leaves
+    for other in of_loss:
+        dys, add = _differentiate_graph(cut, other, of_loss_alone, dys)
+        add()
+    dxs, add = _differentiate_graph(cut, graph, of_layers, dys)
+    cut.let_others_copy(i)  # before the sums: the copy needs none of them
+    add()
+    return dxs
+
+
+def _differentiate_graph(
+    cut: Cut, graph: Graph, leaves_there: LeavesOfStage, dys: Gradients
+) -> tuple[Gradients, Callable[[], None]]:
+    """The gradients of the graph's inputs, and what adds those of its leaves."""
+    pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
-        return (None,) * len(kept.xs)
+        return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
-    leaves = leaves_behind([y.node for y in ys], [order.ENTRANCE])
+    ends, known = [y.node for y in ys], [order.ENTRANCE]
+    leaves = leaves_there.behind(ends, graph.nodes, known, cut.parameters)
     for leaf in leaves:
         if leaf._backward_hooks and leaf not in cut.stand_ins:
             raise RuntimeError(
@@ -78,25 +96,21 @@ def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
                 "a custom autograd function uses, or what is no parameter of a layer. Use "
                 "register_post_accumulate_grad_hook, or loss.backward()"
             )
+    wanted: list[Any] = [*graph.xs, *leaves]
     try:
-        wanted: list[Any] = [*kept.xs, *leaves]
         found = torch.autograd.grad(ys, wanted, given, allow_unused=True)
     except BaseException:
         # What was ready when a node raised stays with this thread until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
         raise
-    inputs, of_leaves = found[: len(kept.xs)], found[len(kept.xs) :]
-    del found
-    dxs = tuple([None if dx is None else alone(dx) for dx in inputs])
-    del inputs  # and what they were parts of
-    cut.let_others_copy(i)  # before the sums: the copy needs none of them
-    cut.gradients.add([cut.stand_ins.get(leaf, leaf) for leaf in leaves], of_leaves)
-    return dxs
+    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
+    weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
+    return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
 
 
 def _scatter(stage: Stage, cut: Cut, i: int, dxs: Gradients, kept: Kept) -> Gradients:
     """Send the gradients of skips where they come from; return those of the value."""
-    start = len(kept.xs) - sum(kept.arriving)
+    start = len(dxs) - sum(kept.arriving)
     value, rest = dxs[:start], dxs[start:]
     for (key, _), count in zip(stage.arriving, kept.arriving, strict=True):
         stage.run.skips.send_back(key, i, stage.place.j, rest[:count])

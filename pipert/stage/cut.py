@@ -1,59 +1,55 @@
 """Cut ends: a step, in which a stage goes backward by itself.
 
 The graph of a micro-batch ends at the borders of the stage. It is kept from ``F[i,j]`` to
-``B[i,j]``: how many are is up to the plan. On CPU each worker goes backward on its own thread, so
-stages do so at the same time.
+``B[i,j]``, or, if it is checkpointed, from ``R[i,j]``, which makes it anew: how many are is up to
+the plan. On CPU each worker goes backward on its own thread, so stages do so at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch import Tensor, nn
 
-from pipert._typing import Tensors, Value
+from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.checkpoint import Replay
+from pipert.autograd.leaves import LeavesOfStage, node_count
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import RunSeed
 from pipert.layers.tied import Weights
 from pipert.skip.routes import Carried
+from pipert.stage.again import Again, Edges, Graph, edges_of
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
+from pipert.stage.run import Run
 from pipert.stage.step import Step
 
 __all__: list[str] = []
 
-Edges = tuple[GradientEdge, ...]
-
 
 class Kept(NamedTuple):
-    """What ``B[i,j]`` needs of ``F[i,j]``: places in its graph, and no values, which may be large.
+    """What ``B[i,j]`` needs of ``F[i,j]``."""
 
-    What the backward reads of the inputs and outputs themselves, the graph has saved.
-    """
-
-    xs: Edges
-    """The inputs that want a gradient, those of arriving skips behind those of the value."""
+    graphs: tuple[Graph, ...]
+    """From the loss or the outputs to the inputs; ``R[i,j]`` adds that of the layers."""
+    again: Again | None
+    """What computes the layers again, until it has."""
     arriving: tuple[int, ...]
-    """How many of them each arriving skip has."""
-    ys: Edges
-    """The outputs that get a gradient, those of leaving skips behind those of the value."""
+    """How many of the inputs each arriving skip has."""
     leaving: tuple[int, ...]
-    """How many of them each leaving skip has."""
+    """How many of the outputs each leaving skip has."""
     loss: Tensor | None
     """Of the last stage, which has no other output."""
-    checkpoint: Checkpoint | None
 
 
 class Entered(NamedTuple):
-    """The inputs of the micro-batch that is at work."""
+    """The inputs of the micro-batch that is at work, and how many nodes there were before it."""
 
     xs: Edges
     arriving: tuple[int, ...]
+    nodes: int
 
 
 class Cut:
@@ -61,29 +57,34 @@ class Cut:
 
     Args:
         step: what the stages of the step share.
-        is_last: whether this one computes the loss.
-        place: where it is.
-        seed: of the run's random numbers.
+        run: the run, of which it is.
+        place: where it is. The last stage computes the loss.
+        partition: its layers.
         copies: brings values here.
     """
 
     __slots__ = (
-        "_copies", "_entered", "_is_last", "_place", "_seed", "gradients", "kept", "stand_ins",
-        "step",
+        "_again", "_copies", "_entered", "_hooks", "_is_last", "_partition", "_place",
+        "_recomputed", "_seed", "gradients", "kept", "leaves", "stand_ins", "step",
     )  # fmt: skip
 
     def __init__(
-        self, step: Step, is_last: bool, place: Place, seed: RunSeed, copies: Copies
+        self, step: Step, run: Run, place: Place, partition: nn.Sequential, copies: Copies
     ) -> None:
         self.step = step
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
         self.stand_ins: dict[Tensor, Tensor] = {}  # to what each leaf in here stands for
-        self._is_last = is_last
+        self.leaves = LeavesOfStage(), LeavesOfStage()  # of the layers; of the loss alone
+        self._is_last = place.j == place.n - 1
         self._place = place
-        self._seed = seed
+        self._partition = partition
+        self._recomputed = run.plan.recomputed
+        self._hooks = run.context.saved_tensor_hooks
+        self._seed = run.seed
         self._copies = copies
-        self._entered = Entered((), ())
+        self._entered = Entered((), (), 0)
+        self._again: Again | None = None  # of the micro-batch that is at work
 
     def enter(self, i: int, x: Value) -> Value:
         copied = None
@@ -95,22 +96,35 @@ class Cut:
         skips = x.skips if isinstance(x, Carried) else ()
         arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
         xs, rebuild = differentiable(x)
-        if not xs:
-            self._entered = Entered((), arriving)
+        if not xs or i < self._recomputed:  # then the layers get copies
+            self._entered = Entered((), arriving, node_count())
             return x
         xs = order.enter(xs)
-        self._entered = Entered(edges_of(xs), arriving)
+        self._entered = Entered(edges_of(xs), arriving, node_count())
         return rebuild(xs)
 
-    def leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
-        (xs, arriving), self._entered = self._entered, Entered((), ())
+    def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+        self._again = Again(again, x, self._hooks)
+        y = self._again.first(compute)
+        if self._is_last:  # the graph of the loss is kept, and begins here
+            ys, rebuild = differentiable(y)
+            ys = order.enter(ys) if ys else ys
+            self._entered = self._entered._replace(xs=edges_of(ys), nodes=node_count())
+            y = rebuild(ys)
+        return y
+
+    def leave(self, i: int, y: Value) -> Value:
+        (xs, arriving, before), self._entered = self._entered, Entered((), (), 0)
+        again, self._again = self._again, None
         self._copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
         skips = y.skips if isinstance(y, Carried) else ()
         leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
         if ys:
+            there = again is None or self._is_last
+            graphs = (Graph(xs, edges_of(ys), node_count() - before),) if there else ()
             loss = ys[0] if self._is_last else None
-            self.kept[i] = Kept(xs, arriving, edges_of(ys), leaving, loss, checkpoint)
+            self.kept[i] = Kept(graphs, again, arriving, leaving, loss)
         if self._is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
         return rebuild(tuple([tensor.detach().requires_grad_() for tensor in ys]))
@@ -160,6 +174,14 @@ class Cut:
         here = iter(moved)
         return [None if gradient is None else next(here) for gradient in gradients]
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Those that the layers compute with, stand-ins in their place."""
+        own = {weight: leaf for leaf, weight in self.stand_ins.items()}
+        for module in self._partition.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.is_leaf:
+                    yield own.get(parameter, parameter)
+
     def let_others_copy(self, i: int) -> None:
         """Let others copy the gradients that are there now."""
         self._copies.let_others_copy(i)
@@ -168,11 +190,6 @@ class Cut:
         self.kept.clear()
         self.gradients.clear()
         self.step.drop()
-
-
-def edges_of(tensors: Tensors) -> Edges:
-    """Where they are in the graph, which stays alive without them."""
-    return tuple([order.edge_of(tensor) for tensor in tensors])
 
 
 def leaf_inputs(value: Value) -> Value:

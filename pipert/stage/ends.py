@@ -6,7 +6,8 @@
 Copy, Wait    nodes, whose backward goes back         copies of the value in ``F``, of the gradient
                                                       in ``B``; both on copy streams
 Fork, Join    nodes that order the backward           none: the plan says what comes after what
-Recompute     a node behind the outputs               ``R[i,j]``, an action
+Checkpoint    the graph of ``F`` without its data     no graph of ``F``
+Recompute     a node that fills it with data          ``R[i,j]``, an action, makes the graph
 B[i,j]        autograd's walk along the graph         ``torch.autograd.grad`` from the outputs of
                                                       the stage to its inputs and weights
 ============  ======================================  ==========================================
@@ -14,13 +15,13 @@ B[i,j]        autograd's walk along the graph         ``torch.autograd.grad`` fr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.checkpoint import Replay
 from pipert.layers.tied import Weights
 
 __all__: list[str] = []
@@ -32,8 +33,11 @@ class Ends(Protocol):
     def enter(self, i: int, x: Value) -> Value:
         """Make an input of micro-batch ``i`` ready for the layers."""
 
-    def leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
-        """Make what the layers returned ready to be sent; what recomputes it comes with it."""
+    def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+        """Compute ``x`` without keeping what the backward needs: ``again`` computes it again."""
+
+    def leave(self, i: int, y: Value) -> Value:
+        """Make what the layers returned ready to be sent."""
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
         """Return what stands for ``weights`` in this stage, for the whole run."""

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 from pipert._typing import Value
-from pipert.autograd.checkpoint import Checkpoint
 from pipert.layers.call import AfterLayer
 from pipert.schedules.action import FORWARD, Action
 from pipert.skip.routes import Carried
@@ -14,7 +13,7 @@ from pipert.stage.stage import How, Stage
 
 __all__: list[str] = []
 
-Compute = Callable[[Stage, int, Value], tuple[Value, Checkpoint | None]]
+Compute = Callable[[Stage, int, Value], Value]
 
 
 def forward(stage: Stage, compute: Compute) -> How:
@@ -36,37 +35,28 @@ def _forward(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
         stage.borrow(i)
     if stage.skips is None:
         x = stage.ends.enter(i, x)
-        return stage.ends.leave(i, *compute(stage, i, x))
+        return stage.ends.leave(i, compute(stage, i, x))
     skips, j = stage.run.skips, stage.place.j
     arriving = [skips.receive(key, i, j) for key, _ in stage.skips.arriving]
     x = stage.ends.enter(i, Carried(x, tuple(arriving)))
-    y, leaving = stage.ends.leave(i, *compute(stage, i, x))
+    y, leaving = stage.ends.leave(i, compute(stage, i, x))
     for (key, k), value in zip(stage.skips.leaving, leaving, strict=True):
         skips.send(key, i, k, value)
     return y
 
 
-def compute_layers(
-    stage: Stage, i: int, x: Value, after_layer: AfterLayer = None
-) -> tuple[Value, Checkpoint | None]:
-    """Compute the layers, and the loss if it is computed here.
-
-    Returns:
-        The value, and what recomputes it, if the micro-batch is checkpointed.
-    """
-    checkpoint = None
-    call: Callable[[Value], Value] = partial(stage.layers.forward, i, False, after_layer)
-    if i < stage.recomputed:
+def compute_layers(stage: Stage, i: int, x: Value, after_layer: AfterLayer = None) -> Value:
+    """Compute the layers, and the loss if it is computed here."""
+    checkpointed = i < stage.recomputed
+    compute: Callable[[Value], Value]
+    compute = partial(stage.layers.forward, i, checkpointed, after_layer)
+    if checkpointed:
         # It outlives the run, so it must reference neither the stage nor the run.
-        replay, hooks = partial(stage.layers.recompute, i), stage.run.context.saved_tensor_hooks
-        checkpoint = Checkpoint(replay, x, hooks)
-        checkpointed = partial(stage.layers.forward, i, True, after_layer)
-        call = partial(checkpoint.record, checkpointed)
+        again = partial(stage.layers.recompute, i)
+        compute = partial(stage.ends.checkpoint, again, compute)
     if stage.stats is None:
-        y = call(x)
+        y = compute(x)
     else:
         with stage.stats.collecting():
-            y = call(x)
-    if stage.loss is not None:
-        y = stage.loss(i, y)
-    return y, checkpoint
+            y = compute(x)
+    return y if stage.loss is None else stage.loss(i, y)

@@ -18,13 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []
-
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 class Gradients:
@@ -131,25 +128,3 @@ def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
         for of_partition in sums
         for weight, total in of_partition.take().items()
     ]
-
-
-def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Tensor]:
-    """The leaves that graphs with these ends are made of, but for those that are known.
-
-    Not only parameters of layers: a layer may train a tensor that it keeps for itself.
-    """
-    seen: set[Any] = {*ends}
-    left: list[Any] = [*seen]
-    found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
-    while left:
-        node = left.pop()
-        if isinstance(node, _AccumulateGrad):
-            leaf = node.variable
-            if id(leaf) not in found and leaf.requires_grad:
-                found.add(id(leaf))
-                leaves.append(leaf)
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                left.append(child)
-    return leaves

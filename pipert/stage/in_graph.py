@@ -25,19 +25,20 @@ and sent before it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.checkpoint import Checkpoint, Replay, recompute_before
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.tied import Weights
 from pipert.skip.routes import Carried
 from pipert.stage.copies import Copies
+from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
 
@@ -48,19 +49,23 @@ class InGraph:
     Args:
         device: the stage's.
         last: the last micro-batch, which nobody is forked for.
-        grad_enabled: whether there is a graph.
+        context: the caller's, which says whether there is a graph.
         copies: brings values here.
     """
 
-    __slots__ = ("_copies", "_device", "_grad_enabled", "_last", "_token")
+    __slots__ = (
+        "_checkpoint", "_copies", "_device", "_grad_enabled", "_hooks", "_last", "_token",
+    )  # fmt: skip
 
     def __init__(
-        self, device: torch.device, last: int, grad_enabled: bool, copies: Copies
+        self, device: torch.device, last: int, context: CallerContext, copies: Copies
     ) -> None:
         self._device = device
         self._last = last
-        self._grad_enabled = grad_enabled
+        self._grad_enabled = context.grad_enabled
+        self._hooks = context.saved_tensor_hooks
         self._copies = copies
+        self._checkpoint: Checkpoint | None = None  # of the micro-batch that is at work
         self._token: Tensor | None = None
 
     def enter(self, i: int, x: Value) -> Value:
@@ -73,7 +78,12 @@ class InGraph:
             x = self._join(x)
         return x if copied is None else self._wait_for(i, copied, x)
 
-    def leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
+    def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+        self._checkpoint = Checkpoint(again, x, self._hooks)
+        return self._checkpoint.record(compute, x)
+
+    def leave(self, i: int, y: Value) -> Value:
+        checkpoint, self._checkpoint = self._checkpoint, None
         if self._copies.go_out:
             copying = self._copies.stream(i)
             if copying is not None:
@@ -110,6 +120,7 @@ class InGraph:
 
     def drop(self) -> None:
         self._token = None  # through it the graph of the micro-batches before
+        self._checkpoint = None
 
     def _join(self, x: Value) -> Value:
         """Tie the token to the first value that can take it.

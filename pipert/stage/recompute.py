@@ -18,7 +18,6 @@ def _execute(stage: Stage, i: int, _: Value) -> None:
     cut = stage.cut
     assert cut is not None
     kept = cut.kept.get(i)
-    if kept is not None and kept.checkpoint is not None:
-        kept.checkpoint.recompute(on_worker=True)
-        # From now on it belongs to its slots, and goes with the last of them.
-        cut.kept[i] = kept._replace(checkpoint=None)
+    if kept is not None and kept.again is not None:
+        graph = kept.again.compute()
+        cut.kept[i] = kept._replace(graphs=(*kept.graphs, graph), again=None)

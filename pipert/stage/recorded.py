@@ -14,12 +14,12 @@ from torch.autograd.graph import Node
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams
-from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.leaves import node_count
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.schedules.action import FORWARD, Action
-from pipert.seeing.backward import makers, node_count, watch_backward, watch_node
+from pipert.seeing.backward import makers, watch_backward, watch_node
 from pipert.seeing.event import COPY, WAIT
 from pipert.seeing.recorder import Recorder, Span
 from pipert.seeing.stamp import Stamp, stamp
@@ -57,7 +57,7 @@ class RecordedLink:
             return self._link.receive(i, before_waiting)
 
 
-def recorded_compute(stage: Stage, i: int, x: Value) -> tuple[Value, Checkpoint | None]:
+def recorded_compute(stage: Stage, i: int, x: Value) -> Value:
     """Record ``compute_layers``, and when each layer was done."""
     device = stage.place.device
     with stage.run.told.recorded(Action(FORWARD, i, stage.place.j), device) as span:
@@ -147,13 +147,16 @@ class RecordedEnds:
     The nodes are looked at when the output was sent: nobody shall wait for that.
     """
 
-    __slots__ = ("_ends", "_first", "_inputs", "_later", "_place", "_recorder", "borrow")
+    __slots__ = (
+        "_ends", "_first", "_inputs", "_later", "_place", "_recorder", "borrow", "checkpoint",
+    )  # fmt: skip
 
     def __init__(self, ends: Ends, recorder: Recorder, place: Place) -> None:
         self._ends = ends
         self._recorder = recorder
         self._place = place
         self.borrow = ends.borrow
+        self.checkpoint = ends.checkpoint
         self._inputs: set[Node] = set()
         self._first = 0
         self._later: list[Callable[[], None]] = []
@@ -163,12 +166,12 @@ class RecordedEnds:
         self._inputs, self._first = makers(differentiable(x)[0]), node_count()
         return x
 
-    def leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
+    def leave(self, i: int, y: Value) -> Value:
         inputs, self._inputs = self._inputs, set()
         made, ys = range(self._first, node_count()), differentiable(y)[0]
         at = i, self._place.j, self._place.device
         self._later.append(partial(watch_backward, self._recorder, *at, inputs, made, ys))
-        return self._ends.leave(i, y, checkpoint)
+        return self._ends.leave(i, y)
 
     def sent(self) -> None:
         """Look at the nodes of the micro-batch whose output was sent."""

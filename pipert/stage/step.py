@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
+from pipert.autograd.leaves import leaves_behind
 from pipert.batch.microbatch import gather
-from pipert.stage.gradients import Gradients, delivery, gathered, leaves_behind
+from pipert.stage.gradients import Gradients, delivery, gathered
 from pipert.stage.loss import Loss
 
 __all__: list[str] = []

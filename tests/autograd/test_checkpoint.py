@@ -32,12 +32,12 @@ class Replay:
         self.values: list[Any] = []
 
     def __call__(
-        self, get_value: Callable[[], Any], check: Callable[[], None], on_worker: bool
+        self, get_value: Callable[[], Any], check: Callable[[Any], None], on_worker: bool
     ) -> None:
         with torch.enable_grad():
             self.values.append(get_value())
-            self.compute(self.values[-1])
-        check()
+            y = self.compute(self.values[-1])
+        check(y)
 
     @property
     def calls(self) -> int:
@@ -48,11 +48,11 @@ class Forgetful(Replay):
     """One that keeps nothing alive."""
 
     def __call__(
-        self, get_value: Callable[[], Any], check: Callable[[], None], on_worker: bool
+        self, get_value: Callable[[], Any], check: Callable[[Any], None], on_worker: bool
     ) -> None:
         with torch.enable_grad():
-            self.compute(get_value())
-        check()
+            y = self.compute(get_value())
+        check(y)
 
 
 def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
@@ -507,7 +507,7 @@ def test_refusal_of_another_computation_says_what_to_change() -> None:
 def test_checkpoint_shows_what_it_holds() -> None:
     checkpoint = Checkpoint(Replay(torch.sin), leaf(), None)
     checkpoint.record(torch.sin, leaf())
-    assert repr(checkpoint) == "<Checkpoint of 1 inputs and 1 slots>"
+    assert repr(checkpoint) == "<Checkpoint of <1 inputs>, 1 slots>"
 
 
 # Inside a pipe.
