@@ -1,35 +1,34 @@
-"""Checkpoint and Recompute: the paper's pair with shared memory (section 3.2.4), non-reentrant.
+"""Checkpoint and Recompute: the paper's pair with shared memory (section 3.2.4).
 
 The standard way to checkpoint is one autograd function that runs the forward without grad and, in
-its backward, runs it again and calls ``backward`` inside. That ties recomputation to
-back-propagation, but the pipeline needs ``R[i,j]`` to run while ``dy`` is still in transit, and
-``B[i,j]`` afterwards. The paper splits the function in two that share memory; but with the inner
-``backward``, ``autograd.grad``, ``retain_graph``, DDP and frozen layers still behave differently.
+its backward, runs it again and differentiates that. It ties recomputation to back-propagation, but
+the pipeline needs ``R[i,j]`` to run while ``dy`` is still in transit, and ``B[i,j]`` afterwards. So
+the paper splits the function in two that share memory::
 
-Here there is no inner ``backward``. Rules:
+    xs, weights -> Checkpoint -> Wait -> Recompute -> Fork      and backward from right to left
 
-1. ``F[i,j]`` runs with grad enabled under saved-tensor hooks that keep a :class:`_Slot` in place of
-   each saved tensor. So the graph of ``B[i,j]`` is the ordinary one, without its data.
-2. :func:`recompute_before` puts one node behind the partition's output. Its backward runs the
-   partition again under hooks that fill the slots in creation order, and passes
-   the gradients on. Nothing else lies between the arrival of ``dy`` and ``B[i,j]``, so the wait
-   for a copy of ``dy`` goes right below this node.
-3. An operation of ``B[i,j]`` that reads its slot empties it: an activation lives no longer than
-   without checkpointing. Reading an empty slot recomputes on the spot: this happens in a graph
-   entered past the node of rule 2, or when an operation reads twice.
-4. The shared memory, :class:`Checkpoint`, is owned by its slots alone, and through them by the
-   graph. Autograd drops the slots when the backward is over, and the saved inputs with them.
-   When no slot is left there is nothing to recompute, and the node does nothing.
-5. The inputs are kept as they were before the partition ran: the partition gets a copy, so that an
-   in-place first layer cannot corrupt them. If anything else has changed them they are refused, as
-   autograd does.
+*Recompute* computes again and leaves the graph in the memory, *Checkpoint* differentiates it:
+
+1. *Checkpoint* is a function of all that the graph of ``F[i,j]`` begins with: its inputs, and the
+   leaves that a walk finds in it. So hooks of parameters, ``autograd.grad``, frozen layers and
+   ``DistributedDataParallel`` see what they see without checkpointing: one gradient for each
+   micro-batch, which autograd adds up.
+2. Under ``create_graph`` it computes once more, from inputs that are connected, and the gradients
+   have a graph.
+3. It lets go of inputs and graph when its backward is over, unless that retains the graph. Then the
+   next backward computes again.
+4. Some tasks are more than a function of what they begin with: a layer uses a tensor of a graph of
+   the caller's, or a custom function, which may call the engine; a hook on a parameter would see
+   the inside of the pair; autocast casts a weight once for all micro-batches. There the graph of
+   ``F`` stays as it is, and *Recompute* fills it with what it saves.
+5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
+   reads numbers, and computes again on the spot.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,174 +36,104 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
+from pipert.autograd.again import Again, Forget, Graph, Hooks, Replay, refuse
 from pipert.autograd.function import applied
-from pipert.autograd.inputs import Inputs
-from pipert.batch.tensors import describe, tensors_of
-from pipert.errors import NestedCheckpointError, RecomputationError
+from pipert.autograd.leaves import node_count, origins
+from pipert.batch.tensors import describe, differentiable, tensors_of
+from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
 
-Hook = Callable[[Any], Any]
-Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 
+class Checkpoint:
+    """The shared memory of one checkpointed task.
 
-class _Slot:
-    """Placeholder for one saved tensor: its shape and dtype, and its value from R to B."""
+    Owned by the graph: by the node of the pair, or by what ``F`` has saved in place of tensors.
 
-    __slots__ = ("__weakref__", "checkpoint", "dtype", "full", "shape", "value", "version")
+    Args:
+        replay: computes the task again, as of :class:`Again`.
+        value: the input, any pytree.
+        hooks: the caller's saved-tensor hooks.
+    """
 
-    def __init__(self, checkpoint: Checkpoint, tensor: Tensor) -> None:
-        self.checkpoint = checkpoint
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
-        self.version = 0
-        self.full = False
-        self.value: Any = None
+    __slots__ = ("__weakref__", "_again", "_graph", "_is_pair", "_recording", "_saved", "_xs")
 
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+    def __init__(self, replay: Replay, value: Value, hooks: Hooks) -> None:
+        self._again = Again(replay, value, hooks)
+        self._graph: Graph | None = None  # of R, until B
+        self._saved: dict[int, tuple[Any, int]] = {}  # of R, if F's graph was kept
+        self._xs: Tensors = ()
+        self._is_pair = self._recording = False
 
-    def fill(self, tensor: Tensor) -> None:
-        hooks = self.checkpoint.hooks
-        self.value = tensor if hooks is None else hooks[0](tensor)
-        self.version = tensor._version
-        self.full = True
+    def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
+        """Run ``compute(value)``, and make one node of it if that can be done (rules 1 and 4)."""
+        tensors, rebuild = tensors_of(value)
+        own = tuple(map(Tensor.clone, tensors))
+        begins = [x.grad_fn for x in own if x.grad_fn is not None]
+        first = node_count()
+        self._recording = True
+        try:
+            y = self._again.first(compute, rebuild(own), self._take)
+        finally:
+            self._recording = False
+        ys, rebuild = differentiable(y)
+        if not ys or not self._again.saves or _shares_casts():
+            return y
+        ends = [y.grad_fn for y in ys if y.grad_fn is not None]
+        leaves = origins(ends, begins, range(first, node_count()))
+        if leaves is None:
+            return y
+        self._is_pair = True
+        self._xs = tuple([x for x in tensors if x.requires_grad])
+        return rebuild(_apply_checkpoint(self, ys, *self._xs, *leaves))
 
-    def take(self) -> Tensor:
-        if not self.full:
-            if self.checkpoint.recording:
-                refuse()
-            self.checkpoint.recompute()
-        value, self.value, self.full = self.value, None, False
-        hooks = self.checkpoint.hooks
-        if hooks is not None:
-            return hooks[1](value)  # type: ignore[no-any-return]
+    def recompute(self) -> None:
+        """Compute again what the backward needs that comes now."""
+        if self._is_pair:
+            if not torch.is_grad_enabled():  # else it takes another graph (rule 2)
+                self._graph = self._again.compute(False)
+        else:
+            self._saved = self._again.saved()
+
+    def differentiate(self, dys: Sequence[Tensor | None], leaves: Tensors) -> list[Tensor | None]:
+        """The gradients of inputs and leaves, by those of the outputs."""
+        create_graph = torch.is_grad_enabled()
+        graph, self._graph = self._graph, None
+        if create_graph:
+            graph = self._again.compute(False, lambda _: self._xs)
+        elif graph is None:  # a second backward
+            graph = self._again.compute(False)
+        pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
+        ys, given = zip(*pairs, strict=True)
+        wanted: list[Any] = [*(self._xs if create_graph else graph.xs), *leaves]
+        return list(
+            torch.autograd.grad(
+                ys, wanted, given, create_graph=create_graph, allow_unused=True
+            )
+        )
+
+    def _take(self, number: int) -> Tensor:
+        if number not in self._saved:
+            if self._recording:
+                refuse(number)
+            self._saved = self._again.saved()
+        value, version = self._saved.pop(number)
+        if self._again.hooks is not None:
+            return self._again.hooks[1](value)  # type: ignore[no-any-return]
         tensor: Tensor = value
-        if tensor._version != self.version:
+        if tensor._version != version:
             raise RuntimeError(
-                f"a tensor needed for gradient computation, {self}, was modified in place by a "
-                "later operation of the same partition; clone it there"
+                f"a tensor needed for gradient computation, {describe(tensor)}, was modified in "
+                "place by a later operation of the same partition; clone it there"
             )
         return tensor
 
-
-class Checkpoint:
-    """The shared memory of one checkpointed task: its inputs and its slots.
-
-    Args:
-        replay: puts on the context of the first time, grad enabled included, asks the first
-            function it is given for the input value, computes the task again with the same random
-            numbers, and calls the second; the flag says whether it is on a worker. It must
-            reference no run and no thread.
-        value: the input, any pytree.
-        hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller; they receive what is
-            recomputed, as they would receive what is saved without checkpointing.
-    """
-
-    __slots__ = ("__weakref__", "_inputs", "_replay", "hooks", "recording", "slots")
-
-    def __init__(
-        self,
-        replay: Replay,
-        value: Value,
-        hooks: tuple[Hook, Hook] | None,
-    ) -> None:
-        self._replay = replay
-        self._inputs = Inputs(value)
-        self.slots: list[weakref.ref[_Slot]] = []
-        self.hooks = hooks
-        self.recording = False
-
-    def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
-        """Run ``compute(value)`` with each saved tensor replaced by a slot (rules 1 and 5)."""
-        tensors, rebuild = tensors_of(value)
-        own = rebuild(tuple(map(Tensor.clone, tensors)))
-        self.recording = True
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(_Keep(self), _Slot.take):
-                return compute(own)
-        finally:
-            self.recording = False
-
-    def recompute(self) -> None:
-        """Run the task again and fill the slots that are still there."""
-        fill = _Fill(self)
-        with torch.autograd.graph.saved_tensors_hooks(fill, _never_read):
-            self._replay(self._inputs.fresh, fill.check, False)
-
     def __repr__(self) -> str:
-        return f"<Checkpoint of {self._inputs!r}, {len(self.slots)} slots>"
+        return f"<Checkpoint of {self._again!r}>"
 
 
-class _Keep:
-    """Replaces what ``F[i,j]`` saves by slots."""
-
-    __slots__ = ("checkpoint",)
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-
-    def __call__(self, tensor: Tensor) -> _Slot:
-        slot = _Slot(self.checkpoint, tensor)
-        self.checkpoint.slots.append(weakref.ref(slot))
-        return slot
-
-
-class _Fill:
-    """Fills the slots, in creation order, with what ``R[i,j]`` saves."""
-
-    __slots__ = ("checkpoint", "filled")
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self.filled = 0
-
-    def __call__(self, tensor: Tensor) -> None:
-        slots = self.checkpoint.slots
-        if self.filled == len(slots):
-            raise RecomputationError(
-                f"a recomputation saved {describe(tensor)} where its forward saved nothing more"
-                + REMEDY
-            )
-        slot = slots[self.filled]()
-        self.filled += 1
-        if slot is None:
-            return  # never read again
-        if slot.shape != tensor.shape or slot.dtype != tensor.dtype:
-            raise RecomputationError(
-                f"a recomputation saved {describe(tensor)} where its forward saved {slot}" + REMEDY
-            )
-        slot.fill(tensor.detach())
-
-    def check(self, _: Value) -> None:
-        """Refuse a recomputation that ended too early."""
-        slots = self.checkpoint.slots
-        if self.filled < len(slots):
-            raise RecomputationError(
-                f"a recomputation saved {self.filled} tensors and its forward {len(slots)}{REMEDY}"
-            )
-
-
-class Forget(partial[int]):
-    """Replaces what is saved by a number: ``Forget(next, count())``, which is as fast as a hook is.
-
-    Attributes:
-        hooks: the saved-tensor hooks of the caller.
-    """
-
-    hooks: tuple[Hook, Hook] | None
-
-
-def refuse(_: Any = None) -> Tensor:
-    """Refuse to read what was not saved."""
-    raise RecomputationError(
-        "a layer ran a backward through itself in its forward, which cannot be done "
-        "while its activations are not kept; use checkpoint='never'"
-    )
-
-
-def hooks_of_caller() -> tuple[Hook, Hook] | None:
-    """Returns the user's innermost saved-tensor hooks, skipping those of this file.
+def hooks_of_caller() -> Hooks:
+    """Returns the user's innermost saved-tensor hooks, skipping our own.
 
     A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Ours belong
     to this task alone: the other run's threads would mix up their order, so its graph is kept
@@ -213,26 +142,42 @@ def hooks_of_caller() -> tuple[Hook, Hook] | None:
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
-    pack: Any = hooks[0]
-    if isinstance(pack, _Keep | _Fill):
-        return pack.checkpoint.hooks
-    if isinstance(pack, Forget):
-        return pack.hooks
+    if isinstance(hooks[0], Forget):
+        return hooks[0].hooks
     if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
         raise NestedCheckpointError(
             "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
             "their order; several threads save in no fixed one. Use the pipe's own checkpoint="
             "'always', or use_reentrant=True"
         )
-    found: tuple[Hook, Hook] = hooks
+    found: tuple[Any, Any] = hooks
     return found
 
 
-REMEDY = (
-    "; layers must do the same when they run again: no counters, no random numbers from a "
-    "generator of their own, no dependence on what the training loop changes. Otherwise use "
-    "checkpoint='never'"
-)
+def _shares_casts() -> bool:
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+
+
+class _Checkpoint(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, checkpoint: Checkpoint, ys: Tensors, *begins: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.materialize_grads = False
+        ctx.checkpoint = checkpoint
+        ctx.leaves = begins[len(checkpoint._xs) :]
+        return tuple(map(Tensor.detach, ys))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.checkpoint is None:
+            raise RuntimeError(_SECOND_TIME)
+        if all(dy is None for dy in dys):
+            return (None,) * len(ctx.needs_input_grad)
+        found = ctx.checkpoint.differentiate(dys, ctx.leaves)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.checkpoint = ctx.leaves = None
+        return (None, None, *found)
 
 
 class _Recompute(torch.autograd.Function):
@@ -252,15 +197,17 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-_apply_recompute = applied(_Recompute)
+_apply_checkpoint, _apply_recompute = applied(_Checkpoint), applied(_Recompute)
+
+_SECOND_TIME = (
+    "Trying to backward through the graph a second time (or directly access saved tensors after "
+    "they have already been freed). Specify retain_graph=True if you need to backward through the "
+    "graph a second time"
+)
 
 
 def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
-    """Make the backward of ``ys``, all differentiable, recompute first (rules 2 and 4)."""
+    """Make the backward of ``ys``, all differentiable, recompute first."""
     weak = weakref.ref(checkpoint)
     outputs: Tensors = _apply_recompute(weak, *ys)
     return outputs
-
-
-def _never_read(_: Any) -> Tensor:
-    raise AssertionError("the graph of a recomputation is never run backward")

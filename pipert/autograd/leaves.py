@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 __all__: list[str] = []
@@ -54,6 +55,45 @@ def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Te
             if id(leaf) not in found and leaf.requires_grad:
                 found.add(id(leaf))
                 leaves.append(leaf)
+        for child, _ in below:
+            if child not in seen:
+                seen.add(child)
+                left.append(child)
+    return leaves
+
+
+def origins(ends: Iterable[Node], begins: Iterable[Node], made: range) -> list[Tensor] | None:
+    """The leaves of a graph that is a function of them and of what came out of ``begins``.
+
+    Args:
+        ends: its last nodes.
+        begins: nodes that it begins behind.
+        made: the numbers of its nodes.
+
+    Returns:
+        ``None`` if it is more: it has nodes of another graph, or written in Python, which may call
+        the engine; or leaves whose hooks would see a part of their gradient.
+    """
+    seen: set[Any] = {*begins, None}
+    left: list[Any] = [*{*ends} - seen]
+    seen.update(left)
+    numbers, leaves = set[int](), list[Tensor]()
+    while left:
+        node = left.pop()
+        below = node.next_functions
+        if not below and type(node) is _AccumulateGrad:
+            leaf = node.variable
+            if leaf._backward_hooks:
+                return None
+            if leaf.requires_grad:
+                leaves.append(leaf)
+            continue
+        number = node._sequence_nr()
+        if number not in made or number in numbers:  # another thread's may look like ours
+            return None
+        if isinstance(node, BackwardCFunction):
+            return None
+        numbers.add(number)
         for child, _ in below:
             if child not in seen:
                 seen.add(child)

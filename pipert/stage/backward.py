@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipert.autograd import order
+from pipert.autograd.again import Graph
 from pipert.autograd.leaves import LeavesOfStage
 from pipert.schedules.action import BACKWARD, Action
-from pipert.stage.again import Graph
 from pipert.stage.cut import Cut, Kept
 from pipert.stage.stage import How, Stage
 

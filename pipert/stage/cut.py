@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import Replay
+from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
 from pipert.autograd.leaves import LeavesOfStage, node_count
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.skip.routes import Carried
-from pipert.stage.again import Again, Edges, Graph, edges_of
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
@@ -105,13 +104,12 @@ class Cut:
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
         self._again = Again(again, x, self._hooks)
-        y = self._again.first(compute)
-        if self._is_last:  # the graph of the loss is kept, and begins here
-            ys, rebuild = differentiable(y)
-            ys = order.enter(ys) if ys else ys
-            self._entered = self._entered._replace(xs=edges_of(ys), nodes=node_count())
-            y = rebuild(ys)
-        return y
+        ys, rebuild = differentiable(self._again.first(compute, self._again.fresh(), refuse))
+        if not self._is_last or not ys:
+            return rebuild(tuple([y.detach().requires_grad_() for y in ys]))
+        ys = order.enter(ys)  # the graph of the loss is kept, and begins here
+        self._entered = self._entered._replace(xs=edges_of(ys), nodes=node_count())
+        return rebuild(ys)
 
     def leave(self, i: int, y: Value) -> Value:
         (xs, arriving, before), self._entered = self._entered, Entered((), (), 0)

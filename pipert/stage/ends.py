@@ -21,7 +21,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.autograd.checkpoint import Replay
+from pipert.autograd.again import Replay
 from pipert.layers.tied import Weights
 
 __all__: list[str] = []

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.checkpoint import Checkpoint, Replay, recompute_before
+from pipert.autograd.again import Replay
+from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.tied import Weights

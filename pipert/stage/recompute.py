@@ -19,5 +19,5 @@ def _execute(stage: Stage, i: int, _: Value) -> None:
     assert cut is not None
     kept = cut.kept.get(i)
     if kept is not None and kept.again is not None:
-        graph = kept.again.compute()
+        graph = kept.again.compute(True)
         cut.kept[i] = kept._replace(graphs=(*kept.graphs, graph), again=None)

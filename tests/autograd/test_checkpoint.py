@@ -22,6 +22,7 @@ same = torch.testing.assert_close
 same(0, 0)  # the first call imports for half a second, which is no test's fault
 
 Compute = Callable[[Any], Any]
+Way = Callable[[Compute], Compute]
 
 
 class Replay:
@@ -75,6 +76,18 @@ def leaf() -> Tensor:
 
 def several_operations(x: Tensor) -> Tensor:
     return x.sin() * x.exp() + (x * 3).sigmoid()
+
+
+def custom(compute: Compute) -> Compute:
+    """The same behind a custom function, whose graph stays as it is."""
+    return lambda x: compute(on_backward(x, lambda: None))
+
+
+def as_it_is(compute: Compute) -> Compute:
+    return compute
+
+
+ways = pytest.mark.parametrize("way", [as_it_is, custom])
 
 
 def gradient(y: Tensor, x: Tensor, **options: Any) -> Tensor:
@@ -141,31 +154,68 @@ class _ReadsTwice(torch.autograd.Function):
         return result
 
 
-# Rule 1: the graph is the ordinary one, without its data.
+def node_of(y: Tensor) -> str:
+    """The name of the node that the recomputation comes before."""
+    assert y.grad_fn is not None
+    node = y.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node.name()
 
 
-def test_output_is_that_of_the_computation() -> None:
-    same(checkpointed(several_operations, leaf()), several_operations(leaf()))
+# Rules 1 and 4: one node of the graph, or the graph without its data.
 
 
-def test_gradient_is_that_of_the_computation() -> None:
+@ways
+def test_output_is_that_of_the_computation(way: Way) -> None:
+    same(checkpointed(way(several_operations), leaf()), several_operations(leaf()))
+
+
+@ways
+def test_gradient_is_that_of_the_computation(way: Way) -> None:
     x = leaf()
     expected = gradient(several_operations(x), x)
-    same(gradient(checkpointed(several_operations, x), x), expected)
+    same(gradient(checkpointed(way(several_operations), x), x), expected)
 
 
-def test_graph_of_the_forward_holds_no_activation() -> None:
+@ways
+def test_graph_of_the_forward_holds_no_activation(way: Way) -> None:
     layer = Watched()
     with no_collector():
-        y = checkpointed(layer, leaf())
+        y = checkpointed(way(layer), leaf())
         assert y.requires_grad and layer.alive() == 0
 
 
-def test_graph_of_the_forward_has_the_nodes_of_the_computation() -> None:
-    y = checkpointed(torch.sin, leaf())
-    assert y.grad_fn is not None
-    node = y.grad_fn.next_functions[0][0]
-    assert node is not None and node.name() == "SinBackward0"
+def test_a_function_of_what_its_graph_begins_with_is_one_node() -> None:
+    weight = leaf()
+    assert node_of(checkpointed(lambda x: x.sin() * weight, leaf())) == "_CheckpointBackward"
+
+
+def test_a_custom_function_which_may_call_the_engine_keeps_the_graph() -> None:
+    assert node_of(checkpointed(custom(torch.sin), leaf())) == "SinBackward0"
+
+
+def test_a_weight_whose_hook_would_see_a_part_of_its_gradient_keeps_the_graph() -> None:
+    weight, seen = leaf(), list[Tensor]()
+    weight.register_hook(seen.append)
+    y = checkpointed(lambda x: (x.sin() * weight).exp(), leaf())
+    assert node_of(y) == "ExpBackward0"
+    torch.autograd.backward(y.sum())
+    assert len(seen) == 1
+
+
+def test_a_tensor_of_a_graph_before_keeps_the_graph_and_has_its_gradient() -> None:
+    made = leaf()
+    scale = made.exp()
+    ys = [checkpointed(lambda x: x * scale, leaf() * k) for k in (1, 2)]
+    assert [node_of(y) for y in ys] == ["MulBackward0"] * 2
+    same(gradient(ys[0] + ys[1], made), 3 * leaf() * leaf().exp())
+
+
+def test_under_autocast_with_its_cache_the_graph_is_kept() -> None:
+    weight = torch.ones(4, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = checkpointed(lambda x: (x @ weight).sin(), leaf())
+    assert node_of(y) == "SinBackward0"
 
 
 def test_backward_of_a_checkpoint_calls_no_inner_backward() -> None:
@@ -188,6 +238,18 @@ def test_backward_recomputes_once_for_all_saved_tensors() -> None:
     x, replay = leaf(), Replay(several_operations)
     gradient(checkpointed(several_operations, x, replay), x)
     assert replay.calls == 1
+
+
+def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_output() -> None:
+    """Rule 5: of the graph that was left to nobody else."""
+    x, middles = leaf(), list[Tensor]()
+
+    def compute(x: Tensor) -> Tensor:
+        middles.append(x.sin())
+        return middles[-1].exp()
+
+    y = checkpointed(compute, x, Replay(lambda x: x.sin().exp()))
+    same(gradient(y + middles[0], x), x.cos() * (x.sin().exp() + 1))
 
 
 def test_recomputation_comes_before_the_whole_backward() -> None:
@@ -225,7 +287,8 @@ def test_gradient_of_one_of_two_outputs_is_that_of_the_computation() -> None:
 # Rule 3: what is read is let go; what is empty when it is read is recomputed.
 
 
-def test_activation_lives_until_its_operation_has_run() -> None:
+@ways
+def test_activation_lives_until_its_operation_has_run(way: Way) -> None:
     layers, alive = [Watched(), Watched(), Watched()], list[int]()
 
     def count() -> None:
@@ -238,29 +301,41 @@ def test_activation_lives_until_its_operation_has_run() -> None:
 
     x = leaf()
     with no_collector():
-        gradient(checkpointed(compute, x), x)
+        gradient(checkpointed(way(compute), x), x)
     assert alive == [3, 2, 1]
 
 
-def test_retained_graph_holds_no_activation_after_its_backward() -> None:
+@ways
+def test_retained_graph_holds_no_activation_after_its_backward(way: Way) -> None:
     layer, x = Watched(), leaf()
     with no_collector():
-        y = checkpointed(layer, x)
+        y = checkpointed(way(layer), x)
         gradient(y, x, retain_graph=True)
         assert layer.alive() == 0
 
 
-def test_second_backward_recomputes_again() -> None:
-    x, replay = leaf(), Replay(torch.sin)
-    y = checkpointed(torch.sin, x, replay)
+@ways
+def test_second_backward_recomputes_again(way: Way) -> None:
+    x, replay = leaf(), Replay(way(torch.sin))
+    y = checkpointed(replay.compute, x, replay)
     gradient(y, x, retain_graph=True)
     gradient(y, x)
     assert replay.calls == 2
 
 
-def test_second_backward_gives_the_same_gradient() -> None:
+@ways
+def test_second_backward_without_the_graph_retained_is_refused(way: Way) -> None:
     x = leaf()
-    y = checkpointed(several_operations, x)
+    y = checkpointed(way(torch.sin), x)
+    gradient(y, x)
+    with pytest.raises(RuntimeError, match="a second time"):
+        gradient(y, x)
+
+
+@ways
+def test_second_backward_gives_the_same_gradient(way: Way) -> None:
+    x = leaf()
+    y = checkpointed(way(several_operations), x)
     first = gradient(y, x, retain_graph=True)
     same(gradient(y, x), first)
 
@@ -300,11 +375,18 @@ def test_operation_that_reads_twice_gives_its_gradient() -> None:
     same(gradient(checkpointed(_ReadsTwice.apply, x), x), 2 * x)
 
 
-def test_second_derivative_is_that_of_the_computation() -> None:
-    x = leaf()
-    first = gradient(checkpointed(several_operations, x), x, create_graph=True)
-    expected = gradient(gradient(several_operations(x), x, create_graph=True), x)
-    same(gradient(first, x), expected)
+@ways
+def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
+    x, weight = leaf(), leaf()
+
+    def compute(x: Tensor) -> Tensor:
+        return several_operations(x * weight)
+
+    def second(y: Tensor) -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.autograd.grad(first.sum(), (x, weight))
+
+    same(second(checkpointed(way(compute), x)), second(compute(x)))
 
 
 # Rule 4: the graph owns what is needed to recompute.
@@ -322,33 +404,37 @@ def test_checkpoint_lives_as_long_as_the_graph() -> None:
         assert y.requires_grad and reference() is not None
 
 
-def test_checkpoint_goes_with_the_backward() -> None:
+@ways
+def test_checkpoint_goes_with_the_backward(way: Way) -> None:
     with no_collector():
-        y, reference = recorded(torch.sin, leaf())
+        y, reference = recorded(way(torch.sin), leaf())
         y.sum().backward()  # type: ignore[no-untyped-call]
         assert reference() is None
 
 
-def test_checkpoint_stays_when_the_graph_is_retained() -> None:
+@ways
+def test_checkpoint_stays_when_the_graph_is_retained(way: Way) -> None:
     with no_collector():
-        y, reference = recorded(torch.sin, leaf())
+        y, reference = recorded(way(torch.sin), leaf())
         y.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
         assert reference() is not None
 
 
-def test_checkpoint_goes_with_a_graph_that_is_dropped() -> None:
+@ways
+def test_checkpoint_goes_with_a_graph_that_is_dropped(way: Way) -> None:
     with no_collector():
-        y, reference = recorded(torch.sin, leaf())
+        y, reference = recorded(way(torch.sin), leaf())
         del y
         assert reference() is None
 
 
-def test_saved_input_goes_with_the_backward() -> None:
+@ways
+def test_saved_input_goes_with_the_backward(way: Way) -> None:
     x = leaf()
     with no_collector():
         value = x * 1
         gone = watched_storage(value)
-        y = checkpointed(torch.sin, value)
+        y = checkpointed(way(torch.sin), value)
         del value
         gradient(y, x)
         assert gone()
@@ -448,14 +534,15 @@ def test_input_from_inference_mode_is_recomputed() -> None:
 
 
 def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
+    """In a graph that is kept. The graph of a recomputation has the context's."""
     x, packed = leaf(), list[Tensor]()
 
     def pack(tensor: Tensor) -> Tensor:
         packed.append(tensor)
         return tensor
 
-    checkpoint = Checkpoint(Replay(torch.sin), x, (pack, lambda tensor: tensor))
-    (y,) = recompute_before((checkpoint.record(torch.sin, x),), checkpoint)
+    checkpoint = Checkpoint(Replay(custom(torch.sin)), x, (pack, lambda tensor: tensor))
+    (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
     before = len(packed)
     gradient(y, x)
     assert (before, len(packed)) == (0, 1)
@@ -464,8 +551,8 @@ def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
 def test_hooks_unpack_what_they_packed() -> None:
     x = leaf()
     hooks = (lambda tensor: ("packed", tensor * 2), lambda packed: packed[1] / 2)
-    checkpoint = Checkpoint(Replay(torch.sin), x, hooks)
-    (y,) = recompute_before((checkpoint.record(torch.sin, x),), checkpoint)
+    checkpoint = Checkpoint(Replay(custom(torch.sin)), x, hooks)
+    (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
     same(gradient(y, x), x.cos())
 
 
@@ -480,24 +567,39 @@ def refused(compute: Compute, again: Compute) -> str:
     return str(error.value)
 
 
-def test_recomputation_that_saves_another_shape_is_refused() -> None:
-    message = refused(torch.sin, lambda x: x[:2].sin())
-    assert "saved float32[2] where its forward saved float32[4]" in message
+@ways
+def test_recomputation_that_returns_another_shape_is_refused(way: Way) -> None:
+    message = refused(way(torch.sin), way(lambda x: x[:2].sin()))
+    assert "returned (float32[2]) and its forward (float32[4])" in message
 
 
-def test_recomputation_that_saves_another_dtype_is_refused() -> None:
-    message = refused(torch.sin, lambda x: x.double().sin())
-    assert "saved float64[4] where its forward saved float32[4]" in message
+@ways
+def test_recomputation_that_returns_another_dtype_is_refused(way: Way) -> None:
+    message = refused(way(torch.sin), way(lambda x: x.double().sin()))
+    assert "returned (float64[4]) and its forward (float32[4])" in message
 
 
-def test_recomputation_that_saves_more_is_refused() -> None:
-    message = refused(torch.sin, lambda x: x.sin().sin())
-    assert "saved float32[4] where its forward saved nothing more" in message
+@ways
+def test_recomputation_that_saves_more_is_refused(way: Way) -> None:
+    message = refused(way(torch.sin), way(lambda x: x.sin().sin()))
+    assert "saved 2 tensors and its forward 1" in message
 
 
-def test_recomputation_that_saves_less_is_refused() -> None:
-    message = refused(lambda x: x.sin().sin(), torch.sin)
+@ways
+def test_recomputation_that_saves_less_is_refused(way: Way) -> None:
+    message = refused(way(lambda x: x.sin().sin()), way(torch.sin))
     assert "saved 1 tensors and its forward 2" in message
+
+
+def test_a_recomputation_of_other_nodes_that_saves_the_same_is_no_other_computation() -> None:
+    """As of a compiler or of a cache, which have more to do the first time."""
+    x = leaf()
+
+    def warming_up(x: Tensor) -> Tensor:
+        _ = x + 1  # a node that saves nothing
+        return x.sin()
+
+    same(gradient(checkpointed(warming_up, x, Replay(torch.sin)), x), x.cos())
 
 
 def test_refusal_of_another_computation_says_what_to_change() -> None:
@@ -507,7 +609,7 @@ def test_refusal_of_another_computation_says_what_to_change() -> None:
 def test_checkpoint_shows_what_it_holds() -> None:
     checkpoint = Checkpoint(Replay(torch.sin), leaf(), None)
     checkpoint.record(torch.sin, leaf())
-    assert repr(checkpoint) == "<Checkpoint of <1 inputs>, 1 slots>"
+    assert repr(checkpoint) == "<Checkpoint of <Again of 1 inputs>>"
 
 
 # Inside a pipe.

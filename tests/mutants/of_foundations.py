@@ -57,7 +57,7 @@ OF_GRAPHS = [
         ("tests/autograd/test_order.py",),
     ),
     Mutant(
-        "inputs-changed-unnoticed", "pipert/autograd/inputs.py",
+        "inputs-changed-unnoticed", "pipert/autograd/again.py",
         "an input that was modified between forward and recomputation is recomputed from",
         "if version(tensor) != before:", "if False:",
         ("tests/autograd/test_checkpoint.py",),
@@ -65,13 +65,13 @@ OF_GRAPHS = [
     Mutant(
         "inputs-not-cloned", CHECKPOINT,
         "a checkpointed partition gets its input itself, which a first layer may change in place",
-        "own = rebuild(tuple(map(Tensor.clone, tensors)))", "own = rebuild(tensors)",
+        "own = tuple(map(Tensor.clone, tensors))", "own = tensors",
         ("tests/autograd/test_checkpoint.py",),
     ),
     Mutant(
-        "slots-stay-full", CHECKPOINT,
-        "a slot that was read keeps its activation for as long as the graph lives",
-        "value, self.value, self.full = self.value, None, False", "value = self.value",
+        "saved-stays", CHECKPOINT,
+        "what was read keeps its activation for as long as the graph lives",
+        "self._saved.pop(number)", "self._saved[number]",
         ("tests/autograd/test_checkpoint.py",),
     ),
 ]  # fmt: skip

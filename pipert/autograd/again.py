@@ -1,0 +1,252 @@
+"""Computing again: from ``F[i,j]``, whose graph saves nothing, to the graph of ``R[i,j]``.
+
+The non-reentrant way to checkpoint keeps the graph of the forward without its data, and fills the
+data in when it is computed again: a Python object is made, filled and read for each saved tensor,
+which costs as much as a small operation does. So:
+
+1. ``F[i,j]`` runs with grad enabled, as layers expect, and its graph saves numbers in place of
+   tensors. What stays are the inputs.
+2. ``R[i,j]`` computes them again, as ``F`` of a micro-batch that is not checkpointed, and keeps the
+   graph. ``B[i,j]`` differentiates that.
+3. ``R`` must do what ``F`` did. That its outputs are alike and that it has made as many nodes costs
+   nothing to know. Where the number differs, ``R`` runs once more to count what it saves: a
+   compiler or a cache has more to do the first time, and saves the same.
+4. The inputs are kept as they were before the partition ran: the layers get copies, so that an
+   in-place first layer cannot corrupt them. If anything else has changed them they are refused, as
+   autograd does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipert._typing import Tensors, Value
+from pipert.autograd import order
+from pipert.autograd.leaves import node_count
+from pipert.batch.tensors import describe, differentiable, tensors_of, version
+from pipert.errors import RecomputationError
+
+__all__: list[str] = []
+
+Edges = tuple[GradientEdge, ...]
+Hook = Callable[[Any], Any]
+Hooks = tuple[Hook, Hook] | None
+Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
+
+
+class Graph(NamedTuple):
+    """A graph within one stage: its two ends, and no values, which may be large.
+
+    What the backward reads of the inputs and outputs themselves, the graph has saved.
+    """
+
+    xs: Edges
+    """Inputs that want a gradient, those of arriving skips behind those of the value."""
+    ys: Edges
+    """Outputs that get one, those of leaving skips behind those of the value; or the loss."""
+    nodes: int
+    """How many were made meanwhile in this thread: with those of a compiler and of dead branches,
+    without those of other threads."""
+
+
+def edges_of(tensors: Tensors) -> Edges:
+    """Where they are in the graph, which stays alive without them."""
+    return tuple([order.edge_of(tensor) for tensor in tensors])
+
+
+class Again:
+    """What it takes to compute one task again. References no run, no thread and no graph.
+
+    Args:
+        replay: puts on the context of the first time, grad enabled included, asks the first
+            function it is given for the input value, computes the task again with the same random
+            numbers, and calls the second with the output; the flag says whether it is on a worker,
+            under the context already.
+        value: the input, any pytree.
+        hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller, which see what ``R`` saves.
+    """
+
+    __slots__ = (
+        "__weakref__", "_looks", "_nodes", "_rebuild", "_replay", "_tensors", "_versions",
+        "_wanting", "hooks", "saves",
+    )  # fmt: skip
+
+    def __init__(self, replay: Replay, value: Value, hooks: Hooks) -> None:
+        self._replay = replay
+        self.hooks = hooks
+        tensors, self._rebuild = tensors_of(value)
+        self._tensors, self._versions, self._wanting = [], [], []
+        for k, tensor in enumerate(tensors):
+            self._tensors.append(tensor.detach())
+            self._versions.append(version(tensor))
+            if tensor.requires_grad:
+                self._wanting.append(k)
+        self._nodes = 0
+        self.saves = 0  # tensors
+        self._looks: list[tuple[torch.Size, torch.dtype]] = []
+
+    def first(self, compute: Callable[[Value], Value], value: Value, unpack: Hook) -> Value:
+        """Compute the first time, and save nothing.
+
+        Args:
+            compute: computes the task.
+            value: the input, which layers may change in place.
+            unpack: gets the number of a saved tensor, if the graph is gone through after all.
+        """
+        saved, before = count(), node_count()
+        with _forgetting(saved, self.hooks, unpack):
+            y = compute(value)
+        self._nodes, self.saves = node_count() - before, next(saved)
+        self._looks = list(map(_look, differentiable(y)[0]))
+        return y
+
+    def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
+        """Return the input with copies, no leaves, which layers may change in place.
+
+        Args:
+            begin: begins the graph, from detached tensors that want a gradient; ``None``: they are
+                its leaves.
+
+        Raises:
+            RuntimeError: an input was changed in place.
+        """
+        for tensor, before in zip(self._tensors, self._versions, strict=True):
+            if version(tensor) != before:
+                raise RuntimeError(
+                    "an input of a checkpointed partition was modified in place between its "
+                    f"forward and its recomputation: {describe(tensor)}; clone it before "
+                    "modifying it"
+                )
+        tensors = [tensor.detach() for tensor in self._tensors]
+        wanting = tuple([tensors[k] for k in self._wanting])
+        if begin is None:
+            for tensor in wanting:
+                tensor.requires_grad_()
+        elif wanting:
+            for k, tensor in zip(self._wanting, begin(wanting), strict=True):
+                tensors[k] = tensor
+        return self._rebuild(tuple(map(Tensor.clone, tensors)))
+
+    def compute(
+        self, on_worker: bool, begin: Callable[[Tensors], Tensors] = order.enter
+    ) -> Graph:
+        """Compute again, and return the graph.
+
+        Raises:
+            RecomputationError: the layers have done something else than the first time.
+        """
+        xs: Edges = ()
+        ys: Edges = ()
+        before = nodes = 0
+
+        def enter() -> Value:
+            nonlocal before, xs
+            value = self.fresh(begin)
+            xs = edges_of(differentiable(value)[0])
+            before = node_count()
+            return value
+
+        def leave(y: Value) -> None:
+            nonlocal nodes, ys
+            nodes = node_count() - before
+            outputs = differentiable(y)[0]
+            self._check(outputs)
+            ys = edges_of(outputs)
+
+        self._replay(enter, leave, on_worker)
+        if nodes != self._nodes:
+            self._count_what_is_saved(on_worker)
+        return Graph(xs, ys, nodes)
+
+    def saved(self) -> dict[int, tuple[Any, int]]:
+        """Compute again, and return what it saves, by number: packed by the caller, and versions.
+
+        Raises:
+            RecomputationError: the layers have done something else than the first time.
+        """
+        found: dict[int, tuple[Any, int]] = {}
+
+        def keep(tensor: Tensor) -> None:
+            kept = tensor.detach()
+            pack = self.hooks[0] if self.hooks else None
+            found[len(found)] = (kept if pack is None else pack(kept), tensor._version)
+
+        def check(y: Value) -> None:
+            self._check(differentiable(y)[0])
+            self._check_count(len(found))
+
+        with torch.autograd.graph.saved_tensors_hooks(Forget(keep, self.hooks), refuse):
+            self._replay(self.fresh, check, False)
+        return found
+
+    def _count_what_is_saved(self, on_worker: bool) -> None:
+        saved = count()
+
+        def check(_: Value) -> None:
+            self._check_count(next(saved))
+
+        with _forgetting(saved, self.hooks, refuse):
+            self._replay(self.fresh, check, on_worker)
+
+    def _check(self, outputs: Tensors) -> None:
+        if list(map(_look, outputs)) != self._looks:
+            looks = [f"{str(dtype)[6:]}{list(shape)}" for shape, dtype in self._looks]
+            raise RecomputationError(
+                f"a recomputation returned {describe(outputs)} and its forward "
+                f"({', '.join(looks)}){_REMEDY}"
+            )
+
+    def _check_count(self, saved: int) -> None:
+        if saved != self.saves:
+            raise RecomputationError(
+                f"a recomputation saved {saved} tensors and its forward {self.saves}{_REMEDY}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Again of {len(self._tensors)} inputs>"
+
+
+class Forget(partial[Any]):
+    """A saved-tensor hook that is ours. C, where what it calls is.
+
+    Args:
+        hooks: those of the caller, which a pipe inside of a layer takes over.
+    """
+
+    hooks: Hooks
+
+    def __new__(cls, hook: Hook, hooks: Hooks, *args: Any) -> Forget:
+        made = super().__new__(cls, hook, *args)
+        made.hooks = hooks
+        return made
+
+
+def refuse(_: Any) -> Tensor:
+    """Refuse to read what was not saved."""
+    raise RecomputationError(
+        "a backward came through the forward of a micro-batch whose activations are not kept: "
+        "a layer ran it through itself, or has stored what a loss uses; use checkpoint='never'"
+    )
+
+
+def _forgetting(saved: count[int], hooks: Hooks, unpack: Hook) -> AbstractContextManager[None]:
+    return torch.autograd.graph.saved_tensors_hooks(Forget(next, hooks, saved), unpack)
+
+
+def _look(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+_REMEDY = (
+    "; layers must do the same when they run again: no counters, no random numbers from a "
+    "generator of their own, no dependence on what the training loop changes. Otherwise use "
+    "checkpoint='never'"
+)
