@@ -19,14 +19,14 @@ which costs as much as a small operation does. So:
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
@@ -37,6 +37,7 @@ from pipert.errors import RecomputationError
 __all__: list[str] = []
 
 Edges = tuple[GradientEdge, ...]
+Look = tuple[torch.Size, torch.dtype]
 Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook] | None
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
@@ -62,6 +63,21 @@ def edges_of(tensors: Tensors) -> Edges:
     return tuple([order.edge_of(tensor) for tensor in tensors])
 
 
+class First(NamedTuple):
+    """What came out of a computation the first time."""
+
+    xs: Tensors
+    """Inputs that want a gradient."""
+    begins: list[Node]
+    """Of each the node behind which the graph begins."""
+    ys: Tensors
+    """Outputs that get one."""
+    rebuild: Callable[[Tensors], Value]
+    """Puts others in their place in the output."""
+    nodes: range
+    """The numbers of the nodes that it has made."""
+
+
 class Again:
     """What it takes to compute one task again. References no run, no thread and no graph.
 
@@ -70,7 +86,6 @@ class Again:
             function it is given for the input value, computes the task again with the same random
             numbers, and calls the second with the output; the flag says whether it is on a worker,
             under the context already.
-        value: the input, any pytree.
         hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller, which see what ``R`` saves.
     """
 
@@ -79,34 +94,38 @@ class Again:
         "_wanting", "hooks", "saves",
     )  # fmt: skip
 
-    def __init__(self, replay: Replay, value: Value, hooks: Hooks) -> None:
+    def __init__(self, replay: Replay, hooks: Hooks) -> None:
         self._replay = replay
         self.hooks = hooks
-        tensors, self._rebuild = tensors_of(value)
-        self._tensors, self._versions, self._wanting = [], [], []
-        for k, tensor in enumerate(tensors):
-            self._tensors.append(tensor.detach())
-            self._versions.append(version(tensor))
-            if tensor.requires_grad:
-                self._wanting.append(k)
-        self._nodes = 0
-        self.saves = 0  # tensors
-        self._looks: list[tuple[torch.Size, torch.dtype]] = []
 
-    def first(self, compute: Callable[[Value], Value], value: Value, unpack: Hook) -> Value:
+    def first(self, compute: Callable[[Value], Value], value: Value, unpack: Hook) -> First:
         """Compute the first time, and save nothing.
 
         Args:
             compute: computes the task.
-            value: the input, which layers may change in place.
+            value: the input, any pytree.
             unpack: gets the number of a saved tensor, if the graph is gone through after all.
         """
-        saved, before = count(), node_count()
-        with _forgetting(saved, self.hooks, unpack):
-            y = compute(value)
-        self._nodes, self.saves = node_count() - before, next(saved)
-        self._looks = list(map(_look, differentiable(y)[0]))
-        return y
+        tensors, self._rebuild = tensors_of(value)
+        self._tensors, self._versions, self._wanting = [], [], []
+        own, xs, begins = [], list[Tensor](), list[Node]()
+        for k, tensor in enumerate(tensors):
+            self._tensors.append(tensor.detach())
+            self._versions.append(-1 if tensor.is_inference() else tensor._version)
+            own.append(tensor.clone())
+            if (node := own[k].grad_fn) is not None:
+                self._wanting.append(k)
+                xs.append(tensor)
+                begins.append(node)
+        forget = Forget(next, saved := count())
+        forget.hooks = self.hooks
+        before = node_count()
+        with torch.autograd.graph.saved_tensors_hooks(forget, unpack):
+            y = compute(self._rebuild(tuple(own)))
+        nodes = range(before, node_count())
+        ys, rebuild = differentiable(y)
+        self._nodes, self.saves, self._looks = len(nodes), next(saved), list(map(_look, ys))
+        return First(tuple(xs), begins, ys, rebuild, nodes)
 
     def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
         """Return the input with copies, no leaves, which layers may change in place.
@@ -183,8 +202,7 @@ class Again:
             self._check(differentiable(y)[0])
             self._check_count(len(found))
 
-        with torch.autograd.graph.saved_tensors_hooks(Forget(keep, self.hooks), refuse):
-            self._replay(self.fresh, check, False)
+        self._replay_under(Forget(keep), check, False)
         return found
 
     def _count_what_is_saved(self, on_worker: bool) -> None:
@@ -193,7 +211,11 @@ class Again:
         def check(_: Value) -> None:
             self._check_count(next(saved))
 
-        with _forgetting(saved, self.hooks, refuse):
+        self._replay_under(Forget(next, saved), check, on_worker)
+
+    def _replay_under(self, pack: Forget, check: Callable[[Value], None], on_worker: bool) -> None:
+        pack.hooks = self.hooks
+        with torch.autograd.graph.saved_tensors_hooks(pack, refuse):
             self._replay(self.fresh, check, on_worker)
 
     def _check(self, outputs: Tensors) -> None:
@@ -223,11 +245,6 @@ class Forget(partial[Any]):
 
     hooks: Hooks
 
-    def __new__(cls, hook: Hook, hooks: Hooks, *args: Any) -> Forget:
-        made = super().__new__(cls, hook, *args)
-        made.hooks = hooks
-        return made
-
 
 def refuse(_: Any) -> Tensor:
     """Refuse to read what was not saved."""
@@ -237,13 +254,7 @@ def refuse(_: Any) -> Tensor:
     )
 
 
-def _forgetting(saved: count[int], hooks: Hooks, unpack: Hook) -> AbstractContextManager[None]:
-    return torch.autograd.graph.saved_tensors_hooks(Forget(next, hooks, saved), unpack)
-
-
-def _look(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
+_look: Callable[[Tensor], Look] = attrgetter("shape", "dtype")
 
 _REMEDY = (
     "; layers must do the same when they run again: no counters, no random numbers from a "

@@ -38,8 +38,8 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd.again import Again, Forget, Graph, Hooks, Replay, refuse
 from pipert.autograd.function import applied
-from pipert.autograd.leaves import node_count, origins
-from pipert.batch.tensors import describe, differentiable, tensors_of
+from pipert.autograd.leaves import origins
+from pipert.batch.tensors import describe
 from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
@@ -52,14 +52,13 @@ class Checkpoint:
 
     Args:
         replay: computes the task again, as of :class:`Again`.
-        value: the input, any pytree.
         hooks: the caller's saved-tensor hooks.
     """
 
     __slots__ = ("__weakref__", "_again", "_graph", "_is_pair", "_recording", "_saved", "_xs")
 
-    def __init__(self, replay: Replay, value: Value, hooks: Hooks) -> None:
-        self._again = Again(replay, value, hooks)
+    def __init__(self, replay: Replay, hooks: Hooks) -> None:
+        self._again = Again(replay, hooks)
         self._graph: Graph | None = None  # of R, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # of R, if F's graph was kept
         self._xs: Tensors = ()
@@ -67,25 +66,18 @@ class Checkpoint:
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
         """Run ``compute(value)``, and make one node of it if that can be done (rules 1 and 4)."""
-        tensors, rebuild = tensors_of(value)
-        own = tuple(map(Tensor.clone, tensors))
-        begins = [x.grad_fn for x in own if x.grad_fn is not None]
-        first = node_count()
         self._recording = True
         try:
-            y = self._again.first(compute, rebuild(own), self._take)
+            xs, begins, ys, rebuild, nodes = self._again.first(compute, value, self._take)
         finally:
             self._recording = False
-        ys, rebuild = differentiable(y)
-        if not ys or not self._again.saves or _shares_casts():
-            return y
-        ends = [y.grad_fn for y in ys if y.grad_fn is not None]
-        leaves = origins(ends, begins, range(first, node_count()))
-        if leaves is None:
-            return y
-        self._is_pair = True
-        self._xs = tuple([x for x in tensors if x.requires_grad])
-        return rebuild(_apply_checkpoint(self, ys, *self._xs, *leaves))
+        # The cache of casts is one for all micro-batches.
+        if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_cache_enabled():
+            leaves = origins(ys, begins, nodes) if self._again.saves else None
+            if leaves is not None:
+                self._is_pair, self._xs = True, xs
+                ys = _apply_checkpoint(self, ys, *xs, *leaves)
+        return rebuild(ys)
 
     def recompute(self) -> None:
         """Compute again what the backward needs that comes now."""

@@ -34,9 +34,8 @@ def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
         return [leaf.view_as(leaf) for leaf in leaves]
 
 
-def node_count() -> int:
-    """The number that the next node gets which the current thread makes."""
-    return torch._C._autograd._get_sequence_nr()
+node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node gets which the current thread makes."""
 
 
 def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Tensor]:
@@ -62,11 +61,11 @@ def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Te
     return leaves
 
 
-def origins(ends: Iterable[Node], begins: Iterable[Node], made: range) -> list[Tensor] | None:
+def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:
     """The leaves of a graph that is a function of them and of what came out of ``begins``.
 
     Args:
-        ends: its last nodes.
+        ys: what it made.
         begins: nodes that it begins behind.
         made: the numbers of its nodes.
 
@@ -75,8 +74,11 @@ def origins(ends: Iterable[Node], begins: Iterable[Node], made: range) -> list[T
         the engine; or leaves whose hooks would see a part of their gradient.
     """
     seen: set[Any] = {*begins, None}
-    left: list[Any] = [*{*ends} - seen]
-    seen.update(left)
+    left: list[Any] = []
+    for y in ys:
+        if y.grad_fn not in seen:
+            seen.add(y.grad_fn)
+            left.append(y.grad_fn)
     numbers, leaves = set[int](), list[Tensor]()
     while left:
         node = left.pop()

@@ -103,8 +103,8 @@ class Cut:
         return rebuild(xs)
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
-        self._again = Again(again, x, self._hooks)
-        ys, rebuild = differentiable(self._again.first(compute, self._again.fresh(), refuse))
+        self._again = Again(again, self._hooks)
+        _, _, ys, rebuild, _ = self._again.first(compute, x, refuse)
         if not self._is_last or not ys:
             return rebuild(tuple([y.detach().requires_grad_() for y in ys]))
         ys = order.enter(ys)  # the graph of the loss is kept, and begins here

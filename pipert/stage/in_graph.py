@@ -80,7 +80,7 @@ class InGraph:
         return x if copied is None else self._wait_for(i, copied, x)
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
-        self._checkpoint = Checkpoint(again, x, self._hooks)
+        self._checkpoint = Checkpoint(again, self._hooks)
         return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:

@@ -58,7 +58,7 @@ class Forgetful(Replay):
 
 def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
     """``compute(value)``, which is one tensor, the way a checkpointed partition computes it."""
-    checkpoint = Checkpoint(replay or Forgetful(compute), value, None)
+    checkpoint = Checkpoint(replay or Forgetful(compute), None)
     (y,) = recompute_before((checkpoint.record(compute, value),), checkpoint)
     return y
 
@@ -196,7 +196,7 @@ def test_a_custom_function_which_may_call_the_engine_keeps_the_graph() -> None:
 
 def test_a_weight_whose_hook_would_see_a_part_of_its_gradient_keeps_the_graph() -> None:
     weight, seen = leaf(), list[Tensor]()
-    weight.register_hook(seen.append)
+    weight.register_hook(seen.append)  # type: ignore[no-untyped-call]
     y = checkpointed(lambda x: (x.sin() * weight).exp(), leaf())
     assert node_of(y) == "ExpBackward0"
     torch.autograd.backward(y.sum())
@@ -270,7 +270,7 @@ def test_recomputation_comes_before_the_whole_backward() -> None:
 def test_backward_of_one_of_two_outputs_recomputes_once() -> None:
     x = leaf()
     replay = Replay(lambda x: (x.sin(), x.exp()))
-    checkpoint = Checkpoint(replay, x, None)
+    checkpoint = Checkpoint(replay, None)
     y, _ = recompute_before(checkpoint.record(replay.compute, x), checkpoint)
     gradient(y, x)
     assert replay.calls == 1
@@ -279,7 +279,7 @@ def test_backward_of_one_of_two_outputs_recomputes_once() -> None:
 def test_gradient_of_one_of_two_outputs_is_that_of_the_computation() -> None:
     x = leaf()
     replay = Replay(lambda x: (x.sin(), x.exp()))
-    checkpoint = Checkpoint(replay, x, None)
+    checkpoint = Checkpoint(replay, None)
     _, y = recompute_before(checkpoint.record(replay.compute, x), checkpoint)
     same(gradient(y, x), x.exp())
 
@@ -393,7 +393,7 @@ def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
 
 
 def recorded(compute: Compute, x: Tensor) -> tuple[Tensor, weakref.ref[Checkpoint]]:
-    checkpoint = Checkpoint(Forgetful(compute), x, None)
+    checkpoint = Checkpoint(Forgetful(compute), None)
     (y,) = recompute_before((checkpoint.record(compute, x),), checkpoint)
     return y, weakref.ref(checkpoint)
 
@@ -541,7 +541,7 @@ def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
         packed.append(tensor)
         return tensor
 
-    checkpoint = Checkpoint(Replay(custom(torch.sin)), x, (pack, lambda tensor: tensor))
+    checkpoint = Checkpoint(Replay(custom(torch.sin)), (pack, lambda tensor: tensor))
     (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
     before = len(packed)
     gradient(y, x)
@@ -551,7 +551,7 @@ def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
 def test_hooks_unpack_what_they_packed() -> None:
     x = leaf()
     hooks = (lambda tensor: ("packed", tensor * 2), lambda packed: packed[1] / 2)
-    checkpoint = Checkpoint(Replay(custom(torch.sin)), x, hooks)
+    checkpoint = Checkpoint(Replay(custom(torch.sin)), hooks)
     (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
     same(gradient(y, x), x.cos())
 
@@ -607,7 +607,7 @@ def test_refusal_of_another_computation_says_what_to_change() -> None:
 
 
 def test_checkpoint_shows_what_it_holds() -> None:
-    checkpoint = Checkpoint(Replay(torch.sin), leaf(), None)
+    checkpoint = Checkpoint(Replay(torch.sin), None)
     checkpoint.record(torch.sin, leaf())
     assert repr(checkpoint) == "<Checkpoint of <Again of 1 inputs>>"
 
