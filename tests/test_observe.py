@@ -144,36 +144,6 @@ def test_a_failure_in_a_recomputation_is_told() -> None:
     assert log.of("run_finished") == [[RunInfo(0, 1, 2), "succeeded"]]
 
 
-class _ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        for _ in range(2):
-            ctx.saved_tensors  # noqa: B018  the second time it is recomputed on the spot
-        return dy * 2
-
-
-def test_a_recomputation_inside_of_a_backward_that_is_a_task_fails_that_and_is_told_once() -> None:
-    calls: list[int] = []
-
-    def third_time(x: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) > 2:
-            raise ValueError("no")
-        return _ReadsTwice.apply(x)  # type: ignore[no-any-return, no-untyped-call]
-
-    log = Log()
-    with pipe_of(linear(), Apply(third_time), checkpoint="always") as pipe:
-        pipe.add_observer(log)
-        with pytest.raises(ValueError, match="no"):
-            pipe.forward_backward(X, target=X, loss_fn=nn.functional.mse_loss)
-    assert log.of("failed") == [[TaskInfo(0, "backward", 1, 0, CPU), ValueError]]
-
-
 def test_a_run_that_meets_the_end_of_the_pipe_is_cancelled() -> None:
     pipes: list[Pipe] = []
 
