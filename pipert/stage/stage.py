@@ -163,10 +163,15 @@ class Task:
         stage, how = self._stage, self._how
         try:
             with how.context:
-                variables = stage.run.context.variables.copy()
-                result = variables.run(how.execute, stage, self._action.i, received)
-        except BaseException as error:  # noqa: B036  raised in the caller
-            return self._fail(error)
+                try:
+                    variables = stage.run.context.variables.copy()
+                    result = variables.run(how.execute, stage, self._action.i, received)
+                except BaseException as error:  # noqa: B036  raised in the caller
+                    result = self._fail(error)
+        except BaseException as error:  # noqa: B036
+            # Nobody knows what of the context is still on, so the worker must end (W4).
+            self._fail(error)
+            raise
         self.layers_took, stage.layers.took = stage.layers.took, None
         return result
 

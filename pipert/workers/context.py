@@ -20,9 +20,10 @@ intra-op threads      on a worker the caller's count shared out among the pipe's
 deterministic         process-wide in torch, so it is seen anyway and nothing is carried
 ====================  ==========================================================================
 
-**W4** what is put on is taken off again, also after an error. The count of intra-op threads stays
-with the worker, who owns its thread; :func:`.set_own_threads` says how the rest of the process is
-spared.
+**W4** what is put on is taken off again, also after an error; a worker that is hit by an exception
+in the middle of either ends, since nobody knows what is on then. The count of intra-op threads
+stays with the worker, who owns its thread; :func:`.set_own_threads` says how the rest of the
+process is spared.
 """
 
 from __future__ import annotations

@@ -38,6 +38,14 @@ OF_WORKERS = [
 
 OF_RUNS = [
     Mutant(
+        "untrusted-worker-goes-on", STAGE,
+        "a worker that was hit by an exception while it put the caller's context on, or took it "
+        "off, goes on, and autocast may be on in its next tasks (W4)",
+        "            self._fail(error)\n            raise\n",
+        "            return self._fail(error)\n",
+        ("tests/faults/test_dying_workers.py",),
+    ),
+    Mutant(
         "first-error-in-time", "pipert/stage/outcome.py",
         "of several failures the one that came first in time is raised, and not the first one of "
         "the schedule (R3)",
