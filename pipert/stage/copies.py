@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipert._typing import Tensors, Value
+from pipert._typing import Value
 from pipert.autograd import streams
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import select
@@ -71,33 +71,24 @@ class Copies:
         tensors, rebuild = select(x, lambda t: t.device == before if before else t.device != home)
         if not tensors:
             return x, None
+        # Those on one device are copied together, but for what the graph does not pass through.
+        groups: dict[tuple[torch.device, bool], list[int]] = {}
+        for k, tensor in enumerate(tensors):
+            groups.setdefault((tensor.device, self.transport.in_graph(tensor)), []).append(k)
         target = self.stream(i)
-        for device in {tensor.device for tensor in tensors}:
-            tensors = self._copy_from(i, device, tensors, target, origin)
-        return rebuild(tensors), target
-
-    def _copy_from(
-        self, i: int, device: torch.device, tensors: Tensors, target: Stream, origin: int | None
-    ) -> Tensors:
-        """Copy those of ``tensors`` that are on ``device``; together what is in the graph."""
-        source = self._run.streams.get(device, i)
-        if source is not None:
-            self._run.sources[device, i] = source
         results = list(tensors)
-        for in_graph in (True, False):
-            places = [
-                k
-                for k, tensor in enumerate(tensors)
-                if tensor.device == device and self.transport.in_graph(tensor) == in_graph
-            ]
-            if places:
-                moving = tuple([tensors[k] for k in places])
-                if origin is None:  # no stage has made the copy stream wait
-                    moving = self.transport.wait_for_caller(moving, source)
-                moved = self.transport.copy(i, moving, source, target, origin)
-                for k, tensor in zip(places, moved, strict=True):
-                    results[k] = tensor
-        return tuple(results)
+        for (device, _), places in groups.items():
+            source = self._run.streams.get(device, i)
+            if source is not None:
+                self._run.sources[device, i] = source
+            moving = tuple([tensors[k] for k in places])
+            if origin is None and source is not None:  # no stage has made the copy stream wait
+                compute = streams.compute_stream(device)
+                moving = self.transport.wait(i, moving, source, compute)
+            moved = self.transport.copy(i, moving, source, target, origin)
+            for k, tensor in zip(places, moved, strict=True):
+                results[k] = tensor
+        return rebuild(tuple(results)), target
 
     def let_others_copy(self, i: int) -> None:
         """Let the copy stream of micro-batch ``i`` wait for what this stage has computed."""

@@ -76,14 +76,13 @@ def _note_layer(moments: list[Stamp], device: torch.device) -> None:
 class RecordedTransport:
     """A transport whose copies and waits are recorded, those of the backward as well."""
 
-    __slots__ = ("_place", "_recorder", "_transport", "in_graph", "wait_for_caller")
+    __slots__ = ("_place", "_recorder", "_transport", "in_graph")
 
     def __init__(self, transport: Transport, recorder: Recorder, place: Place) -> None:
         self._transport = transport
         self._recorder = recorder
         self._place = place
         self.in_graph = transport.in_graph
-        self.wait_for_caller = transport.wait_for_caller
 
     def copy(
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
@@ -102,6 +101,8 @@ class RecordedTransport:
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         compute = streams.compute_stream(self._place.device)
+        if compute not in (waiter, awaited):  # the copy of an argument, which waits for its caller
+            return self._transport.wait(i, x, waiter, awaited)
         begin = partial(self._recorder.begin, WAIT, i, self._place.j, self._place.device)
         if waiter == compute != awaited:  # for x, now
             with self._recorder.during(WAIT, i, self._place.j, self._place.device):

@@ -42,9 +42,6 @@ class Transport(Protocol):
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         """Let ``waiter`` wait for ``awaited`` before ``x`` is read; return ``x``."""
 
-    def wait_for_caller(self, tensors: Tensors, source: Stream) -> Tensors:
-        """Let ``source`` wait for what the caller has done; return ``tensors``, as in ``copy``."""
-
 
 class InGraphTransport:
     """Moves tensors inside the graph, where there is one.
@@ -78,13 +75,6 @@ class InGraphTransport:
             return x
         return rebuild(transfer.wait(xs, waiter, awaited))
 
-    def wait_for_caller(self, tensors: Tensors, source: Stream) -> Tensors:
-        compute = streams.compute_stream(tensors[0].device)
-        if source is not None and self.in_graph(tensors[0]):
-            return transfer.wait(tensors, source, compute)  # and the caller for dx
-        streams.wait(source, compute)
-        return tensors
-
 
 class CutTransport:
     """Moves tensors beside the graph; copies of those that require grad do so, too.
@@ -113,7 +103,3 @@ class CutTransport:
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         streams.wait(waiter, awaited)
         return x
-
-    def wait_for_caller(self, tensors: Tensors, source: Stream) -> Tensors:
-        streams.wait(source, streams.compute_stream(tensors[0].device))
-        return tensors

@@ -82,7 +82,18 @@ OF_COPIES = [
     ),
     Mutant(
         "arguments-not-awaited", COPIES, "the copy of arguments waits for the caller",
-        "moving = self.transport.wait_for_caller(moving, source)", "pass",
+        "moving = self.transport.wait(i, moving, source, compute)", "pass",
+    ),
+    Mutant(
+        "arguments-await-own-device", COPIES,
+        "the device of the arguments, whose caller is awaited",
+        "compute = streams.compute_stream(device)", "compute = streams.compute_stream(home)",
+    ),
+    Mutant(
+        "caller-not-after-dx", COPIES,
+        "the wait in the graph, by which autograd knows the stream of an argument's gradient",
+        "moving = self.transport.wait(i, moving, source, compute)",
+        "streams.wait(source, compute)",
     ),
     Mutant(
         "stage-copy-swapped", COPIES, "source and target of every copy: swapped",
@@ -163,27 +174,6 @@ OF_CALLS = [
         "streams.wait(waiter, awaited)\n        return x",
     ),
     Mutant(
-        "arguments-await-own-device", TRANSPORT,
-        "the device of the arguments, whose caller is awaited",
-        "compute = streams.compute_stream(tensors[0].device)",
-        "compute = streams.compute_stream(self._device)",
-    ),
-    Mutant(
-        "arguments-in-graph-not-awaited", TRANSPORT,
-        "the copy of arguments in the graph waits for the caller",
-        "return transfer.wait(tensors, source, compute)", "return tensors",
-    ),
-    Mutant(
-        "caller-not-after-dx", TRANSPORT, "the caller waits for the gradients of arguments",
-        "return transfer.wait(tensors, source, compute)",
-        "streams.wait(source, compute)\n            return tensors",
-    ),
-    Mutant(
-        "arguments-without-graph-not-awaited", TRANSPORT,
-        "the copy of arguments without gradient waits for the caller",
-        "streams.wait(source, compute)\n        return tensors", "return tensors",
-    ),
-    Mutant(
         "graph-move-swapped", TRANSPORT, "source and target of a copy in the graph: swapped",
         "return transfer.copy(tensors, self._device, source, target, to_caller=to_caller)",
         "return transfer.copy(tensors, self._device, target, source, to_caller=to_caller)",
@@ -235,10 +225,6 @@ OF_STEPS = [
     Mutant(
         "step-no-wait", TRANSPORT, "compute waits for copies: of values, targets and gradients",
         "streams.wait(waiter, awaited)\n        return x\n", "return x\n",
-    ),
-    Mutant(
-        "step-arguments-not-awaited", TRANSPORT, "the copy of arguments waits for the caller",
-        "streams.wait(source, streams.compute_stream(tensors[0].device))", "pass",
     ),
     Mutant(
         "step-move-swapped", TRANSPORT, "source and target of a copy: swapped",
