@@ -64,6 +64,7 @@ class InGraph:
         self._token: Tensor | None = None
 
     def enter(self, i: int, x: Value) -> Value:
+        """Make an input of micro-batch ``i`` ready for the layers."""
         copied = None
         if self._copies.come_in:
             x, copied = self._copies.bring_input(i, x)
@@ -74,6 +75,7 @@ class InGraph:
         return x if copied is None else self._wait_for(i, copied, x)
 
     def leave(self, i: int, y: Value, checkpoint: Checkpoint | None) -> Value:
+        """Make what the layers returned ready to be sent; what recomputes it comes with it."""
         if self._copies.go_out:
             copying = self._copies.stream(i)
             if copying is not None:
@@ -92,7 +94,7 @@ class InGraph:
         return rebuild(ys)
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
-        """Copy the parameters that live elsewhere, like a call's arguments.
+        """Copy the parameters that live elsewhere, like a call's arguments; once for the run.
 
         Each for itself, since they have nothing in common but the device: what is used in a call
         must not depend on what is not. Without grad they are leaves, and never inference tensors,
@@ -109,6 +111,7 @@ class InGraph:
         return borrowed
 
     def drop(self) -> None:
+        """Forget every micro-batch: nobody waits for the run any more. Any thread."""
         self._token = None  # through it the graph of the micro-batches before
 
     def _join(self, x: Value) -> Value:

@@ -2,6 +2,20 @@
 
 A worker takes an action of a stage as a :class:`Task`, and carries it out as the row for its kind
 says (``actions``): receive from a link, execute, send over a link.
+
+How values enter and leave a stage is up to its ends. They are all that differs between a call and a
+step:
+
+============  ======================================  ==========================================
+\\             ``InGraph``: a call                     ``Cut``: a step
+============  ======================================  ==========================================
+Copy, Wait    nodes, whose backward goes back         copies of the value in ``F``, of the gradient
+                                                      in ``B``; both on copy streams
+Fork, Join    nodes that order the backward           none: the plan says what comes after what
+Recompute     a node behind the outputs               ``R[i,j]``, an action
+B[i,j]        autograd's walk along the graph         ``torch.autograd.grad`` from the outputs of
+                                                      the stage to its inputs and weights
+============  ======================================  ==========================================
 """
 
 from __future__ import annotations
@@ -21,7 +35,7 @@ from pipert.schedules.action import Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
-from pipert.stage.ends import Ends
+from pipert.stage.in_graph import InGraph
 from pipert.stage.links import Link
 from pipert.stage.run import Run
 from pipert.workers.worker import NOT_RUN
@@ -64,7 +78,6 @@ class Stage:
         skips: which skips it stashes and pops.
         links: to its neighbours.
         ends: how values enter and leave.
-        cut: the same, if they are cut.
         borrowed: the parameters that something else stands for.
         stats: where its running statistics are noted, if they are deferred.
     """
@@ -81,8 +94,7 @@ class Stage:
         layers: Layers,
         skips: PartitionSkips,
         links: Links,
-        ends: Ends,
-        cut: Cut | None,
+        ends: InGraph | Cut,
         borrowed: Weights,
         stats: PartitionStats | None,
     ) -> None:
@@ -93,7 +105,7 @@ class Stage:
         self.skips = skips or None
         self.links = links
         self.ends = ends
-        self.cut = cut
+        self.cut = cut = ends if isinstance(ends, Cut) else None
         self.loss = cut.compute_loss if cut and place.j == place.n - 1 else None
         self.stats = stats
         self.recomputed = run.plan.recomputed if run.context.grad_enabled else 0

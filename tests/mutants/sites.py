@@ -45,7 +45,7 @@ OF = {
 REASONS = {
     (
         "pipert/stage/recorded.py",
-        "self._recorder.during(WAIT, i, self._place.j, self._place.device)",
+        "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
     ("pipert/stage/cut.py", "self._copies.let_others_copy(i)"): "what calls it has a mutant",
 }
