@@ -67,7 +67,7 @@ def assemble(
         copies = Copies(run, j, skips, _transport(run, place, step))
         of_stage = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step)
-        stage = Stage(run, place, layers, skips, links, ends, weights[j], of_stage)
+        stage = Stage(run, place, layers, skips or None, links, ends, weights[j], of_stage)
         stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages

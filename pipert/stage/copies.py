@@ -16,14 +16,7 @@ __all__: list[str] = []
 
 
 class Copies:
-    """Brings values to the device of stage *j*. Its worker's alone.
-
-    Args:
-        run: the run.
-        j: the partition's index.
-        skips: which it stashes and pops.
-        transport: how tensors move.
-    """
+    """Brings values to the device of stage *j*. Its worker's alone."""
 
     __slots__ = ("_before", "_device", "_run", "_skips", "come_in", "go_out", "transport")
 

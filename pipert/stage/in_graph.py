@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,26 +43,17 @@ from pipert.stage.copies import Copies
 __all__: list[str] = []
 
 
+@dataclass(slots=True, eq=False)
 class InGraph:
-    """The ends of a stage whose graph is kept whole.
+    """The ends of a stage whose graph is kept whole."""
 
-    Args:
-        device: the stage's.
-        last: the last micro-batch, which nobody is forked for.
-        grad_enabled: whether there is a graph.
-        copies: brings values here.
-    """
-
-    __slots__ = ("_copies", "_device", "_grad_enabled", "_last", "_token")
-
-    def __init__(
-        self, device: torch.device, last: int, grad_enabled: bool, copies: Copies
-    ) -> None:
-        self._device = device
-        self._last = last
-        self._grad_enabled = grad_enabled
-        self._copies = copies
-        self._token: Tensor | None = None
+    _device: torch.device
+    _last: int
+    """The micro-batch that nobody is forked for."""
+    _grad_enabled: bool
+    """Whether there is a graph."""
+    _copies: Copies
+    _token: Tensor | None = None
 
     def enter(self, i: int, x: Value) -> Value:
         """Make an input of micro-batch ``i`` ready for the layers."""

@@ -6,9 +6,11 @@ What is computed is the same: all that is added to the graph are hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams
@@ -85,16 +87,16 @@ def _send(
         to_look_at.pop()()
 
 
+@dataclass(slots=True, eq=False)
 class RecordedTransport:
     """A transport whose copies and waits are recorded, those of the backward as well."""
 
-    __slots__ = ("_place", "_recorder", "_transport", "in_graph")
+    _transport: Transport
+    _recorder: Recorder
+    _place: Place
 
-    def __init__(self, transport: Transport, recorder: Recorder, place: Place) -> None:
-        self._transport = transport
-        self._recorder = recorder
-        self._place = place
-        self.in_graph = transport.in_graph
+    def in_graph(self, tensor: Tensor) -> bool:
+        return self._transport.in_graph(tensor)
 
     def copy(
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None

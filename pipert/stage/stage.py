@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
@@ -37,6 +38,7 @@ from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
 from pipert.stage.in_graph import InGraph
 from pipert.stage.links import Link
+from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.workers.worker import NOT_RUN
 
@@ -66,52 +68,41 @@ class Links(NamedTuple):
     dy: Link
 
 
+@dataclass(slots=True, eq=False)
 class Stage:
     """Partition *j* in one run.
 
     Used by its worker alone, but for :meth:`give_up`, :meth:`drop` and ``Task.abandon``.
-
-    Args:
-        run: the run.
-        place: where it is.
-        layers: what it computes.
-        skips: which skips it stashes and pops.
-        links: to its neighbours.
-        ends: how values enter and leave.
-        borrowed: the parameters that something else stands for.
-        stats: where its running statistics are noted, if they are deferred.
     """
 
-    __slots__ = (
-        "_versions", "borrowed", "cut", "ends", "how", "layers", "links", "loss", "outcome",
-        "place", "recomputed", "run", "skips", "stats",
-    )  # fmt: skip
+    run: Run
+    place: Place
+    layers: Layers
+    skips: PartitionSkips | None
+    """Which it stashes and pops; ``None`` if there are none."""
+    links: Links
+    ends: InGraph | Cut
+    borrowed: Weights
+    """The parameters that something else stands for, until they have been lent to the layers."""
+    stats: PartitionStats | None
+    """Where its running statistics are noted, if they are deferred."""
+    how: dict[str, How] = field(default_factory=dict)
+    """For each kind of action."""
+    outcome: Outcome = field(init=False)
+    cut: Cut | None = field(init=False)
+    """The ends, if they are cut."""
+    loss: Callable[[int, Value], Value] | None = field(init=False)
+    """Computes it, in the last stage of a step."""
+    recomputed: int = field(init=False)
+    """How many micro-batches, from the first, are checkpointed."""
+    _versions: list[int] = field(init=False)
 
-    def __init__(
-        self,
-        run: Run,
-        place: Place,
-        layers: Layers,
-        skips: PartitionSkips,
-        links: Links,
-        ends: InGraph | Cut,
-        borrowed: Weights,
-        stats: PartitionStats | None,
-    ) -> None:
-        self.run = run
-        self.outcome = run.outcome
-        self.place = place
-        self.layers = layers
-        self.skips = skips or None
-        self.links = links
-        self.ends = ends
-        self.cut = cut = ends if isinstance(ends, Cut) else None
-        self.loss = cut.compute_loss if cut and place.j == place.n - 1 else None
-        self.stats = stats
-        self.recomputed = run.plan.recomputed if run.context.grad_enabled else 0
-        self.borrowed = borrowed
-        self._versions = [version(weight) for weight in borrowed]
-        self.how: dict[str, How] = {}
+    def __post_init__(self) -> None:
+        self.outcome = self.run.outcome
+        self.cut = cut = self.ends if isinstance(self.ends, Cut) else None
+        self.loss = cut.compute_loss if cut and self.place.j == self.place.n - 1 else None
+        self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
+        self._versions = [version(weight) for weight in self.borrowed]
 
     @property
     def arriving(self) -> tuple[tuple[Key, int], ...]:

@@ -7,6 +7,7 @@ for by ``B[i,j]``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -43,19 +44,12 @@ class Transport(Protocol):
         """Let ``waiter`` wait for ``awaited`` before ``x`` is read; return ``x``."""
 
 
+@dataclass(slots=True, eq=False)
 class InGraphTransport:
-    """Moves tensors inside the graph, where there is one.
+    """Moves tensors to ``_device`` inside the graph, where there is one."""
 
-    Args:
-        device: the stage's.
-        grad_enabled: whether there is a graph.
-    """
-
-    __slots__ = ("_device", "_grad_enabled")
-
-    def __init__(self, device: torch.device, grad_enabled: bool) -> None:
-        self._device = device
-        self._grad_enabled = grad_enabled
+    _device: torch.device
+    _grad_enabled: bool
 
     def in_graph(self, tensor: Tensor) -> bool:
         return self._grad_enabled and tensor.requires_grad
@@ -76,17 +70,11 @@ class InGraphTransport:
         return rebuild(transfer.wait(xs, waiter, awaited))
 
 
+@dataclass(slots=True, eq=False)
 class CutTransport:
-    """Moves tensors beside the graph; copies of those that require grad do so, too.
+    """Moves tensors to ``_device`` beside the graph; copies of what requires grad do so, too."""
 
-    Args:
-        device: the stage's.
-    """
-
-    __slots__ = ("_device",)
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    _device: torch.device
 
     def in_graph(self, tensor: Tensor) -> bool:
         return tensor.requires_grad
