@@ -31,7 +31,7 @@ OF_WORKERS = [
     Mutant(
         "autocast-lost", CONTEXT,
         "tasks run without the caller's autocast, in float32 (W4)",
-        "stack.enter_context(autocast(settings.autocast, clear_cache))", "pass",
+        "stack.enter_context(autocast(self._autocast, clear_cache))", "pass",
         ("tests/workers/test_context.py",),
     ),
 ]  # fmt: skip
