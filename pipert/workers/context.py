@@ -32,6 +32,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -173,24 +174,16 @@ class CallerContext:
             yield
 
 
+@dataclass(slots=True, eq=False)
 class OnWorker:
-    """A block on a worker, a thread that has nothing put on. Entered again and again, not nested.
+    """A block on a worker, a thread that has nothing put on. Entered repeatedly, never nested."""
 
-    Args:
-        grad: the grad mode.
-        threads: the count of intra-op threads, which the worker keeps.
-        more: makes the block of what else is put on, if anything.
-    """
-
-    __slots__ = ("_block", "_grad", "_more", "_threads")
-
-    def __init__(
-        self, grad: bool, threads: int, more: Callable[[], AbstractContextManager[None]] | None
-    ) -> None:
-        self._grad = grad
-        self._threads = threads
-        self._more = more
-        self._block: AbstractContextManager[None] | None = None
+    _grad: bool
+    _threads: int
+    """The count of intra-op threads, which the worker keeps."""
+    _more: Callable[[], AbstractContextManager[None]] | None
+    """Makes the block of what else is put on, if anything."""
+    _block: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if torch.get_num_threads() != self._threads:
