@@ -13,14 +13,7 @@ __all__: list[str] = []
 def timed_out(
     what: str, seconds: float, workers: Iterable[WorkerStatistics], stacks: Mapping[str, str]
 ) -> PipelineTimeout:
-    """The error for what took too long.
-
-    Args:
-        what: took longer.
-        seconds: than these.
-        workers: all of the pipe, as they were.
-        stacks: by the name of the worker, for those that are executing.
-    """
+    """The error for ``what`` took too long; with the stacks of workers that were executing."""
     workers = tuple(workers)
     lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *_table(workers)]
     for name, stack in stacks.items():

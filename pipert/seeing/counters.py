@@ -30,7 +30,7 @@ class Counters:
     __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "recordings", "runs")
 
     def __init__(self) -> None:
-        self.observers = Observers()
+        self.observers: Observers = {}
         self.recordings: tuple[Recording, ...] = ()
         self._reset()
 

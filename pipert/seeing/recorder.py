@@ -56,8 +56,7 @@ class Span:
 class Recording:
     """The spans of the runs that began while it was open.
 
-    Args:
-        devices: the pipe's. Waits until those on CUDA are idle.
+    It begins when those of the pipe's ``devices`` that are on CUDA are idle.
     """
 
     __slots__ = ("is_open", "origin", "spans", "steps")
@@ -93,12 +92,9 @@ class Recording:
 
 
 class Recorder:
-    """One run's.
+    """One run's, for the recordings that are open as it begins: none if only a profiler looks.
 
-    Args:
-        run: its number.
-        recordings: those that are open as it begins; none if only a profiler looks.
-        goes_back: whether its workers go backward, too.
+    Whether its workers go backward, too, the recordings want to know.
     """
 
     __slots__ = ("_recordings", "run")

@@ -51,14 +51,14 @@ class Told:
     """As long as nobody knows better."""
 
     def __post_init__(self) -> None:
-        self._members = self._observers.all
+        self._members = tuple(self._observers.values())
         self.is_observed = bool(self._members)
         self.looks = self.is_observed or self.recorder is not None  # whether anybody looks at all
 
     def tell(self, about: Callable[[Observer], None]) -> None:
         """Call ``about`` with each observer; drop the one that it raises for."""
         for observer in self._members:
-            if not self._observers.has(observer):
+            if id(observer) not in self._observers:
                 continue  # removed meanwhile, or dropped
             try:
                 about(observer)
@@ -67,7 +67,7 @@ class Told:
                 on_main_thread = threading.current_thread() is threading.main_thread()
                 if on_main_thread and not isinstance(error, Exception):
                     raise
-                self._observers.remove(observer)
+                self._observers.pop(id(observer), None)
                 text = traceback.format_exc()  # not the exception, which may keep tensors alive
                 _log.error("%r raised and is told nothing more: %s", observer, text)
 
@@ -89,11 +89,9 @@ class Told:
             self.tell(lambda observer: observer.task_finished(task, seconds))
 
     @contextlib.contextmanager
-    def recorded(self, action: Action, device: torch.device) -> Iterator[Span | None]:
-        """Record the block, and show it to profilers."""
-        if self.recorder is None:
-            yield None
-            return
+    def recorded(self, action: Action, device: torch.device) -> Iterator[Span]:
+        """Record the block of a run that is recorded, and show it to profilers."""
+        assert self.recorder is not None
         with self.recorder.during(kind_of(action), action.i, action.j, device) as span:
             with task_range(str(action), device):
                 yield span

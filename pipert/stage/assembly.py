@@ -19,7 +19,7 @@ from pipert.layers.place import Place
 from pipert.layers.tied import Weights, borrowed, hooked
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS
-from pipert.stage.copies import Copies
+from pipert.stage.copies import Copies, CutTransport, InGraphTransport, Transport
 from pipert.stage.cut import Cut
 from pipert.stage.in_graph import InGraph
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
@@ -27,7 +27,6 @@ from pipert.stage.recorded import RecordedTransport, recorded_link
 from pipert.stage.run import Run
 from pipert.stage.stage import Links, Stage
 from pipert.stage.step import Step
-from pipert.stage.transport import CutTransport, InGraphTransport, Transport
 
 __all__: list[str] = []
 
@@ -42,14 +41,10 @@ class Model(NamedTuple):
 def assemble(
     run: Run, model: Model, inputs: list[Value], step: Step | None, stats: DeferredStats | None
 ) -> list[Stage]:
-    """Make the stages of ``run``.
+    """Make the stages of ``run``, which goes backward as well if it has a ``step``.
 
-    Args:
-        run: the run.
-        model: its layers.
-        inputs: of each micro-batch; emptied as the run goes on.
-        step: if it goes backward as well.
-        stats: where running statistics are noted, if they are deferred.
+    It empties ``inputs``, one for each micro-batch, as it goes on. Running statistics are noted in
+    ``stats`` if they are deferred.
     """
     n = len(model.partitions)
     weights = _borrowed(run, model, step)

@@ -24,8 +24,7 @@ and sent before it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +92,7 @@ class InGraph:
         so that layers may differentiate by them and changes in place are seen.
         """
         grad, borrowed = self._grad_enabled, list[Tensor]()
-        with contextlib.nullcontext() if grad else _no_graph():
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
             for weight in weights:
                 (copy,), copied = self._copies.bring(i, (weight,), None)
                 if copied is not None:
@@ -127,9 +126,3 @@ class InGraph:
             return Carried(self._wait_for(i, copied, x.value), tuple(skips))
         compute = streams.compute_stream(self._device)
         return self._copies.transport.wait(i, x, compute, copied)
-
-
-@contextlib.contextmanager
-def _no_graph() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield

@@ -23,10 +23,10 @@ from pipert.seeing.backward import makers, node_count, watch_backward, watch_nod
 from pipert.seeing.event import COPY, WAIT
 from pipert.seeing.recorder import Recorder, Span
 from pipert.seeing.stamp import Stamp, stamp
+from pipert.stage.copies import Transport
 from pipert.stage.forward import compute_layers, forward
 from pipert.stage.links import Link
 from pipert.stage.stage import How, Stage
-from pipert.stage.transport import Transport
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ def _compute(
     told, j, device = stage.run.told, stage.place.j, stage.place.device
     inputs, first = makers(differentiable(x)[0]), node_count()
     with told.recorded(Action(FORWARD, i, j), device) as span:
-        assert told.recorder is not None and span is not None
+        assert told.recorder is not None
         after_layer = None
         if told.recorder:
             span.layers = moments = [span.start]
