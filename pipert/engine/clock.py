@@ -24,8 +24,6 @@ class Posting:
     Tasks of ``stages`` are given to ``put``, which hands them to workers or abandons them.
     """
 
-    __slots__ = ("_due", "_put", "is_done", "layers_took", "stages", "what")
-
     def __init__(self, stages: Sequence[Stage], put: Callable[[int, Task], None]) -> None:
         self.stages = stages
         self.is_done = False  # whether all tasks are posted

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
-from pipert.status import WorkerStatistics
+from pipert.status import WAITING, WorkerStatistics
 
 __all__: list[str] = []
 
 
 def timed_out(
-    what: str, seconds: float, workers: Iterable[WorkerStatistics], stacks: Mapping[str, str]
+    what: str, seconds: float, workers: Sequence[WorkerStatistics], stack: Callable[[int], str]
 ) -> PipelineTimeout:
-    """The error for ``what`` took too long; with the stacks of workers that were executing."""
-    workers = tuple(workers)
+    """The error for ``what`` took too long; with each ``stack`` of workers that were executing."""
     lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *_table(workers)]
-    for name, stack in stacks.items():
-        lines += ["", f"{name} was at (most recent call last):", stack.rstrip()]
+    for k, worker in enumerate(workers):
+        if worker.doing is not None and worker.doing.phase != WAITING:
+            lines += ["", f"{worker.name} was at (most recent call last):", stack(k).rstrip()]
     error = PipelineTimeout("\n".join(lines))
-    error.workers = workers
+    error.workers = tuple(workers)
     return error
 
 

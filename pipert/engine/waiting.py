@@ -165,13 +165,8 @@ class Waiting:
             stage.give_up()
 
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
-        workers = self.workers()
-        stacks = {
-            worker.name: self._pool.stack(k)
-            for k, worker in enumerate(workers)
-            if worker.doing is not None and worker.doing.phase != WAITING
-        }
-        return timed_out(what, timeout or 0.0, workers, stacks)
+        """The error for ``what`` took too long."""
+        return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
 
     def __repr__(self) -> str:
         return f"<Waiting for {self._pool!r}>"

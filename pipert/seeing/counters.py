@@ -27,8 +27,6 @@ _counting = ProcessLock(reentrant=True)
 class Counters:
     """The counters, observers and recordings of one pipe. Any thread."""
 
-    __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "recordings", "runs")
-
     def __init__(self) -> None:
         self.observers: Observers = {}
         self.recordings: tuple[Recording, ...] = ()

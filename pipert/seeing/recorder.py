@@ -59,8 +59,6 @@ class Recording:
     It begins when those of the pipe's ``devices`` that are on CUDA are idle.
     """
 
-    __slots__ = ("is_open", "origin", "spans", "steps")
-
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.origin = Origin(devices)
         self.spans: list[Span] = []
@@ -96,8 +94,6 @@ class Recorder:
 
     Whether its workers go backward, too, the recordings want to know.
     """
-
-    __slots__ = ("_recordings", "run")
 
     def __init__(
         self, run: int, recordings: Sequence[Recording], goes_back: bool = False

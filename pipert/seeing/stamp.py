@@ -33,8 +33,6 @@ class Origin:
     Waits until those on CUDA are idle, so that their clocks can be told from the process's.
     """
 
-    __slots__ = ("_began", "_events")
-
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._began = perf_counter()
         self._events: dict[torch.device, tuple[torch.cuda.Event, float]] = {}

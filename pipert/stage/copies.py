@@ -94,8 +94,6 @@ class CutTransport:
 class Copies:
     """Brings values to the device of stage *j*. Its worker's alone."""
 
-    __slots__ = ("_before", "_device", "_run", "_skips", "come_in", "go_out", "transport")
-
     def __init__(self, run: Run, j: int, skips: PartitionSkips, transport: Transport) -> None:
         self._run = run
         self._device = run.devices[j]

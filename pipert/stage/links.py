@@ -96,8 +96,6 @@ class SkipLinks:
     run. Operations on a dict are atomic.
     """
 
-    __slots__ = ("_back", "_there")
-
     def __init__(self) -> None:
         self._there: dict[tuple[Key, int, int], Stashed] = {}
         self._back: dict[tuple[Key, int, int], Sequence[Tensor | None]] = {}

@@ -87,11 +87,6 @@ class CallerContext:
         cpu_workers: how many CPU workers share the caller's intra-op threads.
     """
 
-    __slots__ = (
-        "_autocast", "_dispatches", "_functions", "_grad", "_has_modes", "_inference", "_is_plain",
-        "_streams", "_threads", "_threads_of_worker", "saved_tensor_hooks", "variables",
-    )  # fmt: skip
-
     def __init__(self, devices: Sequence[torch.device] = (), cpu_workers: int = 0) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
