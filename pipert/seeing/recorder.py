@@ -117,12 +117,11 @@ class Recorder:
     ) -> Span:  # fmt: skip
         """A span that begins now; seen when it has an end."""
         clock = clock or device
-        if not self:
-            return Span(kind, i, j, device, self.run, clock, 0.0)
-        span = Span(kind, i, j, device, self.run, clock, stamp(clock, on))
-        for recording in self._recordings:
-            if recording.is_open:
-                recording.spans.append(span)
+        recordings = [recording for recording in self._recordings if recording.is_open]
+        start = stamp(clock, on) if recordings else 0.0
+        span = Span(kind, i, j, device, self.run, clock, start)
+        for recording in recordings:
+            recording.spans.append(span)
         return span
 
     def end(self, span: Span, on: torch.cuda.Stream | None = None) -> None:

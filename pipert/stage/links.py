@@ -36,15 +36,8 @@ class Link(NamedTuple):
     """Wakes whoever waits, and drops what is on its way. Any thread."""
 
 
-def _discard(i: int, value: Value) -> None: ...
-
-
-def _empty(i: int, before_waiting: Callable[[], None]) -> Value:
-    return ()
-
-
-NOWHERE = Link(_discard, _empty, lambda: None)
-"""Where there is nothing to carry."""
+NOWHERE = Link(lambda i, value: None, lambda i, before_waiting: (), lambda: None)
+"""Where there is nothing to carry: discards what is sent, and delivers an empty tuple."""
 
 
 def between() -> Link:
@@ -76,16 +69,12 @@ def from_caller(inputs: list[Value]) -> Link:
     def close() -> None:
         inputs[:] = [NOT_RUN] * len(inputs)
 
-    return Link(_discard, receive, close)
+    return Link(NOWHERE.send, receive, close)
 
 
 def to_caller(outputs: list[Value]) -> Link:
     """From the last stage; the caller takes the list when the run is over."""
-
-    def send(i: int, value: Value) -> None:
-        outputs.append(value)
-
-    return Link(send, _empty, outputs.clear)
+    return Link(lambda i, value: outputs.append(value), NOWHERE.receive, outputs.clear)
 
 
 class SkipLinks:
@@ -97,6 +86,7 @@ class SkipLinks:
     """
 
     def __init__(self) -> None:
+        # By skip, micro-batch and the stage that pops it.
         self._there: dict[tuple[Key, int, int], Stashed] = {}
         self._back: dict[tuple[Key, int, int], Sequence[Tensor | None]] = {}
 

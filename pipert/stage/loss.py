@@ -102,13 +102,9 @@ class Loss:
         self._layer = None if _is_functional(function) else layer
 
     def compute(self, number: int, seed: RunSeed, device: torch.device, *args: Any) -> Tensor:
-        """Compute the loss of one micro-batch, with random numbers of its own.
+        """Compute the loss of an output and its target, with random numbers of its own.
 
-        Args:
-            number: of the micro-batch's loss in its run, for these.
-            seed: the run's.
-            device: where it is computed.
-            *args: an output and its target.
+        These are the ones that ``number`` has in a run of this ``seed``.
 
         Raises:
             TypeError: the function did not return a tensor of one element.

@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "begin-on-current", RECORDER, "the stream that a span begins on",
-        "stamp(clock, on))", "stamp(clock))",
+        "stamp(clock, on) if", "stamp(clock) if",
     ),
     Mutant(
         "end-on-current", RECORDER, "the stream that a span ends on",
