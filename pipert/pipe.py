@@ -174,11 +174,11 @@ class Pipe(Partitioned):
         """Tell ``observer`` about the calls from now on. A copy of the pipe has none."""
         if not isinstance(observer, Observer):
             raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
-        self._runtime.counters.observers.add(observer)
+        self._runtime.counters.observers[id(observer)] = observer
 
     def remove_observer(self, observer: Observer) -> None:
         """Tell ``observer`` nothing more."""
-        self._runtime.counters.observers.remove(observer)
+        self._runtime.counters.observers.pop(id(observer), None)
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads and wait for them. Again: no-op. Calls after it are refused.

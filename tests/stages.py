@@ -75,7 +75,7 @@ class Driven:
         if recording is not None:
             counters.start_recording(recording)
         copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
-        told = counters.open(self.plan).told
+        told = counters.begin(self.plan)
         self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, told)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])

@@ -560,7 +560,7 @@ def test_between_real_devices_the_parameter_is_copied_to_the_borrowers() -> None
 
     weight = nn.Parameter(torch.ones(3, 3))
     partitions = [nn.Sequential(Head(weight)), nn.Sequential(Look(weight))]
-    engine = Runtime(partitions, [torch.device("cpu"), torch.device("meta")])
+    engine = Runtime(partitions, [torch.device("cpu"), torch.device("meta")], [0, 1])
     (y,) = engine.call([torch.ones(2, 3)], recomputed=0)
     engine.close()
     assert seen == [torch.device("meta")] and weight.device == torch.device("cpu")

@@ -21,12 +21,8 @@ __all__: list[str] = []
 class Posting:
     """Posts one run; the clock's task. Posts or abandons it once, however often it is put.
 
-    Args:
-        stages: the run's.
-        put: hands a task to a worker, or abandons it.
+    Tasks of ``stages`` are given to ``put``, which hands them to workers or abandons them.
     """
-
-    __slots__ = ("_due", "_put", "is_done", "layers_took", "stages", "what")
 
     def __init__(self, stages: Sequence[Stage], put: Callable[[int, Task], None]) -> None:
         self.stages = stages

@@ -26,7 +26,6 @@ from pipert.engine.clock import Posting
 from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
-from pipert.model.devices import assign_workers
 from pipert.schedules.plan import Plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.told import Told
@@ -50,23 +49,17 @@ _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=()
 
 
 class Runtime:
-    """Runs mini-batches through partitions.
-
-    Args:
-        partitions: each on its device already.
-        devices: one for each partition.
-        workers: the worker of each partition; default as ``assign_workers`` says.
-    """
+    """Runs mini-batches through partitions, each on its device, by the worker that it has."""
 
     def __init__(
         self,
         partitions: Sequence[nn.Sequential],
         devices: Sequence[torch.device],
-        workers: Sequence[int] | None = None,
+        workers: Sequence[int],
     ) -> None:
         self._partitions = tuple(partitions)
         self.devices = tuple(devices)
-        self.workers = tuple(assign_workers(devices) if workers is None else workers)
+        self.workers = tuple(workers)
         self._streams = CopyStreams()
         self.route_skips()
         self._identity = object()
@@ -88,16 +81,13 @@ class Runtime:
         stats: DeferredStats | None = None,
         timeout: float | None = None,
     ) -> list[Value]:
-        """Compute all micro-batches forward.
+        """Compute all micro-batches forward; return the last partition's outputs.
 
         Args:
-            inputs: what ``microbatch.scatter`` returns. Emptied as the run goes on.
+            inputs: of the micro-batches. Emptied as the run goes on.
             recomputed: how many of them, from the first, are checkpointed.
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
-
-        Returns:
-            The last partition's output for each micro-batch.
         """
         plan = plan_call(len(inputs), len(self._partitions), self.workers, recomputed)
         threads = self._threads()
@@ -116,15 +106,7 @@ class Runtime:
     ) -> Tensor:
         """Compute all micro-batches, forward and backward, and add their gradients to ``.grad``.
 
-        Args:
-            inputs: what ``microbatch.scatter`` returns.
-            plan: of the step.
-            step: its loss.
-            stats: where running statistics are noted, if they are deferred.
-            timeout: seconds after which the call gives up.
-
-        Returns:
-            The loss.
+        Returns the loss. Arguments are as in :meth:`call`.
         """
         threads = self._threads()
         with self.counters.open(plan) as told:

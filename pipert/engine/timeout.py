@@ -1,74 +1,25 @@
-"""Time limits: what is said when one is over, and what is left behind then.
-
-A layer that is executing cannot be interrupted, so a call that gives up leaves tasks behind. Those
-that have not begun do not begin any more; the one that is executing goes on, to the end of its
-partition. Until then its worker serves nobody, and calls say so at once instead of waiting behind
-it (**R6**).
-
-What is remembered of a run that was given up is whether it is settled. It holds no tensors (**R5**)
-but what the executing layer itself holds.
-"""
+"""What is said when a time limit is over, and to calls while its layer has not returned."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
-from pipert.stage.outcome import Outcome
-from pipert.status import WorkerStatistics
+from pipert.status import WAITING, WorkerStatistics
 
 __all__: list[str] = []
 
 
-class GivenUp:
-    """The runs of one pipe that were given up and are not settled. Any thread."""
-
-    __slots__ = ("_runs",)
-
-    def __init__(self) -> None:
-        self._runs: dict[Outcome, tuple[int, int]] = {}  # its operations are atomic
-
-    def add(self, outcome: Outcome, number: int) -> None:
-        """The run was given up."""
-        self._runs[outcome] = os.getpid(), number
-
-    def is_empty(self) -> bool:
-        """Whether all of them are settled by now."""
-        for outcome, (pid, _) in list(self._runs.items()):
-            if outcome.is_settled() or pid != os.getpid():
-                self._runs.pop(outcome, None)
-        return not self._runs
-
-    def busy(self, workers: Iterable[WorkerStatistics]) -> list[WorkerStatistics]:
-        """Those that are executing a task of one of them.
-
-        A task that is queued, behind the healthy task of another call, is no reason to refuse any.
-        """
-        numbers = {number for _, number in list(self._runs.values())}
-        return [w for w in workers if w.doing is not None and w.doing.run in numbers]
-
-    def __repr__(self) -> str:
-        return f"<GivenUp: {len(self._runs)} runs>"
-
-
 def timed_out(
-    what: str, seconds: float, workers: Iterable[WorkerStatistics], stacks: Mapping[str, str]
+    what: str, seconds: float, workers: Sequence[WorkerStatistics], stack: Callable[[int], str]
 ) -> PipelineTimeout:
-    """The error for what took too long.
-
-    Args:
-        what: took longer.
-        seconds: than these.
-        workers: all of the pipe, as they were.
-        stacks: by the name of the worker, for those that are executing.
-    """
-    workers = tuple(workers)
+    """The error for ``what`` took too long; with each ``stack`` of workers that were executing."""
     lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *_table(workers)]
-    for name, stack in stacks.items():
-        lines += ["", f"{name} was at (most recent call last):", stack.rstrip()]
+    for k, worker in enumerate(workers):
+        if worker.doing is not None and worker.doing.phase != WAITING:
+            lines += ["", f"{worker.name} was at (most recent call last):", stack(k).rstrip()]
     error = PipelineTimeout("\n".join(lines))
-    error.workers = workers
+    error.workers = tuple(workers)
     return error
 
 

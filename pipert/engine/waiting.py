@@ -3,20 +3,29 @@
 Guarantees:
 
 * **R2** when :meth:`Waiting.execute` returns, raises or is interrupted, no task of the run is
-  queued or executing; what that means for a layer that never returns is in ``timeout``.
+  queued or executing, but for what a run that was given up leaves behind.
 * **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what
   its successor waits for. A worker killed half-way through that is detected by polling.
+
+A layer that is executing cannot be interrupted, so a call whose time is over leaves tasks behind.
+Those that have not begun do not begin any more; the one that is executing goes on, to the end of
+its partition. Until then its worker serves nobody, and calls say so at once instead of waiting
+behind it. What is remembered of the run is whether it is settled; it holds no tensors (**R5**) but
+what the executing layer itself holds.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
+from dataclasses import dataclass, field
 from time import monotonic
 
 from pipert.engine.clock import Posting
-from pipert.engine.timeout import GivenUp, still_busy, timed_out
+from pipert.engine.timeout import still_busy, timed_out
 from pipert.errors import PipeClosedError, PipelineTimeout, PipertError, WorkerDiedError
+from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.status import WAITING, TaskStatus, WorkerStatistics
 from pipert.workers.activity import State
@@ -31,20 +40,15 @@ _LOOK = 0.5  # s; how often a caller looks whether all workers are alive
 _LOOK_AGAIN = 0.02  # s; and, when one is not, whether the others are done with the run
 
 
+@dataclass(slots=True, eq=False)
 class Waiting:
-    """Waits for the runs of one pipe. Any thread.
+    """Waits for the runs of one pipe. Any thread."""
 
-    Args:
-        pool: the workers, and the clock behind them.
-        clock: which of the pool's threads is the clock.
-    """
-
-    __slots__ = ("_clock", "_given_up", "_pool")
-
-    def __init__(self, pool: Pool, clock: int) -> None:
-        self._pool = pool
-        self._clock = clock
-        self._given_up = GivenUp()
+    _pool: Pool
+    _clock: int
+    """Which of the pool's threads is the clock: the last one, behind the workers."""
+    _given_up: dict[Outcome, tuple[int, int]] = field(default_factory=dict)
+    """The runs that were given up and are not settled: in which process, and which number."""
 
     def threads(self) -> list[WorkerThread]:
         """Return the threads, started if need be.
@@ -64,8 +68,16 @@ class Waiting:
         return tuple(_statistics(view) for view in self._pool.look()[: self._clock])
 
     def stuck(self) -> list[WorkerStatistics]:
-        """The workers that are busy with a call that was given up."""
-        return [] if self._given_up.is_empty() else self._given_up.busy(self.workers())
+        """The workers that are executing a task of a call that was given up.
+
+        A task that is queued, behind the healthy task of another call, is no reason to refuse any.
+        """
+        for outcome, (pid, _) in list(self._given_up.items()):
+            if outcome.is_settled() or pid != os.getpid():
+                self._given_up.pop(outcome, None)
+        numbers = {number for _, number in list(self._given_up.values())}
+        workers = self.workers() if numbers else ()
+        return [w for w in workers if w.doing is not None and w.doing.run in numbers]
 
     def execute(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
@@ -146,20 +158,15 @@ class Waiting:
                 interrupts += 1
 
     def _give_up(self, run: Run, posting: Posting) -> None:
-        """R2 as far as it goes when a layer does not return; see ``timeout``. Again: no-op."""
+        """R2 as far as it goes when a layer does not return. Again: no-op."""
         run.outcome.cancel()
-        self._given_up.add(run.outcome, run.number)
+        self._given_up[run.outcome] = os.getpid(), run.number
         for stage in posting.stages:
             stage.give_up()
 
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
-        workers = self.workers()
-        stacks = {
-            worker.name: self._pool.stack(k)
-            for k, worker in enumerate(workers)
-            if worker.doing is not None and worker.doing.phase != WAITING
-        }
-        return timed_out(what, timeout or 0.0, workers, stacks)
+        """The error for ``what`` took too long."""
+        return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
 
     def __repr__(self) -> str:
         return f"<Waiting for {self._pool!r}>"

@@ -137,7 +137,7 @@ class Partitioned(nn.Module):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition."""
+        """The device of each partition, as torch names it: logical CPU devices are ``cpu``."""
         return list(self._devices)
 
     @property

@@ -6,8 +6,10 @@ child counts from zero: it has none of its parent's threads and runs.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from time import perf_counter
 
 from pipert.queues.process_lock import ProcessLock
@@ -25,10 +27,8 @@ _counting = ProcessLock(reentrant=True)
 class Counters:
     """The counters, observers and recordings of one pipe. Any thread."""
 
-    __slots__ = ("_pid", "ended", "live", "observers", "recomputations", "recordings", "runs")
-
     def __init__(self) -> None:
-        self.observers = Observers()
+        self.observers: Observers = {}
         self.recordings: tuple[Recording, ...] = ()
         self._reset()
 
@@ -61,7 +61,23 @@ class Counters:
                 "recomputations": self.recomputations,
             }
 
-    def open(self, plan: Plan) -> OpenRun:
+    @contextlib.contextmanager
+    def open(self, plan: Plan) -> Iterator[Told]:
+        """Count a run of ``plan``, and tell observers of its beginning and its end."""
+        told = self.begin(plan)
+        started = perf_counter()
+        try:
+            told.tell(lambda observer: observer.run_started(told.run))
+            yield told
+        finally:
+            seconds = perf_counter() - started
+            with _counting.current:
+                self.live.discard(told)
+                if told.outcome in self.ended:
+                    self.ended[told.outcome] += 1
+            told.tell(lambda observer: observer.run_finished(told.run, seconds, told.outcome))
+
+    def begin(self, plan: Plan) -> Told:
         """Count a run of ``plan`` that is about to begin."""
         profiled = profiler_looks()  # before the lock: it may log
         with _counting.current:
@@ -73,14 +89,7 @@ class Counters:
             told = Told(info, self.observers, self._count_recomputation, is_step, recorder)
             self.runs += 1
             self.live.add(told)
-        return OpenRun(self, told)
-
-    def close(self, told: Told) -> None:
-        """Count the end of a run, as its outcome says."""
-        with _counting.current:
-            self.live.discard(told)
-            if told.outcome in self.ended:
-                self.ended[told.outcome] += 1
+        return told
 
     def start_recording(self, recording: Recording) -> None:
         """Record the runs from now on."""
@@ -99,32 +108,3 @@ class Counters:
 
     def __repr__(self) -> str:
         return f"<Counters of {self.runs} runs>"
-
-
-class OpenRun:
-    """A block around one run: observers hear of its beginning and its end."""
-
-    __slots__ = ("_counters", "_started", "told")
-
-    def __init__(self, counters: Counters, told: Told) -> None:
-        self._counters = counters
-        self.told = told
-        self._started = 0.0
-
-    def __enter__(self) -> Told:
-        told = self.told
-        self._started = perf_counter()
-        try:
-            told.tell(lambda observer: observer.run_started(told.run))
-        except BaseException:
-            self._end()
-            raise
-        return told
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        seconds, told = perf_counter() - self._started, self.told
-        self._counters.close(told)
-        told.tell(lambda observer: observer.run_finished(told.run, seconds, told.outcome))

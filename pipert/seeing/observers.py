@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 import torch
 
-from pipert.queues.process_lock import ProcessLock
-
 __all__ = ["Observer", "RunInfo", "TaskInfo"]
 
 
@@ -78,31 +76,6 @@ class Observer:
         """
 
 
-class Observers:
-    """Those of one pipe. Any thread."""
-
-    __slots__ = ("all",)
-
-    def __init__(self) -> None:
-        self.all: tuple[Observer, ...] = ()
-
-    def add(self, observer: Observer) -> None:
-        """Tell it about the calls from now on; once, however often it is added."""
-        with _changing.current:
-            if not self.has(observer):
-                self.all = (*self.all, observer)
-
-    def remove(self, observer: Observer) -> None:
-        """Tell it nothing from now on."""
-        with _changing.current:
-            self.all = tuple(other for other in self.all if other is not observer)
-
-    def has(self, observer: Observer) -> bool:
-        """Whether it is told."""
-        return any(other is observer for other in self.all)
-
-    def __repr__(self) -> str:
-        return f"<Observers: {list(self.all)}>"
-
-
-_changing = ProcessLock(reentrant=True)  # a signal handler may add an observer
+Observers = dict[int, Observer]
+"""Those of one pipe, by ``id``: whatever equality means to them. Any thread and signal handler:
+what a dict does to one item is atomic."""

@@ -56,11 +56,8 @@ class Span:
 class Recording:
     """The spans of the runs that began while it was open.
 
-    Args:
-        devices: the pipe's. Waits until those on CUDA are idle.
+    It begins when those of the pipe's ``devices`` that are on CUDA are idle.
     """
-
-    __slots__ = ("is_open", "origin", "spans", "steps")
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.origin = Origin(devices)
@@ -93,15 +90,10 @@ class Recording:
 
 
 class Recorder:
-    """One run's.
+    """One run's, for the recordings that are open as it begins: none if only a profiler looks.
 
-    Args:
-        run: its number.
-        recordings: those that are open as it begins; none if only a profiler looks.
-        goes_back: whether its workers go backward, too.
+    Whether its workers go backward, too, the recordings want to know.
     """
-
-    __slots__ = ("_recordings", "run")
 
     def __init__(
         self, run: int, recordings: Sequence[Recording], goes_back: bool = False
@@ -125,12 +117,11 @@ class Recorder:
     ) -> Span:  # fmt: skip
         """A span that begins now; seen when it has an end."""
         clock = clock or device
-        if not self:
-            return Span(kind, i, j, device, self.run, clock, 0.0)
-        span = Span(kind, i, j, device, self.run, clock, stamp(clock, on))
-        for recording in self._recordings:
-            if recording.is_open:
-                recording.spans.append(span)
+        recordings = [recording for recording in self._recordings if recording.is_open]
+        start = stamp(clock, on) if recordings else 0.0
+        span = Span(kind, i, j, device, self.run, clock, start)
+        for recording in recordings:
+            recording.spans.append(span)
         return span
 
     def end(self, span: Span, on: torch.cuda.Stream | None = None) -> None:

@@ -28,15 +28,10 @@ def stamp(device: torch.device, stream: torch.cuda.Stream | None = None) -> Stam
 
 
 class Origin:
-    """When a recording began, by the clock of each device.
+    """When a recording began, by the clock of each of the ``devices`` that are stamped in it.
 
-    Waits until the CUDA devices are idle, so that their clocks can be told from the process's.
-
-    Args:
-        devices: those that are going to be stamped.
+    Waits until those on CUDA are idle, so that their clocks can be told from the process's.
     """
-
-    __slots__ = ("_began", "_events")
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._began = perf_counter()

@@ -11,6 +11,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -27,56 +28,46 @@ __all__: list[str] = []
 _log = logging.getLogger("pipert")
 
 
+@dataclass(eq=False)
 class Told:
     """Tells about one run. Any thread.
 
     It references neither the run nor the pipe, since recomputations outlive the one and may outlive
     the other.
-
-    Args:
-        run: what observers are told of it.
-        observers: the pipe's; those that there are now are told.
-        count_recomputation: called for each.
-        is_step: whether the run goes backward as well, so that whatever fails in a recomputation
-            fails a task, ``R`` or ``B``, and is told once: when the call raises it.
-        recorder: if it is recorded or profiled.
     """
 
-    __slots__ = (
-        "__weakref__", "_is_step", "_members", "_observers", "count_recomputation", "is_observed",
-        "looks", "outcome", "recorder", "run",
-    )  # fmt: skip
+    run: RunInfo
+    """What observers are told of it."""
+    _observers: Observers
+    """The pipe's; those that there are now are told."""
+    count_recomputation: Callable[[], None]
+    """Called for each."""
+    _is_step: bool
+    """Whether the run goes backward as well, so that whatever fails in a recomputation fails a
+    task, ``R`` or ``B``, and is told once: when the call raises it."""
+    recorder: Recorder | None = None
+    """If it is recorded or profiled."""
+    outcome: str = "cancelled"
+    """As long as nobody knows better."""
 
-    def __init__(
-        self,
-        run: RunInfo,
-        observers: Observers,
-        count_recomputation: Callable[[], None],
-        is_step: bool,
-        recorder: Recorder | None = None,
-    ) -> None:
-        self.run = run
-        self._observers = observers
-        self._members = observers.all
-        self.count_recomputation = count_recomputation
-        self._is_step = is_step
+    def __post_init__(self) -> None:
+        self._members = tuple(self._observers.values())
         self.is_observed = bool(self._members)
-        self.recorder = recorder
-        self.looks = self.is_observed or recorder is not None  # whether anybody looks at all
-        self.outcome = "cancelled"  # as long as nobody knows better
+        self.looks = self.is_observed or self.recorder is not None  # whether anybody looks at all
 
     def tell(self, about: Callable[[Observer], None]) -> None:
         """Call ``about`` with each observer; drop the one that it raises for."""
         for observer in self._members:
-            if not self._observers.has(observer):
+            if id(observer) not in self._observers:
                 continue  # removed meanwhile, or dropped
             try:
                 about(observer)
             except BaseException as error:  # noqa: B036
                 # What a signal handler raises on the main thread is not the observer's.
-                if not isinstance(error, Exception) and _is_main_thread():
+                on_main_thread = threading.current_thread() is threading.main_thread()
+                if on_main_thread and not isinstance(error, Exception):
                     raise
-                self._observers.remove(observer)
+                self._observers.pop(id(observer), None)
                 text = traceback.format_exc()  # not the exception, which may keep tensors alive
                 _log.error("%r raised and is told nothing more: %s", observer, text)
 
@@ -98,11 +89,9 @@ class Told:
             self.tell(lambda observer: observer.task_finished(task, seconds))
 
     @contextlib.contextmanager
-    def recorded(self, action: Action, device: torch.device) -> Iterator[Span | None]:
-        """Record the block, and show it to profilers."""
-        if self.recorder is None:
-            yield None
-            return
+    def recorded(self, action: Action, device: torch.device) -> Iterator[Span]:
+        """Record the block of a run that is recorded, and show it to profilers."""
+        assert self.recorder is not None
         with self.recorder.during(kind_of(action), action.i, action.j, device) as span:
             with task_range(str(action), device):
                 yield span
@@ -110,22 +99,19 @@ class Told:
     @contextlib.contextmanager
     def recomputing(self, action: Action, device: torch.device) -> Iterator[None]:
         """Record and observe a recomputation. In a call, the backward raises its failure."""
-        with contextlib.ExitStack() as stack:
-            if self.recorder is not None:
-                stack.enter_context(_interrupted(device))
-                stack.enter_context(self.recorded(action, device))
-            if self.is_observed:
-                if not self._is_step:
-                    stack.enter_context(self._told_if_it_fails(action, device))
-                stack.enter_context(self.observed(action, device))
-            yield
-
-    @contextlib.contextmanager
-    def _told_if_it_fails(self, action: Action, device: torch.device) -> Iterator[None]:
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                if self.recorder is not None:
+                    # No backward that is recorded on this thread shall take this for its own.
+                    interrupt(device)
+                    stack.callback(interrupt, device)
+                    stack.enter_context(self.recorded(action, device))
+                if self.is_observed:
+                    stack.enter_context(self.observed(action, device))
+                yield
         except BaseException as error:
-            self.failed(action, device, error)
+            if self.is_observed and not self._is_step:
+                self.failed(action, device, error)
             raise
 
     def _task(self, action: Action, device: torch.device) -> TaskInfo:
@@ -133,17 +119,3 @@ class Told:
 
     def __repr__(self) -> str:
         return f"<Told of {self.run}>"
-
-
-@contextlib.contextmanager
-def _interrupted(device: torch.device) -> Iterator[None]:
-    """Let no backward that is recorded on this thread take the block for its own."""
-    interrupt(device)
-    try:
-        yield
-    finally:
-        interrupt(device)
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

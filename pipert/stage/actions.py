@@ -8,14 +8,16 @@ from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE
 from pipert.stage.backward import backward
 from pipert.stage.forward import compute_layers, forward
 from pipert.stage.recompute import recompute
-from pipert.stage.recorded import recorded_compute
+from pipert.stage.recorded import recorded_forward
 from pipert.stage.stage import How, Stage
 
 __all__: list[str] = []
 
 
 def _forward(stage: Stage) -> How:
-    return forward(stage, compute_layers if stage.run.told.recorder is None else recorded_compute)
+    if stage.run.told.recorder is None:
+        return forward(stage, compute_layers)
+    return recorded_forward(stage)
 
 
 ACTIONS: dict[str, Callable[[Stage], How]] = {

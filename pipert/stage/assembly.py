@@ -19,21 +19,14 @@ from pipert.layers.place import Place
 from pipert.layers.tied import Weights, borrowed, hooked
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS
-from pipert.stage.copies import Copies
+from pipert.stage.copies import Copies, CutTransport, InGraphTransport, Transport
 from pipert.stage.cut import Cut
-from pipert.stage.ends import Ends
 from pipert.stage.in_graph import InGraph
-from pipert.stage.links import NOWHERE, Between, FromCaller, Link, ToCaller
-from pipert.stage.recorded import (
-    LookAfterSending,
-    RecordedEnds,
-    RecordedLink,
-    RecordedTransport,
-)
+from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
+from pipert.stage.recorded import RecordedTransport, recorded_link
 from pipert.stage.run import Run
 from pipert.stage.stage import Links, Stage
 from pipert.stage.step import Step
-from pipert.stage.transport import CutTransport, InGraphTransport, Transport
 
 __all__: list[str] = []
 
@@ -48,38 +41,55 @@ class Model(NamedTuple):
 def assemble(
     run: Run, model: Model, inputs: list[Value], step: Step | None, stats: DeferredStats | None
 ) -> list[Stage]:
-    """Make the stages of ``run``.
+    """Make the stages of ``run``, which goes backward as well if it has a ``step``.
 
-    Args:
-        run: the run.
-        model: its layers.
-        inputs: of each micro-batch; emptied as the run goes on.
-        step: if it goes backward as well.
-        stats: where running statistics are noted, if they are deferred.
+    It empties ``inputs``, one for each micro-batch, as it goes on. Running statistics are noted in
+    ``stats`` if they are deferred.
     """
     n = len(model.partitions)
     weights = _borrowed(run, model, step)
-    there = [FromCaller(inputs), *_between(n), ToCaller(run.outputs) if step is None else NOWHERE]
-    back = [NOWHERE] * (n + 1) if step is None else [NOWHERE, *_between(n), NOWHERE]
+    places = [Place(j, n, run.plan.m, run.devices[j]) for j in range(n)]
+    end = to_caller(run.outputs) if step is None else NOWHERE
+    there = [from_caller(inputs), *(_between(run, receiver) for receiver in places[1:]), end]
+    back = [NOWHERE] * (n + 1)
+    if step is not None:
+        back[1:-1] = [_between(run, receiver) for receiver in places[:-1]]
     stages = []
-    for j, partition in enumerate(model.partitions):
-        place, skips = Place(j, n, run.plan.m, run.devices[j]), model.skips[j]
-        links = _recorded(run, place, Links(there[j], there[j + 1], back[j], back[j + 1]))
-        if step is None:
-            parts = _in_graph(run, place, skips, links)
-        else:
-            parts = _cut(run, place, partition, skips, links, step)
-        seed = run.seed if draws(partition) else None
+    for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
+        seed, skips = run.seed if draws(partition) else None, model.skips[j]
         layers = Layers(partition, place, run.context, seed, skips, run.told)
+        links = Links(there[j], there[j + 1], back[j], back[j + 1])
+        copies = Copies(run, j, skips, _transport(run, place, step))
         of_stage = stats.partitions[j] if stats else None
-        stage = Stage(run, place, layers, skips, *parts, weights[j], of_stage)
+        ends = _ends(run, place, partition, copies, step)
+        stage = Stage(run, place, layers, skips or None, links, ends, weights[j], of_stage)
         stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
 
 
-def _between(n: int) -> list[Link]:
-    return [Between() for _ in range(n - 1)]
+def _between(run: Run, receiver: Place) -> Link:
+    link, recorder = between(), run.told.recorder
+    if recorder is None or receiver.device.type == "cuda":
+        return link
+    return recorded_link(link, recorder, receiver)
+
+
+def _transport(run: Run, place: Place, step: Step | None) -> Transport:
+    transport: Transport = CutTransport(place.device)
+    if step is None:
+        transport = InGraphTransport(place.device, run.context.grad_enabled)
+    recorder = run.told.recorder
+    return transport if recorder is None else RecordedTransport(transport, recorder, place)
+
+
+def _ends(
+    run: Run, place: Place, partition: nn.Sequential, copies: Copies, step: Step | None
+) -> InGraph | Cut:
+    if step is None:
+        grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
+        return InGraph(place.device, place.m - 1, grad, hooks, copies)
+    return Cut(step, run, place, partition, copies)
 
 
 def _borrowed(run: Run, model: Model, step: Step | None) -> Sequence[Weights]:
@@ -89,53 +99,3 @@ def _borrowed(run: Run, model: Model, step: Step | None) -> Sequence[Weights]:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)
     return [(*others, *hooked(partition, others)) for partition, others in pairs]
-
-
-class Parts(NamedTuple):
-    """What differs between a call and a step."""
-
-    links: Links
-    ends: Ends
-    cut: Cut | None
-
-
-def _in_graph(run: Run, place: Place, skips: PartitionSkips, links: Links) -> Parts:
-    grad, recorder = run.context.grad_enabled, run.told.recorder
-    transport = _transport(run, place, InGraphTransport(place.device, grad))
-    copies = Copies(run, place.j, skips, transport)
-    ends = InGraph(place.device, place.m - 1, run.context, copies)
-    if recorder is None or not grad:
-        return Parts(links, ends, None)
-    recorded = RecordedEnds(ends, recorder, place)
-    return Parts(links._replace(y=LookAfterSending(links.y, recorded)), recorded, None)
-
-
-def _cut(
-    run: Run,
-    place: Place,
-    partition: nn.Sequential,
-    skips: PartitionSkips,
-    links: Links,
-    step: Step,
-) -> Parts:
-    transport = _transport(run, place, CutTransport(place.device))
-    copies = Copies(run, place.j, skips, transport)
-    cut = Cut(step, run, place, partition, copies)
-    return Parts(links, cut, cut)
-
-
-def _transport(run: Run, place: Place, plain: Transport) -> Transport:
-    recorder = run.told.recorder
-    return plain if recorder is None else RecordedTransport(plain, recorder, place)
-
-
-def _recorded(run: Run, place: Place, links: Links) -> Links:
-    """Let the waiting for inputs be seen; a CUDA device waits later, in its stream."""
-    recorder = run.told.recorder
-    if recorder is None or place.device.type == "cuda":
-        return links
-    x, dy = (
-        RecordedLink(link, recorder, place) if isinstance(link, Between) else link
-        for link in (links.x, links.dy)
-    )
-    return links._replace(x=x, dy=dy)

@@ -1,31 +1,98 @@
-"""What comes to a stage from other devices, and what is copied when."""
+"""What comes to a stage from other devices: what is copied when, and how.
+
+In a call, copies and waits are nodes, whose backward does the same the other way (section 3.2.3 of
+the paper). In a step the graph ends at the borders of a stage, and gradients are copied and waited
+for by ``B[i,j]``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
+from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.autograd import streams
+from pipert.autograd import streams, transfer
 from pipert.autograd.transfer import Stream
-from pipert.batch.tensors import select
+from pipert.batch.tensors import differentiable, select
 from pipert.skip.routes import Carried, PartitionSkips
 from pipert.stage.run import Run
-from pipert.stage.transport import Transport
 
 __all__: list[str] = []
 
 
+class Transport(Protocol):
+    """Moves tensors to the device of one stage."""
+
+    def in_graph(self, tensor: Tensor) -> bool:
+        """Whether it has a gradient to bring back."""
+
+    def copy(
+        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
+    ) -> Tensors:
+        """Copy ``tensors``, all on one device, and all in the graph or none.
+
+        They come from partition ``origin``, or ``None`` from the caller; ``source`` reads them, and
+        ``target`` writes the copies.
+        """
+
+    def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        """Let ``waiter`` wait for ``awaited`` before ``x`` is read; return ``x``."""
+
+
+@dataclass(slots=True, eq=False)
+class InGraphTransport:
+    """Moves tensors to ``_device`` inside the graph, where there is one."""
+
+    _device: torch.device
+    _grad_enabled: bool
+
+    def in_graph(self, tensor: Tensor) -> bool:
+        return self._grad_enabled and tensor.requires_grad
+
+    def copy(
+        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
+    ) -> Tensors:
+        if self.in_graph(tensors[0]):
+            to_caller = origin is None
+            return transfer.copy(tensors, self._device, source, target, to_caller=to_caller)
+        return streams.copy(tensors, self._device, source, target)
+
+    def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        xs, rebuild = differentiable(x) if self._grad_enabled else ((), None)
+        if rebuild is None or not xs:
+            streams.wait(waiter, awaited)
+            return x
+        return rebuild(transfer.wait(xs, waiter, awaited))
+
+
+@dataclass(slots=True, eq=False)
+class CutTransport:
+    """Moves tensors to ``_device`` beside the graph; copies of what requires grad do so, too."""
+
+    _device: torch.device
+
+    def in_graph(self, tensor: Tensor) -> bool:
+        return tensor.requires_grad
+
+    def copy(
+        self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
+    ) -> Tensors:
+        plain = tuple([tensor.detach() for tensor in tensors])
+        moved = streams.copy(plain, self._device, source, target)
+        for old, new in zip(tensors, moved, strict=True):
+            new.requires_grad_(old.requires_grad)
+        return moved
+
+    def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
+        streams.wait(waiter, awaited)
+        return x
+
+
 class Copies:
-    """Brings values to the device of stage *j*. Its worker's alone.
-
-    Args:
-        run: the run.
-        j: the partition's index.
-        skips: which it stashes and pops.
-        transport: how tensors move.
-    """
-
-    __slots__ = ("_before", "_device", "_run", "_skips", "come_in", "go_out", "transport")
+    """Brings values to the device of stage *j*. Its worker's alone."""
 
     def __init__(self, run: Run, j: int, skips: PartitionSkips, transport: Transport) -> None:
         self._run = run
@@ -71,33 +138,24 @@ class Copies:
         tensors, rebuild = select(x, lambda t: t.device == before if before else t.device != home)
         if not tensors:
             return x, None
+        # Those on one device are copied together, but for what the graph does not pass through.
+        groups: dict[tuple[torch.device, bool], list[int]] = {}
+        for k, tensor in enumerate(tensors):
+            groups.setdefault((tensor.device, self.transport.in_graph(tensor)), []).append(k)
         target = self.stream(i)
-        for device in {tensor.device for tensor in tensors}:
-            tensors = self._copy_from(i, device, tensors, target, origin)
-        return rebuild(tensors), target
-
-    def _copy_from(
-        self, i: int, device: torch.device, tensors: Tensors, target: Stream, origin: int | None
-    ) -> Tensors:
-        """Copy those of ``tensors`` that are on ``device``; together what is in the graph."""
-        source = self._run.streams.get(device, i)
-        if source is not None:
-            self._run.sources[device, i] = source
         results = list(tensors)
-        for in_graph in (True, False):
-            places = [
-                k
-                for k, tensor in enumerate(tensors)
-                if tensor.device == device and self.transport.in_graph(tensor) == in_graph
-            ]
-            if places:
-                moving = tuple([tensors[k] for k in places])
-                if origin is None:  # no stage has made the copy stream wait
-                    moving = self.transport.wait_for_caller(moving, source)
-                moved = self.transport.copy(i, moving, source, target, origin)
-                for k, tensor in zip(places, moved, strict=True):
-                    results[k] = tensor
-        return tuple(results)
+        for (device, _), places in groups.items():
+            source = self._run.streams.get(device, i)
+            if source is not None:
+                self._run.sources[device, i] = source
+            moving = tuple([tensors[k] for k in places])
+            if origin is None and source is not None:  # no stage has made the copy stream wait
+                compute = streams.compute_stream(device)
+                moving = self.transport.wait(i, moving, source, compute)
+            moved = self.transport.copy(i, moving, source, target, origin)
+            for k, tensor in zip(places, moved, strict=True):
+                results[k] = tensor
+        return rebuild(tuple(results)), target
 
     def let_others_copy(self, i: int) -> None:
         """Let the copy stream of micro-batch ``i`` wait for what this stage has computed."""

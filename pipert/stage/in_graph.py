@@ -24,52 +24,43 @@ and sent before it.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.again import Replay
+from pipert.autograd.again import Hooks, Replay
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.tied import Weights
 from pipert.skip.routes import Carried
 from pipert.stage.copies import Copies
-from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
 
 
+@dataclass(slots=True, eq=False)
 class InGraph:
-    """The ends of a stage whose graph is kept whole.
+    """The ends of a stage whose graph is kept whole."""
 
-    Args:
-        device: the stage's.
-        last: the last micro-batch, which nobody is forked for.
-        context: the caller's, which says whether there is a graph.
-        copies: brings values here.
-    """
-
-    __slots__ = (
-        "_checkpoint", "_copies", "_device", "_grad_enabled", "_hooks", "_last", "_token",
-    )  # fmt: skip
-
-    def __init__(
-        self, device: torch.device, last: int, context: CallerContext, copies: Copies
-    ) -> None:
-        self._device = device
-        self._last = last
-        self._grad_enabled = context.grad_enabled
-        self._hooks = context.saved_tensor_hooks
-        self._copies = copies
-        self._checkpoint: Checkpoint | None = None  # of the micro-batch that is at work
-        self._token: Tensor | None = None
+    _device: torch.device
+    _last: int
+    """The micro-batch that nobody is forked for."""
+    _grad_enabled: bool
+    """Whether there is a graph."""
+    _hooks: Hooks
+    """The caller's saved-tensor hooks."""
+    _copies: Copies
+    _token: Tensor | None = None
+    _checkpoint: Checkpoint | None = None
+    """Of the micro-batch that is at work."""
 
     def enter(self, i: int, x: Value) -> Value:
+        """Make an input of micro-batch ``i`` ready for the layers."""
         copied = None
         if self._copies.come_in:
             x, copied = self._copies.bring_input(i, x)
@@ -80,10 +71,12 @@ class InGraph:
         return x if copied is None else self._wait_for(i, copied, x)
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+        """Compute ``x`` without keeping what the backward needs: ``again`` computes it again."""
         self._checkpoint = Checkpoint(again, self._hooks)
         return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:
+        """Make what the layers returned ready to be sent."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if self._copies.go_out:
             copying = self._copies.stream(i)
@@ -103,14 +96,14 @@ class InGraph:
         return rebuild(ys)
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
-        """Copy the parameters that live elsewhere, like a call's arguments.
+        """Copy the parameters that live elsewhere, like a call's arguments; once for the run.
 
         Each for itself, since they have nothing in common but the device: what is used in a call
         must not depend on what is not. Without grad they are leaves, and never inference tensors,
         so that layers may differentiate by them and changes in place are seen.
         """
         grad, borrowed = self._grad_enabled, list[Tensor]()
-        with contextlib.nullcontext() if grad else _no_graph():
+        with torch.inference_mode(False), torch.set_grad_enabled(grad):
             for weight in weights:
                 (copy,), copied = self._copies.bring(i, (weight,), None)
                 if copied is not None:
@@ -120,6 +113,7 @@ class InGraph:
         return borrowed
 
     def drop(self) -> None:
+        """Forget every micro-batch: nobody waits for the run any more. Any thread."""
         self._token = None  # through it the graph of the micro-batches before
         self._checkpoint = None
 
@@ -144,9 +138,3 @@ class InGraph:
             return Carried(self._wait_for(i, copied, x.value), tuple(skips))
         compute = streams.compute_stream(self._device)
         return self._copies.transport.wait(i, x, compute, copied)
-
-
-@contextlib.contextmanager
-def _no_graph() -> Iterator[None]:
-    with torch.inference_mode(False), torch.no_grad():
-        yield

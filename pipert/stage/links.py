@@ -11,7 +11,7 @@ gives each by its number.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -24,97 +24,57 @@ from pipert.workers.worker import NOT_RUN
 __all__: list[str] = []
 
 
-class Link(Protocol):
+class Link(NamedTuple):
     """Carries one value for each micro-batch."""
 
-    def send(self, i: int, value: Value) -> None:
-        """Carry the value of micro-batch ``i``, or ``NOT_RUN``. Never blocks."""
+    send: Callable[[int, Value], None]
+    """Carries the value of a micro-batch, or ``NOT_RUN``. Never blocks."""
+    receive: Callable[[int, Callable[[], None]], Value]
+    """Waits for the value of a micro-batch, and calls its other argument before it blocks; returns
+    ``NOT_RUN`` if there will be none."""
+    close: Callable[[], object]
+    """Wakes whoever waits, and drops what is on its way. Any thread."""
 
-    def receive(self, i: int, before_waiting: Callable[[], None]) -> Value:
-        """Wait for the value of micro-batch ``i``; ``NOT_RUN`` if there will be none."""
 
-    def close(self) -> None:
-        """Wake whoever waits, and drop what is on its way. Any thread."""
+NOWHERE = Link(lambda i, value: None, lambda i, before_waiting: (), lambda: None)
+"""Where there is nothing to carry: discards what is sent, and delivers an empty tuple."""
 
 
-class Between:
+def between() -> Link:
     """From one stage to the next: a queue."""
+    queue: ClosableQueue[Value] = ClosableQueue()
 
-    __slots__ = ("_queue",)
-
-    def __init__(self) -> None:
-        self._queue: ClosableQueue[Value] = ClosableQueue()
-
-    def send(self, i: int, value: Value) -> None:
+    def send(i: int, value: Value) -> None:
         try:
-            self._queue.put(value)
+            queue.put(value)
         except QueueClosed:
             pass  # the run was given up
 
-    def receive(self, i: int, before_waiting: Callable[[], None]) -> Value:
+    def receive(i: int, before_waiting: Callable[[], None]) -> Value:
         try:
-            return self._queue.get(before_waiting)
+            return queue.get(before_waiting)
         except QueueClosed:
             return NOT_RUN
 
-    def close(self) -> None:
-        self._queue.close()
+    return Link(send, receive, queue.close)
 
 
-class FromCaller:
-    """From the caller to the first stage; empties the list of inputs as the run goes on."""
+def from_caller(inputs: list[Value]) -> Link:
+    """To the first stage; empties ``inputs`` as the run goes on."""
 
-    __slots__ = ("_inputs",)
-
-    def __init__(self, inputs: list[Value]) -> None:
-        self._inputs = inputs
-
-    def send(self, i: int, value: Value) -> None:
-        raise AssertionError("the caller has sent all inputs when the run begins")
-
-    def receive(self, i: int, before_waiting: Callable[[], None]) -> Value:
-        value, self._inputs[i] = self._inputs[i], None
+    def receive(i: int, before_waiting: Callable[[], None]) -> Value:
+        value, inputs[i] = inputs[i], None
         return value
 
-    def close(self) -> None:
-        self._inputs[:] = [NOT_RUN] * len(self._inputs)
+    def close() -> None:
+        inputs[:] = [NOT_RUN] * len(inputs)
+
+    return Link(NOWHERE.send, receive, close)
 
 
-class ToCaller:
-    """From the last stage to the caller, who takes the list when the run is over."""
-
-    __slots__ = ("_outputs",)
-
-    def __init__(self, outputs: list[Value]) -> None:
-        self._outputs = outputs
-
-    def send(self, i: int, value: Value) -> None:
-        self._outputs.append(value)
-
-    def receive(self, i: int, before_waiting: Callable[[], None]) -> Value:
-        raise AssertionError("the caller takes all outputs when the run is over")
-
-    def close(self) -> None:
-        self._outputs.clear()
-
-
-class Nowhere:
-    """Where there is nothing to carry: discards what is sent, and delivers an empty tuple."""
-
-    __slots__ = ()
-
-    def send(self, i: int, value: Value) -> None:
-        """Discard it."""
-
-    def receive(self, i: int, before_waiting: Callable[[], None]) -> Value:
-        """Return at once."""
-        return ()
-
-    def close(self) -> None:
-        """Nobody waits."""
-
-
-NOWHERE = Nowhere()
+def to_caller(outputs: list[Value]) -> Link:
+    """From the last stage; the caller takes the list when the run is over."""
+    return Link(lambda i, value: outputs.append(value), NOWHERE.receive, outputs.clear)
 
 
 class SkipLinks:
@@ -125,9 +85,8 @@ class SkipLinks:
     run. Operations on a dict are atomic.
     """
 
-    __slots__ = ("_back", "_there")
-
     def __init__(self) -> None:
+        # By skip, micro-batch and the stage that pops it.
         self._there: dict[tuple[Key, int, int], Stashed] = {}
         self._back: dict[tuple[Key, int, int], Sequence[Tensor | None]] = {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,39 +81,30 @@ def scale_of(
     raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}")
 
 
+@dataclass(eq=False)
 class Loss:
-    """How the loss of each micro-batch is computed, and what it counts for.
+    """How the loss of each micro-batch is computed, and what it counts for."""
 
-    Args:
-        function: gets an output and a target, returns a tensor of one element.
-        targets: of each micro-batch.
-        shares: of each micro-batch's loss in that of the mini-batch.
-        scale: what gradients are multiplied by.
-    """
+    _function: LossFunction
+    """Gets an output and a target, returns a tensor of one element."""
+    targets: Sequence[Value]
+    """Of each micro-batch."""
+    shares: Sequence[float]
+    """Of each micro-batch's loss in that of the mini-batch."""
+    _scale: float | Tensor
+    """What gradients are multiplied by."""
+    is_differentiable: bool = False
+    """Whether the loss of any micro-batch is."""
 
-    def __init__(
-        self,
-        function: LossFunction,
-        targets: Sequence[Value],
-        shares: Sequence[float],
-        scale: float | Tensor,
-    ) -> None:
-        self.is_differentiable = False  # whether that of any micro-batch is
-        self.targets = targets
-        self.shares = shares
-        self._scale = scale
-        self._function = function
+    def __post_init__(self) -> None:
+        function = self._function
         layer = function if isinstance(function, nn.Module) else _Called(function)
         self._layer = None if _is_functional(function) else layer
 
     def compute(self, number: int, seed: RunSeed, device: torch.device, *args: Any) -> Tensor:
-        """Compute the loss of one micro-batch, with random numbers of its own.
+        """Compute the loss of an output and its target, with random numbers of its own.
 
-        Args:
-            number: of the micro-batch's loss in its run, for these.
-            seed: the run's.
-            device: where it is computed.
-            *args: an output and its target.
+        These are the ones that ``number`` has in a run of this ``seed``.
 
         Raises:
             TypeError: the function did not return a tensor of one element.

@@ -30,8 +30,6 @@ class Outcome:
     References neither stages nor values, so that it may be kept by whoever watches the run.
     """
 
-    __slots__ = ("_errors", "_latch", "_lock", "failed_at", "plan", "settle")
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.failed_at = _NEVER

@@ -6,11 +6,11 @@ What is computed is the same: all that is added to the graph are hooks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import Node
+from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams
@@ -23,67 +23,78 @@ from pipert.seeing.backward import makers, watch_backward, watch_node
 from pipert.seeing.event import COPY, WAIT
 from pipert.seeing.recorder import Recorder, Span
 from pipert.seeing.stamp import Stamp, stamp
-from pipert.stage.ends import Ends
-from pipert.stage.forward import compute_layers
+from pipert.stage.copies import Transport
+from pipert.stage.forward import compute_layers, forward
 from pipert.stage.links import Link
-from pipert.stage.stage import Stage
-from pipert.stage.transport import Transport
+from pipert.stage.stage import How, Stage
 
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
 
 
-class RecordedLink:
-    """A link whose receiver's waiting is recorded.
+def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
+    """Record how long a receiver at ``place`` waits.
 
-    Args:
-        link: the link.
-        recorder: the run's.
-        place: the receiver's, on CPU: a CUDA device waits for its input later, in its stream.
+    It is on CPU: a CUDA device waits for its input later, in its stream.
     """
 
-    __slots__ = ("_link", "_place", "_recorder", "close", "send")
+    def receive(i: int, before_waiting: Callable[[], None]) -> Value:
+        with recorder.during(WAIT, i, place.j, place.device):
+            return link.receive(i, before_waiting)
 
-    def __init__(self, link: Link, recorder: Recorder, place: Place) -> None:
-        self._link = link
-        self._recorder = recorder
-        self._place = place
-        self.send = link.send
-        self.close = link.close
-
-    def receive(self, i: int, before_waiting: Callable[[], None]) -> Value:
-        with self._recorder.during(WAIT, i, self._place.j, self._place.device):
-            return self._link.receive(i, before_waiting)
+    return link._replace(receive=receive)
 
 
-def recorded_compute(stage: Stage, i: int, x: Value) -> Value:
+def recorded_forward(stage: Stage) -> How:
+    """Carry out ``F``, and record it. In a call also see ``B``, which is no task of ours.
+
+    The nodes of ``B`` are looked at when the output was sent: nobody shall wait for that.
+    """
+    to_look_at: list[Callable[[], None]] = []
+    how = forward(stage, partial(_compute, to_look_at))
+    return how._replace(send=partial(_send, how.send, to_look_at))
+
+
+def _compute(to_look_at: list[Callable[[], None]], stage: Stage, i: int, x: Value) -> Value:
     """Record ``compute_layers``, and when each layer was done."""
-    device = stage.place.device
-    with stage.run.told.recorded(Action(FORWARD, i, stage.place.j), device) as span:
-        assert span is not None
+    told, j, device = stage.run.told, stage.place.j, stage.place.device
+    inputs, first = makers(differentiable(x)[0]), node_count()
+    with told.recorded(Action(FORWARD, i, j), device) as span:
+        assert told.recorder is not None
         after_layer = None
-        if stage.run.told.recorder:
+        if told.recorder:
             span.layers = moments = [span.start]
             after_layer = partial(_note_layer, moments, device)
-        return compute_layers(stage, i, x, after_layer)
+        y = compute_layers(stage, i, x, after_layer)
+    if stage.cut is None and stage.run.context.grad_enabled:
+        made, ys = range(first, node_count()), differentiable(y)[0]
+        to_look_at.append(partial(watch_backward, told.recorder, i, j, device, inputs, made, ys))
+    return y
 
 
 def _note_layer(moments: list[Stamp], device: torch.device) -> None:
     moments.append(stamp(device))
 
 
+def _send(
+    send: Callable[[int, Value], None], to_look_at: list[Callable[[], None]], i: int, value: Value
+) -> None:
+    send(i, value)
+    while to_look_at:
+        to_look_at.pop()()
+
+
+@dataclass(slots=True, eq=False)
 class RecordedTransport:
     """A transport whose copies and waits are recorded, those of the backward as well."""
 
-    __slots__ = ("_place", "_recorder", "_transport", "in_graph", "wait_for_caller")
+    _transport: Transport
+    _recorder: Recorder
+    _place: Place
 
-    def __init__(self, transport: Transport, recorder: Recorder, place: Place) -> None:
-        self._transport = transport
-        self._recorder = recorder
-        self._place = place
-        self.in_graph = transport.in_graph
-        self.wait_for_caller = transport.wait_for_caller
+    def in_graph(self, tensor: Tensor) -> bool:
+        return self._transport.in_graph(tensor)
 
     def copy(
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
@@ -94,22 +105,28 @@ class RecordedTransport:
         with self._recorder.during(COPY, i, j, device, clock, on) as span:
             span.source, span.origin, span.bytes = home, origin, size
             moved = self._transport.copy(i, tensors, source, target, origin)
-        to = j if origin is None else origin
-        clock, on = self._reads((device, target), (home, source))
-        gradients = _Way(i, j, to, device, home, size, clock, on)
-        watch_node(moved, partial(gradients.begin, self._recorder), on)
+        clock_back, on_back = self._reads((device, target), (home, source))
+
+        def begin_gradient() -> Span:  # of the graph, so it must hold no tensor
+            to = j if origin is None else origin
+            span = self._recorder.begin(COPY, i, to, home, clock_back, on_back)
+            span.source, span.origin, span.bytes = device, j, size
+            return span
+
+        watch_node(moved, begin_gradient, on_back)
         return moved
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         compute = streams.compute_stream(self._place.device)
-        begin = partial(self._recorder.begin, WAIT, i, self._place.j, self._place.device)
-        if waiter == compute != awaited:  # for x, now
+        if waiter == compute:  # for x, now
             with self._recorder.during(WAIT, i, self._place.j, self._place.device):
                 return self._transport.wait(i, x, waiter, awaited)
         y = self._transport.wait(i, x, waiter, awaited)
-        xs = [tensor for tensor in differentiable(y)[0] if self.in_graph(tensor)]
-        # For the gradient of x. Autograd computes there on the stream that is current here.
-        watch_node(xs, begin, None)
+        if awaited == compute:  # by a copy; in the backward it waits for the gradient
+            begin = partial(self._recorder.begin, WAIT, i, self._place.j, self._place.device)
+            xs = [tensor for tensor in differentiable(y)[0] if self.in_graph(tensor)]
+            # Autograd computes there on the stream that is current here.
+            watch_node(xs, begin, None)
         return y
 
     def _reads(
@@ -120,80 +137,3 @@ class RecordedTransport:
             if on is not None and self._recorder.knows(device):
                 return device, on
         return _CPU, None
-
-
-class _Way(NamedTuple):
-    """The way of gradients from partition ``j`` back to partition ``to``."""
-
-    i: int
-    j: int
-    to: int
-    source: torch.device
-    device: torch.device
-    bytes: int
-    clock: torch.device
-    on: Stream
-
-    def begin(self, recorder: Recorder) -> Span:
-        """Begin the span of the copy."""
-        span = recorder.begin(COPY, self.i, self.to, self.device, self.clock, self.on)
-        span.source, span.origin, span.bytes = self.source, self.j, self.bytes
-        return span
-
-
-class RecordedEnds:
-    """Ends in the graph between which ``B[i,j]`` is seen, which is no task of ours.
-
-    The nodes are looked at when the output was sent: nobody shall wait for that.
-    """
-
-    __slots__ = (
-        "_ends", "_first", "_inputs", "_later", "_place", "_recorder", "borrow", "checkpoint",
-    )  # fmt: skip
-
-    def __init__(self, ends: Ends, recorder: Recorder, place: Place) -> None:
-        self._ends = ends
-        self._recorder = recorder
-        self._place = place
-        self.borrow = ends.borrow
-        self.checkpoint = ends.checkpoint
-        self._inputs: set[Node] = set()
-        self._first = 0
-        self._later: list[Callable[[], None]] = []
-
-    def enter(self, i: int, x: Value) -> Value:
-        x = self._ends.enter(i, x)
-        self._inputs, self._first = makers(differentiable(x)[0]), node_count()
-        return x
-
-    def leave(self, i: int, y: Value) -> Value:
-        inputs, self._inputs = self._inputs, set()
-        made, ys = range(self._first, node_count()), differentiable(y)[0]
-        at = i, self._place.j, self._place.device
-        self._later.append(partial(watch_backward, self._recorder, *at, inputs, made, ys))
-        return self._ends.leave(i, y)
-
-    def sent(self) -> None:
-        """Look at the nodes of the micro-batch whose output was sent."""
-        while self._later:
-            self._later.pop()()
-
-    def drop(self) -> None:
-        self._later.clear()
-        self._ends.drop()
-
-
-class LookAfterSending:
-    """A link whose sender has something to look at afterwards."""
-
-    __slots__ = ("_ends", "_link", "close", "receive")
-
-    def __init__(self, link: Link, ends: RecordedEnds) -> None:
-        self._link = link
-        self._ends = ends
-        self.receive = link.receive
-        self.close = link.close
-
-    def send(self, i: int, value: Value) -> None:
-        self._link.send(i, value)
-        self._ends.sent()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,42 +19,29 @@ from pipert.workers.context import CallerContext
 __all__: list[str] = []
 
 
+@dataclass(slots=True, eq=False)
 class Run:
-    """One mini-batch going through. Made in the caller; dies when the call returns.
+    """One mini-batch going through. Made in the caller; dies when the call returns."""
 
-    Args:
-        plan: its actions.
-        devices: of each partition.
-        context: the caller's.
-        streams: the pipe's copy streams.
-        told: who hears of what happens.
-    """
+    plan: Plan
+    devices: Sequence[torch.device]
+    """Of each partition."""
+    context: CallerContext
+    streams: CopyStreams
+    told: Told
+    number: int = field(init=False)
+    outcome: Outcome = field(init=False)
+    seed: RunSeed = field(default_factory=RunSeed)
+    skips: SkipLinks = field(default_factory=SkipLinks)
+    outputs: list[Value] = field(default_factory=list)
+    sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
+    """The streams that something was copied from, by device and micro-batch."""
+    dropped: bool = False
+    """Whether nobody waits for it any more."""
 
-    __slots__ = (
-        "context", "devices", "dropped", "number", "outcome", "outputs", "plan", "seed", "skips",
-        "sources", "streams", "told",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        plan: Plan,
-        devices: Sequence[torch.device],
-        context: CallerContext,
-        streams: CopyStreams,
-        told: Told,
-    ) -> None:
-        self.plan = plan
-        self.devices = devices
-        self.context = context
-        self.streams = streams
-        self.told = told
-        self.number = told.run.number
-        self.outcome = Outcome(plan)
-        self.seed = RunSeed()
-        self.skips = SkipLinks()
-        self.outputs: list[Value] = []
-        self.sources: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-        self.dropped = False
+    def __post_init__(self) -> None:
+        self.number = self.told.run.number
+        self.outcome = Outcome(self.plan)
 
     def return_what_was_read(self) -> None:
         """D1: let the caller's streams wait for all that was read on other streams of theirs.

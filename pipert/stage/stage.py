@@ -2,12 +2,29 @@
 
 A worker takes an action of a stage as a :class:`Task`, and carries it out as the row for its kind
 says (``actions``): receive from a link, execute, send over a link.
+
+How values enter and leave a stage is up to its ends. They are all that differs between a call and a
+step:
+
+============  ======================================  ==========================================
+\\             ``InGraph``: a call                     ``Cut``: a step
+============  ======================================  ==========================================
+Copy, Wait    nodes, whose backward goes back         copies of the value in ``F``, of the gradient
+                                                      in ``B``; both on copy streams
+Fork, Join    nodes that order the backward           none: the plan says what comes after what
+Recompute     a node behind the outputs               ``R[i,j]``, an action
+Checkpoint    a node that differentiates              none: ``B`` does
+              what Recompute has made
+B[i,j]        autograd's walk along the graph         ``torch.autograd.grad`` from the outputs of
+                                                      the stage to its inputs and weights
+============  ======================================  ==========================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
@@ -21,8 +38,9 @@ from pipert.schedules.action import Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
-from pipert.stage.ends import Ends
+from pipert.stage.in_graph import InGraph
 from pipert.stage.links import Link
+from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.workers.worker import NOT_RUN
 
@@ -52,54 +70,41 @@ class Links(NamedTuple):
     dy: Link
 
 
+@dataclass(slots=True, eq=False)
 class Stage:
     """Partition *j* in one run.
 
     Used by its worker alone, but for :meth:`give_up`, :meth:`drop` and ``Task.abandon``.
-
-    Args:
-        run: the run.
-        place: where it is.
-        layers: what it computes.
-        skips: which skips it stashes and pops.
-        links: to its neighbours.
-        ends: how values enter and leave.
-        cut: the same, if they are cut.
-        borrowed: the parameters that something else stands for.
-        stats: where its running statistics are noted, if they are deferred.
     """
 
-    __slots__ = (
-        "_versions", "borrowed", "cut", "ends", "how", "layers", "links", "loss", "outcome",
-        "place", "recomputed", "run", "skips", "stats",
-    )  # fmt: skip
+    run: Run
+    place: Place
+    layers: Layers
+    skips: PartitionSkips | None
+    """Which it stashes and pops; ``None`` if there are none."""
+    links: Links
+    ends: InGraph | Cut
+    borrowed: Weights
+    """The parameters that something else stands for, until they have been lent to the layers."""
+    stats: PartitionStats | None
+    """Where its running statistics are noted, if they are deferred."""
+    how: dict[str, How] = field(default_factory=dict)
+    """For each kind of action."""
+    outcome: Outcome = field(init=False)
+    cut: Cut | None = field(init=False)
+    """The ends, if they are cut."""
+    loss: Callable[[int, Value], Value] | None = field(init=False)
+    """Computes it, in the last stage of a step."""
+    recomputed: int = field(init=False)
+    """How many micro-batches, from the first, are checkpointed."""
+    _versions: list[int] = field(init=False)
 
-    def __init__(
-        self,
-        run: Run,
-        place: Place,
-        layers: Layers,
-        skips: PartitionSkips,
-        links: Links,
-        ends: Ends,
-        cut: Cut | None,
-        borrowed: Weights,
-        stats: PartitionStats | None,
-    ) -> None:
-        self.run = run
-        self.outcome = run.outcome
-        self.place = place
-        self.layers = layers
-        self.skips = skips or None
-        self.links = links
-        self.ends = ends
-        self.cut = cut
-        self.loss = cut.compute_loss if cut and place.j == place.n - 1 else None
-        self.stats = stats
-        self.recomputed = run.plan.recomputed if run.context.grad_enabled else 0
-        self.borrowed = borrowed
-        self._versions = [version(weight) for weight in borrowed]
-        self.how: dict[str, How] = {}
+    def __post_init__(self) -> None:
+        self.outcome = self.run.outcome
+        self.cut = cut = self.ends if isinstance(self.ends, Cut) else None
+        self.loss = cut.compute_loss if cut and self.place.j == self.place.n - 1 else None
+        self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
+        self._versions = [version(weight) for weight in self.borrowed]
 
     @property
     def arriving(self) -> tuple[tuple[Key, int], ...]:
@@ -163,10 +168,15 @@ class Task:
         stage, how = self._stage, self._how
         try:
             with how.context:
-                variables = stage.run.context.variables.copy()
-                result = variables.run(how.execute, stage, self._action.i, received)
-        except BaseException as error:  # noqa: B036  raised in the caller
-            return self._fail(error)
+                try:
+                    variables = stage.run.context.variables.copy()
+                    result = variables.run(how.execute, stage, self._action.i, received)
+                except BaseException as error:  # noqa: B036  raised in the caller
+                    result = self._fail(error)
+        except BaseException as error:  # noqa: B036
+            # Nobody knows what of the context is still on, so the worker must end (W4).
+            self._fail(error)
+            raise
         self.layers_took, stage.layers.took = stage.layers.took, None
         return result
 

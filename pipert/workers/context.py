@@ -20,19 +20,19 @@ intra-op threads      on a worker the caller's count shared out among the pipe's
 deterministic         process-wide in torch, so it is seen anyway and nothing is carried
 ====================  ==========================================================================
 
-**W4** what is put on is taken off again, also after an error. The count of intra-op threads stays
-with the worker, who owns its thread; :func:`.set_own_threads` says how the rest of the process is
-spared.
+**W4** what is put on is taken off again, also after an error; a worker that is hit by an exception
+in the middle of either ends, since nobody knows what is on then. The count of intra-op threads
+stays with the worker, who owns its thread; :func:`.set_own_threads` says how the rest of the
+process is spared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -80,44 +80,52 @@ class CallerContext:
     """The caller's thread-local settings; immutable, shared by all tasks of a run.
 
     Its blocks put all on but the context variables, which a block cannot: run what is to see them
-    by ``variables.copy().run``. :attr:`on_worker` puts the rest on, on a thread that has nothing
-    put on; :attr:`going_back_on_worker` all but autocast, since what was cast in the forward is
-    cast back by the graph; :meth:`on_any_thread` what the thread lacks.
+    by ``variables.copy().run``.
 
     Args:
         devices: the CUDA devices whose current streams matter.
         cpu_workers: how many CPU workers share the caller's intra-op threads.
     """
 
-    __slots__ = (
-        "_plain", "_settings", "_threads", "going_back_on_worker", "on_worker",
-        "saved_tensor_hooks", "variables",
-    )  # fmt: skip
-
     def __init__(self, devices: Sequence[torch.device] = (), cpu_workers: int = 0) -> None:
-        self._settings = settings = _Settings(devices)
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = get_autocast()
+        # A run inside a task has random numbers of its own to watch over.
+        self._functions = [
+            mode for mode in function_modes() if not getattr(mode, "belongs_to_its_task", False)
+        ]
+        self._dispatches = dispatch_modes()
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._threads = torch.get_num_threads()
+        self._threads_of_worker = max(1, self._threads // max(1, cpu_workers))
         self.variables = contextvars.copy_context()
-        self.saved_tensor_hooks = settings.hooks
-        has_modes = bool(settings.functions or settings.dispatches)
-        self._plain = settings.autocast == NEW_THREAD_AUTOCAST and not (
-            settings.inference or settings.hooks or has_modes
+        self.saved_tensor_hooks = hooks_of_caller()
+        self._has_modes = bool(self._functions or self._dispatches)
+        self._is_plain = self._autocast == NEW_THREAD_AUTOCAST and not (
+            self._inference or self.saved_tensor_hooks or self._has_modes
         )
-        share = max(1, self._threads // max(1, cpu_workers))
-        usual = self._plain and not settings.streams
-        more = None if usual else partial(_all_on_worker, settings)
-        self.on_worker = OnWorker(settings.grad, share, more)
-        going_back = partial(_going_back, settings) if has_modes or settings.streams else None
-        self.going_back_on_worker = OnWorker(True, share, going_back)
 
     @property
     def grad_enabled(self) -> bool:
         """Whether a graph is to be made."""
-        return self._settings.grad and not self._settings.inference
+        return self._grad and not self._inference
 
     def set_variable(self, variable: contextvars.ContextVar[T], value: T) -> None:
         """Let the tasks see ``value``; the caller does not. Before the first task."""
         self.variables.run(variable.set, value)
+
+    @property
+    def on_worker(self) -> OnWorker:
+        """A new block that puts all on, on a worker."""
+        usual = self._is_plain and not self._streams
+        return OnWorker(self._grad, self._threads_of_worker, None if usual else self._all_on_worker)
+
+    @property
+    def going_back_on_worker(self) -> OnWorker:
+        """The same but for autocast: what was cast in the forward is cast back by the graph."""
+        usual = not (self._has_modes or self._streams)
+        return OnWorker(True, self._threads_of_worker, None if usual else self._going_back)
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
@@ -126,101 +134,64 @@ class CallerContext:
         if count != self._threads:
             set_own_threads(self._threads)
         try:
-            torch._C._set_grad_enabled(self._settings.grad)
-            if self._plain and nothing_put_on():
+            torch._C._set_grad_enabled(self._grad)
+            if self._is_plain and nothing_put_on():
                 yield
             else:
-                with _all(self._settings, clear_cache=True):
+                with self._all(clear_cache=True):
                     yield
         finally:
             torch._C._set_grad_enabled(grad)
             if count != self._threads:
                 set_own_threads(count)
 
+    @contextlib.contextmanager
+    def _all(self, clear_cache: bool) -> Iterator[None]:
+        hooks = self.saved_tensor_hooks
+        with contextlib.ExitStack() as stack:
+            if self._inference != torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self._inference))
+                torch._C._set_grad_enabled(self._grad)
+            stack.enter_context(autocast(self._autocast, clear_cache))
+            if hooks is not None and hooks != hooks_of_caller():
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+            stack.enter_context(modes(self._functions, self._dispatches))
+            yield
 
-class _Settings:
-    """What the current thread has put on. References no context, so that no cycle keeps one."""
+    @contextlib.contextmanager
+    def _all_on_worker(self) -> Iterator[None]:
+        with current_streams(self._streams), self._all(clear_cache=False):
+            yield
 
-    __slots__ = ("autocast", "dispatches", "functions", "grad", "hooks", "inference", "streams")
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.grad = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.autocast = get_autocast()
-        self.hooks = hooks_of_caller()
-        # A run inside a task has random numbers of its own to watch over.
-        self.functions = [
-            mode for mode in function_modes() if not getattr(mode, "belongs_to_its_task", False)
-        ]
-        self.dispatches = dispatch_modes()
-        self.streams = [torch.cuda.current_stream(device) for device in devices]
-
-
-@contextlib.contextmanager
-def _all(settings: _Settings, clear_cache: bool) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        if settings.inference != torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(settings.inference))
-            torch._C._set_grad_enabled(settings.grad)
-        stack.enter_context(autocast(settings.autocast, clear_cache))
-        if settings.hooks is not None and settings.hooks != hooks_of_caller():
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*settings.hooks))
-        stack.enter_context(modes(settings.functions, settings.dispatches))
-        yield
+    @contextlib.contextmanager
+    def _going_back(self) -> Iterator[None]:
+        with current_streams(self._streams), modes(self._functions, self._dispatches):
+            yield
 
 
-@contextlib.contextmanager
-def _all_on_worker(settings: _Settings) -> Iterator[None]:
-    with current_streams(settings.streams), _all(settings, clear_cache=False):
-        yield
-
-
-@contextlib.contextmanager
-def _going_back(settings: _Settings) -> Iterator[None]:
-    with current_streams(settings.streams), modes(settings.functions, settings.dispatches):
-        yield
-
-
+@dataclass(slots=True, eq=False)
 class OnWorker:
-    """A block on a worker, a thread that has nothing put on. Any number of threads at once.
+    """A block on a worker, a thread that has nothing put on. Entered repeatedly, never nested."""
 
-    Args:
-        grad: the grad mode.
-        count: intra-op threads, which the worker keeps.
-        more: makes the block of what else is put on, if anything.
-    """
-
-    __slots__ = ("_count", "_grad", "_more")
-
-    def __init__(
-        self, grad: bool, count: int, more: Callable[[], AbstractContextManager[None]] | None
-    ) -> None:
-        self._grad = grad
-        self._count = count
-        self._more = more
+    _grad: bool
+    _threads: int
+    """The count of intra-op threads, which the worker keeps."""
+    _more: Callable[[], AbstractContextManager[None]] | None
+    """Makes the block of what else is put on, if anything."""
+    _block: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        if torch.get_num_threads() != self._count:
-            set_own_threads(self._count)
+        if torch.get_num_threads() != self._threads:
+            set_own_threads(self._threads)
         torch._C._set_grad_enabled(self._grad)
         if self._more is not None:
-            block = self._more()
-            block.__enter__()
-            _open.blocks.append(block)
+            self._block = self._more()
+            self._block.__enter__()
 
     def __exit__(self, *error: Any) -> None:
+        block, self._block = self._block, None
         try:
-            if self._more is not None and _open.blocks:
-                _open.blocks.pop().__exit__(*error)
+            if block is not None:
+                block.__exit__(*error)
         finally:
             torch._C._set_grad_enabled(True)
-
-
-class _Open(threading.local):
-    """The blocks that the current thread is in."""
-
-    def __init__(self) -> None:
-        self.blocks: list[AbstractContextManager[None]] = []
-
-
-_open = _Open()

@@ -57,12 +57,7 @@ class WorkerView(NamedTuple):
 
 
 class Pool:
-    """Worker threads, one per name.
-
-    Args:
-        names: the threads' names.
-        devices: the device of each, as many as ``names``.
-    """
+    """Worker threads, each with a name and a device."""
 
     def __init__(self, names: Sequence[str], devices: Sequence[torch.device]) -> None:
         self._names = tuple(names)

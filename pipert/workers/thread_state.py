@@ -5,19 +5,17 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.overrides import (
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import _python_dispatch as dispatch
 
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 _AUTOCAST_TYPES = tuple(
     kind
@@ -59,19 +57,24 @@ def set_own_threads(count: int) -> None:
     """
     torch.get_num_threads()
     with _default_threads.current:
-        default: list[int] = []
-        _on_new_thread(lambda: default.append(torch.get_num_threads()))
+        default = _on_new_thread(torch.get_num_threads)
         torch.set_num_threads(count)
-        _on_new_thread(lambda: torch.set_num_threads(default[0]))
+        _on_new_thread(lambda: torch.set_num_threads(default))
 
 
 _default_threads = ProcessLock()  # held while the default is not what it was
 
 
-def _on_new_thread(function: Callable[[], None]) -> None:
-    thread = threading.Thread(target=function, name="pipert-helper", daemon=True)
+def _on_new_thread(function: Callable[[], T]) -> T:
+    results: list[T] = []
+
+    def run() -> None:
+        results.append(function())
+
+    thread = threading.Thread(target=run, name="pipert-helper", daemon=True)
     thread.start()
     thread.join()
+    return results[0]
 
 
 def get_autocast() -> Autocast:
@@ -84,13 +87,7 @@ def get_autocast() -> Autocast:
     )
 
 
-def _get_new_thread_autocast() -> Autocast:
-    found: list[Autocast] = []
-    _on_new_thread(lambda: found.append(get_autocast()))
-    return found[0]
-
-
-NEW_THREAD_AUTOCAST = _get_new_thread_autocast()
+NEW_THREAD_AUTOCAST = _on_new_thread(get_autocast)
 
 
 def _set_autocast(autocast: Autocast) -> None:
@@ -152,25 +149,23 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
 
     The modes are pushed as they are, not entered: they have been entered, by the caller.
     """
-    old_functions, old_dispatches = function_modes(), dispatch_modes()
-    same = old_functions == functions and old_dispatches == dispatches
-    if not same:
-        _replace_modes(old_functions, functions, old_dispatches, dispatches)
+    before = function_modes(), dispatch_modes()
+    if before == (functions, dispatches):
+        yield
+        return
+    _set_modes(functions, dispatches)
     try:
         yield
     finally:
-        if not same:
-            _replace_modes(functions, old_functions, dispatches, old_dispatches)
+        _set_modes(*before)
 
 
-def _replace_modes(
-    functions: list[Any], new_functions: list[Any], dispatches: list[Any], new_dispatches: list[Any]
-) -> None:
-    for _ in functions:
+def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
+    for _ in function_modes():
         _pop_mode()  # type: ignore[no-untyped-call]
-    for mode in new_functions:
+    for mode in functions:
         _push_mode(mode)  # type: ignore[no-untyped-call]
-    for _ in dispatches:
+    for _ in dispatch_modes():
         dispatch._pop_mode()
-    for mode in new_dispatches:
+    for mode in dispatches:
         dispatch._push_mode(mode)

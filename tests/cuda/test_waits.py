@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable
+from tests.cuda.streams import own_streams
 from tests.skips import popping, stashing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
@@ -190,6 +191,17 @@ class Times(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
+
+
+def test_autograd_knows_the_stream_that_the_gradient_of_a_weight_is_written_on() -> None:
+    """Otherwise it warns that this is not the stream of the weight, and synchronises more."""
+    new: Any = torch.cuda.Stream
+    new("cuda:1")  # or streams of both devices have the same numbers, which is all it looks at
+    with own_streams("cuda:0", "cuda:1"):
+        first = Scale()
+        with pipe_of(nn.Sequential(first, Times(first)), ["cuda:0", "cuda:1"]) as pipe:
+            for _ in range(2):
+                call(pipe, batch())
 
 
 @ways

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # The collector is off, so that no finalizer runs on the thread that is being killed.
 DEATHS = """
-import gc
+import contextlib, gc
 import pipert.engine.runtime
 gc.disable()
 pipert.engine.waiting._LOOK = 0.05
@@ -37,8 +37,18 @@ def outcome(seconds, function):
     result = within(seconds, call)
     return result and result[0]
 
-def sweep_of_deaths(name):
-    problems, expected = [], None
+def under(block, function):
+    with block():
+        return function()
+
+def is_right(found, pipe, block):
+    expected = under(block, lambda: pipe[1](pipe[0](ROWS)))
+    return (isinstance(found, torch.Tensor) and found.dtype == expected.dtype
+            and torch.allclose(found, expected))
+
+def sweep_of_deaths(name, block=contextlib.nullcontext):
+    '''The call that is hit is made under the block, and those after it without.'''
+    problems = []
     k = 0
     while len(problems) < 5:
         count, where = 0, None
@@ -61,9 +71,8 @@ def sweep_of_deaths(name):
                 return local
 
         pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), chunks=2, checkpoint="always")
-        expected = pipe[1](pipe[0](ROWS))
         threading.settrace(trace)
-        found = outcome(2, lambda: pipe(ROWS))
+        found = outcome(2, lambda: under(block, lambda: pipe(ROWS)))
         threading.settrace(None)
         if where is None:
             outcome(2, pipe.close)
@@ -73,14 +82,14 @@ def sweep_of_deaths(name):
         elif isinstance(found, str):
             if found not in ("Thrown", "WorkerDiedError"):
                 problems.append(f"the call raises {found} after {where}")
-        elif not torch.allclose(found, expected):
+        elif not is_right(found, pipe, block):
             problems.append(f"the call is wrong after {where}")
         if found is not None:
             for _ in range(10):
                 found = outcome(2, lambda: pipe(ROWS))
                 if found != "WorkerDiedError":  # as when the worker is about to end
                     break
-            if not isinstance(found, torch.Tensor) or not torch.allclose(found, expected):
+            if not is_right(found, pipe, contextlib.nullcontext):
                 problems.append(f"the next call is {found} after {where}")
             if outcome(2, pipe.close) is not None or not within(2, lambda: [pipe.close()]):
                 problems.append(f"close hangs after {where}")
@@ -95,4 +104,13 @@ def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_lets_nobody_ha
     name: str, stride: int
 ) -> None:
     script = f"sweep_of_deaths({name!r})"
+    assert run(sweep(stride) + DEATHS + script, STEP).stdout == "True\n"
+
+
+@strides
+def test_what_is_thrown_into_a_worker_at_any_place_leaves_none_of_the_caller_s_context_on(
+    stride: int,
+) -> None:
+    """W4: a worker that was hit while it put the context on or took it off serves nobody more."""
+    script = "sweep_of_deaths('pipert-cpu-0', lambda: torch.autocast('cpu'))"
     assert run(sweep(stride) + DEATHS + script, STEP).stdout == "True\n"

@@ -109,9 +109,9 @@ def test_an_observer_may_close_the_pipe_from_a_task() -> None:
 
 def test_a_run_that_is_lost_in_an_interrupt_is_not_in_flight_for_ever() -> None:
     counters = Counters()
-    opened = counters.open(plan_call(1, 1, [0]))
+    begun = counters.begin(plan_call(1, 1, [0]))
     assert counters.read()["in_flight"] == 1
-    del opened  # as when an interrupt comes before anybody holds it
+    del begun  # as when an interrupt comes before anybody holds it
     assert counters.read()["in_flight"] == 0 and counters.read()["cancellations"] == 1
 
 

@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "begin-on-current", RECORDER, "the stream that a span begins on",
-        "stamp(clock, on))", "stamp(clock))",
+        "stamp(clock, on) if", "stamp(clock) if",
     ),
     Mutant(
         "end-on-current", RECORDER, "the stream that a span ends on",
@@ -73,13 +73,12 @@ MUTANTS = [
     ),
     Mutant(
         "gradient-begins-on-current", STAGE, "the stream that a gradient's copy begins on",
-        "_Way(i, j, to, device, home, size, clock, on)",
-        "_Way(i, j, to, device, home, size, clock, None)",
+        "self._recorder.begin(COPY, i, to, home, clock_back, on_back)",
+        "self._recorder.begin(COPY, i, to, home, clock_back, None)",
     ),
     Mutant(
         "gradient-ends-on-current", STAGE, "the stream that a gradient's copy ends on",
-        "watch_node(moved, partial(gradients.begin, self._recorder), on)",
-        "watch_node(moved, partial(gradients.begin, self._recorder), None)",
+        "watch_node(moved, begin_gradient, on_back)", "watch_node(moved, begin_gradient, None)",
     ),
     Mutant(
         "copy-stamped-at-target", STAGE, "the device that is read, whose clock a copy has",
@@ -107,8 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "forward-by-the-process", STAGE, "the device's clock for a forward",
-        "with stage.run.told.recorded(Action(FORWARD, i, stage.place.j), device) as span",
-        "with stage.run.told.recorded(Action(FORWARD, i, stage.place.j), _CPU) as span",
+        "with told.recorded(Action(FORWARD, i, j), device) as span",
+        "with told.recorded(Action(FORWARD, i, j), _CPU) as span",
     ),
     Mutant(
         "layers-by-the-process", STAGE, "the device's clock for layers",
@@ -165,8 +164,8 @@ MUTANTS = [
     ),
     Mutant(
         "gradient-begins-by-the-process", STAGE, "the clock that a gradient's copy begins by",
-        "recorder.begin(COPY, self.i, self.to, self.device, self.clock, self.on)",
-        "recorder.begin(COPY, self.i, self.to, self.device, _CPU)",
+        "self._recorder.begin(COPY, i, to, home, clock_back, on_back)",
+        "self._recorder.begin(COPY, i, to, home, _CPU)",
     ),
     Mutant(
         "unrecorded-wait-lost", STAGE, "the wait itself, where its backward is recorded",

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-COPIES, TRANSPORT = "pipert/stage/copies.py", "pipert/stage/transport.py"
+COPIES = "pipert/stage/copies.py"
 IN_GRAPH, CUT = "pipert/stage/in_graph.py", "pipert/stage/cut.py"
 BACKWARD = "pipert/stage/backward.py"
 
@@ -82,7 +82,18 @@ OF_COPIES = [
     ),
     Mutant(
         "arguments-not-awaited", COPIES, "the copy of arguments waits for the caller",
-        "moving = self.transport.wait_for_caller(moving, source)", "pass",
+        "moving = self.transport.wait(i, moving, source, compute)", "pass",
+    ),
+    Mutant(
+        "arguments-await-own-device", COPIES,
+        "the device of the arguments, whose caller is awaited",
+        "compute = streams.compute_stream(device)", "compute = streams.compute_stream(home)",
+    ),
+    Mutant(
+        "caller-not-after-dx", COPIES,
+        "the wait in the graph, by which autograd knows the stream of an argument's gradient",
+        "moving = self.transport.wait(i, moving, source, compute)",
+        "streams.wait(source, compute)",
     ),
     Mutant(
         "stage-copy-swapped", COPIES, "source and target of every copy: swapped",
@@ -154,42 +165,21 @@ OF_CALLS = [
         "copying = self._copies.stream(i)", "copying = self._copies.stream(i + 1)",
     ),
     Mutant(
-        "no-wait-without-graph", TRANSPORT, "waits for values that need no gradient",
+        "no-wait-without-graph", COPIES, "waits for values that need no gradient",
         "streams.wait(waiter, awaited)\n            return x", "return x",
     ),
     Mutant(
-        "no-wait-back", TRANSPORT, "the waits of the backward: only the forward waits",
+        "no-wait-back", COPIES, "the waits of the backward: only the forward waits",
         "return rebuild(transfer.wait(xs, waiter, awaited))",
         "streams.wait(waiter, awaited)\n        return x",
     ),
     Mutant(
-        "arguments-await-own-device", TRANSPORT,
-        "the device of the arguments, whose caller is awaited",
-        "compute = streams.compute_stream(tensors[0].device)",
-        "compute = streams.compute_stream(self._device)",
-    ),
-    Mutant(
-        "arguments-in-graph-not-awaited", TRANSPORT,
-        "the copy of arguments in the graph waits for the caller",
-        "return transfer.wait(tensors, source, compute)", "return tensors",
-    ),
-    Mutant(
-        "caller-not-after-dx", TRANSPORT, "the caller waits for the gradients of arguments",
-        "return transfer.wait(tensors, source, compute)",
-        "streams.wait(source, compute)\n            return tensors",
-    ),
-    Mutant(
-        "arguments-without-graph-not-awaited", TRANSPORT,
-        "the copy of arguments without gradient waits for the caller",
-        "streams.wait(source, compute)\n        return tensors", "return tensors",
-    ),
-    Mutant(
-        "graph-move-swapped", TRANSPORT, "source and target of a copy in the graph: swapped",
+        "graph-move-swapped", COPIES, "source and target of a copy in the graph: swapped",
         "return transfer.copy(tensors, self._device, source, target, to_caller=to_caller)",
         "return transfer.copy(tensors, self._device, target, source, to_caller=to_caller)",
     ),
     Mutant(
-        "move-swapped", TRANSPORT, "source and target of a copy without gradient: swapped",
+        "move-swapped", COPIES, "source and target of a copy without gradient: swapped",
         "return streams.copy(tensors, self._device, source, target)",
         "return streams.copy(tensors, self._device, target, source)",
     ),
@@ -233,15 +223,11 @@ OF_STEPS = [
         "cut.let_others_copy(i)  # before the sums: the copy needs none of them", "pass",
     ),
     Mutant(
-        "step-no-wait", TRANSPORT, "compute waits for copies: of values, targets and gradients",
+        "step-no-wait", COPIES, "compute waits for copies: of values, targets and gradients",
         "streams.wait(waiter, awaited)\n        return x\n", "return x\n",
     ),
     Mutant(
-        "step-arguments-not-awaited", TRANSPORT, "the copy of arguments waits for the caller",
-        "streams.wait(source, streams.compute_stream(tensors[0].device))", "pass",
-    ),
-    Mutant(
-        "step-move-swapped", TRANSPORT, "source and target of a copy: swapped",
+        "step-move-swapped", COPIES, "source and target of a copy: swapped",
         "moved = streams.copy(plain, self._device, source, target)",
         "moved = streams.copy(plain, self._device, target, source)",
     ),

@@ -31,12 +31,20 @@ OF_WORKERS = [
     Mutant(
         "autocast-lost", CONTEXT,
         "tasks run without the caller's autocast, in float32 (W4)",
-        "stack.enter_context(autocast(settings.autocast, clear_cache))", "pass",
+        "stack.enter_context(autocast(self._autocast, clear_cache))", "pass",
         ("tests/workers/test_context.py",),
     ),
 ]  # fmt: skip
 
 OF_RUNS = [
+    Mutant(
+        "untrusted-worker-goes-on", STAGE,
+        "a worker that was hit by an exception while it put the caller's context on, or took it "
+        "off, goes on, and autocast may be on in its next tasks (W4)",
+        "            self._fail(error)\n            raise\n",
+        "            return self._fail(error)\n",
+        ("tests/faults/test_dying_workers.py",),
+    ),
     Mutant(
         "first-error-in-time", "pipert/stage/outcome.py",
         "of several failures the one that came first in time is raised, and not the first one of "
@@ -122,7 +130,7 @@ OF_STEPS = [
     Mutant(
         "failing-observer-stays", "pipert/seeing/told.py",
         "an observer that raises is told everything after that, too, and fills the log",
-        "                self._observers.remove(observer)\n", "",
+        "                self._observers.pop(id(observer), None)\n", "",
         ("tests/test_observe.py",),
     ),
 ]  # fmt: skip

@@ -11,27 +11,27 @@ THREAD = "pipert/workers/thread_state.py"
 RUNTIME, RUN = "pipert/engine/runtime.py", "pipert/stage/run.py"
 RANDOM = "pipert/layers/random_numbers.py"
 
-_CAPTURED = "self.streams = [torch.cuda.current_stream(device) for device in devices]"
+_CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
 _DEFAULTS = "self._defaults.append(torch.cuda.default_generators[device.index])"
 
 MUTANTS = [
     Mutant(
         "streams-not-captured", CONTEXT, "the caller's current streams",
-        _CAPTURED, "self.streams: list[torch.cuda.Stream] = []",
+        _CAPTURED, "self._streams: list[torch.cuda.Stream] = []",
     ),
     Mutant(
         "default-streams-captured", CONTEXT, "the caller's current streams: default ones instead",
-        _CAPTURED, "self.streams = [torch.cuda.default_stream(device) for device in devices]",
+        _CAPTURED, "self._streams = [torch.cuda.default_stream(device) for device in devices]",
     ),
     Mutant(
         "forward-without-streams", CONTEXT, "the caller's streams around F[i,j]",
-        "with current_streams(settings.streams), _all(settings, clear_cache=False):",
-        "with _all(settings, clear_cache=False):",
+        "with current_streams(self._streams), self._all(clear_cache=False):",
+        "with self._all(clear_cache=False):",
     ),
     Mutant(
         "backward-without-streams", CONTEXT, "the caller's streams around B[i,j] of a step",
-        "with current_streams(settings.streams), modes(settings.functions, settings.dispatches):",
-        "with modes(settings.functions, settings.dispatches):",
+        "with current_streams(self._streams), modes(self._functions, self._dispatches):",
+        "with modes(self._functions, self._dispatches):",
     ),
     Mutant(
         "streams-left-on", THREAD, "streams are put back after a task",

@@ -19,7 +19,7 @@ ANYWHERE = {
     "wait_stream", "wait_event", "record_stream", "record_event", "elapsed_time", "query",
     "current_stream", "default_stream", "set_stream", "set_device", "fork_rng",
     "compute_stream", "stamp", "current_streams", "_set_streams",
-    "_wait_for", "wait_for_caller", "let_others_copy", "watch_node",
+    "_wait_for", "let_others_copy", "watch_node",
     "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
     "_at_end_of_backward", "_let_autograd_read",
 }  # fmt: skip
@@ -45,7 +45,7 @@ OF = {
 REASONS = {
     (
         "pipert/stage/recorded.py",
-        "self._recorder.during(WAIT, i, self._place.j, self._place.device)",
+        "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
     ("pipert/stage/cut.py", "self._copies.let_others_copy(i)"): "what calls it has a mutant",
 }

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from pipert import Event, Pipe, Timeline
 from pipert.seeing.recorder import Span
 from pipert.skip import pop, skippable, stash
-from pipert.stage.recorded import RecordedEnds, RecordedLink, RecordedTransport
+from pipert.stage.recorded import RecordedTransport
 from tests.layers import Apply
 
 M, N = 4, 3
@@ -336,9 +336,9 @@ def test_of_a_call_that_fails_is_recorded_what_ran() -> None:
 
 def test_a_pipe_that_is_not_recorded_has_plain_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
-    for kind in (RecordedEnds, RecordedLink, RecordedTransport):
-        monkeypatch.setattr(kind, "__init__", lambda *args: made.append(args))
-    monkeypatch.setattr("pipert.stage.actions.recorded_compute", lambda *args: made.append(args))
+    monkeypatch.setattr(RecordedTransport, "__init__", lambda *args: made.append(args))
+    for name in ("assembly.recorded_link", "actions.recorded_forward"):
+        monkeypatch.setattr(f"pipert.stage.{name}", lambda *args: made.append(args))
     with pipe_of(model()) as pipe:
         with pipe.record():
             pass

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def run_with_sources(count: int) -> Run:
     plan = plan_call(2, 1, [0])
-    run = Run(plan, [CPU], CallerContext(), CopyStreams(), Counters().open(plan).told)
+    run = Run(plan, [CPU], CallerContext(), CopyStreams(), Counters().begin(plan))
     for i in range(count):
         source: Any = i  # stands for a stream
         run.sources[CPU, i] = source

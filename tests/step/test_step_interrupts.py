@@ -235,6 +235,7 @@ def after_step(pipe):
     return torch.cat([grad.reshape(-1) for grad in grads(pipe)])
 
 def after_backward(pipe):
+    pipe.zero_grad()
     cube(pipe[1](pipe[0](ROWS)), None).backward()
     return torch.cat([grad.reshape(-1) for grad in grads(pipe)])
 """
@@ -248,7 +249,7 @@ def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_of_a_step_lets
 ) -> None:
     changes = {
         "lambda: pipe(ROWS)": "lambda: after_step(pipe)",
-        "expected = pipe[1](pipe[0](ROWS))": "expected = after_backward(pipe)",
+        "pipe[1](pipe[0](ROWS))": "after_backward(pipe)",
         'chunks=2, checkpoint="always"': 'chunks=1, checkpoint="never"',
     }
     deaths = DEATHS
