@@ -2,114 +2,166 @@
 
 A normalisation layer in training mode updates its running statistics at each call, and a
 recomputation calls it again. Switching the module's updates off would affect other threads that
-use it at the same moment, so the functions it calls are redirected instead: they update a copy.
+use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
+copies of the statistics, and a counter is returned as it is.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral
 norm. Their results may depend on that, as they do there, so a recomputation
-that changes a buffer is refused.
+that changes a buffer is refused. To see that takes a dispatch mode, which costs much, so it is on
+only where a buffer has changed since the first forward: native normalisation moves no version.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipert.batch.tensors import version
 from pipert.errors import RecomputationError
+from pipert.layers.dispatch_keys import Key, operations
+from pipert.layers.drawing import is_compiled_by_dynamo
 
 __all__: list[str] = []
 
-_RUNNING = ("running_mean", "running_var")
-# The positions of these among the arguments of functions that may update them.
-_PLACES = {
-    F.batch_norm: (1, 2),
-    F.instance_norm: (1, 2),
-    torch.batch_norm: (3, 4),
-    torch.instance_norm: (3, 4),
-}
-
-_IN_PLACE_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow",
-                 "iand", "ior", "ixor", "ilshift", "irshift")
-)  # fmt: skip
-
-COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
-"""The ways in which a layer may count its calls: ``num_batches_tracked + 1``."""
+# In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
+kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
 
 
-def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a call of a torch function writes to, judged by its name."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS
-    return args[0] if args and in_place else None
+def _register(keeping: Key) -> None:
+    for operation, schema in operations(_normalises):
+        names = [argument.name for argument in schema.arguments]
+        places = {k for k, name in enumerate(names) if name in ("running_mean", "running_var")}
+        keeping.register(operation, _copies(operation, places))
+    for operation in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar):
+        keeping.register(operation, _counts(operation))
+
+
+KEEPING = Key("TESTING_ONLY_GenericWrapper", _register)
+
+
+def _normalises(schema: Any) -> bool:
+    of_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
+    return of_statistics and "backward" not in schema.name
+
+
+def _copies(operation: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
+    """Makes a kernel that calls ``operation`` with copies of some arguments."""
+
+    def normalise(*args: Any, **kwargs: Any) -> Any:
+        with KEEPING.excluded():
+            of_copies = [
+                arg.clone() if k in places and isinstance(arg, Tensor) else arg
+                for k, arg in enumerate(args)
+            ]
+            return operation(*of_copies, **kwargs)
+
+    return normalise
+
+
+def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a kernel that adds in place, but not to a counter."""
+
+    def add(*args: Any, **kwargs: Any) -> Any:
+        if id(args[0]) in (kept_counters.get() or ()):
+            return args[0]
+        with KEEPING.excluded():
+            return operation(*args, **kwargs)
+
+    return add
 
 
 class Buffers:
-    """The buffers of a partition.
+    """The buffers of a partition, before its first forward.
 
     Args:
-        module: the partition; it is not kept.
+        module: the partition.
     """
 
-    __slots__ = ("counters", "names")
+    __slots__ = ("_norms", "_others", "in_compiled_code")
 
     def __init__(self, module: nn.Module) -> None:
-        self.names = {id(buffer): name for name, buffer in module.named_buffers()}
-        self.counters = {
-            id(norm.num_batches_tracked)
-            for norm in module.modules()
-            if isinstance(norm, _NormBase) and norm.num_batches_tracked is not None
-        }
+        self.in_compiled_code = is_compiled_by_dynamo(module)
+        self._norms = [part for part in module.modules() if isinstance(part, _NormBase)]
+        counters = {id(norm.num_batches_tracked) for norm in self._norms}
+        self._others = [
+            (buffer, version(buffer), name)
+            for name, buffer in module.named_buffers()
+            if id(buffer) not in counters and not is_lazy(buffer)
+        ]
+
+    def keep_during(self, call: Callable[[], Any]) -> None:
+        """Call ``call``, which computes again, in context variables of its own.
+
+        Raises:
+            RecomputationError: it changes a buffer.
+        """
+        counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
+        kept_counters.set(frozenset(id(counter) for _, counter in counters))
+        have_changed = any(version(buffer) != before for buffer, before, _ in self._others)
+        refusing = RefuseChanges({_place(b): (b, name) for b, _, name in self._others})
+        try:
+            with refusing if have_changed else contextlib.nullcontext():
+                call()
+        finally:
+            for norm, counter in counters:
+                if norm.num_batches_tracked is not counter:  # replaced by one that is greater
+                    norm.num_batches_tracked = counter
 
 
-class KeepBuffers(TorchFunctionMode):
-    """Keeps normalisation layers from updating anything, and refuses updates by other layers."""
+class RefuseChanges(TorchDispatchMode):
+    """Refuses operations that change buffers.
 
-    def __init__(self, buffers: Buffers) -> None:
+    Args:
+        buffers: by where their data are, with their names.
+    """
+
+    def __init__(self, buffers: dict[int, tuple[Tensor, str]]) -> None:
         super().__init__()
         self._buffers = buffers
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in COUNTING and id(args[0]) in self._buffers.counters:
-            return args[0]
-        places = _PLACES.get(func)
-        if places is not None:
-            args = tuple([_copy(arg) if k in places else arg for k, arg in enumerate(args)])
-            kwargs = {k: _copy(arg) if k in _RUNNING else arg for k, arg in kwargs.items()}
-            return func(*args, **kwargs)
-        changed = changed_by(func, args, kwargs)
-        if id(changed) not in self._buffers.names:
-            return func(*args, **kwargs)
-        before = _copy(changed)
+        changed = [found for x in _written(func, args, kwargs) if (found := self._find(x))]
+        before = [buffer.clone() for buffer, _ in changed]
         result = func(*args, **kwargs)
-        if not torch.equal(before, changed):
-            with torch.no_grad():
-                changed.copy_(before)
-            raise RecomputationError(
-                f"a layer changes its buffer {self._buffers.names[id(changed)]!r} when it is "
-                "recomputed, so its result may differ from its forward's. Use "
-                "checkpoint='never', or leave the buffer alone while pipert.is_recomputing()"
-            )
+        for (buffer, name), old in zip(changed, before, strict=True):
+            if not torch.equal(buffer, old):
+                buffer.copy_(old)
+                raise RecomputationError(
+                    f"a layer changes its buffer {name!r} when it is recomputed, so its result "
+                    "may differ from its forward's. Use checkpoint='never', or leave the buffer "
+                    "alone while pipert.is_recomputing()"
+                )
         return result
+
+    def _find(self, tensor: Tensor) -> tuple[Tensor, str] | None:
+        return self._buffers.get(_place(tensor))
+
+
+def _place(tensor: Tensor) -> int:
+    """Where its data are, as for all of its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    given = {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)}
+    given.update(kwargs)
+    found = [given.get(a.name) for a in func._schema.arguments if a.is_write]
+    flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def may_change_buffers(module: nn.Module) -> bool:
     """Whether calling ``module`` now might update running statistics or other buffers."""
     return any(part.training and part._buffers for part in module.modules())
-
-
-def _copy(running: Any) -> Any:
-    if not isinstance(running, Tensor):
-        return running
-    with torch.no_grad():
-        return running.clone()

@@ -6,7 +6,9 @@ the partition and what must be the same the second time, but neither the run nor
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -18,11 +20,13 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
-from pipert.layers.buffers import KeepBuffers
+from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
+from pipert.layers.generators import DRAWING
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import RunSeed, begin_stream, call_layer
+from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
@@ -38,6 +42,8 @@ _checkpointing: ContextVar[bool] = ContextVar("pipert_checkpointing", default=Fa
 _recomputing: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
 
 AfterLayer = Callable[[], None] | None
+
+_NOTHING = contextlib.nullcontext()
 
 
 def is_checkpointing() -> bool:
@@ -63,7 +69,7 @@ class Layers:
         partition: the layers.
         place: where they are, for errors, random numbers and those who look.
         context: the caller's.
-        seed: of the run's random numbers; ``None`` when no layer draws any.
+        seed: of the run's random numbers; ``None`` when nothing here draws any.
         skips: which the partition stashes and pops. If any, values are ``Carried``.
         told: who hears of recomputations.
     """
@@ -120,8 +126,17 @@ class Layers:
             if self._snapshot is None:
                 self._snapshot = Snapshot(self._partition)
             _checkpointing.set(True)
+        stream: AbstractContextManager[object] = _NOTHING
+        drawing = keeping = _NOTHING
         if self._seed is not None:
-            begin_stream(self._seed, self._place.number(i), self._place.device)
+            stream = Stream(self._seed, self._place.number(i))
+            drawing = DRAWING.included()
+        if kept_counters.get() is not None:
+            keeping = KEEPING.included()
+        with stream, drawing, keeping:
+            return self._call(i, after_layer, value)
+
+    def _call(self, i: int, after_layer: AfterLayer, value: Value) -> Value:
         store = None
         if self._skips is not None:
             value, arriving = value
@@ -130,7 +145,7 @@ class Layers:
         done, started = 0, perf_counter()
         try:
             for layer in self._partition._modules.values():
-                call: Any = layer if self._seed is None else partial(call_layer, layer)
+                call: Any = layer
                 if layer in self._compiled:
                     call = partial(call_compiled, call)
                 if layer in self._substitutes:
@@ -204,11 +219,22 @@ class Layers:
                 "optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
-        if self._snapshot.buffers is None:
-            self.forward(i, False, None, get_value())
-            return
-        with KeepBuffers(self._snapshot.buffers):
-            self.forward(i, False, None, get_value())
+        again, buffers = partial(self.forward, i, False, None, get_value()), self._snapshot.buffers
+        if buffers is None:
+            again()
+        elif buffers.in_compiled_code:
+            with PartitionStats(self._partition).discarding():
+                again()
+        else:
+            buffers.keep_during(again)
+
+    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
+        """Call ``differentiate(*args)``, of micro-batch ``i``: ``B[i,j]`` of a step."""
+        if self._seed is None:
+            return differentiate(*args)
+        number = self._place.number_of_backward(i)
+        with Stream(self._seed, number), DRAWING.included():
+            return differentiate(*args)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.

@@ -69,7 +69,8 @@ def assemble(
             parts = _in_graph(run, place, skips, links)
         else:
             parts = _cut(run, place, skips, links, step)
-        seed = run.seed if draws(partition) else None
+        is_random = draws(partition) or (step is not None and j == n - 1 and step.loss.draws)
+        seed = run.seed if is_random else None
         layers = Layers(partition, place, run.context, seed, skips, run.told)
         of_stage = stats.partitions[j] if stats else None
         stage = Stage(run, place, layers, skips, *parts, weights[j], of_stage)

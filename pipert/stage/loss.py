@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import as_value, scatter_with_sizes
 from pipert.batch.tensors import describe
-from pipert.layers.random_numbers import RunSeed, begin_stream, call_layer
+from pipert.layers.generators import DRAWING
+from pipert.layers.random_numbers import RunSeed, Stream
 
 __all__: list[str] = []
 
@@ -102,26 +103,24 @@ class Loss:
         self.shares = shares
         self._scale = scale
         self._function = function
-        layer = function if isinstance(function, nn.Module) else _Called(function)
-        self._layer = None if _is_functional(function) else layer
+        self.draws = not _is_functional(function)  # or might
 
-    def compute(self, number: int, seed: RunSeed, device: torch.device, *args: Any) -> Tensor:
+    def compute(self, number: int, seed: RunSeed, _: torch.device, *args: Any) -> Tensor:
         """Compute the loss of one micro-batch, with random numbers of its own.
 
         Args:
             number: of the micro-batch's loss in its run, for these.
             seed: the run's.
-            device: where it is computed.
             *args: an output and its target.
 
         Raises:
             TypeError: the function did not return a tensor of one element.
         """
-        if self._layer is None:
+        if not self.draws:
             loss: Any = self._function(*args)
         else:
-            begin_stream(seed, number, device)
-            loss = call_layer(self._layer, *args)
+            with Stream(seed, number), DRAWING.included():
+                loss = self._function(*args)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(
                 f"loss_fn must return a tensor of one element, got {describe(loss)}; reduce it over"
@@ -135,15 +134,6 @@ class Loss:
     def gradient_of(self, i: int, loss: Tensor) -> Tensor:
         """The gradient of micro-batch ``i``'s own loss, from which its backward begins."""
         return torch.ones_like(loss) * (self.shares[i] * self._scale)
-
-
-class _Called(nn.Module):
-    def __init__(self, function: LossFunction) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, y: Any, target: Any) -> Tensor:
-        return self.function(y, target)
 
 
 def _is_functional(function: Any) -> bool:
