@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +33,9 @@ __all__: list[str] = []
 
 # In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
 kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
+
+
+_COUNTER = "num_batches_tracked"
 
 
 def _register(keeping: Key) -> None:
@@ -89,7 +92,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self.in_compiled_code = is_compiled_by_dynamo(module)
-        self._norms = [part for part in module.modules() if isinstance(part, _NormBase)]
+        self._norms: list[Any] = [part for part in module.modules() if _COUNTER in part._buffers]
         counters = {id(norm.num_batches_tracked) for norm in self._norms}
         self._others = [
             (buffer, version(buffer), name)
@@ -104,19 +107,22 @@ class Buffers:
             RecomputationError: it changes a buffer.
         """
         counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
-        kept_counters.set(frozenset(id(counter) for _, counter in counters))
-        have_changed = any(version(buffer) != before for buffer, before, _ in self._others)
-        refusing = RefuseChanges({_place(b): (b, name) for b, _, name in self._others})
+        kept_counters.set(frozenset([id(counter) for _, counter in counters]))
         try:
-            with refusing if have_changed else contextlib.nullcontext():
+            with self._refusing_changes():
                 call()
         finally:
             for norm, counter in counters:
                 if norm.num_batches_tracked is not counter:  # replaced by one that is greater
                     norm.num_batches_tracked = counter
 
+    def _refusing_changes(self) -> AbstractContextManager[object]:
+        if all(version(buffer) == before for buffer, before, _ in self._others):
+            return contextlib.nullcontext()
+        return _RefuseChanges({_place(buffer): (buffer, name) for buffer, _, name in self._others})
 
-class RefuseChanges(TorchDispatchMode):
+
+class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that change buffers.
 
     Args:
@@ -124,8 +130,12 @@ class RefuseChanges(TorchDispatchMode):
     """
 
     def __init__(self, buffers: dict[int, tuple[Tensor, str]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = buffers
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or its first call would import dynamo, which takes seconds
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

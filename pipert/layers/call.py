@@ -43,7 +43,7 @@ _recomputing: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
 
 AfterLayer = Callable[[], None] | None
 
-_NOTHING = contextlib.nullcontext()
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def is_checkpointing() -> bool:
@@ -126,8 +126,7 @@ class Layers:
             if self._snapshot is None:
                 self._snapshot = Snapshot(self._partition)
             _checkpointing.set(True)
-        stream: AbstractContextManager[object] = _NOTHING
-        drawing = keeping = _NOTHING
+        stream = drawing = keeping = _NOTHING
         if self._seed is not None:
             stream = Stream(self._seed, self._place.number(i))
             drawing = DRAWING.included()

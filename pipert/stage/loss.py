@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert._typing import Value
 from pipert.batch.microbatch import as_value, scatter_with_sizes

@@ -714,11 +714,11 @@ def test_dropout_beside_a_nested_checkpoint_is_not_refused(reentrant: bool) -> N
         assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-class DrawElsewhere(TorchDispatchMode):
+class DrawElsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets another thread draw whenever an operation asks for memory like that of its input."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
