@@ -79,8 +79,8 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _is_updated(layer: nn.Module) -> bool:
@@ -141,7 +141,7 @@ class PartitionStats:
         return _Collect(self)
 
     def discarding(self) -> AbstractContextManager[object]:
-        """Update nothing while compiled layers are computed again: they pass by our kernels."""
+        """Update nothing while compiled layers are computed again; their code has no kernels."""
         return _Collect(self, deferring=False)
 
     def check(self) -> None:
@@ -234,12 +234,8 @@ _TORCH = (
 
 # The ways in which a layer may count its calls: ``num_batches_tracked + 1``.
 _COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
-
-_IN_PLACE_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow",
-                 "iand", "ior", "ixor", "ilshift", "irshift")
-)  # fmt: skip
+_IN_PLACE = "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+_IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _IN_PLACE.split())
 
 
 def _changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,10 +5,10 @@ recomputation calls it again. Switching the module's updates off would affect ot
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
 copies of the statistics, and a counter is returned as it is.
 
-Other layers change their buffers in their own ways, such as the power iteration of spectral
-norm. Their results may depend on that, as they do there, so a recomputation
-that changes a buffer is refused. To see that takes a dispatch mode, which costs much, so it is on
-only where a buffer has changed since the first forward: native normalisation moves no version.
+Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
+Their results may depend on that, as they do there, so a recomputation that changes a buffer is
+refused. A dispatch mode sees that. It costs much for each operation, so it is on only where the
+version of a buffer has moved since the first forward, which normalisation does not do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ __all__: list[str] = []
 
 # In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
 kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
-
 
 _COUNTER = "num_batches_tracked"
 
@@ -60,11 +59,8 @@ def _copies(operation: Callable[..., Any], places: set[int]) -> Callable[..., An
 
     def normalise(*args: Any, **kwargs: Any) -> Any:
         with KEEPING.excluded():
-            of_copies = [
-                arg.clone() if k in places and isinstance(arg, Tensor) else arg
-                for k, arg in enumerate(args)
-            ]
-            return operation(*of_copies, **kwargs)
+            copied = [x.clone() if k in places and x is not None else x for k, x in enumerate(args)]
+            return operation(*copied, **kwargs)
 
     return normalise
 
@@ -109,7 +105,7 @@ class Buffers:
         counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
         kept_counters.set(frozenset([id(counter) for _, counter in counters]))
         try:
-            with self._refusing_changes():
+            with KEEPING.included(), self._refusing_changes():
                 call()
         finally:
             for norm, counter in counters:
@@ -140,10 +136,10 @@ class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        changed = [found for x in _written(func, args, kwargs) if (found := self._find(x))]
+        places = {_place(tensor) for tensor in _written(func, args, kwargs or {})}
+        changed = [self._buffers[place] for place in places & self._buffers.keys()]
         before = [buffer.clone() for buffer, _ in changed]
-        result = func(*args, **kwargs)
+        result = func(*args, **kwargs or {})
         for (buffer, name), old in zip(changed, before, strict=True):
             if not torch.equal(buffer, old):
                 buffer.copy_(old)
@@ -154,9 +150,6 @@ class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         return result
 
-    def _find(self, tensor: Tensor) -> tuple[Tensor, str] | None:
-        return self._buffers.get(_place(tensor))
-
 
 def _place(tensor: Tensor) -> int:
     """Where its data are, as for all of its views."""
@@ -165,9 +158,9 @@ def _place(tensor: Tensor) -> int:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    given = {argument.name: arg for argument, arg in zip(func._schema.arguments, args, strict=False)}
-    given.update(kwargs)
-    found = [given.get(a.name) for a in func._schema.arguments if a.is_write]
+    arguments = func._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    found = [given[a.name] for a in arguments if a.is_write and a.name in given]
     flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]
     return [x for x in flat if isinstance(x, Tensor)]
 

@@ -69,14 +69,13 @@ class Layers:
         partition: the layers.
         place: where they are, for errors, random numbers and those who look.
         context: the caller's.
-        seed: of the run's random numbers; ``None`` when nothing here draws any.
         skips: which the partition stashes and pops. If any, values are ``Carried``.
         told: who hears of recomputations.
     """
 
     __slots__ = (
-        "_compiled", "_context", "_partition", "_place", "_seed", "_skips", "_snapshot",
-        "_substitutes", "_told", "took",
+        "_compiled", "_context", "_partition", "_place", "_skips", "_snapshot", "_substitutes",
+        "_told", "took",
     )  # fmt: skip
 
     def __init__(
@@ -84,14 +83,12 @@ class Layers:
         partition: nn.Sequential,
         place: Place,
         context: CallerContext,
-        seed: RunSeed | None,
         skips: PartitionSkips,
         told: Told,
     ) -> None:
         self._partition = partition
         self._place = place
         self._context = context
-        self._seed = seed
         self._skips = skips or None
         self._told = told
         self._substitutes: dict[nn.Module, Substitute] = {}
@@ -126,16 +123,6 @@ class Layers:
             if self._snapshot is None:
                 self._snapshot = Snapshot(self._partition)
             _checkpointing.set(True)
-        stream = drawing = keeping = _NOTHING
-        if self._seed is not None:
-            stream = Stream(self._seed, self._place.number(i))
-            drawing = DRAWING.included()
-        if kept_counters.get() is not None:
-            keeping = KEEPING.included()
-        with stream, drawing, keeping:
-            return self._call(i, after_layer, value)
-
-    def _call(self, i: int, after_layer: AfterLayer, value: Value) -> Value:
         store = None
         if self._skips is not None:
             value, arriving = value
@@ -229,11 +216,7 @@ class Layers:
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
         """Call ``differentiate(*args)``, of micro-batch ``i``: ``B[i,j]`` of a step."""
-        if self._seed is None:
-            return differentiate(*args)
-        number = self._place.number_of_backward(i)
-        with Stream(self._seed, number), DRAWING.included():
-            return differentiate(*args)
+        return differentiate(*args)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.
@@ -245,3 +228,25 @@ class Layers:
 
     def __repr__(self) -> str:
         return f"<Layers of {self._place}>"
+
+
+class RandomLayers(Layers):
+    """Layers that might draw, in a run whose tasks have random numbers of their own.
+
+    Also those of a run inside of another one's recomputation, which leaves their buffers alone.
+    """
+
+    __slots__ = ("_seed",)
+
+    def __init__(self, seed: RunSeed, *args: Any) -> None:
+        super().__init__(*args)
+        self._seed = seed
+
+    def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
+        keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
+        with Stream(self._seed, self._place.number(i)), DRAWING.included(), keeping:
+            return super().forward(i, checkpointed, after_layer, value)
+
+    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
+        with Stream(self._seed, self._place.number_of_backward(i)), DRAWING.included():
+            return differentiate(*args)

@@ -26,14 +26,15 @@ __all__: list[str] = []
 
 Operation = Callable[..., Any]
 
+
 class Source(Protocol):
-    """The generators of a task, which it has stashed."""
+    """The generators of a task, which it has stashed: one for each device."""
 
     def settled(self, device: torch.device) -> torch.Generator | None:
-        """That of ``device``; ``None`` while nothing has been drawn in the run."""
+        """Return it, if anything has been drawn in the run."""
 
     def alone(self, device: torch.device) -> AbstractContextManager[torch.Generator]:
-        """That of ``device``, for an operation that may be the run's first to draw."""
+        """Lend it to an operation that may be the run's first to draw."""
 
 
 def _register(drawing: Key) -> None:
@@ -133,20 +134,21 @@ def _source(device: torch.device) -> Source | None:
 
 def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     """Where an operation draws."""
-    device: torch.device | None = kwargs.get("device")
+    device: Any = kwargs.get("device")
     if device is None:
         tensors = [x for x in (kwargs.get("out"), *args) if isinstance(x, Tensor)]
         return tensors[0].device if tensors else torch.device("cpu")
     if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+        device = torch.device("cuda", torch.cuda.current_device())
+    found: torch.device = device
+    return found
 
 
 def _is_default(generator: Any) -> bool:
     if generator.device.type not in ("cpu", "cuda"):
         return False
     default: Any = _default(generator.device)
-    return generator._cdata == default._cdata  # they are not always the same object
+    return bool(generator._cdata == default._cdata)  # objects for the same generator may differ
 
 
 def _default(device: torch.device) -> torch.Generator:

@@ -4,12 +4,12 @@ The CPU's default generator is shared by the process. Workers drawing from it at
 its numbers by timing, and a recomputation cannot rewind it under the others. So each task has
 generators of its own, one for each device that it draws on:
 
-* Their seed comes from the run's seed and the task's number (``layers/place.py``). The run's seed is
+* Their seed comes from the run's seed and the task's number (``Place.number``). The run's seed is
   one number drawn from the caller's generator when the first task of the run draws: a model without
   randomness leaves the generator untouched, a random one advances it by one draw.
-* While the task computes, every operation that draws is given them (``layers/generators.py``),
-  whoever calls it: a scripted function, a hook, a transform, a thread of autograd.
-* ``R[i,j]`` starts with the same seed. ``B[i,j]`` of a step has one of its own.
+* While the task computes, every operation that draws gets one (``layers/generators.py``), whoever
+  calls it: a layer, a scripted function, a hook, a transform, a thread of autograd.
+* ``R[i,j]`` starts with the seed of ``F[i,j]``; the loss and ``B[i,j]`` of a step have their own.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ _compiling = CompileLock()
 class RunSeed:
     """The seed of one run, drawn when first needed.
 
-    Made in the caller. A run inside a task of another run draws from that task's generator, like
-    everything else there.
+    Made in the caller. A run inside a task of another one draws from that task's generator.
     """
 
     __slots__ = ("_number", "_outer", "used")
@@ -75,12 +74,12 @@ class RunSeed:
 
 
 class Stream:
-    """The random numbers of one task: of what it computes in ``with stream, DRAWING.included()``.
+    """The random numbers of one task, drawn in ``with stream, DRAWING.included()``.
 
-    An interrupt leaves at most something stashed, which nobody reads without the key.
+    What an interrupt leaves stashed nobody reads without the key.
 
     Args:
-        seed: the run's seed.
+        seed: the run's.
         number: the task's, unique in its run.
     """
 

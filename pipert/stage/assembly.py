@@ -13,7 +13,8 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers
+from pipert.layers.buffers import kept_counters
+from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights, borrowed, hooked
@@ -69,14 +70,21 @@ def assemble(
             parts = _in_graph(run, place, skips, links)
         else:
             parts = _cut(run, place, skips, links, step)
-        is_random = draws(partition) or (step is not None and j == n - 1 and step.loss.draws)
-        seed = run.seed if is_random else None
-        layers = Layers(partition, place, run.context, seed, skips, run.told)
+        layers = _layers(run, partition, place, skips, step)
         of_stage = stats.partitions[j] if stats else None
         stage = Stage(run, place, layers, skips, *parts, weights[j], of_stage)
         stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
+
+
+def _layers(
+    run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
+) -> Layers:
+    draws_loss = step is not None and place.j == place.n - 1 and step.loss.draws
+    if draws_loss or draws(partition) or kept_counters.get() is not None:
+        return RandomLayers(run.seed, partition, place, run.context, skips, run.told)
+    return Layers(partition, place, run.context, skips, run.told)
 
 
 def _between(n: int) -> list[Link]:

@@ -1,4 +1,4 @@
-"""What pipert needs of torch's private parts. A test that fails here says that torch has changed."""
+"""What pipert needs of torch's private parts. What fails here has been changed by torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_backward_has_the_keys_and_the_stash_of_who_calls_for_it() -> None:
         seen.append((stashed(), DRAWING.is_included()))
 
     x = torch.ones(3, requires_grad=True)
-    x.register_hook(look)
+    x.register_hook(look)  # type: ignore[no-untyped-call]
     y = x.sum()
     stash("mine")
     try:
