@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert.batch.tensors import version
 from pipert.errors import RecomputationError
+from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import Key, operations
 from pipert.layers.drawing import is_compiled_by_dynamo
 
@@ -84,16 +85,18 @@ class Buffers:
         module: the partition.
     """
 
-    __slots__ = ("_norms", "_others", "in_compiled_code")
+    __slots__ = ("_compiled", "_norms", "_others")
 
     def __init__(self, module: nn.Module) -> None:
-        self.in_compiled_code = is_compiled_by_dynamo(module)
+        self._compiled = module if is_compiled_by_dynamo(module) else None
         self._norms: list[Any] = [part for part in module.modules() if _COUNTER in part._buffers]
-        counters = {id(norm.num_batches_tracked) for norm in self._norms}
+        # Compiled code copies running statistics, which moves their versions.
+        updated = ("running_mean", "running_var", _COUNTER) if self._compiled else (_COUNTER,)
+        known = {id(getattr(norm, name, None)) for norm in self._norms for name in updated}
         self._others = [
             (buffer, version(buffer), name)
             for name, buffer in module.named_buffers()
-            if id(buffer) not in counters and not is_lazy(buffer)
+            if id(buffer) not in known and not is_lazy(buffer)
         ]
 
     def keep_during(self, call: Callable[[], Any]) -> None:
@@ -105,12 +108,16 @@ class Buffers:
         counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
         kept_counters.set(frozenset([id(counter) for _, counter in counters]))
         try:
-            with KEEPING.included(), self._refusing_changes():
+            with self._keeping_statistics(), self._refusing_changes():
                 call()
         finally:
             for norm, counter in counters:
                 if norm.num_batches_tracked is not counter:  # replaced by one that is greater
                     norm.num_batches_tracked = counter
+
+    def _keeping_statistics(self) -> AbstractContextManager[object]:
+        # Compiled code may run no operation of torch for it; torch.compile sees a function mode.
+        return PartitionStats(self._compiled).discarding() if self._compiled else KEEPING.included()
 
     def _refusing_changes(self) -> AbstractContextManager[object]:
         if all(version(buffer) == before for buffer, before, _ in self._others):

@@ -20,7 +20,6 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
-from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
@@ -208,9 +207,6 @@ class Layers:
         again, buffers = partial(self.forward, i, False, None, get_value()), self._snapshot.buffers
         if buffers is None:
             again()
-        elif buffers.in_compiled_code:
-            with PartitionStats(self._partition).discarding():
-                again()
         else:
             buffers.keep_during(again)
 
@@ -236,14 +232,15 @@ class RandomLayers(Layers):
     Also those of a run inside of another one's recomputation, which leaves their buffers alone.
     """
 
-    __slots__ = ("_seed",)
+    __slots__ = ("_is_recomputed", "_seed")
 
     def __init__(self, seed: RunSeed, *args: Any) -> None:
         super().__init__(*args)
         self._seed = seed
+        self._is_recomputed = kept_counters.get() is not None
 
     def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
-        keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
+        keeping = KEEPING.included() if self._is_recomputed else _NOTHING
         with Stream(self._seed, self._place.number(i)), DRAWING.included(), keeping:
             return super().forward(i, checkpointed, after_layer, value)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert import is_recomputing
+from pipert import RecomputationError, is_recomputing
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
 
@@ -277,3 +277,46 @@ def test_a_counter_that_is_replaced_counts_each_micro_batch_once() -> None:
     ) as pipe:
         pipe(torch.randn(4, 16, requires_grad=True)).sum().backward()
     assert layer.num_batches_tracked is not None and layer.num_batches_tracked.item() == 2
+
+
+class Moving(nn.Module):
+    """Changes a buffer, beside a layer that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: Any = torch.compile(nn.Linear(16, 16), backend="eager")
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.compiled(x)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")  # of dynamo and of torch.jit
+def test_a_buffer_beside_compiled_code_that_changes_again_is_refused() -> None:
+    with pipe_of_layers(Moving(), nn.Identity(), chunks=2, checkpoint="always") as pipe:
+        y = pipe(torch.ones(4, 16))
+        with pytest.raises(RecomputationError, match="its buffer '0.calls'"):
+            y.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_statistics_of_compiled_norms_are_updated_once(backend: str, deferred: bool) -> None:
+    norm, expected = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+    x = torch.randn(4, 16, requires_grad=True)
+    layer: Any = torch.compile(norm, backend=backend)
+    with pipe_of_layers(
+        layer, nn.Identity(), chunks=2, checkpoint="always", deferred_batch_norm=deferred
+    ) as pipe:
+        pipe(x).sum().backward()
+    for part in x.chunk(1 if deferred else 2):
+        expected(part)
+    for found, wanted in zip(norm.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
