@@ -98,8 +98,8 @@ class RecomputationError(PipertError):
 class NestedCheckpointError(PipertError):
     """``torch.utils.checkpoint`` was used where its recomputation would give wrong gradients.
 
-    Inside a layer, around operations that draw from the CPU's generator: it would replay different
-    random numbers, because it saves the state of a generator shared by all workers. Inside a layer,
+    Inside a layer, around operations that draw: it would replay different random numbers, because
+    it saves the state of the default generator, and each task draws from its own. Inside a layer,
     around a BatchNorm with deferred statistics: it would update them. Around a pipe, in its
     non-reentrant form: it would mix up what the workers save.
     """

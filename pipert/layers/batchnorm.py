@@ -35,8 +35,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from pipert.layers.buffers import COUNTING, changed_by
-from pipert.layers.random_numbers import refuse_nested_checkpoint
+from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
@@ -80,8 +79,8 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(repr, names[:3]))
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
 
 
 def _is_updated(layer: nn.Module) -> bool:
@@ -141,6 +140,10 @@ class PartitionStats:
         """Note the statistics of one micro-batch, which is computed in the block."""
         return _Collect(self)
 
+    def discarding(self) -> AbstractContextManager[object]:
+        """Update nothing while compiled layers are computed again; their code has no kernels."""
+        return _Collect(self, deferring=False)
+
     def check(self) -> None:
         """Refuse a layer whose call was counted but whose statistics were not seen.
 
@@ -167,9 +170,10 @@ def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
 class _Collect(TorchFunctionMode):
     """Records the statistics that layers compute in one task, and updates nothing."""
 
-    def __init__(self, stats: PartitionStats) -> None:
+    def __init__(self, stats: PartitionStats, deferring: bool = True) -> None:
         super().__init__()
         self._stats = stats
+        self._deferring = deferring
         self._calls: dict[int, int] = {}
 
     def __torch_function__(
@@ -179,17 +183,22 @@ class _Collect(TorchFunctionMode):
         if func is F.batch_norm or func is torch.batch_norm:
             names = _FUNCTIONAL if func is F.batch_norm else _TORCH
             return self._normalise(func, {**dict(zip(names, args, strict=False)), **kwargs})
+        if not self._deferring and (func is F.instance_norm or func is torch.instance_norm):
+            return func(*map(self._copy, args), **{k: self._copy(x) for k, x in kwargs.items()})
         norm = self._stats.by_counter.get(id(args[0])) if args else None
         if norm is not None:
-            if func in COUNTING:
+            if func in _COUNTING:
                 self._stats.counted.add(norm)
                 return args[0]
             if func is Tensor.__float__:  # for a momentum of None; as if it had been counted
                 return func(*args) + 1.0
-        norm = self._stats.running.get(id(changed_by(func, args, kwargs)))
+        norm = self._stats.running.get(id(_changed_by(func, args, kwargs)))
         if norm is not None:
             raise _cannot_be_deferred(norm)
         return func(*args, **kwargs)
+
+    def _copy(self, argument: Any) -> Any:
+        return argument.clone() if id(argument) in self._stats.buffers else argument
 
     def _normalise(self, func: Any, arguments: dict[str, Any]) -> Tensor:
         mean, var = arguments["running_mean"], arguments["running_var"]
@@ -221,6 +230,21 @@ _TORCH = (
     "input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps",
     "cudnn_enabled",
 )  # fmt: skip
+
+
+# The ways in which a layer may count its calls: ``num_batches_tracked + 1``.
+_COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
+_IN_PLACE = "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
+_IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _IN_PLACE.split())
+
+
+def _changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns what a call of a torch function writes to, judged by its name."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS
+    return args[0] if args and in_place else None
 
 
 class DeferredStats:

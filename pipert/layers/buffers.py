@@ -2,114 +2,178 @@
 
 A normalisation layer in training mode updates its running statistics at each call, and a
 recomputation calls it again. Switching the module's updates off would affect other threads that
-use it at the same moment, so the functions it calls are redirected instead: they update a copy.
+use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
+copies of the statistics, and a counter is returned as it is.
 
-Other layers change their buffers in their own ways, such as the power iteration of spectral
-norm. Their results may depend on that, as they do there, so a recomputation
-that changes a buffer is refused.
+Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
+Their results may depend on that, as they do there, so a recomputation that changes a buffer is
+refused. A dispatch mode sees that. It costs much for each operation, so it is on only where the
+version of a buffer has moved since the first forward, which normalisation does not do.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipert.batch.tensors import version
 from pipert.errors import RecomputationError
+from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.dispatch_keys import Key, operations
+from pipert.layers.drawing import is_compiled_by_dynamo
 
 __all__: list[str] = []
 
-_RUNNING = ("running_mean", "running_var")
-# The positions of these among the arguments of functions that may update them.
-_PLACES = {
-    F.batch_norm: (1, 2),
-    F.instance_norm: (1, 2),
-    torch.batch_norm: (3, 4),
-    torch.instance_norm: (3, 4),
-}
+# In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
+kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
 
-_IN_PLACE_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow",
-                 "iand", "ior", "ixor", "ilshift", "irshift")
-)  # fmt: skip
+T = TypeVar("T")
 
-COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
-"""The ways in which a layer may count its calls: ``num_batches_tracked + 1``."""
+_COUNTER = "num_batches_tracked"
 
 
-def changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a call of a torch function writes to, judged by its name."""
-    if kwargs.get("out") is not None:
-        return kwargs["out"]
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__") or name in _IN_PLACE_OPERATORS
-    return args[0] if args and in_place else None
+def _register(keeping: Key) -> None:
+    for operation, schema in operations(_normalises):
+        names = [argument.name for argument in schema.arguments]
+        places = {k for k, name in enumerate(names) if name in ("running_mean", "running_var")}
+        keeping.register(operation, _copies(operation, places))
+    for operation in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar):
+        keeping.register(operation, _counts(operation))
+
+
+KEEPING = Key("TESTING_ONLY_GenericWrapper", _register)
+
+
+def _normalises(schema: Any) -> bool:
+    of_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
+    return of_statistics and "backward" not in schema.name
+
+
+def _copies(operation: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
+    """Makes a kernel that calls ``operation`` with copies of some arguments."""
+
+    def normalise(*args: Any, **kwargs: Any) -> Any:
+        with KEEPING.excluded():
+            copied = [x.clone() if k in places and x is not None else x for k, x in enumerate(args)]
+            return operation(*copied, **kwargs)
+
+    return normalise
+
+
+def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a kernel that adds in place, but not to a counter."""
+
+    def add(*args: Any, **kwargs: Any) -> Any:
+        if id(args[0]) in (kept_counters.get() or ()):
+            return args[0]
+        with KEEPING.excluded():
+            return operation(*args, **kwargs)
+
+    return add
 
 
 class Buffers:
-    """The buffers of a partition.
+    """The buffers of a partition, before its first forward.
 
     Args:
-        module: the partition; it is not kept.
+        module: the partition.
     """
 
-    __slots__ = ("counters", "names")
+    __slots__ = ("_compiled", "_norms", "_others")
 
     def __init__(self, module: nn.Module) -> None:
-        self.names = {id(buffer): name for name, buffer in module.named_buffers()}
-        self.counters = {
-            id(norm.num_batches_tracked)
-            for norm in module.modules()
-            if isinstance(norm, _NormBase) and norm.num_batches_tracked is not None
-        }
+        self._compiled = module if is_compiled_by_dynamo(module) else None
+        self._norms: list[Any] = [part for part in module.modules() if _COUNTER in part._buffers]
+        # Compiled code copies running statistics, which moves their versions.
+        updated = ("running_mean", "running_var", _COUNTER) if self._compiled else (_COUNTER,)
+        known = {id(getattr(norm, name, None)) for norm in self._norms for name in updated}
+        self._others = [
+            (buffer, version(buffer), name)
+            for name, buffer in module.named_buffers()
+            if id(buffer) not in known and not is_lazy(buffer)
+        ]
+
+    def keep_during(self, call: Callable[[], T]) -> T:
+        """Return what ``call`` does, which computes again, in context variables of its own.
+
+        Raises:
+            RecomputationError: it changes a buffer.
+        """
+        counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
+        kept_counters.set(frozenset([id(counter) for _, counter in counters]))
+        try:
+            with self._keeping_statistics(), self._refusing_changes():
+                return call()
+        finally:
+            for norm, counter in counters:
+                if norm.num_batches_tracked is not counter:  # replaced by one that is greater
+                    norm.num_batches_tracked = counter
+
+    def _keeping_statistics(self) -> AbstractContextManager[object]:
+        # Compiled code may run no operation of torch for it; torch.compile sees a function mode.
+        return PartitionStats(self._compiled).discarding() if self._compiled else KEEPING.included()
+
+    def _refusing_changes(self) -> AbstractContextManager[object]:
+        if all(version(buffer) == before for buffer, before, _ in self._others):
+            return contextlib.nullcontext()
+        return _RefuseChanges({_place(buffer): (buffer, name) for buffer, _, name in self._others})
 
 
-class KeepBuffers(TorchFunctionMode):
-    """Keeps normalisation layers from updating anything, and refuses updates by other layers."""
+class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that change buffers.
 
-    def __init__(self, buffers: Buffers) -> None:
-        super().__init__()
+    Args:
+        buffers: by where their data are, with their names.
+    """
+
+    def __init__(self, buffers: dict[int, tuple[Tensor, str]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = buffers
 
-    def __torch_function__(
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # or its first call would import dynamo, which takes seconds
+
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in COUNTING and id(args[0]) in self._buffers.counters:
-            return args[0]
-        places = _PLACES.get(func)
-        if places is not None:
-            args = tuple([_copy(arg) if k in places else arg for k, arg in enumerate(args)])
-            kwargs = {k: _copy(arg) if k in _RUNNING else arg for k, arg in kwargs.items()}
-            return func(*args, **kwargs)
-        changed = changed_by(func, args, kwargs)
-        if id(changed) not in self._buffers.names:
-            return func(*args, **kwargs)
-        before = _copy(changed)
-        result = func(*args, **kwargs)
-        if not torch.equal(before, changed):
-            with torch.no_grad():
-                changed.copy_(before)
-            raise RecomputationError(
-                f"a layer changes its buffer {self._buffers.names[id(changed)]!r} when it is "
-                "recomputed, so its result may differ from its forward's. Use "
-                "checkpoint='never', or leave the buffer alone while pipert.is_recomputing()"
-            )
+        places = {_place(tensor) for tensor in _written(func, args, kwargs or {})}
+        changed = [self._buffers[place] for place in places & self._buffers.keys()]
+        before = [buffer.clone() for buffer, _ in changed]
+        result = func(*args, **kwargs or {})
+        for (buffer, name), old in zip(changed, before, strict=True):
+            if not torch.equal(buffer, old):
+                buffer.copy_(old)
+                raise RecomputationError(
+                    f"a layer changes its buffer {name!r} when it is recomputed, so its result "
+                    "may differ from its forward's. Use checkpoint='never', or leave the buffer "
+                    "alone while pipert.is_recomputing()"
+                )
         return result
+
+
+def _place(tensor: Tensor) -> int:
+    """Where its data are, as for all of its views."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an operation writes to."""
+    arguments = func._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    found = [given[a.name] for a in arguments if a.is_write and a.name in given]
+    flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]
+    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def may_change_buffers(module: nn.Module) -> bool:
     """Whether calling ``module`` now might update running statistics or other buffers."""
     return any(part.training and part._buffers for part in module.modules())
-
-
-def _copy(running: Any) -> Any:
-    if not isinstance(running, Tensor):
-        return running
-    with torch.no_grad():
-        return running.clone()

@@ -6,7 +6,9 @@ the partition and what must be the same the second time, but neither the run nor
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -18,11 +20,12 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
-from pipert.layers.buffers import KeepBuffers
+from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
+from pipert.layers.generators import DRAWING
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import RunSeed, begin_stream, call_layer
+from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
@@ -38,6 +41,8 @@ _checkpointing: ContextVar[bool] = ContextVar("pipert_checkpointing", default=Fa
 _recomputing: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
 
 AfterLayer = Callable[[], None] | None
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def is_checkpointing() -> bool:
@@ -63,14 +68,13 @@ class Layers:
         partition: the layers.
         place: where they are, for errors, random numbers and those who look.
         context: the caller's.
-        seed: of the run's random numbers; ``None`` when no layer draws any.
         skips: which the partition stashes and pops. If any, values are ``Carried``.
         told: who hears of recomputations.
     """
 
     __slots__ = (
-        "_compiled", "_context", "_partition", "_place", "_seed", "_skips", "_snapshot",
-        "_substitutes", "_told", "took",
+        "_compiled", "_context", "_partition", "_place", "_skips", "_snapshot", "_substitutes",
+        "_told", "took",
     )  # fmt: skip
 
     def __init__(
@@ -78,14 +82,12 @@ class Layers:
         partition: nn.Sequential,
         place: Place,
         context: CallerContext,
-        seed: RunSeed | None,
         skips: PartitionSkips,
         told: Told,
     ) -> None:
         self._partition = partition
         self._place = place
         self._context = context
-        self._seed = seed
         self._skips = skips or None
         self._told = told
         self._substitutes: dict[nn.Module, Substitute] = {}
@@ -120,8 +122,6 @@ class Layers:
             if self._snapshot is None:
                 self._snapshot = Snapshot(self._partition)
             _checkpointing.set(True)
-        if self._seed is not None:
-            begin_stream(self._seed, self._place.number(i), self._place.device)
         store = None
         if self._skips is not None:
             value, arriving = value
@@ -130,7 +130,7 @@ class Layers:
         done, started = 0, perf_counter()
         try:
             for layer in self._partition._modules.values():
-                call: Any = layer if self._seed is None else partial(call_layer, layer)
+                call: Any = layer
                 if layer in self._compiled:
                     call = partial(call_compiled, call)
                 if layer in self._substitutes:
@@ -204,10 +204,12 @@ class Layers:
                 "optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
-        if self._snapshot.buffers is None:
-            return self.forward(i, False, None, get_value())
-        with KeepBuffers(self._snapshot.buffers):
-            return self.forward(i, False, None, get_value())
+        again, buffers = partial(self.forward, i, False, None, get_value()), self._snapshot.buffers
+        return again() if buffers is None else buffers.keep_during(again)
+
+    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
+        """Call ``differentiate(*args)``, of micro-batch ``i``: ``B[i,j]`` of a step."""
+        return differentiate(*args)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.
@@ -219,3 +221,26 @@ class Layers:
 
     def __repr__(self) -> str:
         return f"<Layers of {self._place}>"
+
+
+class RandomLayers(Layers):
+    """Layers that might draw, in a run whose tasks have random numbers of their own.
+
+    Also those of a run inside of another one's recomputation, which leaves their buffers alone.
+    """
+
+    __slots__ = ("_is_recomputed", "_seed")
+
+    def __init__(self, seed: RunSeed, *args: Any) -> None:
+        super().__init__(*args)
+        self._seed = seed
+        self._is_recomputed = kept_counters.get() is not None
+
+    def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
+        keeping = KEEPING.included() if self._is_recomputed else _NOTHING
+        with Stream(self._seed, self._place.number(i)), DRAWING.included(), keeping:
+            return super().forward(i, checkpointed, after_layer, value)
+
+    def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
+        with Stream(self._seed, self._place.number_of_backward(i)), DRAWING.included():
+            return differentiate(*args)

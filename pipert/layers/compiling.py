@@ -6,10 +6,9 @@ threads get there at the same moment. The rules:
 
 1. One thread compiles at a time, under dynamo's process-wide lock.
 2. Calls of compiled code wait for nothing. They find their code without that lock.
-3. No random numbers are drawn during a compilation. dynamo saves the states of the default
-   generators before it compiles and restores them afterwards, even if others drew meanwhile. So
-   pipert holds dynamo's lock while it draws. It is taken before all of pipert's own locks, because
-   a compiled layer that draws takes both: the generator for itself, and dynamo's lock to compile.
+3. pipert leaves the default generators alone during a compilation. dynamo saves their states before
+   it compiles and restores them afterwards, even if others drew meanwhile. So pipert holds dynamo's
+   lock, before its own, while it draws a run's seed or lends a default generator.
 4. A pipe is not compiled. Its layers run on threads that torch.compile does not see, so it
    would compile only pipert itself.
 

@@ -1,11 +1,9 @@
-"""Lists what draws random numbers: torch functions, and layers that might call them."""
+"""Says which layers might draw random numbers: tasks of all others go without any."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
+from torch.nn.modules import module as all_modules
 
 __all__: list[str] = []
 
@@ -15,6 +13,8 @@ def may_draw(layer: nn.Module) -> bool:
     kind = type(layer)
     if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return True
+    if layer._backward_hooks or layer._backward_pre_hooks:  # in the backward of a step
+        return True
     if kind in _DROPOUTS:
         return layer.training
     if kind is nn.Sequential:
@@ -23,58 +23,37 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 def draws(partition: nn.Sequential) -> bool:
-    """Whether one of its layers could draw random numbers, in the mode it is in now."""
-    return any(may_draw(layer) for layer in partition)
+    """Whether one of its layers could draw random numbers, in the mode it is in now.
+
+    Hooks of all modules may draw in any.
+    """
+    return any(may_draw(layer) for layer in partition) or any(_hooks_of_all)
 
 
 def is_compiled(layer: nn.Module) -> bool:
     """Whether torch.compile or torch.jit made or changed any part of the layer."""
+    return is_compiled_by_dynamo(layer) or any(
+        type(module).__module__.startswith("torch.jit") for module in layer.modules()
+    )
+
+
+def is_compiled_by_dynamo(layer: nn.Module) -> bool:
+    """Whether torch.compile did."""
+    # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
     return any(
-        _is_wrapper(module) or getattr(module, "_compiled_call_impl", None) is not None
+        type(module).__module__.startswith("torch._dynamo")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in layer.modules()
     )
 
 
-def may_draw_inside(layer: nn.Module) -> bool:
-    """Whether a compiled layer could draw, judged by the modules it was compiled from."""
-    return any(may_draw(m) for m in layer.modules() if not (_is_wrapper(m) and _has_children(m)))
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
-    return type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
-
-
-def _has_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
-
-
-def _functions_that_draw() -> frozenset[str]:
-    """Returns the names of torch functions that may draw from a default generator.
-
-    Those that torch marks and, listed by hand, those composed of them without a mark.
-    """
-    names = {
-        "_sample_dirichlet", "binomial", "dropout1d", "dropout2d", "dropout3d", "dropout_",
-        "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_", "feature_dropout",
-        "feature_dropout_", "fractional_max_pool2d", "fractional_max_pool2d_with_indices",
-        "fractional_max_pool3d", "fractional_max_pool3d_with_indices", "gumbel_softmax",
-        "multi_head_attention_forward", "random_", "rrelu", "rrelu_",
-        "scaled_dot_product_attention", "svd_lowrank", "pca_lowrank",
-        # torch.nn.init, for layers created inside a layer
-        "trunc_normal_", "xavier_uniform_", "xavier_normal_", "kaiming_uniform_", "kaiming_normal_",
-        "orthogonal_", "sparse_",
-    }  # fmt: skip
-    for name in dir(torch.ops.aten):
-        packet: Any = getattr(torch.ops.aten, name)
-        overloads: list[str] = getattr(packet, "overloads", list)()
-        tags = [tag for overload in overloads for tag in getattr(packet, overload).tags]
-        if torch.Tag.nondeterministic_seeded in tags:
-            names.add(name)
-    return frozenset(names)
-
-
-FUNCTIONS_THAT_DRAW = _functions_that_draw()
+_hooks_of_all = (
+    all_modules._global_forward_hooks,
+    all_modules._global_forward_pre_hooks,
+    all_modules._global_backward_hooks,
+    all_modules._global_backward_pre_hooks,
+)
 
 _DROPOUTS = frozenset(
     {

@@ -29,6 +29,10 @@ class Place(NamedTuple):
         """Number the loss of micro-batch ``i``, likewise."""
         return (self.m + self.n) * self.n + i
 
+    def number_of_backward(self, i: int) -> int:
+        """Number the backward of micro-batch ``i`` in a step, likewise."""
+        return (self.m + self.n) * self.n + self.m + self.number(i)
+
     def note(self, error: BaseException, action: Action) -> None:
         """Say which action ``error`` was raised in, unless a layer was named already."""
         add_note(error, partial(self._note_if_new, error, action))

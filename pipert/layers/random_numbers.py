@@ -1,260 +1,142 @@
 """Makes random numbers independent of thread timing, and repeats them in recomputations.
 
 The CPU's default generator is shared by the process. Workers drawing from it at once would divide
-its numbers by timing, and a recomputation cannot rewind it under the others. So each task has its
-own stream of random numbers:
+its numbers by timing, and a recomputation cannot rewind it under the others. So each task has
+generators of its own, one for each device that it draws on:
 
-* Its seed comes from the run's seed and the task's place ``(i, j)``. The run's seed is one number
-  drawn from the caller's generator when the first task of the run needs random numbers: a
-  model without randomness leaves the generator untouched, a random one advances it by one draw.
-* While a layer runs, a ``TorchFunctionMode`` watches for functions that draw. Under a lock it sets
-  the default generator to the state of the task's stream, calls the function, and restores
-  the generator. The lock is held for one function, never while waiting for anything else. As
-  without pipert, the user's other threads should not draw during a run.
-* ``R[i,j]`` restarts the same stream.
-
-Layers known not to draw (``may_draw``) run without this mode, which costs about a microsecond
-per torch function. Compiled layers cannot be watched; those that could draw run one at a time and
-have the generator to themselves.
-
-On a CUDA device the device's generator is treated likewise, for the same reason: a recomputation
-and the forward of another caller may share the device.
-
-``dropout`` on CPU bypasses the default generator: it is by far the most common,
-and a user thread that draws at that very moment would change its mask.
+* Their seed comes from the run's seed and the task's number (``Place.number``). The run's seed is
+  one number drawn from the caller's generator when the first task of the run draws: a model without
+  randomness leaves the generator untouched, a random one advances it by one draw.
+* While the task computes, every operation that draws gets one (``layers/generators.py``), whoever
+  calls it: a layer, a scripted function, a hook, a transform, a thread of autograd.
+* ``R[i,j]`` starts with the seed of ``F[i,j]``; the loss and ``B[i,j]`` of a step have their own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
-import torch.utils.checkpoint
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from pipert._typing import Value
-from pipert.errors import NestedCheckpointError, ReentrantCallError
 from pipert.layers.compiling import CompileLock
-from pipert.layers.drawing import (
-    FUNCTIONS_THAT_DRAW,
-    is_compiled,
-    may_draw,
-    may_draw_inside,
-)
+from pipert.layers.dispatch_keys import plain_operations, stash, stashed
+from pipert.layers.generators import DRAWING, DRAWN
+from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
 _MASK = (1 << 64) - 1
-
-# Held while the default generator holds a task's state.
-_lending = ProcessLock()
+_CPU = torch.device("cpu")
+# Held while a run's first number is drawn, and while a default generator is lent.
+_drawing = ProcessLock(reentrant=True)
 # Held around it: a compilation restores the default generators.
 _compiling = CompileLock()
-_lent: ContextVar[bool] = ContextVar("pipert_generator_lent", default=False)
 
 
 class RunSeed:
     """The seed of one run, drawn when first needed.
 
-    Made in the caller. A run inside a task of another run draws from that task's stream instead of
-    the generator, like everything else there.
-
-    Raises:
-        ReentrantCallError: a compiled layer, which has the generator to itself, called a pipe.
+    Made in the caller. A run inside a task of another one draws from that task's generator.
     """
 
-    __slots__ = ("_outer", "_seed", "_used")
+    __slots__ = ("_number", "_outer", "used")
 
     def __init__(self) -> None:
-        if _lent.get():
-            raise ReentrantCallError(
-                "a compiled layer called a pipe; the pipe's layers would wait for the random "
-                "generator that the compiled layer holds. Compile the layers of the inner pipe"
-            )
-        self._outer = _current.get()
-        self._seed: int | None = None
-        self._used = False
+        self._outer: Stream | None = stashed() if DRAWING.is_included() else None
+        self._number: int | None = None
+        self.used = False
 
     def get(self) -> int:
-        """Returns the number the next draw would give; the caller holds ``_lending``."""
-        if self._seed is None:
-            state = torch.default_generator.get_state()
-            self._seed = self._draw()
-            torch.default_generator.set_state(state)
-        return self._seed
+        """Return the number that the next draw would give; the caller holds ``_drawing``."""
+        if self._number is None:
+            self._number = _draw(self._generator().clone_state())
+        return self._number
 
     def use(self) -> None:
         """Advance the generator, once, after random numbers have been drawn."""
-        if not self._used:
-            self._used = True
-            state = torch.default_generator.get_state()
-            self._draw()
+        if not self.used:
+            _draw(self._generator())
+            self.used = True
             if self._outer is not None:
-                moved = torch.default_generator.get_state()
-                torch.default_generator.set_state(state)
-                self._outer.keep(moved)
+                self._outer.seed.use()
 
-    def forget(self) -> bool:
-        """Release the number if nothing has been drawn with it; returns whether it was released."""
-        if not self._used:
-            self._seed = None
-        return not self._used
+    def forget(self) -> None:
+        """Release the number if nothing has been drawn with it."""
+        if not self.used:
+            self._number = None
+            if self._outer is not None:
+                self._outer.forget()
 
-    def _draw(self) -> int:
-        if self._outer is not None:
-            torch.default_generator.set_state(self._outer.states()[0])
-        return int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
+    def _generator(self) -> torch.Generator:
+        return torch.default_generator if self._outer is None else self._outer.generator(_CPU)
 
 
-class _Stream:
-    """The random numbers of one task: states swapped into and out of the default generators."""
+class Stream:
+    """The random numbers of one task, drawn in ``with stream, DRAWING.included()``.
 
-    __slots__ = ("_defaults", "_place", "_seed", "_states")
-
-    def __init__(self, seed: RunSeed, place: int, device: torch.device) -> None:
-        self._seed = seed
-        self._place = place
-        self._defaults = [torch.default_generator]
-        if device.type == "cuda":
-            self._defaults.append(torch.cuda.default_generators[device.index])
-        self._states: list[Tensor] = []
-
-    def states(self) -> list[Tensor]:
-        """Returns the states to draw with, the CPU's first; the caller holds ``_lending``."""
-        if not self._states:
-            seed = _mix(self._seed.get() ^ _mix(self._place))
-            self._states = [
-                torch.Generator(default.device).manual_seed(seed).get_state()
-                for default in self._defaults
-            ]
-        return self._states
-
-    def keep(self, state: Tensor) -> None:
-        """Continue from ``state`` on the CPU."""
-        self._states = [state, *self.states()[1:]]
-        self._seed.use()
-
-    @contextlib.contextmanager
-    def in_default_generators(self) -> Iterator[None]:
-        """Make the default generators draw this stream's numbers."""
-        with _compiling.current, _lending.current:
-            mine = self.states()
-            shared = [default.get_state() for default in self._defaults]
-            _set_states(self._defaults, mine)
-            try:
-                yield
-            finally:
-                self._states = [default.get_state() for default in self._defaults]
-                _set_states(self._defaults, shared)
-                drawn = not all(map(torch.equal, mine, self._states))
-                if drawn:
-                    self._seed.use()
-                elif self._seed.forget():
-                    self._states = []
-        if drawn:
-            refuse_nested_checkpoint(_DRAWN)
-
-    @contextlib.contextmanager
-    def own_generator(self) -> Iterator[torch.Generator]:
-        """Yields a CPU generator that draws this stream's numbers, for one thread."""
-        with _compiling.current, _lending.current:
-            states = self.states()
-            self._seed.use()
-        generator = torch.Generator()
-        generator.set_state(states[0])
-        yield generator
-        self._states = [generator.get_state(), *states[1:]]
-        refuse_nested_checkpoint(_DRAWN)
-
-
-def _set_states(generators: list[torch.Generator], states: list[Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-
-
-_current: ContextVar[_Stream | None] = ContextVar("pipert_random_stream", default=None)
-
-
-class Watch(TorchFunctionMode):
-    """Makes functions that draw use the task's stream."""
-
-    belongs_to_its_task = True  # a run started inside does not adopt it
-
-    def __init__(self, stream: _Stream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = getattr(func, "__name__", "").partition(".")[0]
-        generator = kwargs.get("generator") if kwargs else None
-        if name not in FUNCTIONS_THAT_DRAW or generator not in (None, torch.default_generator):
-            return func(*args, **kwargs or {})
-        if func is F.dropout:
-            return _dropout(self._stream, func, *args, **kwargs or {})
-        with self._stream.in_default_generators():
-            return func(*args, **kwargs or {})
-
-
-def _dropout(
-    stream: _Stream,
-    func: Callable[..., Tensor],
-    input: Tensor,
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-) -> Tensor:
-    """Computes ``F.dropout`` on CPU, with the stream's own generator."""
-    if not training or not 0.0 < p < 1.0 or not input.is_cpu or type(input) is not Tensor:
-        with stream.in_default_generators():
-            return func(input, p, training, inplace)
-    with stream.own_generator() as generator:
-        noise = torch.empty_like(input, requires_grad=False)
-        noise.bernoulli_(1 - p, generator=generator).div_(1 - p)
-    return input.mul_(noise) if inplace else input * noise
-
-
-def begin_stream(seed: RunSeed, place: int, device: torch.device) -> None:
-    """Let :func:`call_layer` draw the random numbers of one task, the same each time.
-
-    For the rest of the task, in its own copy of the caller's context variables.
+    What an interrupt leaves stashed nobody reads without the key.
 
     Args:
-        seed: the run's seed.
-        place: the task's number, unique in its run.
-        device: the partition's device.
+        seed: the run's.
+        number: the task's, unique in its run.
     """
-    _current.set(_Stream(seed, place, device))
+
+    __slots__ = ("_before", "_generators", "_number", "seed")
+
+    def __init__(self, seed: RunSeed, number: int) -> None:
+        self.seed = seed
+        self._number = number
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._before: Stream | None = None
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return that of ``device``; the caller holds ``_drawing``, or the seed is used."""
+        found = self._generators.get(device)
+        if found is None:
+            seed = _mix(self.seed.get() ^ _mix(self._number))
+            found = self._generators[device] = torch.Generator(device).manual_seed(seed)
+        return found
+
+    def settled(self, device: torch.device) -> torch.Generator | None:
+        return self.generator(device) if self.seed.used else None
+
+    @contextlib.contextmanager
+    def alone(self, device: torch.device) -> Iterator[torch.Generator]:
+        with _compiling.current, _drawing.current:
+            generator = self.generator(device)
+            before = generator.get_state()
+            try:
+                yield generator
+            finally:
+                with plain_operations():
+                    drawn = not torch.equal(before, generator.get_state())
+                if drawn:
+                    self.seed.use()
+                else:
+                    self.forget()
+        if drawn:
+            refuse_nested_checkpoint(DRAWN)
+
+    def forget(self) -> None:
+        """Begin anew if nothing has been drawn in the run."""
+        if not self.seed.used:
+            self._generators.clear()
+            self.seed.forget()
+
+    def __enter__(self) -> None:
+        self._before = stashed()
+        stash(self)
+
+    def __exit__(self, *_: object) -> None:
+        stash(self._before)
 
 
-def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Value:
-    """Calls the layer, which draws from the current task's stream if there is one.
-
-    A compiled layer cannot be watched. It has the generators to itself while it runs, unless none
-    of its modules could draw.
-    """
-    stream = _current.get()
-    if stream is None or not may_draw(layer):
-        return layer(*args, **kwargs)
-    if not is_compiled(layer):
-        with Watch(stream):
-            return layer(*args, **kwargs)
-    if not may_draw_inside(layer):
-        return layer(*args, **kwargs)
-    token = _lent.set(True)
-    try:
-        with stream.in_default_generators():
-            return layer(*args, **kwargs)
-    finally:
-        _lent.reset(token)
+def _draw(generator: torch.Generator) -> int:
+    with plain_operations():
+        number = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)
+        return int(number.item())
 
 
 def _mix(number: int) -> int:
@@ -263,27 +145,3 @@ def _mix(number: int) -> int:
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
     return number ^ (number >> 31)
-
-
-def refuse_nested_checkpoint(message: str) -> None:
-    """Refuse ``torch.utils.checkpoint`` inside the current layer.
-
-    Raises:
-        NestedCheckpointError: with ``message``.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == _TORCH_CHECKPOINT:
-            raise NestedCheckpointError(
-                f"{message}. Take it out of the layer and let the pipe checkpoint, with "
-                "checkpoint='except_last' or 'always'"
-            )
-        frame = frame.f_back if frame.f_code is not _LAYER_CODE else None
-
-
-_DRAWN = (
-    "a layer used torch.utils.checkpoint around an operation that draws random numbers from the "
-    "CPU's generator; its recomputation would draw others"
-)
-_TORCH_CHECKPOINT = torch.utils.checkpoint.__file__
-_LAYER_CODE = call_layer.__code__

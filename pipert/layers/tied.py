@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert.batch.tensors import version
 from pipert.layers.drawing import is_compiled
-from pipert.layers.random_numbers import refuse_nested_checkpoint
+from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 
 __all__: list[str] = []
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
+from pipert.layers.buffers import KEEPING
+from pipert.layers.generators import DRAWING
 from pipert.model.devices import (
     assign_workers,
     default_devices,
@@ -72,6 +74,8 @@ class Partitioned(nn.Module):
         self._workers = assign_workers(parsed[: len(self._balance)])
         self._devices = where_tensors_are(parsed[: len(self._balance)])
         check_batch_norm(module, deferred_batch_norm)
+        DRAWING.prepare()
+        KEEPING.prepare()
         self._deferred_batch_norm = bool(deferred_batch_norm)
         self._partitions = split(module, self._balance)
         place(self._partitions, self._devices)

@@ -13,7 +13,8 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import Layers
+from pipert.layers.buffers import kept_counters
+from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights, borrowed, hooked
@@ -56,8 +57,8 @@ def assemble(
         back[1:-1] = [_between(run, receiver) for receiver in places[:-1]]
     stages = []
     for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
-        seed, skips = run.seed if draws(partition) else None, model.skips[j]
-        layers = Layers(partition, place, run.context, seed, skips, run.told)
+        skips = model.skips[j]
+        layers = _layers(run, partition, place, skips, step)
         links = Links(there[j], there[j + 1], back[j], back[j + 1])
         copies = Copies(run, j, skips, _transport(run, place, step))
         of_stage = stats.partitions[j] if stats else None
@@ -66,6 +67,15 @@ def assemble(
         stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
+
+
+def _layers(
+    run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
+) -> Layers:
+    draws_loss = step is not None and place.j == place.n - 1 and step.loss.draws
+    if draws_loss or draws(partition) or kept_counters.get() is not None:
+        return RandomLayers(run.seed, partition, place, run.context, skips, run.told)
+    return Layers(partition, place, run.context, skips, run.told)
 
 
 def _between(run: Run, receiver: Place) -> Link:

@@ -45,10 +45,10 @@ def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
         return ()
     told, dys = stage.run.told, _gather(stage, cut, i, dy, kept)
     if told.recorder is None:
-        dxs = _differentiate(cut, i, kept, dys)
+        dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
     else:
         with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
-            dxs = _differentiate(cut, i, kept, dys)
+            dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
     return _scatter(stage, cut, i, dxs, kept)
 
 

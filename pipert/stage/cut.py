@@ -139,7 +139,7 @@ class Cut:
             self._copies.transport.wait(i, target, compute, copied)
         wanting = differentiable(loss.targets[i])[0]
         self.stand_ins.update(zip(differentiable(target)[0], wanting, strict=True))
-        own = loss.compute(self._place.number_of_loss(i), self._seed, device, y, target)
+        own = loss.compute(self._place.number_of_loss(i), self._seed, y, target)
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
         self.step.losses[i] = own.detach() * loss.shares[i]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert._typing import Value
 from pipert.batch.microbatch import as_value, scatter_with_sizes
 from pipert.batch.tensors import describe
-from pipert.layers.random_numbers import RunSeed, begin_stream, call_layer
+from pipert.layers.generators import DRAWING
+from pipert.layers.random_numbers import RunSeed, Stream
 
 __all__: list[str] = []
 
@@ -96,12 +97,13 @@ class Loss:
     is_differentiable: bool = False
     """Whether the loss of any micro-batch is."""
 
-    def __post_init__(self) -> None:
-        function = self._function
-        layer = function if isinstance(function, nn.Module) else _Called(function)
-        self._layer = None if _is_functional(function) else layer
+    draws: bool = field(init=False)
+    """Whether it draws random numbers, or might."""
 
-    def compute(self, number: int, seed: RunSeed, device: torch.device, *args: Any) -> Tensor:
+    def __post_init__(self) -> None:
+        self.draws = not _is_functional(self._function)
+
+    def compute(self, number: int, seed: RunSeed, *args: Any) -> Tensor:
         """Compute the loss of an output and its target, with random numbers of its own.
 
         These are the ones that ``number`` has in a run of this ``seed``.
@@ -109,11 +111,11 @@ class Loss:
         Raises:
             TypeError: the function did not return a tensor of one element.
         """
-        if self._layer is None:
+        if not self.draws:
             loss: Any = self._function(*args)
         else:
-            begin_stream(seed, number, device)
-            loss = call_layer(self._layer, *args)
+            with Stream(seed, number), DRAWING.included():
+                loss = self._function(*args)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise TypeError(
                 f"loss_fn must return a tensor of one element, got {describe(loss)}; reduce it over"
@@ -127,15 +129,6 @@ class Loss:
     def gradient_of(self, i: int, loss: Tensor) -> Tensor:
         """The gradient of micro-batch ``i``'s own loss, from which its backward begins."""
         return torch.ones_like(loss) * (self.shares[i] * self._scale)
-
-
-class _Called(nn.Module):
-    def __init__(self, function: LossFunction) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, y: Any, target: Any) -> Tensor:
-        return self.function(y, target)
 
 
 def _is_functional(function: Any) -> bool:

@@ -9,10 +9,10 @@ __all__ = ["MUTANTS"]
 CONTEXT, WORKER = "pipert/workers/context.py", "pipert/workers/worker.py"
 THREAD = "pipert/workers/thread_state.py"
 RUNTIME, RUN = "pipert/engine/runtime.py", "pipert/stage/run.py"
-RANDOM = "pipert/layers/random_numbers.py"
+GENERATORS = "pipert/layers/generators.py"
 
 _CAPTURED = "self._streams = [torch.cuda.current_stream(device) for device in devices]"
-_DEFAULTS = "self._defaults.append(torch.cuda.default_generators[device.index])"
+_DEVICES = 'if device.type not in ("cpu", "cuda") or is_traced():'
 
 MUTANTS = [
     Mutant(
@@ -84,8 +84,8 @@ MUTANTS = [
         "wait(compute_stream(device), source)", "wait(source, compute_stream(device))",
     ),
     Mutant(
-        "device-generator-not-lent", RANDOM, "the device's generator, lent to a task",
-        _DEFAULTS, "pass",
+        "device-generator-not-given", GENERATORS, "a task's own generator of its device",
+        _DEVICES, 'if device.type != "cpu" or is_traced():',
     ),
     Mutant(
         "time-while-busy", "pipert/balance/by_time.py", "times are read when a device is idle",

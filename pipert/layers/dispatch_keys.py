@@ -1,0 +1,155 @@
+"""Dispatch keys of torch that nobody uses, and all of torch's private parts that they need.
+
+The standard way to change what operations do while a block runs is a ``TorchFunctionMode``. It
+costs microseconds for *each* operation and sees only what Python calls by name: not the operations
+of scripted functions or of autograd's threads. But at each operation torch asks the thread's set of
+dispatch keys which kernel to call. So here:
+
+1. Two keys, which torch has for its own tests alone, let every operation pass (*fall through*),
+   except those given kernels of ours. They come before ``torch.func``, autograd and dispatch modes.
+2. A thread includes a key while a block runs. Autograd's threads get the keys, and what is stashed,
+   of the thread that calls for a backward.
+3. A kernel excludes its key from what it calls.
+
+Private are the names of the keys, including and excluding them, and the stash. A pipe is refused
+where they do not work, and ``tests/layers/test_dispatch_keys.py`` fails when torch changes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from pipert.queues.process_lock import ProcessLock
+
+__all__: list[str] = []
+
+_C: Any = torch._C
+_Library: Any = torch.library.Library
+_STASH = "pipert_task"
+_preparing = ProcessLock(reentrant=True)
+
+
+class Key:
+    """A dispatch key for kernels of ours.
+
+    Args:
+        name: one of torch's that has no kernels.
+        register: registers ours, when they are first needed.
+    """
+
+    __slots__ = ("_key", "_libraries", "_name", "_register", "_set")
+
+    def __init__(self, name: str, register: Callable[[Key], None]) -> None:
+        self._name = name
+        self._register = register
+        self._key: Any = None
+        self._libraries: list[Any] = []  # their kernels go with them
+
+    def prepare(self) -> None:
+        """Register the kernels, if nobody has.
+
+        Raises:
+            RuntimeError: the key does not work in this version of torch.
+        """
+        with _preparing.current:
+            if self._key is not None:
+                return
+            try:
+                key = _C._parse_dispatch_key(self._name)
+                self._set = _C.DispatchKeySet(key)
+                self._libraries = [_Library("_", "IMPL", self._name), _Library("aten", "IMPL")]
+                self._libraries[0].fallback(torch.library.fallthrough_kernel)
+                self._register(self)
+                self._probe(key)
+            except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+                raise RuntimeError(
+                    f"torch {torch.__version__} does not let pipert give each task random numbers "
+                    f"and running statistics of its own, by the dispatch key {self._name}; use "
+                    "torch 2.13"
+                ) from error
+            self._key = key
+
+    def _probe(self, key: Any) -> None:
+        seen: list[bool] = []
+        probe = _Library("pipert", "FRAGMENT")
+        probe.define(f"{self._name}() -> ()")
+        probe.impl(self._name, lambda: seen.append(True), self._name)
+        with _C._IncludeDispatchKeyGuard(key):
+            getattr(torch.ops.pipert, self._name)()
+        assert seen, "its kernels are not called"
+        self._libraries.append(probe)
+
+    def register(self, operation: Any, kernel: Callable[..., Any]) -> None:
+        """Call ``kernel`` in place of an ATen ``operation``."""
+        self._libraries[1].impl(operation, kernel, self._name)
+
+    def included(self) -> AbstractContextManager[object]:
+        """A block in which this thread's operations pass through the kernels.
+
+        Its ends are calls of C, so that an interrupt comes before or after them.
+        """
+        if self._key is None:
+            self.prepare()
+        return _C._IncludeDispatchKeyGuard(self._key)  # type: ignore[no-any-return]
+
+    def excluded(self) -> AbstractContextManager[object]:
+        """A block in which they do not."""
+        return _C._ExcludeDispatchKeyGuard(self._set)  # type: ignore[no-any-return]
+
+    def is_included(self) -> bool:
+        """Whether this thread is in such a block."""
+        key = self._key
+        return key is not None and _C._dispatch_tls_is_dispatch_key_included(key)
+
+    def __repr__(self) -> str:
+        return f"<Key {self._name}>"
+
+
+def stashed() -> Any:
+    """What this thread has stashed, or the one that it works for in a backward."""
+    return _C._get_obj_in_tls(_STASH) if _C._is_key_in_tls(_STASH) else None
+
+
+def stash(value: Any) -> None:
+    """Stash ``value``, or nothing if it is ``None``."""
+    if value is not None:
+        _C._stash_obj_in_tls(_STASH, value)
+    elif _C._is_key_in_tls(_STASH):
+        _C._remove_obj_from_tls(_STASH)
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Let no mode and no transform see the operations in the block."""
+    keys, of = _C.DispatchKey, _C.DispatchKeySet
+    usual = of(keys.BackendSelect) | of(keys.ADInplaceOrView)
+    with _C.DisableTorchFunction(), _C._ForceDispatchKeyGuard(usual, of.from_raw_repr(0)):
+        yield
+
+
+def operations(of: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """The ATen operations whose schema is ``of`` some kind, with their schemas.
+
+    ``dir(torch.ops.aten)`` lists those only that somebody has used before.
+    """
+    found = []
+    for schema in _C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace == "aten" and of(schema):
+            packet = getattr(torch.ops.aten, name)
+            found.append((getattr(packet, schema.overload_name or "default"), schema))
+    return found
+
+
+def is_traced() -> bool:
+    """Whether operations are recorded, or run on tensors without data."""
+    if not _C._len_torch_dispatch_stack():
+        return bool(_C._get_tracing_state())
+    kinds = _C._TorchDispatchModeKey
+    tracing = (kinds.FAKE, kinds.FUNCTIONAL, kinds.PROXY)
+    return any(_C._get_dispatch_mode(kind) is not None for kind in tracing)

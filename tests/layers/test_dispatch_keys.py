@@ -1,0 +1,127 @@
+"""What pipert needs of torch's private parts. What fails here has been changed by torch."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import Pipe
+from pipert.layers import dispatch_keys
+from pipert.layers.buffers import KEEPING
+from pipert.layers.dispatch_keys import Key, operations, plain_operations, stash, stashed
+from pipert.layers.generators import DRAWING
+
+both = pytest.mark.parametrize("key", [DRAWING, KEEPING], ids=["drawing", "keeping"])
+
+
+@pytest.fixture(autouse=True)
+def _prepared() -> None:
+    DRAWING.prepare()
+    KEEPING.prepare()
+
+
+@both
+def test_a_key_is_included_for_a_block_in_one_thread(key: Key) -> None:
+    elsewhere: list[bool] = []
+    with key.included():
+        other = threading.Thread(target=lambda: elsewhere.append(key.is_included()))
+        other.start()
+        other.join()
+        assert key.is_included()
+    assert not key.is_included() and elsewhere == [False]
+
+
+@both
+def test_operations_without_a_kernel_pass(key: Key) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with key.included():
+        (gradient,) = torch.autograd.grad((x * 2).sum(), x)
+    assert gradient.tolist() == [2.0] * 3
+
+
+def test_without_a_task_operations_draw_as_always() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3), torch.native_dropout(torch.ones(8), 0.5, True)[0]
+    torch.manual_seed(0)
+    with DRAWING.included():
+        found = torch.rand(3), torch.native_dropout(torch.ones(8), 0.5, True)[0]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_what_is_stashed_belongs_to_a_thread() -> None:
+    elsewhere: list[Any] = []
+    stash("mine")
+    other = threading.Thread(target=lambda: elsewhere.append(stashed()))
+    other.start()
+    other.join()
+    assert stashed() == "mine" and elsewhere == [None]
+    stash(None)
+    assert stashed() is None
+
+
+def test_a_backward_has_the_keys_and_the_stash_of_who_calls_for_it() -> None:
+    seen: list[Any] = []
+
+    def look(gradient: Tensor) -> None:
+        seen.append((stashed(), DRAWING.is_included()))
+
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(look)  # type: ignore[no-untyped-call]
+    y = x.sum()
+    stash("mine")
+    try:
+        with DRAWING.included():
+            torch.autograd.backward(y)
+    finally:
+        stash(None)
+    assert seen == [("mine", True)]
+
+
+def test_no_transform_sees_plain_operations() -> None:
+    def in_transform(x: Tensor) -> Tensor:
+        with plain_operations():
+            assert torch.rand(2).tolist() != [0.0, 0.0]  # vmap would refuse to draw, and to tell
+        return x
+
+    assert torch.func.vmap(in_transform)(torch.ones(2)).shape == (2,)
+
+
+def test_all_operations_that_take_a_generator_are_found() -> None:
+    found = {
+        op.name()
+        for op, schema in operations(lambda schema: "Generator? generator" in str(schema))
+    }
+    assert found >= {"aten::random_", "aten::binomial", "aten::_sample_dirichlet", "aten::uniform_"}
+    has: Any = vars(torch._C)["_dispatch_has_kernel_for_dispatch_key"]
+    assert all(has(name, "TESTING_ONLY_GenericMode") for name in found)
+
+
+def test_all_that_torch_marks_as_random_has_a_kernel_or_consists_of_others() -> None:
+    has: Any = vars(torch._C)["_dispatch_has_kernel_for_dispatch_key"]
+    left = {
+        op.overloadpacket.__name__
+        for op, _ in operations(lambda schema: True)
+        if torch.Tag.nondeterministic_seeded in op.tags
+        and not has(op.name(), "TESTING_ONLY_GenericMode")
+        and not has(op.name(), "CompositeImplicitAutograd")
+    }
+    # They choose a way, take no dropout, or are of other devices.
+    assert left == {
+        "_fused_sdp_choice", "_scaled_dot_product_flash_attention_for_cpu", "_lstm_mps",
+        "_nested_tensor_softmax_with_shape",
+    }  # fmt: skip
+
+
+def test_a_pipe_is_refused_where_a_key_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise RuntimeError("could not parse dispatch key")
+
+    monkeypatch.setattr("pipert.layers.generators.DRAWING._key", None)
+    private = vars(dispatch_keys)["_C"]
+    monkeypatch.setattr(private, "_parse_dispatch_key", missing)
+    with pytest.raises(RuntimeError, match=rf"torch {torch.__version__}".replace("+", r"\+")):
+        Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"])

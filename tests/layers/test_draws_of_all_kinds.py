@@ -1,0 +1,322 @@
+"""Whoever draws in a task draws from its generators, also where Python does not see the call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipert import RecomputationError, is_recomputing
+from tests.layers import Apply
+from tests.pipes import pipe_of_layers
+
+Function = Callable[[Tensor], Tensor]
+
+CUSTOM = torch.library.Library("pipert_tests", "DEF")  # type: ignore[no-untyped-call]
+CUSTOM.define("drop(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+CUSTOM.impl("drop", F.dropout, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+
+
+class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation, and leaves it as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def state() -> bytes:
+    return bytes(torch.get_rng_state().tolist())
+
+
+@pytest.fixture(scope="module")
+def one_draw() -> bytes:
+    torch.manual_seed(0)
+    with pipe_of_layers(nn.Dropout(), chunks=1) as pipe:
+        pipe(torch.ones(4, 4))
+    return state()
+
+
+def outcome(*layers: nn.Module) -> tuple[Tensor, Tensor, bytes]:
+    """From one seed: the output, the gradient of a sum, and the state of the generator after it."""
+    x = torch.ones(4, 16, requires_grad=True)
+    torch.manual_seed(0)
+    with pipe_of_layers(*layers, chunks=2, checkpoint="always") as pipe:
+        y = pipe(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+    return y, gradient, state()
+
+
+def scripted() -> Function:
+    def drop(x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, True)
+
+    found: Function = torch.jit.script(drop)
+    return found
+
+
+def under_a_mode(x: Tensor) -> Tensor:
+    with Through():
+        return torch.native_dropout(x, 0.5, True)[0]
+
+
+def vmapped(function: Function, randomness: str) -> Function:
+    return lambda x: torch.func.vmap(function, randomness=randomness)(x)
+
+
+def noise(x: Tensor) -> Tensor:
+    return x * torch.rand(16)
+
+
+def tangent(x: Tensor) -> Tensor:
+    found: Tensor = torch.func.jvp(noise, (x,), (torch.ones_like(x),))[1]
+    return x * found
+
+
+WAYS: dict[str, Callable[[], Function]] = {
+    "scripted": scripted,
+    "vmap, the same": lambda: vmapped(F.dropout, "same"),
+    "vmap, different": lambda: vmapped(F.dropout, "different"),
+    "vmap of rand, the same": lambda: vmapped(noise, "same"),
+    "vmap of rand, different": lambda: vmapped(noise, "different"),
+    "jvp": lambda: tangent,
+    "native": lambda: lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "native, under a mode": lambda: under_a_mode,
+    "an operation of the user's": lambda: torch.ops.pipert_tests.drop,
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("way", WAYS)
+def test_a_recomputation_draws_the_same_and_the_generator_moves_by_one_draw(
+    way: str, one_draw: bytes
+) -> None:
+    layers = Apply(WAYS[way]()), nn.Identity()
+    y, gradient, after = outcome(*layers)
+    assert torch.equal(gradient, y) and len(set(y.flatten().tolist())) > 1
+    assert after == one_draw
+    assert torch.equal(outcome(*layers)[0], y)
+
+
+def test_a_mode_of_the_caller_s_sees_draws_as_they_are(one_draw: bytes) -> None:
+    with Through():
+        y, gradient, after = outcome(nn.Dropout(), Apply(WAYS["native"]()))
+    assert torch.equal(gradient, y) and after == one_draw
+
+
+def test_a_hook_of_all_modules_may_draw(one_draw: bytes) -> None:
+    def double_some(module: nn.Module, args: Any, y: Tensor) -> Any:
+        return F.dropout(y) if isinstance(module, nn.Identity) else None
+
+    handle = register_module_forward_hook(double_some)
+    try:
+        y, gradient, after = outcome(nn.Identity(), nn.Identity())
+    finally:
+        handle.remove()
+    assert torch.equal(gradient, y) and after == one_draw and len(set(y.flatten().tolist())) > 1
+
+
+class Noisy(torch.autograd.Function):
+    """Draws in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * torch.rand_like(dy)
+
+
+def add_noise(module: nn.Module, gradients: Any, _: Any) -> Any:
+    return tuple(gradient * torch.rand_like(gradient) for gradient in gradients)
+
+
+def with_hook() -> nn.Module:
+    layer = nn.Linear(8, 8)
+    layer.register_full_backward_hook(add_noise)
+    return layer
+
+
+def of_loss(y: Tensor, target: Tensor) -> Tensor:
+    return (Noisy.apply(y) - target).square().mean()  # type: ignore[no-untyped-call,no-any-return]
+
+
+BACKWARDS: dict[str, Callable[[], nn.Module]] = {
+    "nothing": nn.Identity,
+    "custom function": lambda: Apply(Noisy.apply),
+    "hook": with_hook,
+}
+
+
+def step(
+    make: Callable[[], nn.Module], loss: Any = F.mse_loss, schedule: str = "gpipe"
+) -> tuple[list[Tensor], Tensor, bytes]:
+    """From one seed: the gradients, what the last partition drew in its forwards, the generator."""
+    torch.manual_seed(1)
+    drawn: list[Tensor] = []
+
+    def note(x: Tensor) -> Tensor:
+        if not is_recomputing():
+            drawn.append(torch.rand(8))
+        return x * torch.rand(8)
+
+    layers = nn.Linear(8, 8), make(), Apply(note), nn.Linear(8, 8)
+    x = torch.randn(6, 8)
+    torch.manual_seed(0)
+    with pipe_of_layers(*layers, chunks=3) as pipe:
+        pipe.forward_backward(x, target=x, loss_fn=loss, schedule=schedule)
+        gradients = [p.grad for p in pipe.parameters() if p.grad is not None]
+    return gradients, torch.stack(drawn), state()
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", ["custom function", "hook"])
+def test_what_a_backward_draws_in_a_step_follows_from_the_seed(kind: str, schedule: str) -> None:
+    first, again = (step(BACKWARDS[kind], schedule=schedule) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
+    assert torch.equal(first[1], again[1]) and first[2] == again[2]
+
+
+def test_what_a_loss_draws_in_its_backward_follows_from_the_seed() -> None:
+    first, again = (step(nn.Identity, of_loss)[0] for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_a_backward_draws_changes_no_forward(schedule: str) -> None:
+    quiet = step(BACKWARDS["nothing"], schedule=schedule)
+    noisy = step(BACKWARDS["custom function"], schedule=schedule)
+    assert torch.equal(quiet[1], noisy[1]) and quiet[2] == noisy[2]
+    assert not torch.equal(quiet[0][0], noisy[0][0])
+
+
+def test_operations_that_nobody_has_used_before_are_known() -> None:
+    """In a process of its own: looking up an operation of torch makes it known."""
+    script = """
+        import torch
+        from torch import nn
+        from pipert import Pipe
+
+        class Draw(nn.Module):
+            def forward(self, x):
+                torch.empty(3).random_()
+                torch.binomial(torch.ones(3), torch.ones(3) / 2)
+                torch._sample_dirichlet(torch.ones(3))
+                return x
+
+        def state():
+            return bytes(torch.get_rng_state().tolist())
+
+        after = []
+        for layer in nn.Dropout(), Draw():
+            torch.manual_seed(0)
+            with Pipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=1) as pipe:
+                pipe(torch.ones(4))
+            after.append(state())
+        assert after[0] == after[1]
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
+# Running statistics -------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_running_statistics_are_updated_once_by_each_micro_batch(is_scripted: bool) -> None:
+    norm = nn.BatchNorm1d(16)
+    expected = nn.BatchNorm1d(16)
+    layer: Any = torch.jit.script(norm) if is_scripted else norm
+    x = torch.randn(4, 16, requires_grad=True)
+    with pipe_of_layers(
+        layer, nn.Identity(), chunks=2, checkpoint="always", deferred_batch_norm=False
+    ) as pipe:
+        pipe(x).sum().backward()
+    for part in x.chunk(2):
+        expected(part)
+    for found, wanted in zip(layer.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_statistics_of_an_instance_norm_are_updated_once_by_each_micro_batch() -> None:
+    norm, expected = (nn.InstanceNorm1d(3, track_running_stats=True) for _ in range(2))
+    x = torch.randn(4, 3, 5, requires_grad=True)
+    with pipe_of_layers(norm, nn.Identity(), chunks=2, checkpoint="always") as pipe:
+        pipe(x).sum().backward()
+    for part in x.chunk(2):
+        expected(part)
+    assert all(torch.equal(a, b) for a, b in zip(norm.buffers(), expected.buffers(), strict=True))
+
+
+class Counted(nn.BatchNorm1d):
+    """Counts as torch once did, by a new tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        return F.batch_norm(x, self.running_mean, self.running_var, training=True)
+
+
+def test_a_counter_that_is_replaced_counts_each_micro_batch_once() -> None:
+    layer = Counted(16)
+    with pipe_of_layers(
+        layer, nn.Identity(), chunks=2, checkpoint="always", deferred_batch_norm=False
+    ) as pipe:
+        pipe(torch.randn(4, 16, requires_grad=True)).sum().backward()
+    assert layer.num_batches_tracked is not None and layer.num_batches_tracked.item() == 2
+
+
+class Moving(nn.Module):
+    """Changes a buffer, beside a layer that is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled: Any = torch.compile(nn.Linear(16, 16), backend="eager")
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.compiled(x)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")  # of dynamo and of torch.jit
+def test_a_buffer_beside_compiled_code_that_changes_again_is_refused() -> None:
+    with pipe_of_layers(Moving(), nn.Identity(), chunks=2, checkpoint="always") as pipe:
+        y = pipe(torch.ones(4, 16))
+        with pytest.raises(RecomputationError, match="its buffer '0.calls'"):
+            y.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_statistics_of_compiled_norms_are_updated_once(backend: str, deferred: bool) -> None:
+    norm, expected = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
+    x = torch.randn(4, 16, requires_grad=True)
+    layer: Any = torch.compile(norm, backend=backend)
+    with pipe_of_layers(
+        layer, nn.Identity(), chunks=2, checkpoint="always", deferred_batch_norm=deferred
+    ) as pipe:
+        pipe(x).sum().backward()
+    for part in x.chunk(1 if deferred else 2):
+        expected(part)
+    for found, wanted in zip(norm.buffers(), expected.buffers(), strict=True):
+        torch.testing.assert_close(found, wanted)
