@@ -92,7 +92,7 @@ class Recording:
 class Recorder:
     """One run's, for the recordings that are open as it begins: none if only a profiler looks.
 
-    Whether its workers go backward, too, the recordings want to know.
+    They note the runs that ``goes_back`` is said of, in which the workers go backward, too.
     """
 
     def __init__(
