@@ -89,10 +89,6 @@ class _Chain:
         self.costs, self.entries, self.speeds = costs, entries, speeds
         self.totals = [0, *accumulate(costs)]
         self.heads = [t - entry for t, entry in zip(self.totals[:-1], entries, strict=True)]
-        self.rising = not any(entries)
-        self.first = [cost + entry for cost, entry in zip(costs, entries, strict=True)]
-        self.by_first = sorted(range(len(costs)), key=self.first.__getitem__)
-        self.sorted_first = [self.first[s] for s in self.by_first]
 
     def part(self, cuts: list[int], i: int, k: int) -> _Chain:
         """The layers and devices of blocks ``i`` to ``k - 1``."""
@@ -123,18 +119,14 @@ class _Chain:
         """Cuts with no block above ``limit``, or none and the shortest block that was refused."""
         layers, n = len(self.costs), len(self.speeds)
         loads = [limit.numerator * speed // limit.denominator for speed in self.speeds]
-        starts = [(0, 0)]
-        reached: list[list[Interval]] = []
-        refused = [high]
+        ends, refused = [0], high
+        reached: list[list[int]] = []
         for j, floor in enumerate(self._floors(high)):
-            starts = [(max(a, floor), b) for a, b in starts if floor <= b]
-            reached.append(starts)
-            starts, loads_refused = self._ends(starts, loads[j], layers - (n - 1 - j))
-            if loads_refused:
-                refused.append(Fraction(min(loads_refused), self.speeds[j]))
-        if starts and starts[-1][1] == layers:
-            return self._trace(reached, loads), limit
-        return [], min(refused)
+            reached.append(ends[bisect_left(ends, floor) :])
+            ends, loads_refused = self._ends(reached[j], loads[j], layers - (n - 1 - j))
+            for load in loads_refused:
+                refused = min(refused, Fraction(load, self.speeds[j]))
+        return (self._trace(reached, loads), limit) if layers in ends else ([], refused)
 
     def _floors(self, high: Fraction) -> list[int]:
         """From where on each device and those after it could take the rest within ``high``.
@@ -145,55 +137,28 @@ class _Chain:
         total = self.totals[-1]
         return [bisect_left(self.totals, total - load) for load in accumulate(most)][::-1]
 
-    def _ends(
-        self, starts: list[Interval], load: int, most: int
-    ) -> tuple[list[Interval], list[int]]:
+    def _ends(self, starts: list[int], load: int, most: int) -> tuple[list[int], list[int]]:
         """Ends up to ``most`` from ``starts`` within ``load``, and loads that were refused."""
-        runs, refused = self._runs(starts, load)
-        ends: list[Interval] = []
-        for a, b in runs:
-            head = self.heads[b] if self.rising else max(self.heads[a : b + 1])
-            last = bisect_right(self.totals, head + load, b + 1, most + 1) - 1
-            if ends and a <= ends[-1][1]:
-                ends[-1] = (ends[-1][0], max(last, ends[-1][1]))
-            else:
-                ends.append((a + 1, last))
-            if last == most:
-                break
-            refused.append(self.totals[last + 1] - head)
+        ends: list[int] = []
+        refused: list[int] = []
+        for s, after in pairwise([*starts, most]):
+            head = self.heads[s] if s == starts[0] else max(head, self.heads[s])
+            for end in range(s + 1, after + 1):
+                needed = self.totals[end] - head
+                if needed > load:
+                    refused.append(needed)
+                    break
+                ends.append(end)
         return ends, refused
 
-    def _runs(self, starts: list[Interval], load: int) -> tuple[list[Interval], list[int]]:
-        """``starts`` without those whose first layer is above ``load``, and what those need."""
-        heavy = sorted(self.by_first[bisect_right(self.sorted_first, load) :])
-        if not heavy:
-            return starts, []
-        runs: list[Interval] = []
-        refused: list[int] = []
-        for a, b in starts:
-            for s in heavy[bisect_left(heavy, a) : bisect_right(heavy, b)]:
-                refused.append(self.first[s])
-                if a < s:
-                    runs.append((a, s - 1))
-                a = s + 1
-            if a <= b:
-                runs.append((a, b))
-        return runs, refused
-
-    def _trace(self, reached: list[list[Interval]], loads: list[int]) -> list[int]:
+    def _trace(self, reached: list[list[int]], loads: list[int]) -> list[int]:
         """The cuts of one way back, in which each device takes about its share of what is left."""
         cuts = [len(self.costs)]
         power = [0, *accumulate(self.speeds)]
         for j in reversed(range(len(loads))):
-            end = cuts[-1]
-            rest, least = self.totals[end] * power[j] // power[j + 1], self.totals[end] - loads[j]
-            first, middle = bisect_left(self.totals, least), bisect_left(self.totals, rest)
-            options: list[int] = []
-            for a, b in reached[j]:
-                a, b = max(a, first), min(b, end - 1)
-                if self.rising and a <= b:
-                    options.append(min(max(middle, a), b))
-                else:
-                    options += [s for s in range(a, b + 1) if self.heads[s] >= least]
-            cuts.append(min((abs(self.totals[s] - rest), s) for s in options)[1])
+            total = self.totals[cuts[-1]]
+            rest = total * power[j] // power[j + 1]
+            starts = reached[j][: bisect_left(reached[j], cuts[-1])]
+            options = [s for s in starts if total - self.heads[s] <= loads[j]]
+            cuts.append(min(options, key=lambda s: abs(self.totals[s] - rest)))
         return cuts[::-1]

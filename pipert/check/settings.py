@@ -33,7 +33,8 @@ def deterministic() -> Iterator[None]:
 def settled(devices: Devices) -> Iterator[None]:
     """Disables TF32 and choosing kernels by timing, and makes cuBLAS deterministic.
 
-    On CPUs alone it sets one thread per operation; otherwise a single device uses all cores.
+    On CPUs alone it sets one thread per operation; otherwise a single device uses all cores. After
+    ten minutes it ends the process with status 1, and says where each thread is.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, torch.get_num_threads()
@@ -42,20 +43,12 @@ def settled(devices: Devices) -> Iterator[None]:
     cudnn.allow_tf32 = cudnn.benchmark = matmul.allow_tf32 = False
     if not devices.gpus:
         torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, threads = before
-        torch.set_num_threads(threads)
-        if workspace is None:
-            del os.environ[_WORKSPACE]
-
-
-@contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Ends the process after ten minutes with status 1, and says where each thread is."""
     faulthandler.dump_traceback_later(_LIMIT, exit=True, file=_STDERR)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+        cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, threads = before
+        torch.set_num_threads(threads)
+        if workspace is None:
+            del os.environ[_WORKSPACE]

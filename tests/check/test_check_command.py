@@ -12,8 +12,18 @@ import torch
 from pipert.__main__ import main
 from pipert.check import command
 from pipert.check.command import NO_GPU, QUICK, _devices, run
-from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings, judged
-from pipert.check.table import as_json, markdown, verdict
+from pipert.check.finding import (
+    BROKEN,
+    HOLDS,
+    NOT_CHECKED,
+    REPORTED,
+    Finding,
+    Findings,
+    as_json,
+    judged,
+    markdown,
+    verdict,
+)
 from pipert.check.ways import Devices
 
 CPU = torch.device("cpu")
@@ -119,7 +129,7 @@ def test_a_check_that_raises_is_a_finding_and_the_others_are_run(
     def fail(*_: object) -> Any:
         raise RuntimeError("the device is gone\nand more")
 
-    others = ("links", "values", "values_under_load", "repeats", "memory", "copies", "overlap")
+    others = ("links", "values", "repeats", "memory", "copies", "overlap")
     for name in others:
         monkeypatch.setattr(command, f"check_{name}", lambda *_: iter(()))
     monkeypatch.setattr(command, "check_speed", fail)
@@ -135,7 +145,7 @@ def test_a_check_without_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 bytes.")
 
     findings = Findings()
-    command._run(findings, "speed", command._later(fail))
+    command._run(findings, "speed", fail)
     assert findings.rows == [Finding("speed", NOT_CHECKED, "out of memory: CUDA out of memory")]
 
 
