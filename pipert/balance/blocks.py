@@ -11,8 +11,8 @@ not take the second layer, though it could, or the slow one is left with the 9.
 So a *probe* keeps every place where a block can end. Layers ``s`` to ``e - 1`` on device *j* cost
 ``(entry[s] + cost[s] + ... + cost[e - 1]) / speeds[j]``.
 
-1. Within a limit, start ``s`` reaches the ends ``s + 1`` to some last one, or none at all if its
-   first layer is too much for the device. Neighbouring starts of the first kind reach an interval.
+1. Within a limit, a device can end at ``e`` if the cheapest of its starts before ``e`` allows it:
+   one pass over the boundaries, which keeps the cheapest so far, finds all ends.
 2. The ends of device *j* are the starts of device *j + 1*. A limit is feasible if the last device
    can end at the last layer.
 3. What is feasible is lowered to the longest block of the partition that was found, what is not is
@@ -27,16 +27,11 @@ Floats are fractions, so all of this is exact: whole numbers inside, ``Fraction`
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from typing import TypeAlias
 
 __all__: list[str] = []
-
-Interval: TypeAlias = tuple[int, int]
-"""Boundaries between layers, from the first to the last, both included."""
 
 
 def minimise_longest_block(
@@ -121,29 +116,20 @@ class _Chain:
         loads = [limit.numerator * speed // limit.denominator for speed in self.speeds]
         ends, refused = [0], high
         reached: list[list[int]] = []
-        for j, floor in enumerate(self._floors(high)):
-            reached.append(ends[bisect_left(ends, floor) :])
+        for j in range(n):
+            reached.append(ends)
             ends, loads_refused = self._ends(reached[j], loads[j], layers - (n - 1 - j))
             for load in loads_refused:
                 refused = min(refused, Fraction(load, self.speeds[j]))
         return (self._trace(reached, loads), limit) if layers in ends else ([], refused)
 
-    def _floors(self, high: Fraction) -> list[int]:
-        """From where on each device and those after it could take the rest within ``high``.
-
-        Earlier starts are of no use within any lower limit, either, and there can be many.
-        """
-        most = [high.numerator * speed // high.denominator for speed in reversed(self.speeds)]
-        total = self.totals[-1]
-        return [bisect_left(self.totals, total - load) for load in accumulate(most)][::-1]
-
     def _ends(self, starts: list[int], load: int, most: int) -> tuple[list[int], list[int]]:
         """Ends up to ``most`` from ``starts`` within ``load``, and loads that were refused."""
         ends: list[int] = []
         refused: list[int] = []
-        for s, after in pairwise([*starts, most]):
-            head = self.heads[s] if s == starts[0] else max(head, self.heads[s])
-            for end in range(s + 1, after + 1):
+        heads = accumulate((self.heads[s] for s in starts), max)
+        for head, (s, next_start) in zip(heads, pairwise([*starts, most]), strict=True):
+            for end in range(s + 1, next_start + 1):
                 needed = self.totals[end] - head
                 if needed > load:
                     refused.append(needed)
@@ -158,7 +144,7 @@ class _Chain:
         for j in reversed(range(len(loads))):
             total = self.totals[cuts[-1]]
             rest = total * power[j] // power[j + 1]
-            starts = reached[j][: bisect_left(reached[j], cuts[-1])]
+            starts = (s for s in reached[j] if s < cuts[-1])
             options = [s for s in starts if total - self.heads[s] <= loads[j]]
             cuts.append(min(options, key=lambda s: abs(self.totals[s] - rest)))
         return cuts[::-1]
