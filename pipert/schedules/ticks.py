@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
 
 __all__: list[str] = []
 
 Ticks = Iterable[Iterable[Action]]
-
-
-class Shape(NamedTuple):
-    """A plain :class:`Size`."""
-
-    m: int
-    n: int
-    recomputed: int
 
 
 def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Size) -> Ticks:
