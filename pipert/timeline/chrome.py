@@ -32,7 +32,7 @@ def chrome_trace(
     """Returns the trace as an object to write as JSON.
 
     Args:
-        events: the events of one timeline.
+        events: the events of one timeline, in order of their start.
         lanes: the names of the workers.
         workers: the worker of each partition.
     """
@@ -64,15 +64,14 @@ def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int,
     """
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
-    for event in sorted(events, key=lambda event: event.start):
+    for event in events:
         key = workers[event.j], event.kind == COPY
         tracks = ends.setdefault(key, [])
         free = (k for k, end in enumerate(tracks) if end <= event.start)
         track = next(free, len(tracks))
         tracks[track : track + 1] = [event.end]
-        threads.append((id(event), (*key, track)))
-    by_event = dict(threads)
-    return [by_event[id(event)] for event in events]
+        threads.append((*key, track))
+    return threads
 
 
 def _number(worker: int, copies: bool, track: int) -> int:

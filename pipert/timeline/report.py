@@ -159,14 +159,7 @@ def _phases(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
         if event.kind in kinds:
             runs.setdefault(event.run, []).append((event.start, event.end))
     for tasks in runs.values():
-        longest, (last, *others) = max(end - start for start, end in tasks), union(tasks)
-        for start, end in others:
-            if start - last[1] > longest:
-                phases.append(last)
-                last = start, end
-            else:
-                last = last[0], end
-        phases.append(last)
+        phases += union(tasks, gap=max(end - start for start, end in tasks))
     return phases
 
 
@@ -244,10 +237,7 @@ def _table(report: Report) -> Iterator[str]:
     yield " " * width + "".join(f"{column:>13}" for column in columns)
     work = report.seconds - report.outside
     for times in report.devices:
-        cells = (
-            times.busy, times.forward, times.recomputing, times.backward, times.waiting,
-            times.for_input, times.copying,
-        )  # fmt: skip
+        cells = [getattr(times, column.replace(" ", "_")) for column in columns]
         shares = "".join(f"{_percent(cell, work):>12}%" for cell in cells)
         yield f"{times.name:<{width}}{shares}"
 
