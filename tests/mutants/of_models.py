@@ -84,8 +84,7 @@ OF_MODELS = [
     Mutant(
         "one-cpu-worker", DEVICES,
         "all 'cpu' entries of devices share one worker, so that nothing runs at the same time",
-        'if device != torch.device("cpu"):\n                of_device[device] = worker',
-        "of_device[device] = worker",
+        'object() if device == torch.device("cpu") else device for device', "device for device",
         ("tests/test_device.py",),
     ),
     Mutant(
