@@ -31,7 +31,6 @@ from pipert.check.memory import check_memory, load_for_memory
 from pipert.check.models import small_models
 from pipert.check.overlap import check_copies, check_overlap
 from pipert.check.repeats import check_repeats
-from pipert.check.settings import deterministic, settled
 from pipert.check.speed import check_speed
 from pipert.check.values import check_values
 from pipert.check.ways import Devices
@@ -107,7 +106,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         effort = ON_CPU if torch.device("cpu") in devices.partitions else ON_GPUS
     for remark in remarks:
         print(f"pipert check: {remark}", file=sys.stderr)
-    with settled(devices):
+    with machine.settled(devices):
         findings = run(devices, effort)
         versions = machine.versions()
     print(markdown(findings, devices, versions, remarks))
@@ -144,7 +143,7 @@ def run(devices: Devices, effort: Effort) -> Findings:
         findings.add(gpus)
     check = partial(_run, findings)
     check("links", lambda: check_links(devices, effort.link_bytes))
-    with deterministic():
+    with machine.deterministic():
         copies = Load(n, 2 * n, 1, effort.width, 4 * effort.rows)
         small = [model for dtype in effort.dtypes for model in small_models(n, dtype)]
         check("values", lambda: check_values(devices, small))

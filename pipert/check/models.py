@@ -127,22 +127,17 @@ class _Block(nn.Module):
 # U-Net --------------------------------------------------------------------------------------------
 
 
-def unet(width: int = 4, levels: int = 2) -> nn.Sequential:
+def unet() -> nn.Sequential:
     """Maps ``[rows, 3, height, width]`` to ``[rows, 1, height, width]``."""
-    skips = [Namespace() for _ in range(levels)]
-    widths = [3, *(width * 2**level for level in range(levels))]
-    layers: list[nn.Module] = []
-    for level in range(levels):
-        inputs, outputs = widths[level], widths[level + 1]
-        layers += [*_cell(inputs, outputs), _Stash().isolate(skips[level])]
-        layers += [nn.Conv2d(outputs, outputs, 2, stride=2)]
-    layers += _cell(widths[-1], widths[-1])
-    for level in reversed(range(levels)):
-        outputs = widths[level + 1]
-        inputs = widths[min(level + 2, levels)]
-        layers += [nn.Conv2d(inputs, 4 * outputs, 1), nn.PixelShuffle(2)]
-        layers += [_Concatenate().isolate(skips[level]), *_cell(2 * outputs, outputs)]
-    return nn.Sequential(*layers, nn.Conv2d(width, 1, 1))
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        *_cell(3, 4), _Stash().isolate(outer), nn.Conv2d(4, 4, 2, stride=2),
+        *_cell(4, 8), _Stash().isolate(inner), nn.Conv2d(8, 8, 2, stride=2),
+        *_cell(8, 8),
+        nn.Conv2d(8, 32, 1), nn.PixelShuffle(2), _Concatenate().isolate(inner), *_cell(16, 8),
+        nn.Conv2d(8, 16, 1), nn.PixelShuffle(2), _Concatenate().isolate(outer), *_cell(8, 4),
+        nn.Conv2d(4, 1, 1),
+    )  # fmt: skip
 
 
 def _cell(inputs: int, outputs: int) -> Iterator[nn.Module]:

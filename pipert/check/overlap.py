@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 
 import torch
@@ -178,18 +178,15 @@ def _title(load: Load) -> str:
     )
 
 
-def _computing(timeline: Timeline) -> list[list[Interval]]:
-    """Returns when each lane computed."""
-    events = [event for event in timeline.events if event.kind in COMPUTE]
-    return [
-        union((event.start, event.end) for event in events if timeline.lane(event) == lane)
-        for lane in range(len(timeline.lanes))
-    ]
+def _computing(events: Iterable[Event]) -> list[Interval]:
+    """Returns when one or more of ``events`` computed."""
+    return union((event.start, event.end) for event in events if event.kind in COMPUTE)
 
 
 def _together(timeline: Timeline) -> float:
     """Returns the share of computing time in which two or more lanes compute."""
-    lanes = _computing(timeline)
+    numbers = range(len(timeline.lanes))
+    lanes = [_computing(e for e in timeline.events if timeline.lane(e) == k) for k in numbers]
     several = union(both for a, b in combinations(lanes, 2) for both in overlap(a, b))
     return length(several) / max(length(union(sum(lanes, []))), 1e-9)
 
@@ -200,20 +197,10 @@ def _hidden(timeline: Timeline) -> tuple[float, float]:
     That GPU timestamps both.
     """
     copying = hidden = 0.0
-    for event in timeline.events:
-        source = _source(event)
-        if source is not None:
-            computing = union(
-                (e.start, e.end) for e in timeline.events
-                if e.kind in COMPUTE and e.device == source
-            )  # fmt: skip
-            copying += event.seconds
-            hidden += length(overlap([(event.start, event.end)], computing))
+    for copy in timeline.events:
+        source = copy.source
+        if source is not None and source.type == copy.device.type == "cuda":
+            computing = _computing(e for e in timeline.events if e.device == source)
+            copying += copy.seconds
+            hidden += length(overlap([(copy.start, copy.end)], computing))
     return copying, hidden
-
-
-def _source(event: Event) -> torch.device | None:
-    """Returns the source of a copy between GPUs."""
-    if event.kind != COPY or event.source is None:
-        return None
-    return event.source if event.source.type == event.device.type == "cuda" else None
