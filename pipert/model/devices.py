@@ -28,10 +28,6 @@ def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
     """Normalise ``devices``, refusing those that this process cannot use.
 
     Logical CPU devices are still apart, for :func:`assign_workers`; see :func:`where_tensors_are`.
-
-    Raises:
-        TypeError: an entry is not a device, or ``devices`` is a single device.
-        ValueError: an entry is neither CPU nor CUDA, or names a missing CUDA device.
     """
     if isinstance(devices, str | torch.device):
         raise TypeError(

@@ -64,7 +64,6 @@ class Partitioned(nn.Module):
         check_module(module)
         verify_skippables(module)
         self._balance = [whole(count, "each entry of balance") for count in balance]
-        check_balance(module, self._balance, None)
         parsed = (
             default_devices(len(self._balance)) if devices is None else parse_devices(devices)
         )

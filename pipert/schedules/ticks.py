@@ -15,10 +15,7 @@ def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Siz
     """Do each sequence in its order, each action as early as it can be done.
 
     ``workers`` names the worker of each sequence. Of several that are ready it prefers a backward,
-    which frees memory.
-
-    Raises:
-        ValueError: the sequences wait for each other.
+    which frees memory. Sequences that wait for each other are refused.
     """
     done, at = set[Action](), [0] * len(sequences)
     while any(at[s] < len(sequence) for s, sequence in enumerate(sequences)):

@@ -52,11 +52,7 @@ class Stashed:
         self._versions = _versions(self._tensors)
 
     def get(self, key: Key) -> Value:
-        """Pops the value.
-
-        Raises:
-            RuntimeError: it has been modified in place.
-        """
+        """Pops the value, unless it has been modified in place."""
         if _versions(self._tensors) != self._versions:
             raise RuntimeError(
                 f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
@@ -103,11 +99,7 @@ class Store:
             self._values[key] = Stashed(value, self._pops[key] + self._sent.count(key))
 
     def take(self, key: Key) -> Value:
-        """Pop a value; the last pop removes it.
-
-        Raises:
-            RuntimeError: there is none, or it was modified in place.
-        """
+        """Pop a value; the last pop removes it."""
         if key not in self._values:
             message = (
                 f"there is no skip {show(key)} to pop: no layer has stashed it before, or all "
@@ -123,11 +115,7 @@ class Store:
         return self._hand_out(key)
 
     def send(self, key: Key) -> Value:
-        """Returns a skip for another partition; ``ABSENT`` if the stashing layer did not run.
-
-        Raises:
-            RuntimeError: it has been modified in place.
-        """
+        """Returns a skip for another partition; ``ABSENT`` if the stashing layer did not run."""
         return self._hand_out(key) if key in self._values else ABSENT
 
     def _hand_out(self, key: Key) -> Value:
