@@ -12,7 +12,7 @@ So a *probe* keeps every place where a block can end. Layers ``s`` to ``e - 1`` 
 ``(entry[s] + cost[s] + ... + cost[e - 1]) / speeds[j]``.
 
 1. Within a limit, a device can end at ``e`` if the cheapest of its starts before ``e`` allows it:
-   one pass over the boundaries, which keeps the cheapest so far, finds all ends.
+   one pass over the boundaries, with the cheapest so far, finds all ends.
 2. The ends of device *j* are the starts of device *j + 1*. A limit is feasible if the last device
    can end at the last layer.
 3. What is feasible is lowered to the longest block of the partition that was found, what is not is
@@ -27,7 +27,9 @@ Floats are fractions, so all of this is exact: whole numbers inside, ``Fraction`
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
 
@@ -45,8 +47,10 @@ def minimise_longest_block(
     layers, n = len(costs), len(speeds)
     entries = [0] * layers if entry_costs is None else entry_costs
     whole = _whole([*costs, *entries])
+    totals = [0, *accumulate(whole[:layers])]
+    heads = [total - entry for total, entry in zip(totals[:-1], whole[layers:], strict=True)]
     counts = [0] * n
-    pieces = [(0, _Chain(whole[:layers], whole[layers:], _whole(speeds)))]
+    pieces = [(0, _Chain(totals, heads, _whole(speeds)))]
     while pieces:
         j, chain = pieces.pop()
         cuts = chain.best_cuts()
@@ -77,18 +81,18 @@ def _between(low: Fraction, high: Fraction) -> Fraction:
     return low * math.isqrt(ratio) if ratio >= 4 else (low + high) / 2
 
 
+@dataclass(frozen=True)
 class _Chain:
     """Some layers and their devices. A block from ``s`` to ``e`` is ``totals[e] - heads[s]``."""
 
-    def __init__(self, costs: list[int], entries: list[int], speeds: list[int]) -> None:
-        self.costs, self.entries, self.speeds = costs, entries, speeds
-        self.totals = [0, *accumulate(costs)]
-        self.heads = [t - entry for t, entry in zip(self.totals[:-1], entries, strict=True)]
+    totals: list[int]
+    heads: list[int]
+    speeds: list[int]
 
     def part(self, cuts: list[int], i: int, k: int) -> _Chain:
         """The layers and devices of blocks ``i`` to ``k - 1``."""
         s, e = cuts[i], cuts[k]
-        return _Chain(self.costs[s:e], self.entries[s:e], self.speeds[i:k])
+        return _Chain(self.totals[s : e + 1], self.heads[s:e], self.speeds[i:k])
 
     def blocks(self, cuts: list[int]) -> list[Fraction]:
         """What the blocks between ``cuts`` cost."""
@@ -99,9 +103,10 @@ class _Chain:
 
     def best_cuts(self) -> list[int]:
         """Where to cut for the shortest longest block (rule 3)."""
-        layers, n = len(self.costs), len(self.speeds)
+        layers, n = len(self.heads), len(self.speeds)
         cuts = [layers * j // n for j in range(n + 1)]
-        low, high = Fraction(self.totals[-1], sum(self.speeds)), max(self.blocks(cuts))
+        low = Fraction(self.totals[-1] - self.totals[0], sum(self.speeds))
+        high = max(self.blocks(cuts))
         while low < high:
             found, refused = self._probe(_between(low, high), high)
             if found:
@@ -112,7 +117,7 @@ class _Chain:
 
     def _probe(self, limit: Fraction, high: Fraction) -> tuple[list[int], Fraction]:
         """Cuts with no block above ``limit``, or none and the shortest block that was refused."""
-        layers, n = len(self.costs), len(self.speeds)
+        layers, n = len(self.heads), len(self.speeds)
         loads = [limit.numerator * speed // limit.denominator for speed in self.speeds]
         ends, refused = [0], high
         reached: list[list[int]] = []
@@ -127,24 +132,28 @@ class _Chain:
         """Ends up to ``most`` from ``starts`` within ``load``, and loads that were refused."""
         ends: list[int] = []
         refused: list[int] = []
-        heads = accumulate((self.heads[s] for s in starts), max)
-        for head, (s, next_start) in zip(heads, pairwise([*starts, most]), strict=True):
-            for end in range(s + 1, next_start + 1):
-                needed = self.totals[end] - head
-                if needed > load:
-                    refused.append(needed)
-                    break
-                ends.append(end)
+        cheapest = list(accumulate((self.heads[s] for s in starts), max))
+        end = starts[0] if starts else most
+        while end < most:
+            before = bisect_right(starts, end)
+            head = cheapest[before - 1]
+            last = bisect_right(self.totals, head + load, end, most + 1) - 1
+            if last > end:
+                ends += range(end + 1, last + 1)
+            else:
+                refused.append(self.totals[end + 1] - head)
+                last = starts[before] if before < len(starts) else most
+            end = last
         return ends, refused
 
     def _trace(self, reached: list[list[int]], loads: list[int]) -> list[int]:
         """The cuts of one way back, in which each device takes about its share of what is left."""
-        cuts = [len(self.costs)]
+        cuts = [len(self.heads)]
         power = [0, *accumulate(self.speeds)]
         for j in reversed(range(len(loads))):
-            total = self.totals[cuts[-1]]
-            rest = total * power[j] // power[j + 1]
+            first, last = self.totals[0], self.totals[cuts[-1]]
+            rest = first + (last - first) * power[j] // power[j + 1]
             starts = (s for s in reached[j] if s < cuts[-1])
-            options = [s for s in starts if total - self.heads[s] <= loads[j]]
+            options = [s for s in starts if last - self.heads[s] <= loads[j]]
             cuts.append(min(options, key=lambda s: abs(self.totals[s] - rest)))
         return cuts[::-1]

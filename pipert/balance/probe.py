@@ -64,16 +64,18 @@ class Probe:
     def _forward(self, inputs: Carried) -> Carried:
         store = self.skips.store(inputs.skips)
         of_task.set(store)
-        value = inputs.value
-        args, kwargs = value if isinstance(value, Arguments) else ((value,), {})
+        args, kwargs = _arguments(inputs.value)
         output = self.layer(*args, **kwargs)
         return Carried(output, tuple([store.send(key) for key, _ in self.skips.leaving]))
 
 
+def _arguments(value: Value) -> Arguments:
+    return value if isinstance(value, Arguments) else Arguments((value,))
+
+
 def micro_batches(sample: Value, chunks: int) -> list[Value]:
     """Returns the first layer's input for each micro-batch of ``sample``."""
-    args, kwargs = sample if isinstance(sample, Arguments) else ((sample,), {})
-    return scatter(args, kwargs, chunks)
+    return scatter(*_arguments(sample), chunks)
 
 
 def probe_layers(

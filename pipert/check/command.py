@@ -16,15 +16,7 @@ import torch
 
 from pipert.check import machine
 from pipert.check.errors import check_errors
-from pipert.check.finding import (
-    BROKEN,
-    NOT_CHECKED,
-    Finding,
-    Findings,
-    Found,
-    as_json,
-    markdown,
-)
+from pipert.check.finding import BROKEN, NOT_CHECKED, Finding, Findings, Found
 from pipert.check.links import check_links
 from pipert.check.load import Load, busy, fitting
 from pipert.check.memory import check_memory, load_for_memory
@@ -109,9 +101,9 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     with machine.settled(devices):
         findings = run(devices, effort)
         versions = machine.versions()
-    print(markdown(findings, devices, versions, remarks))
+    print(findings.markdown(devices, versions, remarks))
     if path is not None:
-        data = as_json(findings, devices, versions, remarks)
+        data = findings.as_json(devices, versions, remarks)
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     return 1 if findings.broken else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -62,6 +62,41 @@ class Findings:
         """The findings that do not hold."""
         return [row for row in self.rows if row.outcome == BROKEN]
 
+    def markdown(self, devices: Devices, versions: dict[str, str], remarks: list[str]) -> str:
+        """Formats the whole report."""
+        lines = ["## pipert check", ""]
+        lines += [f"* {name}: {version}" for name, version in versions.items()]
+        lines += [f"* partitions on: {', '.join(map(str, devices.partitions))}"]
+        lines += [f"* {remark}" for remark in remarks]
+        rows = tuple((row.check, row.outcome, row.seen) for row in self.rows)
+        lines += ["", *_table(Measurement("Checks", ("check", "result", "seen"), rows))]
+        for measurement in self.tables:
+            lines += ["", *_table(measurement)]
+        return "\n".join([*lines, "", *self.verdict()])
+
+    def verdict(self) -> list[str]:
+        """Formats the last lines: what does not hold, and what it means."""
+        lines = [f"**DOES NOT HOLD** {r.check}: {r.seen}. {r.means}." for r in self.broken]
+        left_out = sum(row.outcome == NOT_CHECKED for row in self.rows)
+        rest = f" Not checked: {left_out} of {len(self.rows)}." if left_out else ""
+        if not lines:
+            return [f"Everything that was checked holds.{rest}"]
+        return [*lines, "", f"{len(lines)} of {len(self.rows)} checks do not hold.{rest}"]
+
+    def as_json(self, devices: Devices, versions: dict[str, str], remarks: list[str]) -> Any:
+        """Returns the report as plain data."""
+        return {
+            "versions": versions,
+            "devices": [str(device) for device in devices.partitions],
+            "remarks": remarks,
+            "holds": not self.broken,
+            "checks": [asdict(row) for row in self.rows],
+            "tables": [
+                {"title": t.title, "rows": [dict(zip(t.columns, r, strict=True)) for r in t.rows]}
+                for t in self.tables
+            ],
+        }
+
 
 def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
     """Makes a finding that holds if there are no ``faults``, and names the first few of them."""
@@ -69,51 +104,6 @@ def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
         return Finding(check, HOLDS, seen)
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
     return Finding(check, BROKEN, "; ".join(faults[:3]) + more, means)
-
-
-def markdown(
-    findings: Findings, devices: Devices, versions: dict[str, str], remarks: Sequence[str]
-) -> str:
-    """Formats the whole report."""
-    lines = ["## pipert check", ""]
-    lines += [f"* {name}: {version}" for name, version in versions.items()]
-    lines += [f"* partitions on: {', '.join(map(str, devices.partitions))}"]
-    lines += [f"* {remark}" for remark in remarks]
-    rows = tuple((row.check, row.outcome, row.seen) for row in findings.rows)
-    lines += ["", *_table(Measurement("Checks", ("check", "result", "seen"), rows))]
-    for measurement in findings.tables:
-        lines += ["", *_table(measurement)]
-    return "\n".join([*lines, "", *verdict(findings)])
-
-
-def verdict(findings: Findings) -> list[str]:
-    """Formats the last lines: what does not hold, and what it means."""
-    lines = [f"**DOES NOT HOLD** {r.check}: {r.seen}. {r.means}." for r in findings.broken]
-    left_out = sum(row.outcome == NOT_CHECKED for row in findings.rows)
-    rest = f" Not checked: {left_out} of {len(findings.rows)}." if left_out else ""
-    if not lines:
-        return [f"Everything that was checked holds.{rest}"]
-    return [*lines, "", f"{len(lines)} of {len(findings.rows)} checks do not hold.{rest}"]
-
-
-def as_json(
-    findings: Findings, devices: Devices, versions: dict[str, str], remarks: Sequence[str]
-) -> dict[str, Any]:
-    """Returns the report as plain data."""
-    return {
-        "versions": versions,
-        "devices": [str(device) for device in devices.partitions],
-        "remarks": list(remarks),
-        "holds": not findings.broken,
-        "checks": [asdict(row) for row in findings.rows],
-        "tables": [
-            {
-                "title": table.title,
-                "rows": [dict(zip(table.columns, row, strict=True)) for row in table.rows],
-            }
-            for table in findings.tables
-        ],
-    }
 
 
 def _table(measurement: Measurement) -> Iterator[str]:

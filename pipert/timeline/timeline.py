@@ -78,9 +78,10 @@ class Timeline:
     @property
     def lanes(self) -> tuple[str, ...]:
         """The workers' names: ``'cuda:0'``, or ``'cpu 0'`` for a logical CPU device."""
-        names: dict[int, str] = {}
-        for worker, device in zip(self._workers, self._devices, strict=True):
-            names[worker] = f"cpu {worker}" if device.type == "cpu" else str(device)
+        names = {
+            worker: f"cpu {worker}" if device.type == "cpu" else str(device)
+            for worker, device in zip(self._workers, self._devices, strict=True)
+        }
         return tuple(names[worker] for worker in sorted(names))
 
     def lane(self, event: Event) -> int:

@@ -12,18 +12,7 @@ import torch
 from pipert.__main__ import main
 from pipert.check import command
 from pipert.check.command import NO_GPU, QUICK, _devices, run
-from pipert.check.finding import (
-    BROKEN,
-    HOLDS,
-    NOT_CHECKED,
-    REPORTED,
-    Finding,
-    Findings,
-    as_json,
-    judged,
-    markdown,
-    verdict,
-)
+from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings, judged
 from pipert.check.ways import Devices
 
 CPU = torch.device("cpu")
@@ -168,16 +157,16 @@ def test_only_the_first_faults_are_named() -> None:
 
 def test_the_report_is_a_table_in_markdown() -> None:
     findings = Findings([Finding("a | b", HOLDS, "yes")])
-    text = markdown(findings, Devices((CPU, CPU)), {"torch": "1.0"}, ["a remark"])
+    text = findings.markdown(Devices((CPU, CPU)), {"torch": "1.0"}, ["a remark"])
     assert text == (
         "## pipert check\n\n* torch: 1.0\n* partitions on: cpu, cpu\n* a remark\n\n"
         "### Checks\n\n"
         "| check | result | seen |\n| ----- | ------ | ---- |\n| a / b | holds  | yes  |\n\n"
         "Everything that was checked holds."
     )
-    assert as_json(findings, Devices((CPU,)), {}, [])["checks"][0]["check"] == "a | b"
+    assert findings.as_json(Devices((CPU,)), {}, [])["checks"][0]["check"] == "a | b"
 
 
 def test_what_was_not_checked_is_counted() -> None:
     findings = Findings([Finding("a", HOLDS, ""), Finding("b", NOT_CHECKED, "")])
-    assert verdict(findings) == ["Everything that was checked holds. Not checked: 1 of 2."]
+    assert findings.verdict() == ["Everything that was checked holds. Not checked: 1 of 2."]
