@@ -14,9 +14,8 @@ from statistics import median, median_low
 import torch
 
 from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Seen, advise
+from pipert.timeline.advice import Advice, Costs, Seen, advise
 from pipert.timeline.intervals import Interval, length, overlap, union
-from pipert.timeline.predict import Costs
 
 __all__ = ["DeviceTimes", "Report"]
 
