@@ -14,17 +14,10 @@ from time import perf_counter
 
 import torch
 
-from pipert.check import machine
-from pipert.check.errors import check_errors
+from pipert.check import errors, links, machine, memory, overlap, repeats, speed, values
 from pipert.check.finding import BROKEN, NOT_CHECKED, Finding, Findings, Found
-from pipert.check.links import check_links
 from pipert.check.load import Load, busy, fitting
-from pipert.check.memory import check_memory, load_for_memory
 from pipert.check.models import small_models
-from pipert.check.overlap import check_copies, check_overlap
-from pipert.check.repeats import check_repeats
-from pipert.check.speed import check_speed
-from pipert.check.values import check_values
 from pipert.check.ways import Devices
 from pipert.model.devices import parse_devices, where_tensors_are
 
@@ -134,26 +127,26 @@ def run(devices: Devices, effort: Effort) -> Findings:
     if gpus is not None:
         findings.add(gpus)
     check = partial(_run, findings)
-    check("links", lambda: check_links(devices, effort.link_bytes))
+    check("links", lambda: links.check(devices, effort.link_bytes))
     with machine.deterministic():
         copies = Load(n, 2 * n, 1, effort.width, 4 * effort.rows)
-        small = [model for dtype in effort.dtypes for model in small_models(n, dtype)]
-        check("values", lambda: check_values(devices, small))
-        loaded = copies.model("chain under load")
-        check("values under load", lambda: check_values(devices, [loaded]))
-        check("errors of layers", lambda: check_errors(devices))
-        check("repeated steps", lambda: check_repeats(devices, effort.repeats, copies))
-    layers = load_for_memory(n, min(256, effort.width), 16 * effort.rows)
-    check("memory", lambda: check_memory(devices, fitting(layers, devices), effort.steps))
-    check("copies", lambda: check_copies(devices))
+        small = (model for dtype in effort.dtypes for model in small_models(n, dtype))
+        check("values", lambda: values.check(devices, small))
+        under_load = "chain under load"
+        check("values under load", lambda: values.check(devices, [copies.model(under_load)]))
+        check("errors of layers", lambda: errors.check(devices))
+        check("repeated steps", lambda: repeats.check(devices, effort.repeats, copies))
+    layers = memory.load_for_memory(n, min(256, effort.width), 16 * effort.rows)
+    check("memory", lambda: memory.check(devices, fitting(layers, devices), effort.steps))
+    check("copies", lambda: overlap.check_copies(devices))
 
     @cache
     def load() -> Load:
         small = Load(n, 4 * n, 4, effort.width, effort.rows)
         return busy(small, devices) if effort.grow else small
 
-    check("overlap", lambda: check_overlap(devices, load()))
-    check("speed", lambda: check_speed(devices, load(), effort.seconds))
+    check("overlap", lambda: overlap.check(devices, load()))
+    check("speed", lambda: speed.check(devices, load(), effort.seconds))
     return findings
 
 

@@ -50,7 +50,7 @@ class _Failing(nn.Module):
         raise _OnPurposeError
 
 
-def check_errors(devices: Devices) -> Iterator[Finding]:
+def check(devices: Devices) -> Iterator[Finding]:
     """Provoke a failure in each phase of the last partition; each next step must be right."""
     torch.manual_seed(0)
     failing, n = _Failing(), devices.n

@@ -27,7 +27,7 @@ FLAT_MEANS = "each step leaves something behind: a training runs out of memory s
 Peaks = dict[Way, list[int]]
 
 
-def check_memory(devices: Devices, load: Load, steps: int) -> Iterator[Found]:
+def check(devices: Devices, load: Load, steps: int) -> Iterator[Found]:
     """Check each way's peaks on each GPU, and the memory left after each of ``steps`` steps."""
     if not devices.gpus:
         yield Finding("peak memory", NOT_CHECKED, "no CUDA device: torch does not count on a CPU")

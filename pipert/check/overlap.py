@@ -125,7 +125,7 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
 # What a step looks like ---------------------------------------------------------------------------
 
 
-def check_overlap(devices: Devices, load: Load) -> Iterator[Found]:
+def check(devices: Devices, load: Load) -> Iterator[Found]:
     """Measure how much of a step partitions compute concurrently, and copy while computing."""
     rows, together, shortest = [], [], []
     with devices.trial(load.model()) as trial:

@@ -29,7 +29,7 @@ MEANS = (
 DROPOUT = 0.2
 
 
-def check_repeats(devices: Devices, repeats: int, load: Load) -> Iterator[Finding]:
+def check(devices: Devices, repeats: int, load: Load) -> Iterator[Finding]:
     """Check the GPT in each way, and the chain of ``load`` in some."""
     torch.manual_seed(0)
     # Not tied: loss.backward() adds the gradients of a weight shared by two devices in the

@@ -27,7 +27,7 @@ PLAIN = "plain module"
 ROUNDS = (3, 15)
 
 
-def check_speed(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
+def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
     """Measure rounds in which each way takes its turn, for about so many seconds."""
     first = devices.partitions[0]
     model = load.model()

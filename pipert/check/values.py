@@ -32,7 +32,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
 MEANS = "pipert computes something different from the plain module here: do not train with it"
 
 
-def check_values(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
+def check(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
     """Compare each model in each way with the plain module on the first device."""
     for model in models:
         yield _compare(model, devices)

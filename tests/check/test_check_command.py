@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipert.__main__ import main
-from pipert.check import command
+from pipert.check import command, links, memory, overlap, repeats, speed, values
 from pipert.check.command import NO_GPU, QUICK, _devices, run
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings, judged
 from pipert.check.ways import Devices
@@ -118,10 +118,10 @@ def test_a_check_that_raises_is_a_finding_and_the_others_are_run(
     def fail(*_: object) -> Any:
         raise RuntimeError("the device is gone\nand more")
 
-    others = ("links", "values", "repeats", "memory", "copies", "overlap")
-    for name in others:
-        monkeypatch.setattr(command, f"check_{name}", lambda *_: iter(()))
-    monkeypatch.setattr(command, "check_speed", fail)
+    for others in (links, memory, overlap, repeats, values):
+        monkeypatch.setattr(others, "check", lambda *_: iter(()))
+    monkeypatch.setattr(overlap, "check_copies", lambda *_: iter(()))
+    monkeypatch.setattr(speed, "check", fail)
     findings = run(Devices((CPU, CPU)), QUICK)
     assert [row.check for row in findings.rows] == ["errors of layers", "speed"]
     (broken,) = findings.broken

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Event, Timeline
+from pipert.check import errors
 from pipert.check import load as loads
-from pipert.check import overlap, speed
-from pipert.check.errors import check_errors
+from pipert.check import overlap, repeats, speed, values
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding
 from pipert.check.load import LONG_ENOUGH, Load, busy
 from pipert.check.models import small_models
-from pipert.check.repeats import check_repeats
-from pipert.check.values import check_values, difference
+from pipert.check.values import difference
 from pipert.check.ways import Devices, Trial, even
 from pipert.layers.call import Layers
 from pipert.layers.place import Place
@@ -46,13 +45,13 @@ def outcomes(rows: Sequence[Finding]) -> list[str]:
 @pytest.mark.slow
 def test_values_hold() -> None:
     models = [*small_models(2, torch.float64), *small_models(2, torch.float32)]
-    assert outcomes([*check_values(TWO, models)]) == [HOLDS] * 6
+    assert outcomes([*values.check(TWO, models)]) == [HOLDS] * 6
 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_wrong_by_a_millionth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     change_gradients(monkeypatch, lambda gradient: gradient * (1 + 1e-6))
-    found = [*check_values(TWO, small_models(2, torch.float64))]
+    found = [*values.check(TWO, small_models(2, torch.float64))]
     assert outcomes(found) == [BROKEN] * 3
     assert "gpipe, checkpoint='never': the gradient of " in found[0].seen
     assert "differs by 1.0e-06 of its largest entry" in found[0].seen
@@ -60,20 +59,20 @@ def test_a_gradient_that_is_wrong_by_a_millionth_is_seen(monkeypatch: pytest.Mon
 
 
 def test_values_under_load_hold() -> None:
-    (found,) = check_values(TWO, [LOAD.model("chain under load")])
+    (found,) = values.check(TWO, [LOAD.model("chain under load")])
     assert found.outcome == HOLDS
 
 
 @pytest.mark.slow
 def test_repeated_steps_hold() -> None:
-    assert outcomes([*check_repeats(TWO, 2, LOAD)]) == [HOLDS] * 2
+    assert outcomes([*repeats.check(TWO, 2, LOAD)]) == [HOLDS] * 2
 
 
 @pytest.mark.slow
 def test_a_last_bit_that_depends_on_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
     change_gradients(monkeypatch, lambda g: g * (1 + 1e-6 * next(calls)))
-    found = [*check_repeats(TWO, 2, LOAD)]
+    found = [*repeats.check(TWO, 2, LOAD)]
     assert outcomes(found) == [BROKEN] * 2
     assert "1f1b, checkpoint='never': 3 of 3 repeats have other bits" in found[1].seen
 
@@ -87,19 +86,19 @@ def test_bits_are_not_judged_where_a_kernel_is_not_deterministic(
         return torch.rand(()), None
 
     monkeypatch.setattr(Trial, "step", step)
-    found = [*check_repeats(TWO, 2, LOAD)]
+    found = [*repeats.check(TWO, 2, LOAD)]
     assert outcomes(found) == [NOT_CHECKED] * 2
     assert found[0].seen == "scatter does not have a deterministic implementation"
 
 
 def test_errors_hold() -> None:
-    (found,) = check_errors(Devices((torch.device("cpu"),) * 3))
+    (found,) = errors.check(Devices((torch.device("cpu"),) * 3))
     assert found.outcome == HOLDS
 
 
 def test_an_error_without_its_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "describe", lambda *_: "somewhere [0], there")
-    (found,) = check_errors(TWO)
+    (found,) = errors.check(TWO)
     assert found.outcome == BROKEN
     assert "an error in the backward with 1f1b: its note lacks backward, partition 1" in found.seen
 
@@ -117,7 +116,7 @@ def test_a_step_that_is_wrong_after_an_error_is_seen(monkeypatch: pytest.MonkeyP
     linear = torch.nn.functional.linear
     monkeypatch.setattr(Layers, "_note_of_layer", noted)
     monkeypatch.setattr(torch.nn.functional, "linear", forward)
-    (found,) = check_errors(TWO)
+    (found,) = errors.check(TWO)
     assert found.outcome == BROKEN
     assert "an error in the forward with loss.backward(): afterwards " in found.seen
 
