@@ -86,12 +86,8 @@ def probe_layers(
 ) -> list[T]:
     """Returns the results of ``measure`` for each layer, in order.
 
-    Args:
-        module: with its stashes and pops.
-        value: the first layer's input; any device.
-        device: where to run; by default the first device of ``Pipe``'s default.
-        measure: called with a probe on the device, and grad enabled. It also returns the result of
-            a forward of the probe.
+    ``measure`` is called with a probe on the device (default: the first of ``Pipe``'s default), and
+    grad enabled. It also returns the result of a forward of the probe.
     """
     check_module(module)
     verify_skippables(module)

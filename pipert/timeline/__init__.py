@@ -1,7 +1,7 @@
 """Timelines: what the devices of a pipe did and when, and how to improve it.
 
-``timeline`` is the user's object, ``live`` fills it, ``report`` summarises it with ``advice``,
-``chrome`` and ``picture`` draw it.
+``timeline`` is the user's object, ``report`` summarises it with ``advice``, ``chrome`` and
+``picture`` draw it.
 """
 
 from __future__ import annotations

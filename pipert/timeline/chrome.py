@@ -29,13 +29,7 @@ _COLOURS = {
 def chrome_trace(
     events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the trace as an object to write as JSON.
-
-    Args:
-        events: the events of one timeline, in order of their start.
-        lanes: the names of the workers.
-        workers: the worker of each partition.
-    """
+    """Returns the trace of events, in order of their start, as an object to write as JSON."""
     records: list[Record] = [_name("process_name", "pipert", 0)]
     threads = _threads(events, workers)
     for worker, copies, track in sorted(set(threads)):
