@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 import torch
@@ -33,8 +33,8 @@ from pipert.check.finding import BROKEN, NOT_CHECKED, REPORTED, Finding, Found, 
 from pipert.check.links import links, why_no_links
 from pipert.check.load import Load
 from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way
-from pipert.seeing.event import COMPUTE, COPY, FORWARD, Event
-from pipert.timeline.intervals import Interval, length, overlap, union
+from pipert.seeing.event import COMPUTE, COPY, FORWARD
+from pipert.timeline.intervals import length, overlap, times_of, union
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []
@@ -178,15 +178,11 @@ def _title(load: Load) -> str:
     )
 
 
-def _computing(events: Iterable[Event]) -> list[Interval]:
-    """Returns when one or more of ``events`` computed."""
-    return union((event.start, event.end) for event in events if event.kind in COMPUTE)
-
-
 def _together(timeline: Timeline) -> float:
     """Returns the share of computing time in which two or more lanes compute."""
     numbers = range(len(timeline.lanes))
-    lanes = [_computing(e for e in timeline.events if timeline.lane(e) == k) for k in numbers]
+    events = timeline.events
+    lanes = [times_of((e for e in events if timeline.lane(e) == k), COMPUTE) for k in numbers]
     several = union(both for a, b in combinations(lanes, 2) for both in overlap(a, b))
     return length(several) / max(length(union(sum(lanes, []))), 1e-9)
 
@@ -200,7 +196,7 @@ def _hidden(timeline: Timeline) -> tuple[float, float]:
     for copy in timeline.events:
         source = copy.source
         if source is not None and source.type == copy.device.type == "cuda":
-            computing = _computing(e for e in timeline.events if e.device == source)
+            computing = times_of((e for e in timeline.events if e.device == source), COMPUTE)
             copying += copy.seconds
             hidden += length(overlap([(copy.start, copy.end)], computing))
     return copying, hidden

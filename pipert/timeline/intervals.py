@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from pipert.seeing.event import Event
 
 __all__: list[str] = []
 
@@ -18,6 +20,11 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
+
+
+def times_of(events: Iterable[Event], kinds: Collection[str]) -> list[Interval]:
+    """Returns when there was an event of one of these kinds."""
+    return union((event.start, event.end) for event in events if event.kind in kinds)
 
 
 def length(intervals: Iterable[Interval]) -> float:
