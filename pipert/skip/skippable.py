@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ __all__ = ["Skippable", "pop", "skippable", "stash"]
 M = TypeVar("M", bound=nn.Module)
 
 
+@dataclass(eq=False, slots=True)
 class stash:
     """Yield it to put a value aside.
 
@@ -34,23 +36,18 @@ class stash:
         value: any pytree, ``None`` included. Its tensors must not be modified in place afterwards.
     """
 
-    __slots__ = ("name", "value")
-
-    def __init__(self, name: str, value: Value) -> None:
-        self.name = name
-        self.value = value
+    name: str
+    value: Value
 
     def __repr__(self) -> str:
         return f"stash({self.name!r})"
 
 
+@dataclass(eq=False, slots=True)
 class pop:
     """Yield it to get a value that was put aside: ``value = yield pop(name)``."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __repr__(self) -> str:
         return f"pop({self.name!r})"
