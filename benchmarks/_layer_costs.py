@@ -17,8 +17,8 @@ import torch
 from _simulator import Transfer
 from torch import Tensor, nn
 
-from pipert.balance.probe import Probe, differentiable_outputs, probe_layers
-from pipert.batch.tensors import tensors_of
+from pipert.balance.probe import Probe, probe_layers
+from pipert.batch.tensors import differentiable, tensors_of
 from pipert.skip.routes import Carried, routes
 
 __all__ = ["Bytes", "Times", "layer_bytes", "layer_times", "sum_by"]
@@ -94,7 +94,8 @@ def _forward_and_backward(probe: Probe, now: Clock) -> tuple[float, float, Carri
     begin = now(probe.device)
     output = probe.forward(inputs)
     middle = now(probe.device)
-    roots, grads = differentiable_outputs(output)
+    roots, _ = differentiable(output)
+    grads = [torch.ones_like(root) for root in roots]
     between = now(probe.device)
     if roots:
         torch.autograd.backward(roots, grads)

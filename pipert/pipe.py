@@ -27,8 +27,7 @@ from pipert.seeing.observers import Observer
 from pipert.stage.loss import LossFunction, scale_of, split_step
 from pipert.stage.step import Step
 from pipert.status import Statistics
-from pipert.timeline.live import Record
-from pipert.timeline.timeline import Timeline
+from pipert.timeline.timeline import Record, Timeline
 from pipert.workers.context import refuse_transforms
 
 __all__ = ["Pipe"]

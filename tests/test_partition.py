@@ -65,18 +65,18 @@ def test_empty_balance_of_an_empty_sequential_is_accepted() -> None:
 @pytest.mark.parametrize("balance", [[], [3], [2, 3]], ids=str)
 def test_balance_that_does_not_add_up_is_refused(balance: list[int]) -> None:
     with pytest.raises(ValueError, match=f"adds up to {sum(balance)} and the module has 4"):
-        check_balance(layers(), balance, devices=None)
+        check_balance(layers(), balance, devices=9)
 
 
 @pytest.mark.parametrize("balance", [[0, 4], [5, -1]], ids=str)
 def test_entry_that_is_not_positive_is_refused(balance: list[int]) -> None:
     with pytest.raises(ValueError, match="each entry of balance must be positive"):
-        check_balance(layers(), balance, devices=None)
+        check_balance(layers(), balance, devices=9)
 
 
 def test_advice_has_no_more_partitions_than_layers() -> None:
     with pytest.raises(ValueError, match=r"balance_by_time\(2, module, sample\)"):
-        check_balance(layers(2), [1, 1, 1], devices=None)
+        check_balance(layers(2), [1, 1, 1], devices=9)
 
 
 def test_more_partitions_than_devices_are_refused() -> None:

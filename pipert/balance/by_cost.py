@@ -40,9 +40,8 @@ def balance_by_cost(
             no partitions, more of them than layers, or not one speed for each.
         TypeError: something is no number, or ``partitions`` is no whole one.
     """
-    n = check_partitions(partitions)
     layers = check_numbers(costs, "costs", "layer", zero=True)
-    check_fits(n, len(layers))
+    n = check_partitions(partitions, len(layers))
     if speeds is None:
         return minimise_longest_block(layers, [1] * n)
     devices = check_numbers(speeds, "speeds", "device", zero=False)
@@ -54,8 +53,8 @@ def balance_by_cost(
     return minimise_longest_block(layers, devices)
 
 
-def check_partitions(partitions: object) -> int:
-    """``partitions``, which must be a whole number from 1 up."""
+def check_partitions(partitions: object, layers: int) -> int:
+    """``partitions``, which must be a whole number from 1 up to the number of layers."""
     if isinstance(partitions, bool) or not isinstance(partitions, SupportsIndex):
         raise TypeError(
             f"partitions must be a whole number, got {partitions!r}; give the number of devices"
@@ -63,16 +62,12 @@ def check_partitions(partitions: object) -> int:
     n = index(partitions)
     if n < 1:
         raise ValueError(f"partitions must be 1 or more, got {n}; give the number of devices")
-    return n
-
-
-def check_fits(partitions: int, layers: int) -> None:
-    """Refuse more partitions than layers."""
-    if partitions > layers:
+    if n > layers:
         raise ValueError(
-            f"each partition needs a layer, got {partitions} partitions and {layers} layers; use "
-            "fewer partitions"
+            f"each partition needs a layer, got {n} partitions and {layers} layers; use fewer "
+            "partitions"
         )
+    return n
 
 
 def check_numbers(values: Iterable[float], what: str, owner: str, *, zero: bool) -> list[float]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
-from pipert.balance.by_cost import check_fits, check_partitions
+from pipert.balance.by_cost import check_partitions
 from pipert.balance.probe import Probe, micro_batches, probe_layers
 from pipert.batch.tensors import tensors_of
 from pipert.model.split import check_module
@@ -64,9 +64,8 @@ def balance_by_size(
         ValueError, TypeError: as :func:`layer_sizes`; there are more partitions than layers, or
             ``param_scale`` is below one.
     """
-    n = check_partitions(partitions)
     check_module(module)
-    check_fits(n, len(module))
+    n = check_partitions(partitions, len(module))
     if not 1 <= param_scale < math.inf:
         raise ValueError(f"param_scale must be 1 or more, and finite, got {param_scale!r}")
     sizes = layer_sizes(module, sample, chunks=chunks, device=device)

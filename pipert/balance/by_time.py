@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from pipert._typing import Device, Value
-from pipert.balance.by_cost import balance_by_cost, check_fits, check_partitions
-from pipert.balance.probe import Probe, differentiable_outputs, micro_batches, probe_layers
+from pipert.balance.by_cost import balance_by_cost, check_partitions
+from pipert.balance.probe import Probe, micro_batches, probe_layers
+from pipert.batch.tensors import differentiable
 from pipert.model.split import check_module
 from pipert.skip.routes import Carried
 
@@ -42,7 +43,7 @@ def balance_by_time(
         ValueError, TypeError: as :func:`layer_times` and :func:`balance_by_cost`.
     """
     check_module(module)
-    check_fits(check_partitions(partitions), len(module))
+    check_partitions(partitions, len(module))
     return balance_by_cost(layer_times(module, sample, timeout=timeout, device=device), partitions)
 
 
@@ -92,7 +93,8 @@ def _time_once(probe: Probe) -> tuple[float, Carried]:
     started = _now(probe.device)
     output = probe.forward(inputs)
     forward = _now(probe.device) - started
-    roots, grads = differentiable_outputs(output)
+    roots, _ = differentiable(output)
+    grads = [torch.ones_like(root) for root in roots]
     started = _now(probe.device)
     if roots:
         torch.autograd.backward(roots, grads)

@@ -12,16 +12,17 @@ from __future__ import annotations
 import contextvars
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pipert._typing import Device, Tensors, Value
+from pipert._typing import Device, Value
 from pipert.batch.microbatch import Arguments, scatter
-from pipert.batch.tensors import select, tensors_of
+from pipert.batch.tensors import tensors_of
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
@@ -34,34 +35,26 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
 class Probe:
-    """One layer and its inputs.
+    """One layer and its inputs."""
 
-    Args:
-        layer: a copy, on ``device``.
-        value: its input.
-        skips: the skips that it stashes and pops.
-        arriving: the values that it pops.
-    """
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        device: torch.device,
-        value: Value,
-        skips: PartitionSkips,
-        arriving: Sequence[Value],
-    ) -> None:
-        self.layer = layer
-        self.device = device
-        self._value = value
-        self._skips = skips
-        self._arriving = tuple(arriving)
+    layer: nn.Module
+    """A copy, on ``device``."""
+    device: torch.device
+    value: Value
+    """The input."""
+    skips: PartitionSkips
+    """Those that it stashes and pops."""
+    arriving: tuple[Value, ...]
+    """The values that it pops."""
 
     def inputs(self) -> Carried:
         """Returns the inputs for one forward: not leaves, so that the layer may work in place."""
-        tensors, rebuild = tensors_of(Carried(self._value, self._arriving))
-        fresh: Carried = rebuild(tuple([_like(t) for t in tensors]))
+        tensors, rebuild = tensors_of(Carried(self.value, self.arriving))
+        fresh: Carried = rebuild(
+            tuple([t.detach().requires_grad_(t.requires_grad).clone() for t in tensors])
+        )
         return fresh
 
     def forward(self, inputs: Carried) -> Carried:
@@ -69,25 +62,20 @@ class Probe:
         return contextvars.copy_context().run(self._forward, inputs)
 
     def _forward(self, inputs: Carried) -> Carried:
-        store = self._skips.store(inputs.skips)
+        store = self.skips.store(inputs.skips)
         of_task.set(store)
-        value = self._call(inputs.value)
-        return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))
-
-    def _call(self, value: Value) -> Value:
-        if isinstance(value, Arguments):
-            return self.layer(*value.args, **value.kwargs)
-        return self.layer(value)
+        args, kwargs = _arguments(inputs.value)
+        output = self.layer(*args, **kwargs)
+        return Carried(output, tuple([store.send(key) for key, _ in self.skips.leaving]))
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad).clone()
+def _arguments(value: Value) -> Arguments:
+    return value if isinstance(value, Arguments) else Arguments((value,))
 
 
 def micro_batches(sample: Value, chunks: int) -> list[Value]:
     """Returns the first layer's input for each micro-batch of ``sample``."""
-    args, kwargs = sample if isinstance(sample, Arguments) else ((sample,), {})
-    return scatter(args, kwargs, chunks)
+    return scatter(*_arguments(sample), chunks)
 
 
 def probe_layers(
@@ -98,12 +86,8 @@ def probe_layers(
 ) -> list[T]:
     """Returns the results of ``measure`` for each layer, in order.
 
-    Args:
-        module: with its stashes and pops.
-        value: the first layer's input; any device.
-        device: where to run; by default the first device of ``Pipe``'s default.
-        measure: called with a probe on the device, and grad enabled. It also returns the result of
-            a forward of the probe.
+    ``measure`` is called with a probe on the device (default: the first of ``Pipe``'s default), and
+    grad enabled. It also returns the result of a forward of the probe.
     """
     check_module(module)
     verify_skippables(module)
@@ -113,13 +97,27 @@ def probe_layers(
             f"the module is on 'meta' and cannot be measured on {str(where)!r}; materialise it, or "
             "count sizes with device='meta'"
         )
+    named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
+    alone = routes([nn.Sequential(layer) for _, layer in named])
+    stashed: dict[Key, Value] = {}
+    results = []
     generators = [where.index] if where.type == "cuda" else []
-    with (
-        torch.random.fork_rng(generators),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-    ):
-        return _probe_each(module, value, where, measure)
+    with torch.random.fork_rng(generators), torch.inference_mode(False), torch.enable_grad():
+        value = _settled(value, where)
+        for (name, layer), skips in zip(named, alone, strict=True):
+            arriving = tuple([stashed[key] for key, _ in skips.arriving])
+            try:
+                result, output = measure(Probe(_copy(layer, where), where, value, skips, arriving))
+            except Exception as error:
+                error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
+                raise
+            results.append(result)
+            value = _settled(output.value, where)
+            for (key, _), left in zip(skips.leaving, output.skips, strict=True):
+                stashed[key] = _settled(left, where)
+            del output
+            torch.clear_autocast_cache()  # it would keep the layer alive
+    return results
 
 
 def _parse(device: Device | None) -> torch.device:
@@ -128,33 +126,6 @@ def _parse(device: Device | None) -> torch.device:
     if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
         return torch.device("meta")
     return where_tensors_are(parse_devices([device]))[0]
-
-
-def _probe_each(
-    module: nn.Sequential,
-    value: Value,
-    device: torch.device,
-    measure: Callable[[Probe], tuple[T, Carried]],
-) -> list[T]:
-    named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-    alone = routes([nn.Sequential(layer) for _, layer in named])
-    stashed: dict[Key, Value] = {}
-    value = _settled(value, device)
-    results = []
-    for (name, layer), skips in zip(named, alone, strict=True):
-        arriving = [stashed[key] for key, _ in skips.arriving]
-        try:
-            result, output = measure(Probe(_copy(layer, device), device, value, skips, arriving))
-        except Exception as error:
-            error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
-            raise
-        results.append(result)
-        value = _settled(output.value, device)
-        for (key, _), left in zip(skips.leaving, output.skips, strict=True):
-            stashed[key] = _settled(left, device)
-        del output
-        torch.clear_autocast_cache()  # it would keep the layer alive
-    return results
 
 
 def _settled(value: Value, device: torch.device) -> Value:
@@ -166,24 +137,20 @@ def _settled(value: Value, device: torch.device) -> Value:
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
     """Copies ``layer`` with its parameters directly onto the device."""
     memo: dict[int, Any] = {}
-
-    def put(tensor: Tensor, moved: Tensor) -> None:
-        memo[id(tensor)] = moved
-
     for tensor in (*layer.parameters(), *layer.buffers()):
         if is_lazy(tensor):
             raise ValueError("a layer has parameters that are not initialised; call it once before")
         moved = tensor.detach().to(device, copy=True)
         if type(tensor) is nn.Parameter:
-            put(tensor, nn.Parameter(moved, tensor.requires_grad))
+            memo[id(tensor)] = nn.Parameter(moved, tensor.requires_grad)
         elif type(tensor) is Tensor:
-            put(tensor, moved)
+            memo[id(tensor)] = moved
     for module in layer.modules():
         for name in _HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
         for value in vars(module).values():  # computed tensors, which deepcopy refuses
             if isinstance(value, Tensor) and not value.is_leaf:
-                put(value, value.detach().to(device, copy=True))
+                memo[id(value)] = value.detach().to(device, copy=True)
     try:
         copied: nn.Module = copy.deepcopy(layer, memo).to(device)
     except Exception as error:
@@ -200,9 +167,3 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
-
-
-def differentiable_outputs(output: Carried) -> tuple[Tensors, Tensors]:
-    """Returns the tensors that a backward starts from, and a gradient for each."""
-    roots, _ = select(output, lambda tensor: tensor.requires_grad)
-    return roots, tuple([torch.ones_like(root) for root in roots])

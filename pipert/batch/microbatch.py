@@ -84,10 +84,6 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
     """Split a call's arguments into at most ``chunks`` micro-batches.
 
     Each is the value of the first layer's only positional argument, or :class:`Arguments`.
-
-    Raises:
-        ValueError: two leaves disagree on the batch size; both paths and sizes are named.
-        TypeError: a leaf holds tensors or an array that pipert cannot split.
     """
     return scatter_with_sizes(args, kwargs, chunks)[0]
 
@@ -137,13 +133,10 @@ def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
 
 
 def gather(outputs: list[Value]) -> Value:
-    """Joins the outputs of the micro-batches.
+    """Joins the outputs of the micro-batches, whose structure must be the same.
 
     Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
     leaves must be equal and are returned once.
-
-    Raises:
-        ValueError: structures differ, or leaves cannot be joined; their paths are named.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):

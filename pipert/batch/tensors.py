@@ -40,12 +40,12 @@ def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """:func:`select` of the tensors that require grad."""
     if isinstance(value, Tensor):  # by far the most common, and in the way of every task
         return ((value,), _only) if value.requires_grad else ((), lambda _: value)
-    return select(value, _requires_grad)
+    return select(value, lambda tensor: tensor.requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """:func:`select` of all tensors."""
-    return ((value,), _only) if isinstance(value, Tensor) else select(value, _any)
+    return ((value,), _only) if isinstance(value, Tensor) else select(value, lambda _: True)
 
 
 def describe(value: Value) -> str:
@@ -71,11 +71,3 @@ _only: Callable[[Tensors], Any] = itemgetter(0)
 def _is_size(value: Any) -> bool:
     # A Size would come back as a tuple.
     return type(value) is torch.Size
-
-
-def _requires_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad
-
-
-def _any(_: Tensor) -> bool:
-    return True

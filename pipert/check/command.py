@@ -6,24 +6,18 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
-from pipert.check import machine, table
-from pipert.check.errors import check_errors
-from pipert.check.finding import BROKEN, NOT_CHECKED, Finding, Findings
-from pipert.check.links import check_links
+from pipert.check import errors, links, machine, memory, overlap, repeats, speed, values
+from pipert.check.finding import BROKEN, NOT_CHECKED, Finding, Findings, Found
 from pipert.check.load import Load, busy, fitting
-from pipert.check.memory import check_memory, load_for_memory
-from pipert.check.overlap import check_copies, check_overlap
-from pipert.check.repeats import check_repeats
-from pipert.check.settings import deterministic, limited, settled
-from pipert.check.speed import check_speed
-from pipert.check.values import check_values, check_values_under_load
+from pipert.check.models import small_models
 from pipert.check.ways import Devices
 from pipert.model.devices import parse_devices, where_tensors_are
 
@@ -97,12 +91,12 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         effort = ON_CPU if torch.device("cpu") in devices.partitions else ON_GPUS
     for remark in remarks:
         print(f"pipert check: {remark}", file=sys.stderr)
-    with settled(devices), limited():
+    with machine.settled(devices):
         findings = run(devices, effort)
         versions = machine.versions()
-    print(table.markdown(findings, devices, versions, remarks))
+    print(findings.markdown(devices, versions, remarks))
     if path is not None:
-        data = table.as_json(findings, devices, versions, remarks)
+        data = findings.as_json(devices, versions, remarks)
         path.write_text(json.dumps(data, indent=1), encoding="utf-8")
     return 1 if findings.broken else 0
 
@@ -128,52 +122,48 @@ def _devices(named: str | None) -> tuple[Devices, list[str]]:
 
 def run(devices: Devices, effort: Effort) -> Findings:
     """Run all checks. A check that raises becomes a finding, and the next one runs."""
-    findings = Findings()
+    findings, n = Findings(), devices.n
     gpus = machine.gpus(devices)
     if gpus is not None:
-        findings.tables.append(gpus)
-    memory = load_for_memory(devices.n, min(256, effort.width), 16 * effort.rows)
-    _run(findings, "links", check_links(devices, effort.link_bytes, findings))
-    with deterministic():
-        _run(findings, "values", check_values(devices, effort.dtypes))
-        load_of_copies = effort.width, 4 * effort.rows
-        _run(findings, "values under load", check_values_under_load(devices, *load_of_copies))
-        _run(findings, "errors of layers", check_errors(devices))
-        repeats = check_repeats(devices, effort.repeats, *load_of_copies)
-        _run(findings, "repeated steps", repeats)
-    memory = fitting(memory, devices)
-    _run(findings, "memory", check_memory(devices, memory, effort.steps, findings))
-    _run(findings, "copies", check_copies(devices))
-    sizes: list[Load] = []
+        findings.add(gpus)
+    check = partial(_run, findings)
+    check("links", lambda: links.check(devices, effort.link_bytes))
+    with machine.deterministic():
+        copies = Load(n, 2 * n, 1, effort.width, 4 * effort.rows)
+        small = (model for dtype in effort.dtypes for model in small_models(n, dtype))
+        check("values", lambda: values.check(devices, small))
+        under_load = "chain under load"
+        check("values under load", lambda: values.check(devices, [copies.model(under_load)]))
+        check("errors of layers", lambda: errors.check(devices))
+        check("repeated steps", lambda: repeats.check(devices, effort.repeats, copies))
+    layers = memory.load_for_memory(n, min(256, effort.width), 16 * effort.rows)
+    check("memory", lambda: memory.check(devices, fitting(layers, devices), effort.steps))
+    check("copies", lambda: overlap.check_copies(devices))
 
+    @cache
     def load() -> Load:
-        if not sizes:
-            small = Load(devices.n, 4 * devices.n, 4, effort.width, effort.rows)
-            sizes.append(busy(small, devices) if effort.grow else small)
-        return sizes[0]
+        small = Load(n, 4 * n, 4, effort.width, effort.rows)
+        return busy(small, devices) if effort.grow else small
 
-    _run(findings, "overlap", _later(lambda: check_overlap(devices, load(), findings)))
-    _run(findings, "speed", _later(lambda: check_speed(devices, load(), effort.seconds, findings)))
+    check("overlap", lambda: overlap.check(devices, load()))
+    check("speed", lambda: speed.check(devices, load(), effort.seconds))
     return findings
 
 
-def _later(make: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    yield from make()
-
-
-def _run(findings: Findings, name: str, check: Iterator[Finding]) -> None:
-    """Collect the findings of ``check``, and report progress on stderr."""
+def _run(findings: Findings, name: str, check: Callable[[], Iterable[Found]]) -> None:
+    """Collect what ``check`` finds, and report progress on stderr."""
     started = perf_counter()
     print(f"pipert check: {name} ...", file=sys.stderr, flush=True)
     try:
-        for finding in check:
-            findings.rows.append(finding)
-            seconds = perf_counter() - started
-            print(f"  {finding.check}: {finding.outcome} ({seconds:.1f} s)", file=sys.stderr)
+        for found in check():
+            findings.add(found)
+            if isinstance(found, Finding):
+                seconds = perf_counter() - started
+                print(f"  {found.check}: {found.outcome} ({seconds:.1f} s)", file=sys.stderr)
     except torch.OutOfMemoryError as error:
         why = f"out of memory: {str(error).partition('.')[0]}"
-        findings.rows.append(Finding(name, NOT_CHECKED, why))
+        findings.add(Finding(name, NOT_CHECKED, why))
     except Exception as error:  # the other checks are still worth running
         traceback.print_exc()
         seen = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        findings.rows.append(Finding(name, BROKEN, seen, CRASH_MEANS))
+        findings.add(Finding(name, BROKEN, seen, CRASH_MEANS))

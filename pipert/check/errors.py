@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipert.check.finding import Finding, judged
-from pipert.check.values import difference, gradients
-from pipert.check.ways import CALL, Devices, Way, step
-from pipert.pipe import Pipe
+from pipert.check.models import Model
+from pipert.check.values import difference
+from pipert.check.ways import CALL, Devices, Trial, Way
 
 __all__: list[str] = []
 
@@ -39,41 +38,34 @@ class _Failing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        if not self.phase or self.calls != AT + 1:
+        if self.calls != AT + 1 or not self.phase:
             return x
         if self.phase == "forward":
             raise _OnPurposeError
-        failing: Tensor = _FailInBackward.apply(x)  # type: ignore[no-untyped-call]
-        return failing
+        x = x.view_as(x)
+        x.register_hook(self._fail)  # type: ignore[no-untyped-call]
+        return x
 
-
-class _FailInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def _fail(self, grad: Tensor) -> None:
         raise _OnPurposeError
 
 
-def check_errors(devices: Devices) -> Iterator[Finding]:
+def check(devices: Devices) -> Iterator[Finding]:
     """Provoke a failure in each phase of the last partition; each next step must be right."""
     torch.manual_seed(0)
-    failing = _Failing()
-    others = devices.n - 1
-    layers = [nn.Linear(8, 8) for _ in range(others)]
-    module = nn.Sequential(*layers, nn.Linear(8, 8), failing, nn.Linear(8, 1))
-    x = torch.randn(2 * CHUNKS, 8).to(devices.partitions[0])
-    target = torch.randn(2 * CHUNKS, 1)
+    failing, n = _Failing(), devices.n
+    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(n)], failing)  # in the last partition
+    x, target = torch.randn(2 * CHUNKS, 8), torch.randn(2 * CHUNKS, 8)
     faults = []
-    with devices.pipe(module, [1] * others + [3], CHUNKS) as pipe:
-        before = _works(pipe, x, target)
+    with devices.trial(Model("", layers, x, target, mse_loss, CHUNKS)) as trial:
+        usual = Way(CALL, "except_last")
+        before = trial.results(usual)
         for schedule, phase in ((CALL, "forward"), ("1f1b", "forward"), ("1f1b", "backward")):
             failing.arm(phase)
-            fault = _provoke(pipe, Way(schedule, "never"), phase, x, target)
+            place = (phase, f"partition {n - 1}", f"micro-batch {AT} of {CHUNKS}")
+            fault = _provoke(trial, Way(schedule, "never"), place)
             failing.arm("")
-            amount, name = difference(_works(pipe, x, target), before)
+            amount, name = difference(trial.results(usual), before)
             if fault is None and amount > 1e-3:
                 fault = f"afterwards {name} is wrong by {amount:.1e}"
             if fault is not None:
@@ -82,21 +74,12 @@ def check_errors(devices: Devices) -> Iterator[Finding]:
     yield judged("errors of layers", faults, seen, MEANS)
 
 
-def _works(pipe: Pipe, x: Tensor, target: Tensor) -> dict[str, Tensor | None]:
-    pipe.zero_grad()
-    loss, _ = step(pipe, Way(CALL, "except_last"), x, target, mse_loss)
-    found = {k: g if g is None else g.clone() for k, g in gradients(pipe, x).items()}
-    return {"loss": loss, **found}
-
-
-def _provoke(pipe: Pipe, way: Way, phase: str, x: Tensor, target: Tensor) -> str | None:
+def _provoke(trial: Trial, way: Way, place: tuple[str, ...]) -> str | None:
     """Returns what is wrong with how the error is raised, if anything."""
-    n = len(pipe.partitions)
     try:
-        step(pipe, way, x, target, mse_loss)
+        trial.step(way)
     except _OnPurposeError as error:
         notes = " ".join(getattr(error, "__notes__", ()))
-        expected = (phase, f"partition {n - 1}", f"micro-batch {AT} of {CHUNKS}")
-        missing = [words for words in expected if words not in notes]
+        missing = [words for words in place if words not in notes]
         return f"its note lacks {', '.join(missing)}" if missing else None
     return "it did not come out"

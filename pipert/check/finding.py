@@ -1,8 +1,12 @@
-"""The findings of checks: data for the report and the exit status."""
+"""The findings of checks, and the report of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+from pipert.check.ways import Devices
 
 __all__: list[str] = []
 
@@ -35,6 +39,10 @@ class Measurement:
     rows: tuple[tuple[str, ...], ...]
 
 
+Found: TypeAlias = Finding | Measurement
+"""What a check yields."""
+
+
 @dataclass
 class Findings:
     """The findings so far."""
@@ -42,10 +50,52 @@ class Findings:
     rows: list[Finding] = field(default_factory=list)
     tables: list[Measurement] = field(default_factory=list)
 
+    def add(self, found: Found) -> None:
+        """Append a row or a table."""
+        if isinstance(found, Measurement):
+            self.tables.append(found)
+        else:
+            self.rows.append(found)
+
     @property
     def broken(self) -> list[Finding]:
         """The findings that do not hold."""
         return [row for row in self.rows if row.outcome == BROKEN]
+
+    def markdown(self, devices: Devices, versions: dict[str, str], remarks: list[str]) -> str:
+        """Formats the whole report."""
+        lines = ["## pipert check", ""]
+        lines += [f"* {name}: {version}" for name, version in versions.items()]
+        lines += [f"* partitions on: {', '.join(map(str, devices.partitions))}"]
+        lines += [f"* {remark}" for remark in remarks]
+        rows = tuple((row.check, row.outcome, row.seen) for row in self.rows)
+        lines += ["", *_table(Measurement("Checks", ("check", "result", "seen"), rows))]
+        for measurement in self.tables:
+            lines += ["", *_table(measurement)]
+        return "\n".join([*lines, "", *self.verdict()])
+
+    def verdict(self) -> list[str]:
+        """Formats the last lines: what does not hold, and what it means."""
+        lines = [f"**DOES NOT HOLD** {r.check}: {r.seen}. {r.means}." for r in self.broken]
+        left_out = sum(row.outcome == NOT_CHECKED for row in self.rows)
+        rest = f" Not checked: {left_out} of {len(self.rows)}." if left_out else ""
+        if not lines:
+            return [f"Everything that was checked holds.{rest}"]
+        return [*lines, "", f"{len(lines)} of {len(self.rows)} checks do not hold.{rest}"]
+
+    def as_json(self, devices: Devices, versions: dict[str, str], remarks: list[str]) -> Any:
+        """Returns the report as plain data."""
+        return {
+            "versions": versions,
+            "devices": [str(device) for device in devices.partitions],
+            "remarks": remarks,
+            "holds": not self.broken,
+            "checks": [asdict(row) for row in self.rows],
+            "tables": [
+                {"title": t.title, "rows": [dict(zip(t.columns, r, strict=True)) for r in t.rows]}
+                for t in self.tables
+            ],
+        }
 
 
 def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
@@ -54,3 +104,15 @@ def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
         return Finding(check, HOLDS, seen)
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
     return Finding(check, BROKEN, "; ".join(faults[:3]) + more, means)
+
+
+def _table(measurement: Measurement) -> Iterator[str]:
+    """Formats a title and an aligned table."""
+    cells = [measurement.columns, *measurement.rows]
+    cells = [tuple(cell.replace("|", "/") for cell in row) for row in cells]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    yield f"### {measurement.title}"
+    yield ""
+    for row in (cells[0], tuple("-" * width for width in widths), *cells[1:]):
+        padded = (f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
+        yield f"| {' | '.join(padded)} |"

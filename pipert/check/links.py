@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from pipert.check.finding import NOT_CHECKED, Finding, Findings, Measurement, judged
+from pipert.check.finding import NOT_CHECKED, Finding, Found, Measurement, judged
 from pipert.check.load import timed
 from pipert.check.ways import Devices
 
@@ -40,12 +40,12 @@ def why_no_links(devices: Devices) -> str | None:
     return None if links(devices) else "no two GPUs follow each other"
 
 
-def check_links(devices: Devices, size: int, findings: Findings) -> Iterator[Finding]:
+def check(devices: Devices, size: int) -> Iterator[Found]:
     """Copy ``size`` bytes over each link, in both directions."""
-    check = "copies by torch alone"
+    name = "copies by torch alone"
     why_not = why_no_links(devices)
     if why_not is not None:
-        yield Finding(check, NOT_CHECKED, why_not)
+        yield Finding(name, NOT_CHECKED, why_not)
         return
     faults, rows = [], []
     for a, b in links(devices):
@@ -58,8 +58,8 @@ def check_links(devices: Devices, size: int, findings: Findings) -> Iterator[Fin
         rows.append((f"{a}, {b}", *rates))
     columns = ("GPUs", "there, GB/s", "back, GB/s")
     title = f"Copies by torch alone, {size / 2**20:.3g} MiB each"
-    findings.tables.append(Measurement(title, columns, tuple(rows)))
-    yield judged(check, faults, "what is sent arrives, in both directions", MEANS)
+    yield Measurement(title, columns, tuple(rows))
+    yield judged(name, faults, "what is sent arrives, in both directions", MEANS)
 
 
 def _copy(source: torch.device, target: torch.device, size: int) -> tuple[float, bool]:

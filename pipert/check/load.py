@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.functional import mse_loss
 
-from pipert.check.models import chain
+from pipert.check.models import Model, chain
 from pipert.check.ways import Devices
 
 __all__: list[str] = []
@@ -39,17 +40,11 @@ class Load:
         """The size of a float32 activation."""
         return 4 * self.rows * self.width
 
-    def chain(self) -> nn.Sequential:
-        """Makes the layers, on the CPU."""
-        return chain(self.n, self.layers, self.width)
-
-    def pair(self, first: torch.device, last: torch.device) -> tuple[Tensor, Tensor]:
-        """Makes an input and a target.
-
-        The input requires grad; otherwise the first partition would have less work than others.
-        """
+    def model(self, name: str = "chain", dropout: float = 0.0) -> Model:
+        """Makes the chain, its input and its target, on the CPU."""
         x, target = (torch.randn(self.m * self.rows, self.width) for _ in range(2))
-        return x.to(first).requires_grad_(), target.to(last)
+        layers = chain(self.n, self.layers, self.width, dropout)
+        return Model(name, layers, x, target, mse_loss, self.m)
 
     def fits(self, devices: Devices) -> bool:
         """Whether one GPU has the memory for all activations of the plain module."""
@@ -70,7 +65,7 @@ def busy(load: Load, devices: Devices) -> Load:
 
     Or fewer, so that a step of the plain module, three times its forward, does not take too long.
     """
-    partitions = {d: load.chain()[: load.layers].to(d) for d in devices.partitions}
+    partitions = {d: chain(1, load.layers, load.width).to(d) for d in devices.partitions}
     while True:
         times = [_both_times(devices, *of_device, load) for of_device in partitions.items()]
         seconds, on_host = (max(of_all) for of_all in zip(*times, strict=True))

@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.nn.functional import mse_loss
 
-from pipert.check.finding import NOT_CHECKED, Finding, Findings, Measurement, judged
+from pipert.check.finding import NOT_CHECKED, Finding, Found, Measurement, judged
 from pipert.check.load import Load
-from pipert.check.ways import CALL, SCHEDULES, WAYS, Devices, Way, step
-from pipert.pipe import Pipe
+from pipert.check.ways import CALL, SCHEDULES, WAYS, Devices, Trial, Way
 
 __all__: list[str] = []
 
@@ -30,22 +27,25 @@ FLAT_MEANS = "each step leaves something behind: a training runs out of memory s
 Peaks = dict[Way, list[int]]
 
 
-def check_memory(
-    devices: Devices, load: Load, steps: int, findings: Findings
-) -> Iterator[Finding]:
+def check(devices: Devices, load: Load, steps: int) -> Iterator[Found]:
     """Check each way's peaks on each GPU, and the memory left after each of ``steps`` steps."""
     if not devices.gpus:
         yield Finding("peak memory", NOT_CHECKED, "no CUDA device: torch does not count on a CPU")
         return
-    x, target = load.pair(devices.partitions[0], devices.partitions[-1])
-    with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
+    with devices.trial(load.model()) as trial:
         for schedule in SCHEDULES:  # one-time allocations: workspaces of libraries, streams
-            _peaks(pipe, Way(schedule, "except_last"), x, target, devices)
-        peaks = {way: _peaks(pipe, way, x, target, devices) for way in WAYS}
-        findings.tables.append(_table(peaks, devices))
-        yield _judge_modes(peaks, devices)
-        yield _judge_schedules(peaks, devices)
-        yield _check_flat(pipe, x, target, devices, steps)
+            _peaks(trial, Way(schedule, "except_last"), devices)
+        peaks = {way: _peaks(trial, way, devices) for way in WAYS}
+        yield _table(peaks, devices)
+        calls = [(Way(s, "always"), Way(s, "never")) for s in SCHEDULES if s != "1f1b"]
+        seen = "'always' below 'never' on each GPU, with loss.backward() and gpipe"
+        above = _above(calls, peaks, devices)
+        yield judged("peak memory of 'always'", above, seen, MODES_MEAN)
+        others = [(Way("1f1b", "never"), Way(other, "never")) for other in ("gpipe", CALL)]
+        seen = "1f1b below gpipe and loss.backward() on each GPU, without checkpointing"
+        above = _above(others, peaks, devices)
+        yield judged("peak memory of 1f1b", above, seen, MODES_MEAN)
+        yield _check_flat(trial, devices, steps)
 
 
 def load_for_memory(n: int, width: int, rows: int) -> Load:
@@ -53,13 +53,13 @@ def load_for_memory(n: int, width: int, rows: int) -> Load:
     return Load(n, max(8, 2 * n), LAYERS, width, rows)
 
 
-def _peaks(pipe: Pipe, way: Way, x: Tensor, target: Tensor, devices: Devices) -> list[int]:
-    pipe.zero_grad()
+def _peaks(trial: Trial, way: Way, devices: Devices) -> list[int]:
+    trial.pipe.zero_grad()
     devices.synchronize()
     before = [torch.cuda.memory_allocated(device) for device in devices.gpus]
     for device in devices.gpus:
         torch.cuda.reset_peak_memory_stats(device)
-    step(pipe, way, x, target, mse_loss)
+    trial.step(way)
     devices.synchronize()
     peaks = [torch.cuda.max_memory_allocated(device) for device in devices.gpus]
     return [peak - start for peak, start in zip(peaks, before, strict=True)]
@@ -71,19 +71,6 @@ def _table(peaks: Peaks, devices: Devices) -> Measurement:
     return Measurement("Peak memory of a step beyond the weights, MiB", columns, tuple(rows))
 
 
-def _judge_modes(peaks: Peaks, devices: Devices) -> Finding:
-    schedules = dict.fromkeys(way.schedule for way in peaks)
-    pairs = [(Way(s, "always"), Way(s, "never")) for s in schedules if s != "1f1b"]
-    seen = "'always' below 'never' on each GPU, with loss.backward() and gpipe"
-    return judged("peak memory of 'always'", _above(pairs, peaks, devices), seen, MODES_MEAN)
-
-
-def _judge_schedules(peaks: Peaks, devices: Devices) -> Finding:
-    pairs = [(Way("1f1b", "never"), Way(other, "never")) for other in ("gpipe", CALL)]
-    seen = "1f1b below gpipe and loss.backward() on each GPU, without checkpointing"
-    return judged("peak memory of 1f1b", _above(pairs, peaks, devices), seen, MODES_MEAN)
-
-
 def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list[str]:
     return [
         f"{device}: {less} needs {a / 2**20:.1f} MiB, {more} {b / 2**20:.1f}"
@@ -93,9 +80,7 @@ def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list
     ]
 
 
-def _check_flat(
-    pipe: Pipe, x: Tensor, target: Tensor, devices: Devices, steps: int
-) -> Finding:
+def _check_flat(trial: Trial, devices: Devices, steps: int) -> Finding:
     """Check whether each step of the second half leaves more memory than any step before.
 
     This tolerates a worker that still holds its last task for a moment when a step is over.
@@ -104,8 +89,8 @@ def _check_flat(
     for way in (Way(CALL, "except_last"), Way("gpipe", "except_last"), Way("1f1b", "never")):
         left: list[list[int]] = []
         for _ in range(steps):
-            step(pipe, way, x, target, mse_loss)
-            pipe.zero_grad()
+            trial.step(way)
+            trial.pipe.zero_grad()
             devices.synchronize()
             left.append([torch.cuda.memory_allocated(device) for device in devices.gpus])
             reserved.append(sum(torch.cuda.memory_reserved(device) for device in devices.gpus))

@@ -11,7 +11,6 @@ interpolation and no fused attention. None has BatchNorm, which depends on the m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
@@ -32,22 +31,14 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Model:
-    """A model with its input, target and loss."""
+    """A model with its input, target and loss, on the CPU."""
 
     name: str
     layers: nn.Sequential
     x: Tensor
     target: Tensor
     loss_fn: Loss
-
-    def balance(self, n: int) -> list[int]:
-        """Divides the layers into ``n`` partitions as evenly as possible."""
-        return even(len(self.layers), n)
-
-
-def even(layers: int, n: int) -> list[int]:
-    """Divides ``layers`` into ``n`` parts whose sizes differ by at most one."""
-    return [layers // n + (j < layers % n) for j in range(n)]
+    chunks: int = 4
 
 
 def small_models(n: int, dtype: torch.dtype) -> list[Model]:
@@ -115,51 +106,38 @@ class _Embedding(nn.Module):
 class _Block(nn.Module):
     """Causal attention and a perceptron, as in GPT-2."""
 
-    def __init__(self, width: int, dropout: float, heads: int = 2) -> None:
+    def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
-        self.heads = heads
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
+        self.attention = nn.MultiheadAttention(width, num_heads=2, batch_first=True)
         self.perceptron = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.out(self._attend(self.norms[0](x))))
-        y: Tensor = x + self.dropout(self.perceptron(self.norms[1](x)))
-        return y
-
-    def _attend(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = parts.unbind()
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        weights = scores.masked_fill(future, -math.inf).softmax(-1)
-        attended: Tensor = (weights @ v).transpose(1, 2).flatten(2)
-        return attended
+        y, rows = self.norms[0](x), x.shape[1]
+        future = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
+        # It returns the weights as well by default, and is not fused for that.
+        x = x + self.dropout(self.attention(y, y, y, attn_mask=future)[0])
+        z: Tensor = x + self.dropout(self.perceptron(self.norms[1](x)))
+        return z
 
 
 # U-Net --------------------------------------------------------------------------------------------
 
 
-def unet(width: int = 4, levels: int = 2) -> nn.Sequential:
+def unet() -> nn.Sequential:
     """Maps ``[rows, 3, height, width]`` to ``[rows, 1, height, width]``."""
-    skips = [Namespace() for _ in range(levels)]
-    widths = [3, *(width * 2**level for level in range(levels))]
-    layers: list[nn.Module] = []
-    for level in range(levels):
-        inputs, outputs = widths[level], widths[level + 1]
-        layers += [*_cell(inputs, outputs), _Stash().isolate(skips[level])]
-        layers += [nn.Conv2d(outputs, outputs, 2, stride=2)]
-    layers += _cell(widths[-1], widths[-1])
-    for level in reversed(range(levels)):
-        outputs = widths[level + 1]
-        inputs = widths[min(level + 2, levels)]
-        layers += [nn.Conv2d(inputs, 4 * outputs, 1), nn.PixelShuffle(2)]
-        layers += [_Concatenate().isolate(skips[level]), *_cell(2 * outputs, outputs)]
-    return nn.Sequential(*layers, nn.Conv2d(width, 1, 1))
+    outer, inner = Namespace(), Namespace()
+    return nn.Sequential(
+        *_cell(3, 4), _Stash().isolate(outer), nn.Conv2d(4, 4, 2, stride=2),
+        *_cell(4, 8), _Stash().isolate(inner), nn.Conv2d(8, 8, 2, stride=2),
+        *_cell(8, 8),
+        nn.Conv2d(8, 32, 1), nn.PixelShuffle(2), _Concatenate().isolate(inner), *_cell(16, 8),
+        nn.Conv2d(8, 16, 1), nn.PixelShuffle(2), _Concatenate().isolate(outer), *_cell(8, 4),
+        nn.Conv2d(4, 1, 1),
+    )  # fmt: skip
 
 
 def _cell(inputs: int, outputs: int) -> Iterator[nn.Module]:

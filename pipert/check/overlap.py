@@ -23,28 +23,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from itertools import combinations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
 
-from pipert.check.finding import (
-    BROKEN,
-    NOT_CHECKED,
-    REPORTED,
-    Finding,
-    Findings,
-    Measurement,
-    judged,
-)
+from pipert.check.finding import BROKEN, NOT_CHECKED, REPORTED, Finding, Found, Measurement, judged
 from pipert.check.links import links, why_no_links
 from pipert.check.load import Load
-from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way, step
-from pipert.seeing.event import COMPUTE, COPY, FORWARD, Event
-from pipert.timeline.intervals import Interval, length, overlap, union
+from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way
+from pipert.seeing.event import COMPUTE, COPY, FORWARD
+from pipert.timeline.intervals import length, overlap, times_of, union
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []
@@ -56,6 +46,8 @@ NONE = 0.01  # of the time
 WAYS = [Way(schedule, "never") for schedule in SCHEDULES]
 COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
 PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several of them"
+
+Hook = Callable[[int], None]
 
 
 # Copies beside kernels ----------------------------------------------------------------------------
@@ -76,12 +68,19 @@ def check_copies(devices: Devices) -> Iterator[Finding]:
     yield judged(check, faults, seen, COPIES_MEAN)
 
 
-class _Sleeping(nn.Module):
-    """A layer whose kernel sleeps on one micro-batch."""
+def _nothing(i: int) -> None:
+    """Lets the host go on."""
 
-    def __init__(self, at: int, queued: threading.Event) -> None:
+
+class _Sleeping(nn.Module):
+    """A layer whose kernel sleeps on micro-batch ``at``.
+
+    The host calls ``before(i)`` and ``after(i)`` around queueing the kernel of each micro-batch.
+    """
+
+    def __init__(self, at: int, before: Hook = _nothing, after: Hook = _nothing) -> None:
         super().__init__()
-        self.at, self.queued = at, queued
+        self.at, self.before, self.after = at, before, after
         self.cycles = self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,31 +90,22 @@ class _Sleeping(nn.Module):
         self.after(i)
         return x + 1
 
-    def before(self, i: int) -> None:
-        """Called on the host before it queues the kernel of micro-batch ``i``."""
-
-    def after(self, i: int) -> None:
-        """Called on the host after it has queued the kernel."""
-
-
-class _First(_Sleeping):
-    def before(self, i: int) -> None:
-        if i == self.at + 1:
-            self.queued.set()
-
-
-class _Second(_Sleeping):
-    def after(self, i: int) -> None:
-        if i == self.at and not self.queued.wait(TIMEOUT / 2):
-            raise RuntimeError("F[3,0] did not begin while F[0,1] was under way")
-
 
 def _overlap(a: torch.device, b: torch.device) -> bool:
     """Whether micro-batch 1 arrives at ``b`` from ``a`` before ``a`` finishes the next one."""
     queued = threading.Event()
-    first, second = _First(2, queued), _Second(0, queued)
+
+    def release(i: int) -> None:
+        if i == 3:
+            queued.set()
+
+    def hold(i: int) -> None:
+        if i == 0 and not queued.wait(TIMEOUT / 2):
+            raise RuntimeError("F[3,0] did not begin while F[0,1] was under way")
+
+    first, second = _Sleeping(2, before=release), _Sleeping(0, after=hold)
     two = Devices((a, b))
-    with two.pipe(nn.Sequential(first, second), [1, 1], 4) as pipe, torch.no_grad():
+    with two.pipe(nn.Sequential(first, second), 4) as pipe, torch.no_grad():
         x = torch.ones(4, 1 << 16, device=a)
         # First do all that makes the driver wait for kernels: memory, loading, peer access.
         for cycles in (1, 1, *(SLEEP * 2**attempt for attempt in range(ATTEMPTS))):
@@ -135,18 +125,16 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
 # What a step looks like ---------------------------------------------------------------------------
 
 
-def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[Finding]:
+def check(devices: Devices, load: Load) -> Iterator[Found]:
     """Measure how much of a step partitions compute concurrently, and copy while computing."""
     rows, together, shortest = [], [], []
-    x, target = load.pair(devices.partitions[0], devices.partitions[-1])
-    with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
+    with devices.trial(load.model()) as trial:
         for way in WAYS:
-            once = partial(step, pipe, way, x, target, mse_loss)
-            once()
+            trial.step(way)
             devices.synchronize()
-            with pipe.record() as timeline:
-                once()
-                once()
+            with trial.pipe.record() as timeline:
+                trial.step(way)
+                trial.step(way)
                 devices.synchronize()
             share = _together(timeline)
             copying, hidden = _hidden(timeline)
@@ -156,7 +144,7 @@ def check_overlap(devices: Devices, load: Load, findings: Findings) -> Iterator[
             copies = f"{hidden / copying:.0%} of {1e3 * copying:.1f} ms" if copying else "no copies"
             rows.append((way.schedule, f"{1e3 * shortest[-1]:.2f}", f"{share:.0%}", copies))
     columns = ("schedule", "forward task, ms", "partitions at once", "copies while computing")
-    findings.tables.append(Measurement(_title(load), columns, tuple(rows)))
+    yield Measurement(_title(load), columns, tuple(rows))
     seen = f"{min(together):.0%} to {max(together):.0%} of the time two or more partitions compute"
     yield _judge_together(devices, max(together), min(shortest), seen)
 
@@ -190,18 +178,11 @@ def _title(load: Load) -> str:
     )
 
 
-def _computing(timeline: Timeline) -> list[list[Interval]]:
-    """Returns when each lane computed."""
-    events = [event for event in timeline.events if event.kind in COMPUTE]
-    return [
-        union((event.start, event.end) for event in events if timeline.lane(event) == lane)
-        for lane in range(len(timeline.lanes))
-    ]
-
-
 def _together(timeline: Timeline) -> float:
     """Returns the share of computing time in which two or more lanes compute."""
-    lanes = _computing(timeline)
+    numbers = range(len(timeline.lanes))
+    events = timeline.events
+    lanes = [times_of((e for e in events if timeline.lane(e) == k), COMPUTE) for k in numbers]
     several = union(both for a, b in combinations(lanes, 2) for both in overlap(a, b))
     return length(several) / max(length(union(sum(lanes, []))), 1e-9)
 
@@ -212,20 +193,10 @@ def _hidden(timeline: Timeline) -> tuple[float, float]:
     That GPU timestamps both.
     """
     copying = hidden = 0.0
-    for event in timeline.events:
-        source = _source(event)
-        if source is not None:
-            computing = union(
-                (e.start, e.end) for e in timeline.events
-                if e.kind in COMPUTE and e.device == source
-            )  # fmt: skip
-            copying += event.seconds
-            hidden += length(overlap([(event.start, event.end)], computing))
+    for copy in timeline.events:
+        source = copy.source
+        if source is not None and source.type == copy.device.type == "cuda":
+            computing = times_of((e for e in timeline.events if e.device == source), COMPUTE)
+            copying += copy.seconds
+            hidden += length(overlap([(copy.start, copy.end)], computing))
     return copying, hidden
-
-
-def _source(event: Event) -> torch.device | None:
-    """Returns the source of a copy between GPUs."""
-    if event.kind != COPY or event.source is None:
-        return None
-    return event.source if event.source.type == event.device.type == "cuda" else None

@@ -14,13 +14,11 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
-from torch.nn.functional import mse_loss
 
 from pipert.check.finding import NOT_CHECKED, Finding, judged
-from pipert.check.models import Loss, chain, gpt, language_model
-from pipert.check.ways import CALL, WAYS, Devices, Way, step
-from pipert.pipe import Pipe
+from pipert.check.load import Load
+from pipert.check.models import gpt, language_model
+from pipert.check.ways import CALL, WAYS, Devices, Results, Trial, Way
 
 __all__: list[str] = []
 
@@ -31,35 +29,27 @@ MEANS = (
 DROPOUT = 0.2
 
 
-def check_repeats(devices: Devices, repeats: int, width: int, rows: int) -> Iterator[Finding]:
-    """Check the GPT in each way, and a chain of ``width`` with ``rows`` per micro-batch."""
+def check(devices: Devices, repeats: int, load: Load) -> Iterator[Finding]:
+    """Check the GPT in each way, and the chain of ``load`` in some."""
     torch.manual_seed(0)
     # Not tied: loss.backward() adds the gradients of a weight shared by two devices in the
     # order of arrival, which may change the last bit.
     model = language_model(gpt(devices.n, DROPOUT, tied=False))
-    with devices.pipe(model.layers, model.balance(devices.n), 4) as pipe:
-        it = pipe, WAYS, model.x, model.target, model.loss_fn, repeats
-        yield _repeat("GPT with dropout", *it)
-    m = 2 * devices.n
-    x = torch.randn(m * rows, width).to(devices.partitions[0])
-    target = torch.randn(m * rows, width).to(devices.partitions[-1])
+    with devices.trial(model) as trial:
+        yield _repeat("GPT with dropout", trial, WAYS, repeats)
     ways = (Way(CALL, "always"), Way("gpipe", "never"), Way("1f1b", "never"))
-    layers = chain(devices.n, 1, width, DROPOUT)
-    with devices.pipe(layers, [1] * devices.n, m) as pipe:
-        copies = f"{rows * width * 4 / 2**20:.3g} MiB a copy"
-        yield _repeat(f"chain, {copies}", pipe, ways, x, target, mse_loss, 2 * repeats)
+    copies = f"{load.micro_batch_bytes / 2**20:.3g} MiB a copy"
+    with devices.trial(load.model(dropout=DROPOUT)) as trial:
+        yield _repeat(f"chain, {copies}", trial, ways, 2 * repeats)
 
 
-def _repeat(
-    name: str, pipe: Pipe, ways: tuple[Way, ...], x: Tensor, target: Tensor, loss_fn: Loss,
-    repeats: int,
-) -> Finding:  # fmt: skip
+def _repeat(name: str, trial: Trial, ways: tuple[Way, ...], repeats: int) -> Finding:
     check, faults = f"repeated steps ({name})", []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for way in ways:
-            first = _bits(pipe, way, x, target, loss_fn)
-            others = [_bits(pipe, way, x, target, loss_fn) for _ in range(repeats - 1)]
+            # All are there before any is read: the host does not wait between two steps.
+            first, *others = [_seeded(trial, way) for _ in range(repeats)]
             differ = sum(not _equal(first, other) for other in others)
             if differ:
                 faults.append(f"{way}: {differ} of {len(others)} repeats have other bits")
@@ -69,16 +59,11 @@ def _repeat(
     return judged(check, faults, f"{len(ways)} ways, {repeats} times each: the same bits", MEANS)
 
 
-def _bits(pipe: Pipe, way: Way, x: Tensor, target: Tensor, loss_fn: Loss) -> list[Tensor | None]:
+def _seeded(trial: Trial, way: Way) -> Results:
     torch.manual_seed(7)
-    pipe.zero_grad()
-    loss, _ = step(pipe, way, x, target, loss_fn)
-    # Cloned on the device: the host does not wait for it before the next step.
-    return [loss, *[None if p.grad is None else p.grad.clone() for p in pipe.parameters()]]
+    return trial.results(way)
 
 
-def _equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return all(
-        a is b if a is None or b is None else torch.equal(a, b)
-        for a, b in zip(one, other, strict=True)
-    )
+def _equal(one: Results, other: Results) -> bool:
+    pairs = [(a, other[name]) for name, a in one.items()]
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)

@@ -9,6 +9,7 @@ Nothing here can be right or wrong: devices may differ, links be slow, the machi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median
@@ -16,9 +17,9 @@ from time import perf_counter
 
 from torch.nn.functional import mse_loss
 
-from pipert.check.finding import REPORTED, Finding, Findings, Measurement
+from pipert.check.finding import REPORTED, Finding, Found, Measurement
 from pipert.check.load import Load, timed
-from pipert.check.ways import CALL, Devices, Way, backward, step
+from pipert.check.ways import CALL, Devices, Way, backward
 
 __all__: list[str] = []
 
@@ -26,20 +27,17 @@ PLAIN = "plain module"
 ROUNDS = (3, 15)
 
 
-def check_speed(
-    devices: Devices, load: Load, seconds: float, findings: Findings
-) -> Iterator[Finding]:
+def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
     """Measure rounds in which each way takes its turn, for about so many seconds."""
     first = devices.partitions[0]
-    plain = load.chain().to(first)
-    x, target = load.pair(first, first)
-    target_of_pipe = target.to(devices.partitions[-1])
+    model = load.model()
+    plain, target = copy.deepcopy(model.layers).to(first), model.target.to(first)
     ways = [Way(CALL, "never"), Way(CALL, "except_last"), Way("gpipe", "never"),
             Way("1f1b", "never")]  # fmt: skip
-    with devices.pipe(load.chain(), [load.layers] * load.n, load.m) as pipe:
+    with devices.trial(model) as trial:
         steps: dict[str, Callable[[], object]] = {
-            PLAIN: lambda: backward(mse_loss(plain(x), target)),
-            **{str(way): partial(step, pipe, way, x, target_of_pipe, mse_loss) for way in ways},
+            PLAIN: lambda: backward(mse_loss(plain(trial.x), target)),
+            **{str(way): partial(trial.step, way) for way in ways},
         }
         taken = _take_turns(devices, steps, seconds)
     rows = [_row(name, taken, _ideal(name, load, devices)) for name in taken]
@@ -49,7 +47,7 @@ def check_speed(
         f"Linear({load.width}), {load.m} micro-batches of {load.rows} rows, {len(taken[PLAIN])} "
         "rounds"
     )
-    findings.tables.append(Measurement(title, columns, tuple(rows)))
+    yield Measurement(title, columns, tuple(rows))
     best = min((name for name in taken if name != PLAIN), key=lambda name: median(taken[name]))
     speedup = median(taken[PLAIN]) / median(taken[best])
     seen = f"{speedup:.2f} over the plain module on {first}, at best: with {best}"

@@ -17,82 +17,52 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch import Tensor
 
 from pipert.check.finding import Finding, judged
-from pipert.check.models import Model, chain, small_models
-from pipert.check.ways import WAYS, Devices, backward, step
+from pipert.check.models import Model
+from pipert.check.ways import WAYS, Devices, Results, backward, gradients, leaf
 
 __all__: list[str] = []
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}
-CHUNKS = 4
 MEANS = "pipert computes something different from the plain module here: do not train with it"
 
-Results = dict[str, Tensor | None]
 
-
-def check_values(devices: Devices, dtypes: Sequence[torch.dtype]) -> Iterator[Finding]:
+def check(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
     """Compare each model in each way with the plain module on the first device."""
-    for dtype in dtypes:
-        for model in small_models(devices.n, dtype):
-            yield _compare(model, devices, dtype, CHUNKS)
+    for model in models:
+        yield _compare(model, devices)
 
 
-def check_values_under_load(devices: Devices, width: int, rows: int) -> Iterator[Finding]:
-    """Compare a chain with slow copies, where data read too early has not arrived yet."""
-    m = 2 * devices.n
-    x, target = (torch.randn(m * rows, width) for _ in range(2))
-    model = Model("chain under load", chain(devices.n, 1, width), x, target, mse_loss)
-    yield _compare(model, devices, torch.float32, m)
-
-
-def _compare(model: Model, devices: Devices, dtype: torch.dtype, chunks: int) -> Finding:
-    plain = copy.deepcopy(model.layers).to(devices.partitions[0])
-    expected = plain_results(plain, model)
-    faults, worst = [], 0.0
-    with devices.pipe(model.layers, model.balance(devices.n), chunks) as pipe:
+def _compare(model: Model, devices: Devices) -> Finding:
+    expected = _plain_results(model, devices.partitions[0])
+    with devices.trial(model) as trial:
         with torch.no_grad():
-            evaluated: Results = {"output": pipe(model.x.to(devices.partitions[0]))}
+            evaluated: Results = {"output": trial.pipe(trial.x)}
         found = {"without gradients": difference(evaluated, {"output": expected["output"]})}
         for way in WAYS:
-            pipe.zero_grad()
-            x = leaf(model.x, devices.partitions[0])
-            loss, output = step(pipe, way, x, model.target, model.loss_fn, outputs=True)
-            results: Results = {"output": output, "loss": loss, **gradients(pipe, x)}
-            found[str(way)] = difference(results, expected)
-    for way_name, (amount, name) in found.items():
-        worst = max(worst, amount)
-        if not amount <= TOLERANCE[dtype]:
-            faults.append(f"{way_name}: {name} differs by {amount:.1e} of its largest entry")
-    kind = str(dtype).removeprefix("torch.")
+            found[str(way)] = difference(trial.results(way), expected)
+    dtype = next(model.layers.parameters()).dtype
+    faults = [
+        f"{way}: {name} differs by {amount:.1e} of its largest entry"
+        for way, (amount, name) in found.items() if amount > TOLERANCE[dtype]
+    ]  # fmt: skip
+    kind, worst = str(dtype).removeprefix("torch."), max(amount for amount, _ in found.values())
     seen = f"{len(found)} ways; largest difference {worst:.0e}, allowed {TOLERANCE[dtype]:.0e}"
     return judged(f"values of the {model.name} ({kind})", faults, seen, MEANS)
 
 
-def plain_results(plain: nn.Sequential, model: Model) -> Results:
+def _plain_results(model: Model, device: torch.device) -> Results:
     """Returns the plain module's results for the whole mini-batch."""
-    device = next(plain.parameters()).device
-    x = leaf(model.x, device)
+    plain, x = copy.deepcopy(model.layers).to(device), leaf(model.x, device)
     output = plain(x)
     loss = model.loss_fn(output, model.target.to(device))
     backward(loss)
     return {"output": output.detach(), "loss": loss.detach(), **gradients(plain, x)}
-
-
-def leaf(x: Tensor, device: torch.device) -> Tensor:
-    """Copies an input to ``device`` as a leaf that requires grad if it can."""
-    return x.to(device, copy=True).requires_grad_(x.is_floating_point())
-
-
-def gradients(module: nn.Module, x: Tensor) -> Results:
-    """Returns the gradient of each parameter, and of the input."""
-    found: Results = {f"the gradient of {k}": p.grad for k, p in module.named_parameters()}
-    return {**found, "the gradient of the input": x.grad}
 
 
 def difference(found: Results, expected: Results) -> tuple[float, str]:

@@ -1,14 +1,16 @@
-"""The ways to run a step, and running one."""
+"""The ways to run a step, the devices to run it on, and a model in a pipe on these."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipert.check.models import Loss
+from pipert.check.models import Loss, Model
 from pipert.pipe import Pipe
 
 __all__: list[str] = []
@@ -17,6 +19,8 @@ MODES = ("never", "except_last", "always")
 CALL = "loss.backward()"
 SCHEDULES = (CALL, "gpipe", "1f1b")
 TIMEOUT = 60.0  # seconds: a step that does not end is an error
+
+Results = dict[str, Tensor | None]
 
 
 class Way(NamedTuple):
@@ -31,6 +35,38 @@ class Way(NamedTuple):
 
 
 WAYS = tuple(Way(schedule, mode) for schedule in SCHEDULES for mode in MODES)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model in a pipe, its input on the first device and its target on the last."""
+
+    pipe: Pipe
+    x: Tensor
+    """A leaf that requires grad if it can; the first partition would have less work without."""
+    target: Tensor
+    loss_fn: Loss
+
+    def step(self, way: Way, outputs: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Runs forward and backward; returns the loss and, if requested, outputs, without graph."""
+        self.pipe.checkpoint = way.checkpoint
+        if way.schedule == CALL:
+            output = self.pipe(self.x)
+            loss = self.loss_fn(output, self.target)
+            backward(loss)
+            return loss.detach(), output.detach() if outputs else None
+        found = self.pipe.forward_backward(
+            self.x, target=self.target, loss_fn=self.loss_fn, schedule=way.schedule,
+            return_outputs=outputs,
+        )  # fmt: skip
+        return found if outputs else (found, None)
+
+    def results(self, way: Way) -> Results:
+        """Runs a step from no gradients; returns its output, its loss and all gradients."""
+        self.pipe.zero_grad()
+        self.x.grad = None
+        loss, output = self.step(way, outputs=True)
+        return {"output": output, "loss": loss, **gradients(self.pipe, self.x)}
 
 
 @dataclass(frozen=True)
@@ -59,14 +95,27 @@ class Devices:
         for device in self.gpus:
             torch.cuda.synchronize(device)
 
-    def pipe(
-        self, layers: nn.Sequential, balance: list[int], chunks: int, checkpoint: str = "never"
-    ) -> Pipe:
-        """Makes a pipe on these devices."""
-        return Pipe(
-            layers, balance, devices=self.partitions, chunks=chunks, checkpoint=checkpoint,
-            timeout=TIMEOUT,
-        )  # fmt: skip
+    def pipe(self, layers: nn.Sequential, chunks: int) -> Pipe:
+        """Makes a pipe on these devices, whose partitions differ by at most one layer."""
+        balance = even(len(layers), self.n)
+        return Pipe(layers, balance, devices=self.partitions, chunks=chunks, timeout=TIMEOUT)
+
+    @contextlib.contextmanager
+    def trial(self, model: Model) -> Iterator[Trial]:
+        """Puts ``model`` into a pipe on these devices."""
+        x = leaf(model.x, self.partitions[0])
+        with self.pipe(model.layers, model.chunks) as pipe:
+            yield Trial(pipe, x, model.target.to(self.partitions[-1]), model.loss_fn)
+
+
+def even(layers: int, n: int) -> list[int]:
+    """Divides ``layers`` into ``n`` parts whose sizes differ by at most one."""
+    return [layers // n + (j < layers % n) for j in range(n)]
+
+
+def leaf(x: Tensor, device: torch.device) -> Tensor:
+    """Copies an input to ``device`` as a leaf that requires grad if it can."""
+    return x.to(device, copy=True).requires_grad_(x.is_floating_point())
 
 
 def backward(loss: Tensor) -> None:
@@ -74,17 +123,7 @@ def backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
-def step(
-    pipe: Pipe, way: Way, x: Tensor, target: Tensor, loss_fn: Loss, outputs: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Runs forward and backward; returns the loss and, if requested, outputs, without a graph."""
-    pipe.checkpoint = way.checkpoint
-    if way.schedule == CALL:
-        output = pipe(x)
-        loss = loss_fn(output, target.to(pipe.devices[-1]))
-        backward(loss)
-        return loss.detach(), output.detach() if outputs else None
-    found = pipe.forward_backward(
-        x, target=target, loss_fn=loss_fn, schedule=way.schedule, return_outputs=outputs
-    )
-    return found if outputs else (found, None)
+def gradients(module: nn.Module, x: Tensor) -> Results:
+    """Returns the gradient of each parameter, and of the input."""
+    found: Results = {f"the gradient of {k}": p.grad for k, p in module.named_parameters()}
+    return {**found, "the gradient of the input": x.grad}

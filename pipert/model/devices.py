@@ -28,10 +28,6 @@ def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
     """Normalise ``devices``, refusing those that this process cannot use.
 
     Logical CPU devices are still apart, for :func:`assign_workers`; see :func:`where_tensors_are`.
-
-    Raises:
-        TypeError: an entry is not a device, or ``devices`` is a single device.
-        ValueError: an entry is neither CPU nor CUDA, or names a missing CUDA device.
     """
     if isinstance(devices, str | torch.device):
         raise TypeError(
@@ -76,15 +72,7 @@ def where_tensors_are(devices: Iterable[torch.device]) -> list[torch.device]:
 
 def assign_workers(devices: Sequence[torch.device]) -> list[int]:
     """The worker of each partition: shared for one device, its own for each plain ``'cpu'``."""
-    workers: list[int] = []
-    of_device: dict[torch.device, int] = {}
-    count = 0
-    for device in devices:
-        worker = of_device.get(device)
-        if worker is None:
-            worker = count
-            count += 1
-            if device != torch.device("cpu"):
-                of_device[device] = worker
-        workers.append(worker)
-    return workers
+    # Each plain 'cpu' is like no other.
+    logical = [object() if device == torch.device("cpu") else device for device in devices]
+    numbers = {device: k for k, device in enumerate(dict.fromkeys(logical))}
+    return [numbers[device] for device in logical]

@@ -38,14 +38,7 @@ _SHARED_WITH_MODULE = (
 
 
 class Partitioned(nn.Module):
-    """The layers of an ``nn.Sequential`` on their devices.
-
-    Args:
-        module: the layers.
-        balance: the number of layers in each partition.
-        devices: the device of each partition; ``None`` for the default ones.
-        deferred_batch_norm: the user's choice, if any.
-    """
+    """The layers of an ``nn.Sequential`` on their devices; its arguments are ``Pipe``'s."""
 
     # What is set on this object itself, and is no layer.
     _own = frozenset(
@@ -66,13 +59,11 @@ class Partitioned(nn.Module):
         check_module(module)
         verify_skippables(module)
         self._balance = [whole(count, "each entry of balance") for count in balance]
-        check_balance(module, self._balance, None)
-        parsed = (
-            default_devices(len(self._balance)) if devices is None else parse_devices(devices)
-        )
+        n = len(self._balance)
+        parsed = default_devices(n) if devices is None else parse_devices(devices)
         check_balance(module, self._balance, len(parsed))
-        self._workers = assign_workers(parsed[: len(self._balance)])
-        self._devices = where_tensors_are(parsed[: len(self._balance)])
+        self._workers = assign_workers(parsed[:n])
+        self._devices = where_tensors_are(parsed[:n])
         check_batch_norm(module, deferred_batch_norm)
         DRAWING.prepare()
         KEEPING.prepare()

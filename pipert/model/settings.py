@@ -16,11 +16,7 @@ _MODES = ("always", "except_last", "never")
 
 
 def check_chunks(chunks: Any) -> int:
-    """Return a number of micro-batches.
-
-    Raises:
-        ValueError: it is no positive whole number.
-    """
+    """Return a number of micro-batches, which must be positive and whole."""
     number = whole(chunks, "chunks")
     if number < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
@@ -28,11 +24,7 @@ def check_chunks(chunks: Any) -> int:
 
 
 def check_checkpoint(checkpoint: Any) -> str | None:
-    """Return which micro-batches are recomputed; ``None`` for no choice.
-
-    Raises:
-        ValueError: there is no such mode.
-    """
+    """Return which micro-batches are recomputed, one of the modes; ``None`` for no choice."""
     if checkpoint is not None and str(checkpoint) not in _MODES:
         raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
     return None if checkpoint is None else str(checkpoint)
@@ -44,11 +36,7 @@ def recomputed(checkpoint: str, m: int) -> int:
 
 
 def whole(number: Any, what: str) -> int:
-    """``number`` as an integer.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """``number``, which must be whole, as an integer."""
     whole = int(number)
     if not isinstance(number, str) and whole != number:
         raise ValueError(f"{what} must be a whole number, got {number!r}")
@@ -56,12 +44,7 @@ def whole(number: Any, what: str) -> int:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """A time limit in seconds, or ``None`` for none; none is also what no lock can wait for.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive.
-    """
+    """A positive time limit in seconds; ``None`` for none, and for what no lock can wait for."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -79,9 +62,6 @@ def refuse_keywords_of(
     name; ``None`` is not given.
 
     Of the layer's parameters the first ``positional`` are there by position.
-
-    Raises:
-        TypeError: it does.
     """
     names = [name for name, value in given.items() if value is not None]
     if layer is None or not names:

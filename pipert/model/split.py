@@ -19,12 +19,7 @@ __all__: list[str] = []
 
 
 def check_module(module: Any) -> None:
-    """Refuse anything but a plain Sequential.
-
-    Raises:
-        TypeError: not an ``nn.Sequential``; or one with a ``forward`` or ``__call__`` of its own,
-            which would never be called, or with parameters or buffers outside its layers.
-    """
+    """Refuse anything but an ``nn.Sequential`` that adds nothing of its own to its layers."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
@@ -46,12 +41,7 @@ def check_module(module: Any) -> None:
 
 
 def require_balance(balance: Any) -> Iterable[int]:
-    """Return the balance, which a pipe cannot go without.
-
-    Raises:
-        ValueError: it is ``None``.
-        TypeError: it is not a sequence.
-    """
+    """Return the balance, which a pipe cannot go without."""
     if balance is None:
         raise ValueError(
             "balance is required: how many layers each partition takes, one entry for each "
@@ -62,13 +52,8 @@ def require_balance(balance: Any) -> Iterable[int]:
     return balance
 
 
-def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | None) -> None:
-    """Refuse a balance that does not fit the module, or ``devices`` devices if that is known.
-
-    Raises:
-        ValueError: an entry is not positive, or the entries do not add up to the layers.
-        IndexError: there are more partitions than devices.
-    """
+def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -> None:
+    """Refuse a balance that does not fit the module, or that many devices."""
     layers = len(module)
     advice = balance_advice(min(layers, max(1, len(balance)))) if layers else ""
     if any(count <= 0 for count in balance):
@@ -78,7 +63,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int | 
             f"balance must add up to the number of layers, but {list(balance)} adds up to "
             f"{sum(balance)} and the module has {layers}{advice}"
         )
-    if devices is not None and len(balance) > devices:
+    if len(balance) > devices:
         raise IndexError(
             f"each partition needs a device, but balance has {len(balance)} partitions and there "
             f"are {devices} devices; use a shorter balance, or name devices (one may appear twice)"
@@ -119,11 +104,13 @@ def sequential(layers: Mapping[str, nn.Module | None], training: bool = True) ->
 def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
     """Move each partition to its device. A shared parameter goes to the first user's device.
 
-    Raises:
-        ValueError: as :func:`check_shared`; then nothing has moved.
+    State that several partitions cannot share is refused before anything moves.
     """
-    check_shared(partitions, devices)
+    _check_shared_buffers(partitions, devices)
+    _check_shared_norms(partitions)
     weights = borrowed(partitions, devices)
+    for partition, others in zip(partitions, weights, strict=True):
+        check_borrowers(partition, others)
     for partition, device, others in zip(partitions, devices, weights, strict=True):
         if others:
             _move_all_but(others, partition, device)
@@ -138,19 +125,6 @@ def _move_all_but(weights: Weights, module: nn.Module, device: torch.device) -> 
         return tensor if id(tensor) in staying else tensor.to(device)
 
     module._apply(move)  # type: ignore[no-untyped-call]
-
-
-def check_shared(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Refuse state that several partitions cannot share.
-
-    Raises:
-        ValueError: a buffer is used on two devices, or running statistics in two partitions; or a
-            compiled or scripted layer uses a parameter that lives on another device.
-    """
-    _check_shared_buffers(partitions, devices)
-    _check_shared_norms(partitions)
-    for partition, weights in zip(partitions, borrowed(partitions, devices), strict=True):
-        check_borrowers(partition, weights)
 
 
 def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:

@@ -5,16 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
 
 __all__: list[str] = []
 
-
-class Lock(Protocol):
-    """The common interface of ``threading``'s locks."""
-
-    def __enter__(self) -> bool: ...
-    def __exit__(self, *exc_info: Any) -> None: ...
+_Make = Callable[[], AbstractContextManager[bool]]
 
 
 class ProcessLock:
@@ -30,7 +25,7 @@ class ProcessLock:
     __slots__ = ("_make", "current")
 
     def __init__(self, reentrant: bool = False) -> None:
-        self._make: Callable[[], Lock] = threading.RLock if reentrant else threading.Lock
+        self._make: _Make = threading.RLock if reentrant else threading.Lock
         self._renew()
         os.register_at_fork(after_in_child=self._renew)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 __all__ = ["Action", "Rule", "RULES"]
 
@@ -48,20 +48,15 @@ class Action(NamedTuple):
         return f"{self.kind}[{self.i},{self.j}]"
 
 
-class Size(Protocol):
+class Size(NamedTuple):
     """How large a run is."""
 
-    @property
-    def m(self) -> int:
-        """Micro-batches."""
-
-    @property
-    def n(self) -> int:
-        """Partitions."""
-
-    @property
-    def recomputed(self) -> int:
-        """How many micro-batches, from the first, are recomputed."""
+    m: int
+    """Micro-batches."""
+    n: int
+    """Partitions."""
+    recomputed: int
+    """How many micro-batches, from the first, are recomputed."""
 
 
 class Rule(NamedTuple):

@@ -1,19 +1,20 @@
-"""The deterministic clock-cycle (section 3.2.1 of the paper): the schedule of ``pipe(x)``."""
+"""GPipe's order: the clock-cycle of ``pipe(x)``, and fill and drain for a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipert.schedules.action import FORWARD, Action
+from pipert.schedules.action import FORWARD, Action, Size
+from pipert.schedules.ticks import Ticks, go_back, lay_out
 
 __all__: list[str] = []
 
 
 def clock_cycle(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
-    """Compute diagonal by diagonal: clock *k* has all ``F[i,j]`` with ``i + j == k``.
+    """The deterministic clock-cycle (section 3.2.1 of the paper): diagonal by diagonal.
 
-    The backward is autograd's. A worker that serves several partitions does its actions of one
-    diagonal in consecutive ticks.
+    Clock *k* has all ``F[i,j]`` with ``i + j == k``. The backward is autograd's. A worker that
+    serves several partitions does its actions of one diagonal in consecutive ticks.
     """
     for k in range(m + n - 1):
         tick: list[Action] = []
@@ -23,3 +24,16 @@ def clock_cycle(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Act
                 tick = []
             tick.append(Action(FORWARD, k - j, j))
         yield tick
+
+
+def gpipe(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
+    """Fill and drain: all forwards, then all backwards, the last micro-batch first.
+
+    The order of ``pipe(x)`` and ``loss.backward()`` (section 2.1 of the paper). Every partition
+    keeps all micro-batches.
+    """
+    sequences = [
+        [*(Action(FORWARD, i, j) for i in range(m)), *go_back(reversed(range(m)), j)]
+        for j in range(n)
+    ]
+    return lay_out(sequences, placement, Size(m, n, m))

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipert.schedules.action import FORWARD, Action
+from pipert.schedules.action import FORWARD, Action, Size
 from pipert.schedules.one_f_one_b import one_f_one_b
-from pipert.schedules.ticks import Shape, Ticks, go_back, lay_out
+from pipert.schedules.ticks import Ticks, go_back, lay_out
 
 __all__: list[str] = []
 
@@ -48,7 +48,7 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
         [action for action in _sequence(r, groups, -(-n // d), d) if action.j < n]
         for r in range(d)
     ]
-    return lay_out(sequences, placement[:d], Shape(m, n, m))
+    return lay_out(sequences, placement[:d], Size(m, n, m))
 
 
 def _groups(m: int, d: int) -> list[range]:

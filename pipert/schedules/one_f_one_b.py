@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipert.schedules.action import FORWARD, Action
-from pipert.schedules.ticks import Shape, Ticks, go_back, lay_out
+from pipert.schedules.action import FORWARD, Action, Size
+from pipert.schedules.ticks import Ticks, go_back, lay_out
 
 __all__: list[str] = []
 
@@ -43,4 +43,4 @@ def _in_turns(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
             if i + ahead < m:
                 sequence.append(Action(FORWARD, i + ahead, j))
         sequences.append(sequence)
-    return lay_out(sequences, placement, Shape(m, len(most), m))
+    return lay_out(sequences, placement, Size(m, len(most), m))

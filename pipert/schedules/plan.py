@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action
-from pipert.schedules.clock_cycle import clock_cycle
-from pipert.schedules.gpipe import gpipe
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
+from pipert.schedules.clock_cycle import clock_cycle, gpipe
 from pipert.schedules.interleaved import interleaved
 from pipert.schedules.one_f_one_b import eager_one_f_one_b, one_f_one_b
-from pipert.schedules.ticks import Shape, Ticks, lay_out
+from pipert.schedules.ticks import Ticks, lay_out
 
 __all__: list[str] = []
 
@@ -76,6 +76,7 @@ class Plan:
     """Where in the order each action is."""
     kinds_there_are: frozenset[str] = field(init=False, repr=False, compare=False)
     """The kinds of action that it has, those of a schedule's own included."""
+    _size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Now, since a ``cached_property`` may take a lock, which a forked child may find held.
@@ -83,6 +84,7 @@ class Plan:
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
         object.__setattr__(self, "kinds_there_are", frozenset([a.kind for a in order]))
+        object.__setattr__(self, "_size", Size(self.m, self.n, self.recomputed))
         self._check()
 
     def _check(self) -> None:
@@ -96,13 +98,11 @@ class Plan:
                     raise ValueError(f"{action} is in tick {k} and needs {missing[0]} before it")
             done.update(tick)
         for kind in self.kinds:
-            for i in range(RULES[kind].count(self)):
-                for j in range(self.n):
-                    if Action(kind, i, j) not in done:
-                        raise ValueError(
-                            f"a schedule has each action once, but {Action(kind, i, j)} is not in "
-                            "it"
-                        )
+            for i, j in product(range(RULES[kind].count(self._size)), range(self.n)):
+                if Action(kind, i, j) not in done:
+                    raise ValueError(
+                        f"a schedule has each action once, but {Action(kind, i, j)} is not in it"
+                    )
         for kind in (FORWARD, BACKWARD):
             first, *others = [self._of(kind, j) for j in range(self.n)]
             for j, other in enumerate(others, start=1):
@@ -119,7 +119,7 @@ class Plan:
         self, action: Action, k: int, done: set[Action], busy: dict[int, Action]
     ) -> None:
         kind, i, j = action
-        limit = RULES[kind].count(self) if kind in RULES else 0
+        limit = RULES[kind].count(self._size) if kind in RULES else 0
         if not (0 <= i < limit and 0 <= j < self.n):
             raise ValueError(
                 f"{action} in tick {k} is no action of {self.m} micro-batches, {self.recomputed} "
@@ -134,7 +134,7 @@ class Plan:
 
     def needs(self, action: Action) -> Iterable[Action]:
         """What has to be done before it (rule 2)."""
-        return RULES[action.kind].needs(action, self)
+        return RULES[action.kind].needs(action, self._size)
 
     @property
     def goes_back(self) -> bool:
@@ -188,22 +188,12 @@ def plan(
     maker = NAMED[schedule] if isinstance(schedule, str) else schedule
     if not callable(maker) or not isinstance(maker, Hashable):
         raise TypeError(f"schedule must be a name or a function that makes one, got {schedule!r}")
-    _check_size(m, n, recomputed)
     return _plan(maker, m, n, tuple(range(n) if placement is None else placement), recomputed, STEP)
 
 
 def plan_call(m: int, n: int, placement: Sequence[int], recomputed: int = 0) -> Plan:
     """Plan a call: the clock-cycle, whose backward is left to autograd."""
-    _check_size(m, n, recomputed)
     return _plan(clock_cycle, m, n, tuple(placement), recomputed, CALL)
-
-
-def _check_size(m: int, n: int, recomputed: int) -> None:
-    if m < 1 or n < 1 or not 0 <= recomputed <= m:
-        raise ValueError(
-            "m and n must be positive and recomputed at most m, got "
-            f"m={m}, n={n} and recomputed={recomputed}"
-        )
 
 
 @lru_cache(maxsize=64)
@@ -215,6 +205,11 @@ def _plan(
     recomputed: int,
     kinds: tuple[str, ...],
 ) -> Plan:
+    if m < 1 or n < 1 or not 0 <= recomputed <= m:
+        raise ValueError(
+            "m and n must be positive and recomputed at most m, got "
+            f"m={m}, n={n} and recomputed={recomputed}"
+        )
     try:
         ticks = tuple([tuple([Action(*a) for a in tick]) for tick in maker(m, n, placement)])
     except TypeError as error:
@@ -229,5 +224,5 @@ def _plan(
     kept = [a for a in whole.order if a.kind != RECOMPUTE or a.i < recomputed]
     workers = sorted(set(placement))
     orders = [[a for a in kept if placement[a.j] == worker] for worker in workers]
-    ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, Shape(m, n, recomputed))])
+    ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, Size(m, n, recomputed))])
     return Plan(m, n, placement, recomputed, ticks, kinds)

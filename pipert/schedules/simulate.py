@@ -8,13 +8,12 @@ The order of a plan has what an action needs before it, so one pass over it is e
 
 >>> times = simulate(plan("1f1b", m=2, n=2), lambda action: 1 if action.kind == "F" else 2)
 >>> times["F", 1, 1], times["B", 1, 0]
-(Span(start=4, end=5), Span(start=7, end=9))
+((4, 5), (7, 9))
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 from pipert.schedules.action import Action
 from pipert.schedules.plan import Plan
@@ -22,20 +21,15 @@ from pipert.schedules.plan import Plan
 __all__: list[str] = []
 
 
-class Span(NamedTuple):
-    """From when to when an action is done, in seconds after the first."""
-
-    start: float
-    end: float
-
-
-def simulate(plan: Plan, seconds: Callable[[Action], float]) -> dict[Action, Span]:
-    """Time each action of ``plan``, if it takes ``seconds(action)``."""
+def simulate(
+    plan: Plan, seconds: Callable[[Action], float]
+) -> dict[Action, tuple[float, float]]:
+    """Time the start and end of each action of ``plan``, if it takes ``seconds(action)``."""
     free = dict.fromkeys(plan.placement, 0.0)
-    times: dict[Action, Span] = {}
+    times: dict[Action, tuple[float, float]] = {}
     for action in plan.order:
         worker = plan.placement[action.j]
-        start = max([free[worker], *[times[needed].end for needed in plan.needs(action)]])
+        start = max([free[worker], *[times[needed][1] for needed in plan.needs(action)]])
         free[worker] = start + seconds(action)
-        times[action] = Span(start, free[worker])
+        times[action] = start, free[worker]
     return times

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
 
@@ -12,22 +11,11 @@ __all__: list[str] = []
 Ticks = Iterable[Iterable[Action]]
 
 
-class Shape(NamedTuple):
-    """A plain :class:`Size`."""
-
-    m: int
-    n: int
-    recomputed: int
-
-
 def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Size) -> Ticks:
     """Do each sequence in its order, each action as early as it can be done.
 
     ``workers`` names the worker of each sequence. Of several that are ready it prefers a backward,
-    which frees memory.
-
-    Raises:
-        ValueError: the sequences wait for each other.
+    which frees memory. Sequences that wait for each other are refused.
     """
     done, at = set[Action](), [0] * len(sequences)
     while any(at[s] < len(sequence) for s, sequence in enumerate(sequences)):

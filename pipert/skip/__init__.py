@@ -22,8 +22,7 @@ gradient straight back.
 from __future__ import annotations
 
 from pipert.skip.namespace import Namespace
-from pipert.skip.requests import pop, stash
-from pipert.skip.skippable import Skippable, skippable
+from pipert.skip.skippable import Skippable, pop, skippable, stash
 from pipert.skip.verify import verify_skippables
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]

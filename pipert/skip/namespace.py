@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 __all__ = ["Namespace"]
 
 
+@dataclass(frozen=True, slots=True)
 class Namespace:
     """Distinguishes skips of the same name: use a fresh one for each pair, or group, of layers.
 
@@ -17,16 +19,7 @@ class Namespace:
     A copy, even through pickle, equals the original, so copied layers still belong together.
     """
 
-    __slots__ = ("_id",)
-
-    def __init__(self) -> None:
-        self._id = uuid.uuid4()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and self._id == other._id
-
-    def __hash__(self) -> int:
-        return hash(self._id)
+    _id: uuid.UUID = field(default_factory=uuid.uuid4, init=False)
 
     def __repr__(self) -> str:
         return f"<Namespace {self._id.hex[:8]}>"

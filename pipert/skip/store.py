@@ -38,29 +38,28 @@ class Stashed:
 
     Args:
         value: any pytree.
+        left: how many pops are still to come.
         apart: whether to copy the tensors of inference mode.
     """
 
-    __slots__ = ("_rebuild", "_tensors", "_versions")
+    __slots__ = ("_rebuild", "_tensors", "_versions", "left")
 
-    def __init__(self, value: Value, apart: bool = False) -> None:
+    def __init__(self, value: Value, left: int = 1, apart: bool = False) -> None:
+        self.left = left
         self._tensors, self._rebuild = tensors_of(value)
         if apart:
             self._tensors = _apart(self._tensors)
         self._versions = _versions(self._tensors)
 
-    def get(self, key: Key, apart: bool = False) -> Value:
-        """Returns the value; ``apart`` if it will be popped again.
-
-        Raises:
-            RuntimeError: it has been modified in place.
-        """
+    def get(self, key: Key) -> Value:
+        """Pops the value, unless it has been modified in place."""
         if _versions(self._tensors) != self._versions:
             raise RuntimeError(
                 f"the skip {show(key)} was modified in place after it was stashed; stash a clone of"
                 " it, or let the layer that modifies it work on a copy (inplace=False)"
             )
-        return self._rebuild(_apart(self._tensors) if apart else self._tensors)
+        self.left -= 1
+        return self._rebuild(_apart(self._tensors) if self.left else self._tensors)
 
 
 def _apart(tensors: Tensors) -> Tensors:
@@ -80,33 +79,27 @@ class Store:
         sent: the skips sent to other partitions, once per destination.
     """
 
-    __slots__ = ("_left", "_pops", "_sent", "_values")
+    __slots__ = ("_pops", "_sent", "_values")
 
     def __init__(self, pops: Mapping[Key, int] | None = None, sent: Sequence[Key] = ()) -> None:
         self._pops = pops
         self._sent = sent
         self._values: dict[Key, Stashed] = {}
-        self._left: dict[Key, int] = {}  # number of pops still to come
 
     def put(self, key: Key, value: Value, pops: int) -> None:
         """Stash ``value``, for ``pops`` layers as declared."""
         if self._pops is not None and key in self._pops:
             pops = self._pops[key] + self._sent.count(key)
         if pops:
-            self._values[key], self._left[key] = Stashed(value, apart=True), pops
+            self._values[key] = Stashed(value, pops, apart=True)
 
     def receive(self, key: Key, value: Value) -> None:
         """Add ``value``, stashed in another partition, to be popped here or sent on."""
         if value is not ABSENT and self._pops is not None:
-            self._values[key] = Stashed(value)
-            self._left[key] = self._pops[key] + self._sent.count(key)
+            self._values[key] = Stashed(value, self._pops[key] + self._sent.count(key))
 
     def take(self, key: Key) -> Value:
-        """Pop a value; the last pop removes it.
-
-        Raises:
-            RuntimeError: there is none, or it was modified in place.
-        """
+        """Pop a value; the last pop removes it."""
         if key not in self._values:
             message = (
                 f"there is no skip {show(key)} to pop: no layer has stashed it before, or all "
@@ -122,25 +115,19 @@ class Store:
         return self._hand_out(key)
 
     def send(self, key: Key) -> Value:
-        """Returns a skip for another partition; ``ABSENT`` if the stashing layer did not run.
-
-        Raises:
-            RuntimeError: it has been modified in place.
-        """
+        """Returns a skip for another partition; ``ABSENT`` if the stashing layer did not run."""
         return self._hand_out(key) if key in self._values else ABSENT
 
     def _hand_out(self, key: Key) -> Value:
-        self._left[key] -= 1
-        last = not self._left[key]
-        value = self._values[key].get(key, apart=not last)
-        if last:
-            del self._values[key], self._left[key]
+        stashed = self._values[key]
+        value = stashed.get(key)
+        if not stashed.left:
+            del self._values[key]
         return value
 
     def clear(self) -> None:
         """Drop everything: a nested run may have kept the context that holds this store."""
         self._values.clear()
-        self._left.clear()
 
     def __repr__(self) -> str:
         return f"<Store of {', '.join(map(show, self._values)) or 'nothing'}>"

@@ -1,4 +1,11 @@
-"""Suggests what would make a pipe faster, by predicting a step with and without each change."""
+"""Suggests what would make a pipe faster, by predicting a step with and without each change.
+
+A step is predicted from what its tasks take. Forward tasks are done in the clock's order, each when
+its input is there and its worker free. A backward goes the opposite way: each device does its part
+when it is free, or, on CPU, one thread of autograd does the parts of all partitions, one after the
+other. A step that goes forward and back at once takes as long as one that does so in turn, if
+partitions are alike. Copies are free. The loss, the optimizer and the data are not in it.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +16,40 @@ from itertools import accumulate
 import torch
 
 from pipert.balance.by_cost import balance_by_cost
-from pipert.timeline.predict import Costs, step_seconds
+from pipert.schedules.plan import plan_call
+from pipert.schedules.simulate import simulate
 
-__all__ = ["Advice"]
+__all__ = ["Advice", "Costs"]
 
 _WORTH = 0.05  # smaller savings are within the noise of the measurements
 _MUCH_OUTSIDE = 0.3
 _SHORT = 300e-6  # s; such a task takes little longer than the overhead of running it
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one partition takes for a micro-batch, in seconds; medians of its tasks."""
+
+    forward: float
+    recompute: float
+    """Shared out among all micro-batches, those that are not recomputed included."""
+    backward: float
+
+    @property
+    def whole(self) -> float:
+        """There and back."""
+        return self.forward + self.recompute + self.backward
+
+    def times(self, factor: float) -> Costs:
+        """Of that share of it."""
+        return Costs(self.forward * factor, self.recompute * factor, self.backward * factor)
+
+    def __add__(self, other: Costs) -> Costs:
+        return Costs(
+            self.forward + other.forward,
+            self.recompute + other.recompute,
+            self.backward + other.backward,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +84,18 @@ class Seen:
     """Whether one thread runs the backward of all partitions."""
 
     def step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
-        """Predicts the duration of a step."""
-        return step_seconds(m or self.m, costs or self.costs, self.workers, self.one_thread)
+        """Predicts the seconds from the first forward to the last backward task of a step."""
+        m, costs = m or self.m, costs or self.costs
+        there = _last_end(m, [cost.forward for cost in costs], self.workers)
+        back = [cost.recompute + cost.backward for cost in costs]
+        workers = [0] * len(costs) if self.one_thread else self.workers
+        return there + _last_end(m, back[::-1], workers[::-1])
+
+
+def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float:
+    """When the last of ``m`` micro-batches has gone through all partitions."""
+    clock = plan_call(m, len(seconds), workers)
+    return max(end for _, end in simulate(clock, lambda action: seconds[action.j]).values())
 
 
 def advise(seen: Seen) -> tuple[Advice, ...]:

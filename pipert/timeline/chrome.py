@@ -29,13 +29,7 @@ _COLOURS = {
 def chrome_trace(
     events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the trace as an object to write as JSON.
-
-    Args:
-        events: the events of one timeline.
-        lanes: the names of the workers.
-        workers: the worker of each partition.
-    """
+    """Returns the trace of events, in order of their start, as an object to write as JSON."""
     records: list[Record] = [_name("process_name", "pipert", 0)]
     threads = _threads(events, workers)
     for worker, copies, track in sorted(set(threads)):
@@ -64,15 +58,14 @@ def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int,
     """
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
-    for event in sorted(events, key=lambda event: event.start):
+    for event in events:
         key = workers[event.j], event.kind == COPY
         tracks = ends.setdefault(key, [])
         free = (k for k, end in enumerate(tracks) if end <= event.start)
         track = next(free, len(tracks))
         tracks[track : track + 1] = [event.end]
-        threads.append((id(event), (*key, track)))
-    by_event = dict(threads)
-    return [by_event[id(event)] for event in events]
+        threads.append((*key, track))
+    return threads
 
 
 def _number(worker: int, copies: bool, track: int) -> int:

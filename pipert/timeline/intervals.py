@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+
+from pipert.seeing.event import Event
 
 __all__: list[str] = []
 
 Interval = tuple[float, float]
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the time covered by any of them, as disjoint intervals in order."""
+def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
+    """Returns the time covered by any of them, or by gaps up to ``gap``, as disjoint intervals."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
+        if merged and start <= merged[-1][1] + gap:
             merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
             merged.append((start, end))
     return merged
+
+
+def times_of(events: Iterable[Event], kinds: Collection[str]) -> list[Interval]:
+    """Returns when there was an event of one of these kinds."""
+    return union((event.start, event.end) for event in events if event.kind in kinds)
 
 
 def length(intervals: Iterable[Interval]) -> float:

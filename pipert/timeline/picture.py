@@ -35,11 +35,7 @@ class Drawable(Protocol):
 
 
 def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
-    """Draw each timeline under its title, all to the same scale.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
+    """Draw each timeline under its title, all to the same scale."""
     # Equal timelines give equal files; text in an SVG stays text.
     with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}

@@ -14,9 +14,8 @@ from statistics import median, median_low
 import torch
 
 from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Seen, advise
-from pipert.timeline.intervals import Interval, length, overlap, union
-from pipert.timeline.predict import Costs
+from pipert.timeline.advice import Advice, Costs, Seen, advise
+from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 
 __all__ = ["DeviceTimes", "Report"]
 
@@ -101,7 +100,8 @@ def make_report(
     work = union([*forward, *backward])
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
-    busy = [_times(events, lane, workers, COMPUTE) for lane in range(n)]
+    of_lanes = [[event for event in events if workers[event.j] == lane] for lane in range(n)]
+    busy = [times_of(of_lane, COMPUTE) for of_lane in of_lanes]
     costs = _costs(events, len(devices))
     outside = max(0.0, seconds - length(work))
     share = outside / seconds if seconds else 0.0
@@ -114,7 +114,7 @@ def make_report(
         micro_batches=m,
         seconds=seconds,
         outside=outside,
-        devices=tuple(_device(name, k, events, workers, work) for k, name in enumerate(lanes)),
+        devices=tuple(_device(*lane, work) for lane in zip(lanes, of_lanes, strict=True)),
         bubble=_bubble(busy, work),
         forward_bubble=None if stepped else _bubble(busy, union(forward)),
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
@@ -159,30 +159,13 @@ def _phases(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
         if event.kind in kinds:
             runs.setdefault(event.run, []).append((event.start, event.end))
     for tasks in runs.values():
-        longest, (last, *others) = max(end - start for start, end in tasks), union(tasks)
-        for start, end in others:
-            if start - last[1] > longest:
-                phases.append(last)
-                last = start, end
-            else:
-                last = last[0], end
-        phases.append(last)
+        phases += union(tasks, gap=max(end - start for start, end in tasks))
     return phases
 
 
-def _times(
-    events: Sequence[Event], lane: int, workers: Sequence[int], kinds: Collection[str]
-) -> list[Interval]:
-    """Returns when that worker's device did work of those kinds."""
-    of_lane = [event for event in events if event.kind in kinds and workers[event.j] == lane]
-    return union((event.start, event.end) for event in of_lane)
-
-
-def _device(
-    name: str, lane: int, events: Sequence[Event], workers: Sequence[int], work: list[Interval]
-) -> DeviceTimes:
+def _device(name: str, events: Sequence[Event], work: list[Interval]) -> DeviceTimes:
     busy, forward, recomputing, first, copying, waiting = (
-        _times(events, lane, workers, kinds)
+        times_of(events, kinds)
         for kinds in (COMPUTE, {FORWARD}, {RECOMPUTE}, {FORWARD, RECOMPUTE}, {COPY}, {WAIT})
     )
     waited = overlap(waiting, work)
@@ -244,10 +227,7 @@ def _table(report: Report) -> Iterator[str]:
     yield " " * width + "".join(f"{column:>13}" for column in columns)
     work = report.seconds - report.outside
     for times in report.devices:
-        cells = (
-            times.busy, times.forward, times.recomputing, times.backward, times.waiting,
-            times.for_input, times.copying,
-        )  # fmt: skip
+        cells = [getattr(times, column.replace(" ", "_")) for column in columns]
         shares = "".join(f"{_percent(cell, work):>12}%" for cell in cells)
         yield f"{times.name:<{width}}{shares}"
 

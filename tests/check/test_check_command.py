@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from pipert.__main__ import main
-from pipert.check import command
+from pipert.check import command, links, memory, overlap, repeats, speed, values
 from pipert.check.command import NO_GPU, QUICK, _devices, run
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings, judged
-from pipert.check.table import as_json, markdown, verdict
 from pipert.check.ways import Devices
 
 CPU = torch.device("cpu")
@@ -119,10 +118,10 @@ def test_a_check_that_raises_is_a_finding_and_the_others_are_run(
     def fail(*_: object) -> Any:
         raise RuntimeError("the device is gone\nand more")
 
-    others = ("links", "values", "values_under_load", "repeats", "memory", "copies", "overlap")
-    for name in others:
-        monkeypatch.setattr(command, f"check_{name}", lambda *_: iter(()))
-    monkeypatch.setattr(command, "check_speed", fail)
+    for others in (links, memory, overlap, repeats, values):
+        monkeypatch.setattr(others, "check", lambda *_: iter(()))
+    monkeypatch.setattr(overlap, "check_copies", lambda *_: iter(()))
+    monkeypatch.setattr(speed, "check", fail)
     findings = run(Devices((CPU, CPU)), QUICK)
     assert [row.check for row in findings.rows] == ["errors of layers", "speed"]
     (broken,) = findings.broken
@@ -135,7 +134,7 @@ def test_a_check_without_memory_is_not_checked(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 bytes.")
 
     findings = Findings()
-    command._run(findings, "speed", command._later(fail))
+    command._run(findings, "speed", fail)
     assert findings.rows == [Finding("speed", NOT_CHECKED, "out of memory: CUDA out of memory")]
 
 
@@ -158,16 +157,16 @@ def test_only_the_first_faults_are_named() -> None:
 
 def test_the_report_is_a_table_in_markdown() -> None:
     findings = Findings([Finding("a | b", HOLDS, "yes")])
-    text = markdown(findings, Devices((CPU, CPU)), {"torch": "1.0"}, ["a remark"])
+    text = findings.markdown(Devices((CPU, CPU)), {"torch": "1.0"}, ["a remark"])
     assert text == (
         "## pipert check\n\n* torch: 1.0\n* partitions on: cpu, cpu\n* a remark\n\n"
         "### Checks\n\n"
         "| check | result | seen |\n| ----- | ------ | ---- |\n| a / b | holds  | yes  |\n\n"
         "Everything that was checked holds."
     )
-    assert as_json(findings, Devices((CPU,)), {}, [])["checks"][0]["check"] == "a | b"
+    assert findings.as_json(Devices((CPU,)), {}, [])["checks"][0]["check"] == "a | b"
 
 
 def test_what_was_not_checked_is_counted() -> None:
     findings = Findings([Finding("a", HOLDS, ""), Finding("b", NOT_CHECKED, "")])
-    assert verdict(findings) == ["Everything that was checked holds. Not checked: 1 of 2."]
+    assert findings.verdict() == ["Everything that was checked holds. Not checked: 1 of 2."]

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Event, Timeline
+from pipert.check import errors
 from pipert.check import load as loads
-from pipert.check import overlap, repeats, speed
-from pipert.check.errors import check_errors
+from pipert.check import overlap, repeats, speed, values
 from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding
 from pipert.check.load import LONG_ENOUGH, Load, busy
-from pipert.check.models import even, small_models
-from pipert.check.repeats import check_repeats
-from pipert.check.values import check_values, check_values_under_load, difference
-from pipert.check.ways import Devices
+from pipert.check.models import small_models
+from pipert.check.values import difference
+from pipert.check.ways import Devices, Trial, even
 from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.stage.gradients import Gradients
 
 TWO = Devices((torch.device("cpu"),) * 2)
-DOUBLE = (torch.float64,)
+LOAD = Load(2, 4, layers=1, width=8, rows=4)
 
 
 def change_gradients(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
@@ -45,13 +44,14 @@ def outcomes(rows: Sequence[Finding]) -> list[str]:
 
 @pytest.mark.slow
 def test_values_hold() -> None:
-    assert outcomes([*check_values(TWO, (torch.float64, torch.float32))]) == [HOLDS] * 6
+    models = [*small_models(2, torch.float64), *small_models(2, torch.float32)]
+    assert outcomes([*values.check(TWO, models)]) == [HOLDS] * 6
 
 
 @pytest.mark.slow
 def test_a_gradient_that_is_wrong_by_a_millionth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     change_gradients(monkeypatch, lambda gradient: gradient * (1 + 1e-6))
-    found = [*check_values(TWO, DOUBLE)]
+    found = [*values.check(TWO, small_models(2, torch.float64))]
     assert outcomes(found) == [BROKEN] * 3
     assert "gpipe, checkpoint='never': the gradient of " in found[0].seen
     assert "differs by 1.0e-06 of its largest entry" in found[0].seen
@@ -59,20 +59,20 @@ def test_a_gradient_that_is_wrong_by_a_millionth_is_seen(monkeypatch: pytest.Mon
 
 
 def test_values_under_load_hold() -> None:
-    (found,) = check_values_under_load(TWO, 8, 4)
+    (found,) = values.check(TWO, [LOAD.model("chain under load")])
     assert found.outcome == HOLDS
 
 
 @pytest.mark.slow
 def test_repeated_steps_hold() -> None:
-    assert outcomes([*check_repeats(TWO, 2, 8, 4)]) == [HOLDS] * 2
+    assert outcomes([*repeats.check(TWO, 2, LOAD)]) == [HOLDS] * 2
 
 
 @pytest.mark.slow
 def test_a_last_bit_that_depends_on_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
     change_gradients(monkeypatch, lambda g: g * (1 + 1e-6 * next(calls)))
-    found = [*check_repeats(TWO, 2, 8, 4)]
+    found = [*repeats.check(TWO, 2, LOAD)]
     assert outcomes(found) == [BROKEN] * 2
     assert "1f1b, checkpoint='never': 3 of 3 repeats have other bits" in found[1].seen
 
@@ -81,24 +81,24 @@ def test_a_last_bit_that_depends_on_something_else_is_seen(monkeypatch: pytest.M
 def test_bits_are_not_judged_where_a_kernel_is_not_deterministic(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def step(*_: object) -> tuple[Tensor, None]:
+    def step(*_: object, **__: object) -> tuple[Tensor, None]:
         warnings.warn("scatter does not have a deterministic implementation. More.", stacklevel=1)
         return torch.rand(()), None
 
-    monkeypatch.setattr(repeats, "step", step)
-    found = [*check_repeats(TWO, 2, 8, 4)]
+    monkeypatch.setattr(Trial, "step", step)
+    found = [*repeats.check(TWO, 2, LOAD)]
     assert outcomes(found) == [NOT_CHECKED] * 2
     assert found[0].seen == "scatter does not have a deterministic implementation"
 
 
 def test_errors_hold() -> None:
-    (found,) = check_errors(Devices((torch.device("cpu"),) * 3))
+    (found,) = errors.check(Devices((torch.device("cpu"),) * 3))
     assert found.outcome == HOLDS
 
 
 def test_an_error_without_its_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "describe", lambda *_: "somewhere [0], there")
-    (found,) = check_errors(TWO)
+    (found,) = errors.check(TWO)
     assert found.outcome == BROKEN
     assert "an error in the backward with 1f1b: its note lacks backward, partition 1" in found.seen
 
@@ -116,7 +116,7 @@ def test_a_step_that_is_wrong_after_an_error_is_seen(monkeypatch: pytest.MonkeyP
     linear = torch.nn.functional.linear
     monkeypatch.setattr(Layers, "_note_of_layer", noted)
     monkeypatch.setattr(torch.nn.functional, "linear", forward)
-    (found,) = check_errors(TWO)
+    (found,) = errors.check(TWO)
     assert found.outcome == BROKEN
     assert "an error in the forward with loss.backward(): afterwards " in found.seen
 
@@ -124,7 +124,8 @@ def test_a_step_that_is_wrong_after_an_error_is_seen(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("n", [2, 3, 8, 16])
 def test_each_model_has_layers_for_all_partitions(n: int) -> None:
     for model in small_models(n, torch.float32):
-        assert sum(model.balance(n)) == len(model.layers) and min(model.balance(n)) >= 1
+        balance = even(len(model.layers), n)
+        assert sum(balance) == len(model.layers) and min(balance) >= 1
         assert model.layers(model.x).shape[0] == len(model.x)
 
 
@@ -204,7 +205,7 @@ def test_a_load_is_halved_until_it_fits(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_chain_has_equal_partitions() -> None:
-    layers = Load(3, 8, layers=2, width=4, rows=16).chain()
+    layers = Load(3, 8, layers=2, width=4, rows=16).model().layers
     assert len(layers) == 6 and all(isinstance(layer, nn.Module) for layer in layers)
 
 

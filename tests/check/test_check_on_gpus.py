@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +15,10 @@ from pipert.__main__ import main
 from pipert._typing import Tensors
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import CopyStreams, compute_stream
-from pipert.check import overlap
-from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Findings
-from pipert.check.links import check_links
+from pipert.check import links, memory, overlap, speed, values
+from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, Found, Measurement
 from pipert.check.load import Load, timed
-from pipert.check.memory import check_memory, load_for_memory
-from pipert.check.overlap import check_copies, check_overlap
-from pipert.check.speed import check_speed
-from pipert.check.values import check_values
+from pipert.check.models import small_models
 from pipert.check.ways import Devices, Way
 from pipert.stage import actions, backward
 from pipert.stage.stage import Stage
@@ -45,8 +41,12 @@ def long_tasks() -> Iterator[None]:
         gpus.rates(launch_us=5, memory_gbps=1000, link_gbps=25, tflops=20)
 
 
-def memory(steps: int = 4) -> dict[str, Finding]:
-    found = check_memory(TWO, load_for_memory(2, 16, 64), steps, Findings())
+def findings(found: Iterable[Found]) -> list[Finding]:
+    return [row for row in found if isinstance(row, Finding)]
+
+
+def found_in_memory(steps: int = 4) -> dict[str, Finding]:
+    found = findings(memory.check(TWO, memory.load_for_memory(2, 16, 64), steps))
     return {row.check: row for row in found}
 
 
@@ -66,9 +66,9 @@ def test_all_checks_hold(n: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.multi_gpu
 def test_copies_that_torch_does_not_do_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [row.outcome for row in check_links(TWO, 1 << 10, Findings())] == [HOLDS]
+    assert [row.outcome for row in findings(links.check(TWO, 1 << 10))] == [HOLDS]
     monkeypatch.setattr(Tensor, "copy_", lambda self, source: self)
-    (found,) = check_links(TWO, 1 << 10, Findings())
+    (found,) = findings(links.check(TWO, 1 << 10))
     assert found.outcome == BROKEN
     assert found.seen.startswith("cuda:0 to cuda:1: something else arrives; cuda:1 to cuda:0: ")
 
@@ -91,7 +91,7 @@ def change_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], T
 @pytest.mark.multi_gpu
 def test_copies_that_bring_zeros_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     change_copies(monkeypatch, lambda copied: tuple(map(torch.zeros_like, copied)))
-    found = [*check_values(TWO, (torch.float64,))]
+    found = [*values.check(TWO, small_models(2, torch.float64))]
     assert [row.outcome for row in found] == [BROKEN] * 3
     assert "without gradients: output differs by" in found[0].seen
 
@@ -106,7 +106,7 @@ def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.Mo
         return before
 
     change_copies(monkeypatch, stale)
-    found = next(check_values(TWO, (torch.float64,)))
+    found = next(values.check(TWO, small_models(2, torch.float64)))
     assert found.outcome == BROKEN
 
 
@@ -116,7 +116,7 @@ def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.Mo
 @pytest.mark.multi_gpu
 def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipe, "recomputed", lambda mode, m: 0)
-    found = memory()
+    found = found_in_memory()
     assert found["peak memory of 'always'"].outcome == BROKEN
     assert "cuda:0: loss.backward(), checkpoint='always' needs" in (
         found["peak memory of 'always'"].seen
@@ -127,7 +127,7 @@ def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyP
 @pytest.mark.multi_gpu
 def test_a_1f1b_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipe, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
-    found = memory()
+    found = found_in_memory()
     assert found["peak memory of 1f1b"].outcome == BROKEN
     assert found["peak memory of 'always'"].outcome == HOLDS
 
@@ -141,7 +141,7 @@ def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return copied
 
     change_copies(monkeypatch, keep)
-    found = memory()["memory stays the same over steps"]
+    found = found_in_memory()["memory stays the same over steps"]
     assert found.outcome == BROKEN
     assert "bytes more in the second half of 4 steps" in found.seen
 
@@ -160,14 +160,14 @@ def test_copies_on_the_stream_of_the_computation_are_seen(
         return compute_stream(device) if device in where else get(self, device, i)
 
     monkeypatch.setattr(CopyStreams, "get", shared)
-    (found,) = check_copies(TWO)
+    (found,) = overlap.check_copies(TWO)
     assert found.outcome == BROKEN
     assert found.seen == f"from cuda:0 to cuda:1 in none of {overlap.ATTEMPTS} attempts"
 
 
 @pytest.mark.multi_gpu
 def test_copies_beside_computation_hold_in_both_directions() -> None:
-    (found,) = check_copies(Devices((GPUS[0], GPUS[1], GPUS[0])))
+    (found,) = overlap.check_copies(Devices((GPUS[0], GPUS[1], GPUS[0])))
     assert found.outcome == HOLDS
     assert found.seen == "while both GPUs compute: cuda:0 to cuda:1, cuda:1 to cuda:0"
 
@@ -178,19 +178,19 @@ def test_copies_are_not_judged_where_the_user_wants_no_overlap(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setenv(name, "1")
-    (found,) = check_copies(TWO)
+    (found,) = overlap.check_copies(TWO)
     assert found.outcome == NOT_CHECKED and found.seen.startswith(f"{name}=1 ")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("others", [[GPUS[0]], [torch.device("cpu")]], ids=["alone", "cpu"])
 def test_copies_of_one_gpu_are_not_checked(others: list[torch.device]) -> None:
-    (found,) = check_copies(Devices((GPUS[0], *others)))
+    (found,) = overlap.check_copies(Devices((GPUS[0], *others)))
     assert (found.outcome, found.seen) == (NOT_CHECKED, "there is one GPU")
 
 
 def overlapping() -> Finding:
-    (found,) = check_overlap(TWO, Load(2, 4, layers=1, width=16, rows=16), Findings())
+    (found,) = findings(overlap.check(TWO, Load(2, 4, layers=1, width=16, rows=16)))
     return found
 
 
@@ -233,10 +233,8 @@ def test_partitions_that_take_turns_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.skipif(simulated_gpus.running() is None, reason="needs the known times of simulation")
 @pytest.mark.usefixtures("long_tasks")
 def test_the_speed_up_is_taken_from_the_clocks_of_the_devices() -> None:
-    findings = Findings()
-    load = Load(2, 8, layers=1, width=16, rows=16)
-    (found,) = check_speed(TWO, load, 0.0, findings)
-    (table,) = findings.tables
+    table, found = speed.check(TWO, Load(2, 8, layers=1, width=16, rows=16), 0.0)
+    assert isinstance(table, Measurement) and isinstance(found, Finding)
     rows = {row[0]: row for row in table.rows}
     assert float(rows["gpipe, checkpoint='never'"][-2]) == pytest.approx(16 / 9, rel=0.05)
     assert rows["gpipe, checkpoint='never'"][-1] == "1.78"

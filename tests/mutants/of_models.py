@@ -83,8 +83,7 @@ OF_MODELS = [
     Mutant(
         "one-cpu-worker", DEVICES,
         "all 'cpu' entries of devices share one worker, so that nothing runs at the same time",
-        'if device != torch.device("cpu"):\n                of_device[device] = worker',
-        "of_device[device] = worker",
+        'object() if device == torch.device("cpu") else device for device', "device for device",
         ("tests/test_device.py",),
     ),
     Mutant(
@@ -99,7 +98,7 @@ OF_MEASURES = [
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",
         "the search for a balance ends at one that is not the best",
-        "            refused.append(self.totals[last + 1] - head)\n", "",
+        "                refused.append(self.totals[end + 1] - head)\n", "",
         ("tests/balance/test_by_cost.py",),
     ),
     Mutant(

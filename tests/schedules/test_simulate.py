@@ -10,7 +10,7 @@ import pytest
 
 from pipert.schedules import Action, Plan
 from pipert.schedules.plan import plan, plan_call
-from pipert.schedules.simulate import Span, simulate
+from pipert.schedules.simulate import simulate
 
 
 class Step(NamedTuple):
@@ -42,7 +42,7 @@ def times(chosen: Chosen) -> list[tuple[float, ...]]:
     return [tuple(span) for span in found.values()]
 
 
-def bubble(of: Plan, found: dict[Action, Span]) -> float:
+def bubble(of: Plan, found: dict[Action, tuple[float, float]]) -> float:
     """The share of the workers' time in which they wait."""
     busy = sum(end - start for start, end in found.values())
     return 1 - busy / (len(set(of.placement)) * max(end for _, end in found.values()))
