@@ -98,9 +98,9 @@ def test_the_graph_of_one_micro_batch_that_stays_too_long_is_seen(
     late: dict[int, Any] = {}
     leave = Cut.leave
 
-    def leave_and_keep(cut: Cut, i: int, y: Any, checkpoint: Any) -> Any:
-        left, j = leave(cut, i, y, checkpoint), cut._place.j
-        late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].ys[0].node)]
+    def leave_and_keep(cut: Cut, i: int, y: Any) -> Any:
+        left, j = leave(cut, i, y), cut._place.j
+        late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].graphs[0].ys[0].node)]
         return left
 
     monkeypatch.setattr(Cut, "leave", leave_and_keep)
