@@ -85,8 +85,10 @@ def bounds(setting: Setting, parts: Sequence[Alone], j: int, of_loss: int) -> Bo
     if is_last and setting.way == "backward":
         always += setting.outputs
     most = always + max(_tasks(setting, of, in_flight(setting, j, n), of_loss * is_last))
-    # Where it ran alone, the gradients of its outputs stayed to the end.
-    return Bounds(most - of.sent, most + _on_the_way(setting, parts, j))
+    # Where it ran alone, the gradients of its outputs stayed to the end, as did the graph of the
+    # loss, which a step goes through before that of a recomputation.
+    gone = of_loss if is_last and setting.way != "backward" and setting.mode != "never" else 0
+    return Bounds(most - of.sent - gone, most + _on_the_way(setting, parts, j))
 
 
 def _tasks(setting: Setting, of: Alone, alive: int, of_loss: int) -> Iterator[int]:
