@@ -28,7 +28,6 @@ from pipert.batch.tensors import version
 from pipert.errors import RecomputationError
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import Key, operations
-from pipert.layers.drawing import is_compiled_by_dynamo
 
 __all__: list[str] = []
 
@@ -90,7 +89,7 @@ class Buffers:
     __slots__ = ("_compiled", "_norms", "_others")
 
     def __init__(self, module: nn.Module) -> None:
-        self._compiled = module if is_compiled_by_dynamo(module) else None
+        self._compiled = module if any(map(_runs_compiled_code, module.modules())) else None
         self._norms: list[Any] = [part for part in module.modules() if _COUNTER in part._buffers]
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if self._compiled else (_COUNTER,)
@@ -172,6 +171,15 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     found = [given[a.name] for a in arguments if a.is_write and a.name in given]
     flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]
     return [x for x in flat if isinstance(x, Tensor)]
+
+
+def _runs_compiled_code(module: nn.Module) -> bool:
+    """Whether torch.compile has made it, its call, or the ``forward`` of its class."""
+    return (
+        type(module).__module__.startswith("torch._dynamo")
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
 
 
 def may_change_buffers(module: nn.Module) -> bool:

@@ -66,7 +66,7 @@ class Key:
                 self._libraries[0].fallback(torch.library.fallthrough_kernel)
                 self._register(self)
                 self._probe(key)
-            except (AssertionError, AttributeError, RuntimeError, TypeError) as error:
+            except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 raise RuntimeError(
                     f"torch {torch.__version__} does not let pipert give each task random numbers "
                     f"and running statistics of its own, by the dispatch key {self._name}; use "

@@ -32,18 +32,10 @@ def draws(partition: nn.Sequential) -> bool:
 
 def is_compiled(layer: nn.Module) -> bool:
     """Whether torch.compile or torch.jit made or changed any part of the layer."""
-    return is_compiled_by_dynamo(layer) or any(
-        type(module).__module__.startswith("torch.jit") for module in layer.modules()
-    )
-
-
-def is_compiled_by_dynamo(layer: nn.Module) -> bool:
-    """Whether torch.compile did."""
     # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
     return any(
-        type(module).__module__.startswith("torch._dynamo")
+        type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
         or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in layer.modules()
     )
 

@@ -38,11 +38,10 @@ class Source(Protocol):
 
 
 def _register(drawing: Key) -> None:
-    takers = operations(_takes_generator)
-    siblings = {(op.overloadpacket, _rest(schema)): op for op, schema in takers}
-    packets = {f"aten::{op.overloadpacket.__name__}" for op, _ in takers}
-    for op, schema in operations(lambda schema: schema.name in packets):
-        drawing.register(op, _adds_generator(siblings[op.overloadpacket, _rest(schema)]))
+    takers = {_kind(op): op for op, _ in operations(_takes_generator)}
+    packets = {f"aten::{packet.__name__}" for packet, *_ in takers}
+    for op, _ in operations(lambda schema: schema.name in packets):
+        drawing.register(op, _adds_generator(takers[_kind(op)]))
     for op, _ in operations(_might_need_default):
         if _needs_default(op):
             drawing.register(op, _lends_generator(op))
@@ -55,9 +54,10 @@ def _takes_generator(schema: Any) -> bool:
     return any(argument.name == "generator" for argument in schema.arguments)
 
 
-def _rest(schema: Any) -> tuple[tuple[str, str], ...]:
-    """The arguments but for the generator: siblings have the same."""
-    return tuple([(a.name, str(a.type)) for a in schema.arguments if a.name != "generator"])
+def _kind(operation: Any) -> tuple[Any, ...]:
+    """What ``randint.low_out`` and its sibling ``randint.low_generator_out`` have in common."""
+    words = operation._overloadname.split("_")
+    return operation.overloadpacket, *[w for w in words if w not in ("default", "generator")]
 
 
 def _might_need_default(schema: Any) -> bool:

@@ -309,6 +309,7 @@ def test_a_buffer_beside_compiled_code_that_changes_again_is_refused() -> None:
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_statistics_of_compiled_norms_are_updated_once(backend: str, deferred: bool) -> None:
+    torch._dynamo.reset()  # or it would take code that it has compiled for another one
     norm, expected = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
     x = torch.randn(4, 16, requires_grad=True)
     layer: Any = torch.compile(norm, backend=backend)
