@@ -28,6 +28,7 @@ from pipert.batch.tensors import version
 from pipert.errors import RecomputationError
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import Key, operations
+from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
 
@@ -90,7 +91,7 @@ class Buffers:
 
     def __init__(self, module: nn.Module) -> None:
         self._compiled = module if any(map(_runs_compiled_code, module.modules())) else None
-        self._norms: list[Any] = [part for part in module.modules() if _COUNTER in part._buffers]
+        self._norms: list[Any] = [part for part in modules_of(module) if _COUNTER in part._buffers]
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if self._compiled else (_COUNTER,)
         known = {id(getattr(norm, name, None)) for norm in self._norms for name in updated}
@@ -184,4 +185,4 @@ def _runs_compiled_code(module: nn.Module) -> bool:
 
 def may_change_buffers(module: nn.Module) -> bool:
     """Whether calling ``module`` now might update running statistics or other buffers."""
-    return any(part.training and part._buffers for part in module.modules())
+    return any(part.training and part._buffers for part in modules_of(module))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules import module as all_modules
 
+from pipert.layers.modules import modules_of
+
 __all__: list[str] = []
 
 
@@ -36,7 +38,7 @@ def is_compiled(layer: nn.Module) -> bool:
     return any(
         type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
         or getattr(module, "_compiled_call_impl", None) is not None
-        for module in layer.modules()
+        for module in modules_of(layer)
     )
 
 

@@ -7,6 +7,7 @@ from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import version
 from pipert.layers.buffers import Buffers, may_change_buffers
+from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
 
@@ -43,6 +44,6 @@ def _places(module: nn.Module) -> list[tuple[Home, str, nn.Parameter | None]]:
     """
     return [
         (home if isinstance(home, dict) else {name: parameter}, name, parameter)
-        for home in (child._parameters for child in module.modules())
+        for home in (child._parameters for child in modules_of(module))
         for name, parameter in home.items()
     ]

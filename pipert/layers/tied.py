@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from pipert.batch.tensors import version
 from pipert.layers.drawing import is_compiled
+from pipert.layers.modules import modules_of
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 
 __all__: list[str] = []
@@ -80,9 +81,9 @@ def hooked(partition: nn.Module, others: Weights) -> Weights:
         ValueError: a compiled or scripted layer uses such a parameter.
     """
     of_others = set(others)
-    weights = tuple(
-        p for p in partition.parameters() if p._backward_hooks and p not in of_others
-    )
+    parameters = (p for module in modules_of(partition) for p in module._parameters.values())
+    found = dict.fromkeys([p for p in parameters if p is not None and p._backward_hooks])
+    weights = tuple(p for p in found if p not in of_others)
     for name, layer in partition.named_children() if weights else ():
         if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
             raise ValueError(

@@ -17,6 +17,7 @@ from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
 from pipert.autograd.leaves import LeavesOfStage, node_count
 from pipert.batch.tensors import differentiable
+from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.skip.routes import Carried
@@ -175,7 +176,7 @@ class Cut:
     def parameters(self) -> Iterator[Tensor]:
         """Those that the layers compute with, stand-ins in their place."""
         own = {weight: leaf for leaf, weight in self.stand_ins.items()}
-        for module in self._partition.modules():
+        for module in modules_of(self._partition):
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.is_leaf:
                     yield own.get(parameter, parameter)
