@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
+from tests.contract.ways import Way, batch, grads_of, linear, mean, same, ways
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds

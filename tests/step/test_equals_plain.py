@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     MODES,
     SCHEDULES,
     Way,
@@ -26,19 +25,16 @@ from tests.step.compare import (
     grads_of,
     linear,
     mean,
+    piped,
     same,
     seven_layers,
     take_step,
     ways,
 )
+from tests.layers import Apply
 
 BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
 CHUNKS = [1, 3, 4]
-
-
-def piped(module: nn.Sequential, balance: list[int], way: Way, chunks: int = 3) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=way.checkpoint)
 
 
 @ways

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.step.compare import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
+from tests.contract.ways import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
 
 Hook = Callable[[Tensor], Tensor | None]
 

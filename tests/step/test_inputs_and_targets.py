@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe, Replicate
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     Way,
     assert_equal,
     batch,
@@ -23,6 +22,7 @@ from tests.step.compare import (
     same,
     ways,
 )
+from tests.layers import Apply
 
 
 def model(layers: int = 5) -> Any:

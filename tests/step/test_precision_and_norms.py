@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.step.compare import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
+from tests.contract.ways import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
 
 half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 loss_of: Any = F.mse_loss

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
+from tests.contract.ways import Way, batch, grads_of, linear, mean, piped, same, ways
 from tests.layers import Apply
-from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
 
 PATIENCE = 5.0  # s
-
-
-def piped(module: nn.Sequential, balance: list[int], way: Way, **options: Any) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, checkpoint=way.checkpoint, **options)
 
 
 class InTurn(nn.Module):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Namespace, pop, skippable, stash
+from tests.contract.ways import SCHEDULES, Way, assert_equal, batch, linear, mean, ways
 from tests.layers import Apply
 from tests.skips import Forward, Pop, Stash, identity, popping, stashing
-from tests.step.compare import SCHEDULES, Way, assert_equal, batch, linear, mean, ways
 
 
 class Times(nn.Module):
