@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import re
-import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout
+from tests import scripts
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 
@@ -26,7 +24,6 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from pipert import prometheus  # noqa: E402
 from pipert.prometheus import PipeMetrics  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
 ROWS = torch.ones(8, 4)
 
 
@@ -296,7 +293,7 @@ def test_a_closed_pipe_is_still_shown(
 def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
     pipe: Pipe, registry: CollectorRegistry
 ) -> None:
-    count = 20
+    count = 10
     begun, ended = threading.Barrier(4), threading.Event()
     read: list[list[dict[str, float]]] = [[] for _ in range(3)]
 
@@ -329,21 +326,9 @@ def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
 # The package
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
-
-
-@pytest.mark.slow
-def test_importing_pipert_does_not_import_the_client() -> None:
-    script = "import pipert, sys; print([m for m in sys.modules if 'prometheus' in m])"
-    assert run(script).stdout == "[]\n"
-
-
 @pytest.mark.slow
 def test_without_the_package_the_error_names_it() -> None:
     script = "import sys; sys.modules['prometheus_client'] = None; import pipert.prometheus"
-    last = run(script).stderr.splitlines()[-1]
+    last = scripts.run(script).stderr.splitlines()[-1]
     assert last.startswith("ImportError: pipert.prometheus needs the package prometheus_client")
     assert last.endswith("pip install prometheus_client")

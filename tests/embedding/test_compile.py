@@ -6,9 +6,6 @@ The backends ``eager`` and ``aot_eager`` do all that a pipe could get wrong, wit
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, TransformError
 from pipert.skip import pop, skippable, stash
+from tests import scripts
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -244,26 +242,19 @@ def test_compiled_layers_that_draw_do_so_again_with_the_same_seed(checkpoint: st
 # What is not there --------------------------------------------------------------------------------
 
 
-def run_alone(script: str) -> str:
-    """Run a script in an interpreter of its own; return what it prints."""
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_importing_and_running_pipert_does_not_import_dynamo() -> None:
-    run_alone("""
-        import sys
-        import torch
-        from torch import nn
-        from pipert import Pipe
+    script = """
+import sys
+import torch
+from torch import nn
+from pipert import Pipe
 
-        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
-        with Pipe(model, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
-            pipe(torch.ones(4, 8)).sum().backward()
-        assert "torch._dynamo" not in sys.modules
-    """)
+model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
+with Pipe(model, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
+    pipe(torch.ones(4, 8)).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    assert scripts.run(script).stdout == "False\n"
 
 
 WHOLE: dict[str, Callable[[Pipe], Callable[[Tensor], Tensor]]] = {

@@ -48,7 +48,7 @@ def test_a_call_without_a_timeout_that_was_in_flight_gets_its_rows() -> None:
 @pytest.mark.slow
 def test_a_call_that_was_queued_behind_one_that_is_given_up_gets_its_rows() -> None:
     with Stuck() as stuck:
-        hasty = Caller(lambda: stuck.pipe(stuck.x, timeout=1.0))
+        hasty = Caller(lambda: stuck.pipe(stuck.x, timeout=0.5))
         assert stuck.layer.entered.wait(WAIT)
         patient = Caller(lambda: stuck.pipe(stuck.x))
         in_flight(stuck.pipe, 2)
@@ -61,7 +61,7 @@ def test_a_call_that_was_queued_behind_one_that_is_given_up_gets_its_rows() -> N
 @pytest.mark.slow
 def test_each_of_two_calls_is_given_up_by_its_own_timeout() -> None:
     with Stuck() as stuck:
-        calls = [Caller(lambda: stuck.pipe(stuck.x, timeout=1.0)) for _ in range(2)]
+        calls = [Caller(lambda: stuck.pipe(stuck.x, timeout=0.5)) for _ in range(2)]
         assert stuck.layer.entered.wait(WAIT)
         for call in calls:
             with pytest.raises((PipelineTimeout, WorkerBusyError)):
@@ -143,7 +143,7 @@ def test_an_interrupt_while_a_stuck_layer_is_waited_for_is_raised(
     with Stuck() as stuck, caplog.at_level(logging.WARNING, "pipert"):
         sender = Caller(lambda: stuck.layer.entered.wait(WAIT) and interrupt())
         with pytest.raises(Interrupt):
-            stuck.pipe(stuck.x, timeout=1.0)
+            stuck.pipe(stuck.x, timeout=0.5)
         sender.result()
         with pytest.raises(WorkerBusyError, match="pipert-cpu-1"):
             stuck.pipe(stuck.x)
