@@ -96,7 +96,7 @@ OF_STEPS = [
                 step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
                 raise
         step.check()""",
-        ("tests/step/test_step_failures.py", "tests/step/test_step_errors.py"),
+        ("tests/contract/test_faults.py", "tests/step/test_step_errors.py"),
     ),
     Mutant(
         "hooks-see-parts", STEP,
