@@ -37,6 +37,15 @@ def outcome(seconds, function):
     result = within(seconds, call)
     return result and result[0]
 
+def gradients(pipe):
+    return torch.cat([grad.reshape(-1) for grad in grads(pipe)])
+
+def trained(pipe):
+    if HOW == "call":
+        return pipe(ROWS)
+    step(pipe, ROWS)
+    return gradients(pipe)
+
 def sweep_of_deaths(name):
     problems, expected = [], None
     k = 0
@@ -60,10 +69,14 @@ def sweep_of_deaths(name):
                 frame.f_trace_opcodes = True
                 return local
 
-        pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), chunks=2, checkpoint="always")
+        options = {"chunks": 2, "checkpoint": "always"} if HOW == "call" else {"chunks": 1}
+        pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), **options)
         expected = pipe[1](pipe[0](ROWS))
+        if HOW != "call":
+            cube(expected, None).backward()
+            expected = gradients(pipe)
         threading.settrace(trace)
-        found = outcome(2, lambda: pipe(ROWS))
+        found = outcome(2, lambda: trained(pipe))
         threading.settrace(None)
         if where is None:
             outcome(2, pipe.close)
@@ -77,7 +90,7 @@ def sweep_of_deaths(name):
             problems.append(f"the call is wrong after {where}")
         if found is not None:
             for _ in range(10):
-                found = outcome(2, lambda: pipe(ROWS))
+                found = outcome(2, lambda: trained(pipe))
                 if found != "WorkerDiedError":  # as when the worker is about to end
                     break
             if not isinstance(found, torch.Tensor) or not torch.allclose(found, expected):
@@ -89,10 +102,12 @@ def sweep_of_deaths(name):
 """
 
 
+@pytest.mark.parametrize("how", ["call", "1f1b"])
 @pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
 @strides
+@pytest.mark.timeout(120)
 def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_lets_nobody_hang(
-    name: str, stride: int
+    name: str, how: str, stride: int
 ) -> None:
-    script = f"sweep_of_deaths({name!r})"
+    script = f"HOW = {how!r}; sweep_of_deaths({name!r})"
     assert run(sweep(stride) + DEATHS + script, STEP).stdout == "True\n"
