@@ -18,13 +18,12 @@ from pipert import (
     PipeClosedError,
     PipelineTimeout,
     WorkerBusyError,
-    is_recomputing,
 )
 from pipert.engine import waiting
 from tests.activations import until
 from tests.callers import Caller
 from tests.faults.everywhere import strides, sweep
-from tests.faults.stuck import SHORT, WAIT, Stuck, until_back
+from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck, until_back
 from tests.test_exit import PRELUDE, run
 
 # Other callers ------------------------------------------------------------------------------------
@@ -205,15 +204,19 @@ def test_close_can_be_repeated_when_the_layer_has_returned() -> None:
         assert not any(thread.is_alive() for thread in stuck.pipe._runtime.pool._threads)
 
 
-def test_closing_a_stuck_pipe_ends_the_call_of_another_thread_when_the_layer_returns() -> None:
-    with Stuck() as stuck:
-        call = Caller(lambda: stuck.pipe(stuck.x))
+@pytest.mark.parametrize("where", WHERES)
+def test_closing_a_stuck_pipe_ends_the_run_of_another_thread_when_the_layer_returns(
+    where: str,
+) -> None:
+    with Stuck(where=where) as stuck:
+        call = Caller(stuck.run, WAIT)
         assert stuck.layer.entered.wait(WAIT)
         with pytest.raises(PipelineTimeout):
             stuck.pipe.close(timeout=SHORT)
         stuck.let_go()
-        with pytest.raises(PipeClosedError):
+        with pytest.raises(PipeClosedError, match="the pipe was closed during the call"):
             call.result()
+        assert {p.grad for p in stuck.plain.parameters()} == {None}
 
 
 @pytest.mark.slow
@@ -295,10 +298,7 @@ def test_a_timeout_of_an_outer_pipe_shows_where_the_inner_one_was_called() -> No
 
 def test_a_timeout_of_an_inner_pipe_in_a_recomputation_is_raised_with_a_note() -> None:
     inner, outer = nested("always")
-    inner.layer.at = None
-    inner.plain[0].register_forward_pre_hook(
-        lambda *_: setattr(inner.layer, "at", 0) if is_recomputing() else None
-    )
+    inner.layer.phase = "recomputation"
     with inner, outer:
         loss = outer(inner.x)[:, 1:].sum()
         inner.pipe.timeout = 0.2
