@@ -1,4 +1,4 @@
-"""A model with skips computes in a pipe what the plain Sequential computes: in a call and in a step.
+"""A model with skips computes in a pipe what the plain one computes: in a call and in a step.
 
 Skips go to another partition with their values, and back with their gradients. What may be stashed
 is in ``tests/skip/test_values_in_pipe.py``.
