@@ -32,7 +32,7 @@ CASES: dict[str, Callable[[int], None]] = {}
 same = torch.testing.assert_close
 
 
-def case(function: Callable[[int, str], None]) -> Callable[[int, str], None]:
+def case(function: Callable[..., None]) -> Callable[..., None]:
     """Add a case for each schedule, under the fact that it shows."""
     for schedule in SCHEDULES:
         CASES[f"{function.__name__}-{schedule}"] = partial(function, schedule=schedule)

@@ -209,7 +209,8 @@ def test_it_can_be_pickled() -> None:
 def test_until_the_layer_returns_steps_and_calls_are_refused_and_then_right(where: str) -> None:
     with Stuck(where=where) as stuck:
         stuck.times_out()
-        for again in (stuck.run, lambda: stuck.pipe(stuck.x)):
+        runs: list[Callable[[], Any]] = [stuck.run, lambda: stuck.pipe(stuck.x)]
+        for again in runs:
             with pytest.raises(WorkerBusyError, match="pipert-cpu-1 still busy"):
                 again()
         assert stuck.is_right()
