@@ -79,6 +79,7 @@ def test_the_output_of_a_call_is_the_plain_modules(
         same(pipe(x), plain(x))
 
 
+@pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_gradients_accumulate(way: Way, chunks: int) -> None:

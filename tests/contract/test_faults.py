@@ -3,7 +3,8 @@
 The cases are drawn by a fixed seed from phase x place x exception x checkpointing x micro-batches x
 partitions x what the caller has put on x call or step. Each raises one error in one task, then
 takes a step that must be the plain model's, on the same threads; of a whole step, ``.grad`` is as
-it was. The collector of cycles is off: reference counting alone has to free the failed run.
+it was. The collector of cycles is off: reference counting alone has to free the failed run
+(pitfalls 9 and 11).
 """
 
 from __future__ import annotations

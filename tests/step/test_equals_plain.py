@@ -37,6 +37,7 @@ BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
 CHUNKS = [1, 3, 4]
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("balance", BALANCES, ids=len)
 def test_outputs_are_the_plain_modules(balance: list[int], way: Way) -> None:
@@ -101,6 +102,7 @@ def test_no_two_gradients_share_memory(way: Way) -> None:
 # Reductions.
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("rows", [8, 7, 2])
 def test_reduction_sum_adds_the_losses_of_the_micro_batches(way: Way, rows: int) -> None:
@@ -164,6 +166,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("kind", LOSSES)
 def test_any_function_of_output_and_target_may_be_the_loss(kind: str, way: Way) -> None:

@@ -145,6 +145,7 @@ def test_hooks_are_called_on_the_thread_of_the_caller_after_all_layers(way: Way)
     assert where == [threading.current_thread().name]
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("in_turn", [False, True], ids=["neighbours", "first and last"])
 def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
@@ -325,6 +326,7 @@ def test_forward_hooks_of_a_layer_are_called_for_each_micro_batch(way: Way) -> N
     assert sorted(rows) == [2, 2, 3]
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(

@@ -111,6 +111,7 @@ def test_a_0_dimensional_argument_gets_the_gradient_of_all_micro_batches(way: Wa
 # The caller's graph.
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_gradients_of_inputs_go_on_into_the_callers_graph(way: Way, chunks: int) -> None:
@@ -172,6 +173,7 @@ def test_an_input_that_is_a_parameter_of_the_model_gets_both_gradients(way: Way)
     same(grads_of(module), grads_of(plain))
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_input_of_the_callers_graph_may_be_changed_in_place(way: Way, chunks: int) -> None:
@@ -266,6 +268,7 @@ def test_a_leaf_target_that_wants_a_gradient_gets_it(way: Way) -> None:
     same(target.grad, own.grad)
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_gradients_of_targets_go_on_into_the_callers_graph(way: Way, chunks: int) -> None:

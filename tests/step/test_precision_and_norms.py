@@ -111,6 +111,7 @@ def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) ->
 # Loss scaling.
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize(
     "scale", [8, 8.0, torch.tensor(8.0), torch.tensor(8), torch.tensor([8.0])],
@@ -195,6 +196,7 @@ def train_scaled(module: nn.Module, poisoned: int, step: Any) -> list[float]:
     return scales
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("poisoned", [-1, 0, 2])
 def test_a_grad_scaler_scales_skips_and_grows_as_without_a_pipe(poisoned: int, way: Way) -> None:
@@ -233,6 +235,7 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
 def test_running_statistics_are_those_of_a_call(deferred: bool, way: Way) -> None:

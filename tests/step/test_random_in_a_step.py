@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
 from tests.contract.ways import Way, batch, grads_of, linear, mean, piped, same, ways
 from tests.layers import Apply
 
@@ -114,6 +113,7 @@ def random_weights(y: Tensor, target: Any) -> Tensor:
     return (y * torch.rand(2)).mean()
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("kind", ["module", "method", "function"])
 def test_a_loss_that_draws_draws_the_same_from_a_seed(kind: str, way: Way) -> None:
