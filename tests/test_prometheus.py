@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import re
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout
 from tests import scripts
+from tests.activations import until
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 
@@ -146,9 +146,7 @@ def test_what_a_worker_is_at_shows_while_it_is_at_it(
         call = threading.Thread(target=pipe, args=(ROWS,))
         call.start()
         assert gate.reached.wait(30)
-        deadline = time.monotonic() + 30
-        while pipe.statistics().workers[1].doing is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+        assert until(lambda: pipe.statistics().workers[1].doing is not None)
         before, after = samples(registry), samples(registry)
         gate.open.set()
         call.join()

@@ -50,34 +50,17 @@ def sweep_of_deaths(name):
     problems, expected = [], None
     k = 0
     while len(problems) < 5:
-        count, where = 0, None
-
-        def local(frame, event, arg):
-            nonlocal count, where
-            if event == "opcode" and frame.f_lasti in places(frame.f_code):
-                if count == k:
-                    count += 1
-                    sys.settrace(None)
-                    where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-                    raise Thrown
-                count += 1
-            return local
-
-        def trace(frame, event, arg):
-            ours = f"{os.sep}pipert{os.sep}" in frame.f_code.co_filename
-            if ours and where is None and threading.current_thread().name == name:
-                frame.f_trace_opcodes = True
-                return local
-
+        raiser = Raiser(k, Thrown, of_pipert, lambda: threading.current_thread().name == name)
         options = {"chunks": 2, "checkpoint": "always"} if HOW == "call" else {"chunks": 1}
         pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), **options)
         expected = pipe[1](pipe[0](ROWS))
         if HOW != "call":
             cube(expected, None).backward()
             expected = gradients(pipe)
-        threading.settrace(trace)
+        threading.settrace(raiser.trace)
         found = outcome(2, lambda: trained(pipe))
         threading.settrace(None)
+        where = raiser.where
         if where is None:
             outcome(2, pipe.close)
             break

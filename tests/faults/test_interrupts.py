@@ -113,34 +113,6 @@ def before(x):
     time.sleep(0.03)
     executing.pop()
 
-def again_at(k, function):
-    '''Call function, which is interrupted; once more at the k-th place it comes to from there.'''
-    count, where = 0, None
-
-    def local(frame, event, arg):
-        nonlocal count, where
-        if first and event == "opcode" and frame.f_lasti in places(frame.f_code):
-            if count == k:
-                sys.settrace(None)
-                where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-                raise KeyboardInterrupt
-            count += 1
-        return local
-
-    def trace(frame, event, arg):
-        if f"{os.sep}pipert{os.sep}" in frame.f_code.co_filename:
-            frame.f_trace_opcodes = True
-            return local
-
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(None)
-    return where
-
 logging.getLogger("pipert").addHandler(logging.NullHandler())
 logging.getLogger("pipert").propagate = False
 signal.signal(signal.SIGINT, interrupt)
@@ -148,7 +120,7 @@ pipe = two(first=Double(before), chunks=1)
 k = 0
 while len(problems) < 5:
     first = False
-    where = again_at(k, lambda: pipe(ROWS))
+    where = interrupted_at(k, lambda: pipe(ROWS), of=of_pipert, ready=lambda: first)
     if executing:
         problems.append(f"a layer is executing after {where}")
         while executing:
@@ -164,8 +136,8 @@ pipe.close()
 
 def test_a_ctrl_c_while_the_one_before_is_logged_does_not_end_a_call_before_its_layers() -> None:
     script = """
-entered, go_on = threading.Event(), threading.Event()
-executing, results = [], []
+entered, logged, go_on = threading.Event(), threading.Event(), threading.Event()
+executing = []
 
 def before(x):
     executing.append(True)
@@ -175,13 +147,13 @@ def before(x):
 
 class Interrupts(logging.Handler):
     def emit(self, record):
-        threading.Timer(0.2, go_on.set).start()
+        logged.set()
+        threading.Timer(0.1, go_on.set).start()  # what is left of the layer takes a while
         signal.raise_signal(signal.SIGINT)
 
 def send():
     entered.wait()
-    for _ in range(2):  # the second one is logged
-        time.sleep(0.1)
+    while not logged.wait(0.02):  # the first one is raised, one after it is logged
         os.kill(os.getpid(), signal.SIGINT)
 
 log = logging.getLogger("pipert")
