@@ -1,8 +1,8 @@
 """The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
 
-Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/test_call_and_step.py`` has
-rows 1 and 2 of a call and of a step. Row 3 is about random numbers and row 7 about refusals; those
-are tested beside what draws and what refuses.
+Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/contract`` has rows 1 and 2
+of a call and of a step. Row 3 is about random numbers and row 7 about refusals; those are tested
+beside what draws and what refuses.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ pipe = two(first=Double(lambda x: sys.exit(4)))
 pipe(ROWS)
 print("still here")
 """
-    result = run(script, fresh=True)
+    result = run(script)
     assert (result.returncode, result.stdout, result.stderr) == (4, "", "")
 
 
@@ -312,7 +312,7 @@ pipe = two(first=Double(before), chunks=16)
 pipe(ROWS)
 print("still here")
 """
-    result = run(script, fresh=True)
+    result = run(script)
     assert (result.returncode, result.stdout) == (-2, "")  # died of the signal, as Python does
 
 

@@ -61,22 +61,21 @@ def test_loss_and_gradients_are_the_plain_modules(case: Case, way: Way) -> None:
 @pytest.mark.parametrize("balance", BALANCES, ids=len)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_a_call_may_have_no_rows(balance: list[int], checkpoint: str) -> None:
-    x = batch(0, requires_grad=True)
-    assert_equal(seven_layers(), balance, Way(CALL, checkpoint), x, loss_fn=lambda y, _: y.sum())
+    module, x = seven_layers(), batch(0, requires_grad=True)
+    assert_equal(module, balance, Way(CALL, checkpoint), x, loss_fn=lambda y, _: y.sum())
+    with piped(module, balance, Way(CALL, checkpoint)) as pipe:
+        same(pipe(x), module(x))
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("balance", BALANCES, ids=len)
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("rows", [*ROWS, 0])
-def test_the_output_of_a_call_is_the_plain_modules(
-    rows: int, chunks: int, checkpoint: str, balance: list[int]
-) -> None:
-    module, x = seven_layers(), batch(rows)
+@each_way
+@cases
+def test_outputs_are_the_plain_modules(case: Case, way: Way) -> None:
+    module, x = seven_layers(), batch(case.rows)
     plain = copy.deepcopy(module)
-    with piped(module, balance, Way(CALL, checkpoint), chunks) as pipe:
-        same(pipe(x), plain(x))
+    with piped(module, case.balance, way, case.chunks) as pipe:
+        _, outputs = take_step(pipe, way, x, return_outputs=True)
+    same(outputs, plain(x).detach())
 
 
 @pytest.mark.pairwise

@@ -94,14 +94,16 @@ def take_step(
     *args: Any,
     loss_fn: Callable[[Any, Any], Any] = mean,
     target: Any = None,
+    return_outputs: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The loss of a step, which has no graph any more."""
+    """The loss of a step, and what the pipe returned if asked for, without their graph."""
     if way.schedule == CALL:
-        return _backward(loss_fn(pipe(*args, **kwargs), target))
-    return pipe.forward_backward(
-        *args, loss_fn=loss_fn, target=target, schedule=way.schedule, **kwargs
-    )
+        output = pipe(*args, **kwargs)
+        loss = _backward(loss_fn(output, target))
+        return (loss, output.detach()) if return_outputs else loss
+    kwargs |= {"schedule": way.schedule, "return_outputs": return_outputs}
+    return pipe.forward_backward(*args, loss_fn=loss_fn, target=target, **kwargs)
 
 
 def _backward(loss: Any) -> Any:

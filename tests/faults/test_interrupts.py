@@ -69,7 +69,7 @@ def interrupt(*_):
         raise KeyboardInterrupt
 
 signal.signal(signal.SIGALRM, interrupt)
-for k in range(150):
+for k in range(100):
     torch.set_grad_enabled(True)  # torch.no_grad does not put it back when it is interrupted
     pipe.zero_grad()
     found = None

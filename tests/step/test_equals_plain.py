@@ -1,6 +1,6 @@
 """A step is the plain module's forward and ``loss.backward()``: outputs, gradients, losses.
 
-``tests/test_call_and_step.py`` has what holds for a call as well.
+``tests/contract`` has what holds for a call as well.
 """
 
 from __future__ import annotations
@@ -32,20 +32,6 @@ from tests.contract.ways import (
     ways,
 )
 from tests.layers import Apply
-
-BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
-CHUNKS = [1, 3, 4]
-
-
-@pytest.mark.pairwise
-@ways
-@pytest.mark.parametrize("balance", BALANCES, ids=len)
-def test_outputs_are_the_plain_modules(balance: list[int], way: Way) -> None:
-    module, x = seven_layers(), batch(7)
-    plain = copy.deepcopy(module)
-    with piped(module, balance, way) as pipe:
-        _, outputs = take_step(pipe, way, x, return_outputs=True)
-    same(outputs, plain(x).detach())
 
 
 @ways
