@@ -104,7 +104,7 @@ OF_STEPS = [
         "share sees the share of each",
         "for end in [delivery(arriving) for arriving in turns if arriving]:",
         "for end in [delivery([one]) for arriving in turns for one in arriving]:",
-        ("tests/step/test_hooks_in_a_step.py",),
+        ("tests/contract/test_hooks_are_called.py",),
     ),
     Mutant(
         "losses-count-alike", "pipert/stage/loss.py",
