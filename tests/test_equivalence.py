@@ -1,8 +1,10 @@
 """The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
 
 Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/contract`` has rows 1 and 2
-of a call and of a step. Row 3 is about random numbers and row 7 about refusals; those are tested
-beside what draws and what refuses.
+of a call and of a step, and pitfalls 6 (gradients somewhere else than the plain module's), 18 and
+20. Row 3 is about random numbers and row 7 about refusals; those are tested beside what draws and
+what refuses. Recomputation under the conditions of the forward (pitfall 7) is that of
+``tests/workers/test_context.py``, ``tests/autograd/test_random.py`` and ``tests/contract``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pytest
@@ -301,110 +302,6 @@ def test_output_of_inference_mode_is_an_inference_tensor(chunks: int) -> None:
     with Pipe(seven_layers(), [3, 4], devices=["cpu"] * 2, chunks=chunks) as pipe:
         with torch.inference_mode():
             assert pipe(batch(5)).is_inference()
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_training_goes_on_after_a_call_without_grad(checkpoint: str) -> None:
-    module = seven_layers()
-    plain = copy.deepcopy(module)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        with torch.no_grad():
-            pipe(batch(7))
-        assert_same_steps(pipe, plain, batch(7))
-
-
-# Pitfall 6: gradients somewhere else than the plain module's.
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_6_autograd_grad_adds_nothing_to_any_grad(checkpoint: str) -> None:
-    module, x = seven_layers(), batch(7)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        torch.autograd.grad(pipe(x).sum(), x)
-    assert set(grads_of(module).values()) == {None}
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_6_frozen_input_keeps_the_parameter_gradients(checkpoint: str) -> None:
-    module, x = seven_layers(), batch(7, requires_grad=False)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        pipe(x).sum().backward()
-    assert None not in grads_of(module).values()
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_6_output_of_frozen_layers_requires_no_grad(checkpoint: str) -> None:
-    module, x = seven_layers().requires_grad_(False), batch(7, requires_grad=False)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        assert not pipe(x).requires_grad
-
-
-# Pitfall 7: recomputation under other conditions than the forward.
-
-
-def first_gradients(module: nn.Sequential, checkpoint: str, step: Callable[[Pipe], Any]) -> Any:
-    torch.manual_seed(3)
-    module.zero_grad()
-    with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        step(pipe)
-    return grads_of(module)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_draws_the_same_random_numbers(checkpoint: str) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Dropout(0.5), linear(4, 4), nn.Dropout(0.5))
-    x = batch(6)
-
-    def train(pipe: Pipe) -> None:
-        loss = pipe(x).square().sum()
-        torch.manual_seed(4)
-        loss.backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_is_under_the_forwards_autocast(checkpoint: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-    x = torch.randn(6, 3)
-
-    def train(pipe: Pipe) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            output = pipe(x)
-        output.float().square().sum().backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_sees_the_forwards_context_variables(checkpoint: str) -> None:
-    scale: ContextVar[float] = ContextVar("scale", default=1.0)
-    scaled = Apply(lambda x: x * torch.full_like(x, scale.get()))
-    module, x = nn.Sequential(linear(3, 4), scaled, linear(4, 4), nn.Tanh()), batch(6)
-
-    def train(pipe: Pipe) -> None:
-        token = scale.set(5.0)
-        loss = pipe(x).square().sum()
-        scale.reset(token)
-        loss.backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_gets_the_forwards_keyword_arguments(checkpoint: str) -> None:
-    first = Apply(lambda x, *, weight: x * weight)
-    module, x = nn.Sequential(first, linear(3, 4), linear(4, 4), nn.Tanh()), batch(6)
-    weights = batch(6, requires_grad=False)
-
-    def train(pipe: Pipe) -> None:
-        pipe(x, weight=weights).square().sum().backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept)
 
 
 # Pitfall 19: a second backward, and layers that work in place.
