@@ -1,8 +1,10 @@
 """The equivalence contract of docs/contract.md: ``Pipe(module)`` against ``module``.
 
-Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/test_call_and_step.py`` has
-rows 1 and 2 of a call and of a step. Row 3 is about random numbers and row 7 about refusals; those
-are tested beside what draws and what refuses.
+Rows 1, 4, 5 and 6 of a call, and the pitfalls about gradients. ``tests/contract`` has rows 1 and 2
+of a call and of a step, and pitfalls 6 (gradients somewhere else than the plain module's), 18 and
+20. Row 3 is about random numbers and row 7 about refusals; those are tested beside what draws and
+what refuses. Recomputation under the conditions of the forward (pitfall 7) is that of
+``tests/workers/test_context.py``, ``tests/autograd/test_random.py`` and ``tests/contract``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
+from tests.contract.ways import grads_of, seven_layers
 from tests.layers import Apply
-from tests.step.compare import grads_of, seven_layers
 
 MODES = ["always", "except_last", "never"]
 BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
@@ -35,17 +36,6 @@ def _one_intra_op_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class AddInPlace(nn.Module):
-    """Changes its input in place, and the graph with it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.ones(width, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.add_(self.bias)
 
 
 class DoubleInTraining(nn.Module):
@@ -82,19 +72,6 @@ def step(module: nn.Module, x: Tensor) -> Outcome:
         loss.backward()
     # Not own.requires_grad: a first layer that works in place puts own into the graph.
     return Outcome(output, loss, grads_of(module), own.grad if x.requires_grad else None)
-
-
-class Pair(NamedTuple):
-    """The same step of the plain module and of the pipe."""
-
-    plain: Outcome
-    piped: Outcome
-
-
-def pair(module: nn.Sequential, balance: list[int], x: Tensor, **options: Any) -> Pair:
-    plain = step(copy.deepcopy(module), x)
-    with Pipe(module, balance, devices=["cpu"] * len(balance), **options) as pipe:
-        return Pair(plain, step(pipe, x))
 
 
 # Row 1.
@@ -181,17 +158,6 @@ def test_batchnorm_normalises_each_micro_batch(checkpoint: str) -> None:
     plain = copy.deepcopy(module)
     with wrapped(module, checkpoint) as pipe:
         same(pipe(x), torch.cat([plain(part) for part in x.tensor_split(3)]))
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_batchnorm_gradients_are_those_of_the_micro_batches(checkpoint: str) -> None:
-    module, x = normalised(), batch(8)
-    plain = copy.deepcopy(module)
-    for part in x.tensor_split(3):
-        plain(part).square().sum().backward()
-    with wrapped(module, checkpoint) as pipe:
-        pipe(x).square().sum().backward()
-    same(grads_of(pipe), grads_of(plain))
 
 
 @pytest.mark.parametrize("checkpoint", MODES)
@@ -338,167 +304,6 @@ def test_output_of_inference_mode_is_an_inference_tensor(chunks: int) -> None:
             assert pipe(batch(5)).is_inference()
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_training_goes_on_after_a_call_without_grad(checkpoint: str) -> None:
-    module = seven_layers()
-    plain = copy.deepcopy(module)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        with torch.no_grad():
-            pipe(batch(7))
-        assert_same_steps(pipe, plain, batch(7))
-
-
-# Pitfall 6: gradients somewhere else than the plain module's.
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_6_autograd_grad_adds_nothing_to_any_grad(checkpoint: str) -> None:
-    module, x = seven_layers(), batch(7)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        torch.autograd.grad(pipe(x).sum(), x)
-    assert set(grads_of(module).values()) == {None}
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_6_frozen_input_keeps_the_parameter_gradients(checkpoint: str) -> None:
-    module, x = seven_layers(), batch(7, requires_grad=False)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        pipe(x).sum().backward()
-    assert None not in grads_of(module).values()
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_6_output_of_frozen_layers_requires_no_grad(checkpoint: str) -> None:
-    module, x = seven_layers().requires_grad_(False), batch(7, requires_grad=False)
-    with Pipe(module, [3, 4], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        assert not pipe(x).requires_grad
-
-
-# Pitfall 7: recomputation under other conditions than the forward.
-
-
-def first_gradients(module: nn.Sequential, checkpoint: str, step: Callable[[Pipe], Any]) -> Any:
-    torch.manual_seed(3)
-    module.zero_grad()
-    with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint) as pipe:
-        step(pipe)
-    return grads_of(module)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_draws_the_same_random_numbers(checkpoint: str) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Dropout(0.5), linear(4, 4), nn.Dropout(0.5))
-    x = batch(6)
-
-    def train(pipe: Pipe) -> None:
-        loss = pipe(x).square().sum()
-        torch.manual_seed(4)
-        loss.backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_is_under_the_forwards_autocast(checkpoint: str) -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
-    x = torch.randn(6, 3)
-
-    def train(pipe: Pipe) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            output = pipe(x)
-        output.float().square().sum().backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_sees_the_forwards_context_variables(checkpoint: str) -> None:
-    scale: ContextVar[float] = ContextVar("scale", default=1.0)
-    scaled = Apply(lambda x: x * torch.full_like(x, scale.get()))
-    module, x = nn.Sequential(linear(3, 4), scaled, linear(4, 4), nn.Tanh()), batch(6)
-
-    def train(pipe: Pipe) -> None:
-        token = scale.set(5.0)
-        loss = pipe(x).square().sum()
-        scale.reset(token)
-        loss.backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept)
-
-
-@pytest.mark.parametrize("checkpoint", ["always", "except_last"])
-def test_pitfall_7_recomputation_gets_the_forwards_keyword_arguments(checkpoint: str) -> None:
-    first = Apply(lambda x, *, weight: x * weight)
-    module, x = nn.Sequential(first, linear(3, 4), linear(4, 4), nn.Tanh()), batch(6)
-    weights = batch(6, requires_grad=False)
-
-    def train(pipe: Pipe) -> None:
-        pipe(x, weight=weights).square().sum().backward()
-
-    kept = first_gradients(module, "never", train)
-    same(first_gradients(module, checkpoint, train), kept)
-
-
-# Pitfall 18: what crosses a boundary and is not differentiable, or not used.
-
-
-def assert_same_gradients(
-    module: nn.Sequential, balance: list[int], checkpoint: str, loss: Callable[[Any], Tensor]
-) -> None:
-    plain, x = copy.deepcopy(module), batch(7)
-    expected = torch.autograd.grad(loss(plain(x)), [x, *plain.parameters()], allow_unused=True)
-    devices = ["cpu"] * len(balance)
-    with Pipe(module, balance, devices=devices, chunks=3, checkpoint=checkpoint) as pipe:
-        wanted = [x, *module.parameters()]
-        same(torch.autograd.grad(loss(pipe(x)), wanted, allow_unused=True), expected)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_18_integer_stage_output(checkpoint: str) -> None:
-    best = Apply(lambda x: (x, x.argmax(1, keepdim=True)))
-    take = Apply(lambda value: value[0].gather(1, value[1]))
-    module = nn.Sequential(linear(3, 4), best, take, linear(1, 2))
-    assert_same_gradients(module, [2, 2], checkpoint, torch.sum)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_18_unused_stage_output(checkpoint: str) -> None:
-    module = nn.Sequential(
-        linear(3, 4), Apply(lambda x: (x.tanh(), x.exp())), Apply(lambda value: value[0])
-    )
-    assert_same_gradients(module, [2, 1], checkpoint, torch.sum)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_18_detached_stage_output(checkpoint: str) -> None:
-    module = nn.Sequential(linear(3, 4), Apply(torch.detach), linear(4, 2))
-    assert_same_gradients(module, [2, 1], checkpoint, torch.sum)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_18_stage_output_detached_beside_one_that_is_not(checkpoint: str) -> None:
-    module = nn.Sequential(
-        linear(3, 4), Apply(lambda x: (x, x.detach())), Apply(lambda v: v[0] * v[1]), linear(4, 2)
-    )
-    assert_same_gradients(module, [2, 2], checkpoint, torch.sum)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("which", [0, 1])
-def test_pitfall_18_loss_on_one_of_two_outputs(checkpoint: str, which: int) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(lambda x: (x.exp(), x.square())))
-    assert_same_gradients(module, [1, 2], checkpoint, lambda output: output[which].sum())
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_18_integer_output_of_the_last_stage(checkpoint: str) -> None:
-    module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(lambda x: (x.argmax(1), x.exp())))
-    assert_same_gradients(module, [1, 2], checkpoint, lambda output: output[1].sum())
-
-
 # Pitfall 19: a second backward, and layers that work in place.
 
 
@@ -527,47 +332,6 @@ def test_pitfall_19_second_backward_without_retain_graph_is_autograds_error(
             loss.backward()
 
 
-def in_place_first() -> list[nn.Module]:
-    return [nn.ReLU(inplace=True), AddInPlace(4)]
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("first", in_place_first(), ids=lambda layer: type(layer).__name__)
-def test_pitfall_19_in_place_first_layer_of_a_later_stage(
-    checkpoint: str, chunks: int, first: nn.Module
-) -> None:
-    module = nn.Sequential(linear(3, 4), copy.deepcopy(first), linear(4, 2))
-    steps = pair(module, [1, 2], batch(7), chunks=chunks, checkpoint=checkpoint)
-    same(steps.piped.grads, steps.plain.grads)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("first", in_place_first(), ids=lambda layer: type(layer).__name__)
-def test_pitfall_19_in_place_first_layer_of_the_first_stage(
-    checkpoint: str, chunks: int, first: nn.Module
-) -> None:
-    module = nn.Sequential(copy.deepcopy(first), linear(4, 4), linear(4, 2))
-    x = torch.randn(7, 4, dtype=torch.float64)
-    steps = pair(module, [2, 1], x, chunks=chunks, checkpoint=checkpoint)
-    same(steps.piped.grads, steps.plain.grads)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("first", in_place_first(), ids=lambda layer: type(layer).__name__)
-def test_pitfall_19_in_place_first_layer_with_a_differentiable_input(
-    checkpoint: str, chunks: int, first: nn.Module
-) -> None:
-    before, layers = linear(3, 4), [copy.deepcopy(first), linear(4, 4), linear(4, 2)]
-    plain, x = copy.deepcopy(nn.Sequential(before, *layers)), batch(7)
-    module = nn.Sequential(*layers)
-    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint) as pipe:
-        piped = step(nn.Sequential(before, pipe), x)
-    same(piped.input_grad, step(plain, x).input_grad)
-
-
 @pytest.mark.parametrize("checkpoint", MODES)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_pitfall_19_in_place_layer_on_a_saved_input_is_refused_or_harmless(
@@ -580,42 +344,3 @@ def test_pitfall_19_in_place_layer_on_a_saved_input_is_refused_or_harmless(
         output = pipe(x.tanh())  # tanh has saved its result, which the first layer doubles
         with contextlib.suppress(RuntimeError):
             same(torch.autograd.grad(output.sum(), x)[0], expected)
-
-
-# Pitfall 20: parameters in two places, and stages without any.
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_20_tied_weights_get_the_sum_of_their_gradients(checkpoint: str) -> None:
-    def tied() -> nn.Sequential:
-        first, last = linear(3, 3), linear(3, 3)
-        last.weight = first.weight
-        return nn.Sequential(first, nn.Tanh(), last)
-
-    torch.manual_seed(1)
-    steps = pair(tied(), [1, 2], batch(7), chunks=3, checkpoint=checkpoint)
-    same(steps.piped.grads, steps.plain.grads)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_20_layer_that_occurs_twice_gets_the_sum_of_its_gradients(
-    checkpoint: str,
-) -> None:
-    layer = linear(3, 3)
-    module = nn.Sequential(layer, nn.Tanh(), layer)
-    steps = pair(module, [1, 2], batch(7), chunks=3, checkpoint=checkpoint)
-    same(steps.piped.grads, steps.plain.grads)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_20_stages_without_parameters(checkpoint: str) -> None:
-    module = nn.Sequential(nn.Tanh(), linear(3, 4), nn.Sigmoid(), nn.Flatten(), linear(4, 2))
-    steps = pair(module, [1, 1, 2, 1], batch(7), chunks=3, checkpoint=checkpoint)
-    same(steps.piped.grads, steps.plain.grads)
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_pitfall_20_module_without_parameters(checkpoint: str) -> None:
-    module = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Flatten())
-    steps = pair(module, [1, 2], batch(7), chunks=3, checkpoint=checkpoint)
-    same(steps.piped.input_grad, steps.plain.input_grad)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from pipert import Pipe, is_recomputing
 from tests.activations import Activations
-
-MODES = ["always", "except_last", "never"]
+from tests.contract.ways import MODES, Way, each_way, take_step
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -64,12 +64,16 @@ class Setting:
 # When all is over ---------------------------------------------------------------------------------
 
 
-@modes
-def test_pitfall_29_after_a_step_no_activation_is_left(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
+@each_way
+def test_pitfall_29_after_a_step_no_activation_is_left(way: Way) -> None:
+    """Nor is the mini-batch."""
+    setting = Setting(way.checkpoint)
+    batch = Activations()
     with setting.pipe as pipe:
-        pipe(torch.randn(8, 3)).sum().backward()
-        assert setting.left() == 0
+        x, target = (batch.add(torch.randn(8, 3)) for _ in range(2))
+        take_step(pipe, way, x, target=target, loss_fn=mse_loss)
+        del x, target
+        assert setting.left() + batch.settled(0) == 0
 
 
 @modes
@@ -126,15 +130,6 @@ def test_after_a_step_with_random_layers_no_activation_is_left(checkpoint: str) 
     with Pipe(model, balance=[3, 2], devices=["cpu"] * 2, chunks=4, checkpoint=checkpoint) as pipe:
         pipe(torch.randn(8, 3)).sum().backward()
         assert seen.settled(0) == 0
-
-
-@modes
-def test_after_a_step_the_mini_batch_is_not_kept(checkpoint: str) -> None:
-    setting = Setting(checkpoint)
-    batch = Activations()
-    with setting.pipe as pipe:
-        pipe(batch.add(torch.randn(8, 3))).sum().backward()
-        assert batch.settled(0) == 0
 
 
 @modes

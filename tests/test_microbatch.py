@@ -244,20 +244,8 @@ def test_replicate_works_as_a_keyword_argument() -> None:
     same(result, rows(6) + rows(3).sum(0))
 
 
-def test_replicated_tensor_gets_the_gradient_of_all_micro_batches() -> None:
-    bias = torch.ones(1, 2, requires_grad=True)
-    call([lambda x, b: x * b], rows(6), Replicate(bias), chunks=3).sum().backward()
-    same(bias.grad, rows(6).sum(0, keepdim=True))
-
-
 def test_replicate_shows_what_it_holds() -> None:
     assert repr(Replicate(3)) == "Replicate(3)"
-
-
-def test_0_dimensional_tensor_gets_the_gradient_of_all_micro_batches() -> None:
-    scale = torch.tensor(2.0, requires_grad=True)
-    call([lambda x, s: x * s], rows(6), scale, chunks=3).sum().backward()
-    same(scale.grad, rows(6).sum())
 
 
 # The gradient of what is split.
@@ -274,13 +262,6 @@ def test_gradient_of_micro_batches_that_were_not_used_is_zero() -> None:
     x = rows(5).requires_grad_()
     scatter((x,), {}, 3)[1].sum().backward()
     same(x.grad, torch.tensor([[0.0, 0], [0, 0], [1, 1], [1, 1], [0, 0]]))
-
-
-def test_split_tensor_that_no_layer_uses_gets_no_gradient() -> None:
-    x, unused = rows(4).requires_grad_(), rows(4).requires_grad_()
-    call([lambda x, unused: x.square()], x, unused, chunks=2).sum().backward()
-    same(x.grad, 2 * rows(4))
-    assert unused.grad is None
 
 
 def test_split_tensor_requires_no_grad_under_no_grad() -> None:
@@ -348,15 +329,7 @@ def assert_equal_values(actual: Any, expected: Any) -> None:
     )
 
 
-# Pitfall 15: the first layer's arguments.
-
-
-def test_pitfall_15_several_positional_arguments() -> None:
-    same(call([lambda x, y: x - y], rows(4), rows(4) + 1), -torch.ones(4, 2))
-
-
-def test_pitfall_15_keyword_arguments() -> None:
-    same(call([lambda x, *, y: x - y], rows(4), y=rows(4) + 1), -torch.ones(4, 2))
+# Pitfall 15: the first layer's arguments; ``tests/contract`` has more of them.
 
 
 def test_pitfall_15_only_keyword_arguments() -> None:

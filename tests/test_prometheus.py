@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import gc
 import re
-import subprocess
-import sys
 import threading
-import time
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout
+from tests import scripts
+from tests.activations import until
+from tests.callers import Caller
+from tests.contract.ways import CALL, Way, take_step
+from tests.faults.stuck import WAIT, WHERES, Stuck
+from tests.layers import Apply
+from tests.step.faulty import acting
 
 pytest.importorskip("prometheus_client", reason="the extra prometheus is not installed")
 
@@ -26,7 +29,6 @@ from prometheus_client.parser import text_string_to_metric_families  # noqa: E40
 from pipert import prometheus  # noqa: E402
 from pipert.prometheus import PipeMetrics  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
 ROWS = torch.ones(8, 4)
 
 
@@ -56,7 +58,12 @@ class Raises(nn.Module):
 
 def two(first: nn.Module | None = None, timeout: float | None = None) -> Pipe:
     layers = nn.Sequential(first or nn.Linear(4, 4), nn.Linear(4, 1))
-    return Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=4, timeout=timeout)
+    where, mode = ["cpu", "cpu"], "except_last"
+    return Pipe(layers, [1, 1], devices=where, chunks=4, checkpoint=mode, timeout=timeout)
+
+
+def step(pipe: Pipe, how: str, x: Tensor = ROWS) -> None:
+    take_step(pipe, Way(how, "except_last"), x, loss_fn=lambda y, _: y.sum())
 
 
 @pytest.fixture
@@ -112,55 +119,59 @@ def test_runs_are_counted_by_outcome(metrics: PipeMetrics, registry: CollectorRe
     assert found["pipert_run_duration_seconds_sum{outcome=cancelled,pipe=a}"] >= 0.05
 
 
+hows = pytest.mark.parametrize("how", [CALL, "1f1b"])
+
+
+@hows
 def test_tasks_are_counted_for_each_worker_and_recomputations_for_the_pipe(
-    pipe: Pipe, registry: CollectorRegistry
+    pipe: Pipe, registry: CollectorRegistry, how: str
 ) -> None:
     for _ in range(2):
-        pipe(ROWS).sum().backward()
+        step(pipe, how)
     found = samples(registry)
     for worker in ("pipert-cpu-0", "pipert-cpu-1"):
         labels = f"{{pipe=a,worker={worker}}}"
-        assert found[f"pipert_worker_tasks_total{labels}"] == 8
+        # A call goes back, and recomputes, on the thread of its caller.
+        assert found[f"pipert_worker_tasks_total{labels}"] == (8 if how == CALL else 22)
         assert found[f"pipert_worker_busy_seconds_total{labels}"] > 0
         assert found[f"pipert_worker_queue_depth{labels}"] == 0
         assert found[f"pipert_worker_task_age_seconds{labels}"] == 0
     assert found["pipert_recomputations_total{pipe=a}"] == 12  # all micro-batches but the last
 
 
+@hows
 def test_the_time_of_tasks_is_told_by_partition_and_phase(
-    pipe: Pipe, registry: CollectorRegistry
+    pipe: Pipe, registry: CollectorRegistry, how: str
 ) -> None:
-    pipe(ROWS).sum().backward()
+    step(pipe, how)
     found = samples(registry)
+    counts = {"forward": 4, "recomputation": 3} | ({} if how == CALL else {"backward": 4})
     for partition in (0, 1):
-        for phase, count in (("forward", 4), ("recomputation", 3)):
+        for phase, count in counts.items():
             labels = f"partition={partition},phase={phase},pipe=a"
             assert found[f"pipert_task_duration_seconds_count{{{labels}}}"] == count
             assert found[f"pipert_task_duration_seconds_bucket{{le=+Inf,{labels}}}"] == count
             assert found[f"pipert_task_duration_seconds_sum{{{labels}}}"] > 0
 
 
+@pytest.mark.parametrize("where", WHERES)
 def test_what_a_worker_is_at_shows_while_it_is_at_it(
-    metrics: PipeMetrics, registry: CollectorRegistry
+    metrics: PipeMetrics, registry: CollectorRegistry, where: str
 ) -> None:
-    gate = Gate()
-    with two(gate) as pipe:
-        metrics.add(pipe, "a")
-        call = threading.Thread(target=pipe, args=(ROWS,))
-        call.start()
-        assert gate.reached.wait(30)
-        deadline = time.monotonic() + 30
-        while pipe.statistics().workers[1].doing is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+    waits, age = (
+        f"pipert_worker_task_age_seconds{{pipe=a,worker=pipert-cpu-{j}}}" for j in range(2)
+    )
+    with Stuck(where=where) as stuck:
+        metrics.add(stuck.pipe, "a")
+        caller = Caller(stuck.run, WAIT)
+        assert stuck.layer.entered.wait(WAIT)
+        assert until(lambda: samples(registry)[waits] == 0)  # for input, which is not its task
         before, after = samples(registry), samples(registry)
-        gate.open.set()
-        call.join()
-    age = "pipert_worker_task_age_seconds{pipe=a,worker=pipert-cpu-0}"
+        stuck.let_go()
+        caller.result()
+        ended = samples(registry)
     assert 0 < before[age] < after[age]
     assert before["pipert_runs_in_flight{pipe=a}"] == 1
-    waits = "pipert_worker_task_age_seconds{pipe=a,worker=pipert-cpu-1}"
-    assert after[waits] == 0  # for input, which is not its task
-    ended = samples(registry)
     assert (ended[age], ended["pipert_runs_in_flight{pipe=a}"]) == (0, 0)
 
 
@@ -176,6 +187,19 @@ def test_failures_are_counted_by_the_type_of_the_exception(
     found = samples(registry)
     assert found["pipert_failures_total{exception=ValueError,pipe=a}"] == 2
     assert found["pipert_failures_total{exception=OutOfMemoryError,pipe=a}"] == 1
+
+
+def test_a_failure_of_a_backward_that_is_a_task_is_counted_once(
+    metrics: PipeMetrics, registry: CollectorRegistry
+) -> None:
+    def no() -> None:
+        raise ValueError
+
+    with two(Apply(lambda x: acting(x, no))) as pipe:
+        metrics.add(pipe, "a")
+        with pytest.raises(ValueError):
+            step(pipe, "1f1b", ROWS.clone().requires_grad_())
+    assert samples(registry)["pipert_failures_total{exception=ValueError,pipe=a}"] == 1
 
 
 def test_the_bounds_of_the_histograms_can_be_chosen(registry: CollectorRegistry) -> None:
@@ -296,7 +320,7 @@ def test_a_closed_pipe_is_still_shown(
 def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
     pipe: Pipe, registry: CollectorRegistry
 ) -> None:
-    count = 20
+    count = 10
     begun, ended = threading.Barrier(4), threading.Event()
     read: list[list[dict[str, float]]] = [[] for _ in range(3)]
 
@@ -329,21 +353,9 @@ def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
 # The package
 
 
-def run(script: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=50
-    )
-
-
-@pytest.mark.slow
-def test_importing_pipert_does_not_import_the_client() -> None:
-    script = "import pipert, sys; print([m for m in sys.modules if 'prometheus' in m])"
-    assert run(script).stdout == "[]\n"
-
-
 @pytest.mark.slow
 def test_without_the_package_the_error_names_it() -> None:
     script = "import sys; sys.modules['prometheus_client'] = None; import pipert.prometheus"
-    last = run(script).stderr.splitlines()[-1]
+    last = scripts.run(script).stderr.splitlines()[-1]
     assert last.startswith("ImportError: pipert.prometheus needs the package prometheus_client")
     assert last.endswith("pip install prometheus_client")

@@ -1,5 +1,7 @@
 """Runs of a pipe: what overlaps, the guarantees R1 to R6, several callers, pipes inside of pipes.
 
+That any failure anywhere is raised as it is and leaves nothing behind, ``tests/contract`` has.
+
 Order is forced with events and barriers: a layer waits for something that another thread has to do
 meanwhile. With one thread in place of the workers nobody would do it, and the wait would run into
 its timeout. The rows of a mini-batch are 0, 1, 2, ... and each micro-batch is one row, so that a
@@ -18,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -456,27 +457,6 @@ def test_the_error_is_chosen_by_the_schedule_when_a_fast_partition_has_run_ahead
     assert info.value.args == (0, 1)
 
 
-def test_the_error_that_is_raised_is_the_object_that_the_layer_raised() -> None:
-    error = StageError("mine")
-
-    def act(i: int, j: int) -> None:
-        raise error
-
-    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
-        pipe(rows(2))
-    assert info.value is error
-
-
-def test_the_traceback_leads_to_the_line_that_raised() -> None:
-    def raise_here(i: int, j: int) -> None:
-        raise StageError
-
-    with pipe_of(2, raise_here, chunks=2) as pipe, pytest.raises(StageError) as info:
-        pipe(rows(2))
-    names = [frame.name for frame in traceback.extract_tb(info.value.__traceback__)]
-    assert names[-1] == "raise_here"
-
-
 def test_the_traceback_begins_in_the_caller() -> None:
     def act(i: int, j: int) -> None:
         raise StageError
@@ -504,62 +484,6 @@ def test_pitfall_12_the_note_says_which_task_failed_where_and_on_what() -> None:
         "in forward F[2,1]: partition 1 on cpu, layer 'judge' "
         f"({Picky.__qualname__}), micro-batch 2 of 4, input float32[1, 7]"
     ]
-
-
-class FailsInRecomputation(nn.Module):
-    """Saves its input for backward; fails when it runs again."""
-
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self.error: type[BaseException] | None = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * self.weight
-        if is_recomputing() and self.error is not None:
-            raise self.error
-        return y.tanh()
-
-
-def test_pitfall_12_an_error_in_a_recomputation_gets_a_note_too() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), FailsInRecomputation(StageError))
-    with Pipe(model, balance=[1, 2], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
-        loss = pipe(torch.randn(4, 3)).sum()
-        with pytest.raises(StageError) as info:
-            loss.backward()
-    assert info.value.__notes__ == [
-        "in recomputation R[1,1]: partition 1 on cpu, layer '2' (FailsInRecomputation), "
-        "micro-batch 1 of 2, input float32[2, 3]"
-    ]
-
-
-@pytest.mark.parametrize("j", [0, 1])
-@pytest.mark.parametrize(
-    "kind", [SystemExit, KeyboardInterrupt, GeneratorExit, StopIteration, Interrupt]
-)
-def test_whatever_a_layer_raises_reaches_the_caller(kind: type[BaseException], j: int) -> None:
-    error = kind()
-
-    def act(i: int, at: int) -> None:
-        if at == j:
-            raise error
-
-    with pipe_of(2, act, chunks=2) as pipe:
-        with pytest.raises(kind) as info:
-            pipe(rows(2))
-    assert info.value is error
-
-
-@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
-def test_the_pipe_outlives_a_layer_that_asks_to_exit(kind: type[BaseException]) -> None:
-    def act(i: int, j: int) -> None:
-        if i == 0:
-            raise kind
-
-    with pipe_of(2, act, chunks=2) as pipe:
-        with pytest.raises(kind):
-            pipe(rows(2))
-        assert torch.equal(pipe(rows(2, first=10)), rows(2, first=10))
 
 
 # R4: nothing later starts -------------------------------------------------------------------------
@@ -639,104 +563,6 @@ def test_after_an_interrupt_nothing_starts(
 
 
 # R5: nothing of a failed run is left --------------------------------------------------------------
-
-
-class Tanh(nn.Module):
-    """Reports what it computes and saves for the backward."""
-
-    def __init__(self, activations: Activations) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-        self._activations = activations
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._activations.add(torch.tanh(x * self.weight))
-
-
-class FailsInForward(nn.Module):
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error: type[BaseException] | None = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.error is not None:
-            raise self.error
-        return x
-
-
-class _RaiseInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, error: type[BaseException] | None) -> Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.error is not None:
-            raise ctx.error
-        return grads[0], None
-
-
-class FailsInBackward(nn.Module):
-    def __init__(self, error: type[BaseException]) -> None:
-        super().__init__()
-        self.error: type[BaseException] | None = error
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _RaiseInBackward.apply(x, self.error)  # type: ignore[no-untyped-call]
-        return y
-
-
-Failing = FailsInForward | FailsInRecomputation | FailsInBackward
-
-# Where the failing layer fails, and under which checkpointing it gets there.
-failures_everywhere = pytest.mark.parametrize(
-    ("kind", "checkpoint"),
-    [
-        (kind, checkpoint)
-        for kind in (FailsInForward, FailsInRecomputation, FailsInBackward)
-        for checkpoint in ("always", "except_last", "never")
-        if (kind, checkpoint) != (FailsInRecomputation, "never")
-    ],
-)
-
-
-def failing_pipe(failing: Failing, activations: Activations, checkpoint: str) -> Pipe:
-    model = nn.Sequential(Tanh(activations), failing, Tanh(activations), Tanh(activations))
-    return Pipe(model, balance=[2, 2], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
-
-
-@failures_everywhere
-def test_pitfall_11_when_the_error_is_dropped_no_activation_of_the_run_is_left(
-    kind: type[Failing], checkpoint: str, no_gc: None
-) -> None:
-    activations = Activations()
-    with failing_pipe(kind(MemoryError), activations, checkpoint) as pipe:
-        raised = False
-        try:
-            pipe(torch.randn(4, 3)).sum().backward()
-        except MemoryError:
-            raised = True
-        assert raised
-        # What was about to run stays in the engine's queue for this thread until its next backward.
-        torch.autograd.backward(torch.ones((), requires_grad=True))
-        assert activations.left() == 0
-
-
-@failures_everywhere
-def test_after_a_failure_the_next_step_is_right(kind: type[Failing], checkpoint: str) -> None:
-    failing = kind(MemoryError)
-    with failing_pipe(failing, Activations(), checkpoint) as pipe:
-        x = torch.randn(4, 3)
-        with contextlib.suppress(MemoryError):
-            pipe(x).sum().backward()
-        failing.error = None
-        pipe.zero_grad()
-        pipe(x).sum().backward()
-        parameters = list(pipe.parameters())
-        expected = torch.autograd.grad(nn.Sequential(*pipe)(x).sum(), parameters)
-        for parameter, grad in zip(parameters, expected, strict=True):
-            torch.testing.assert_close(parameter.grad, grad)
 
 
 def test_when_several_tasks_failed_no_activation_is_left(failures: Failures, no_gc: None) -> None:
@@ -924,33 +750,6 @@ def test_callers_may_use_different_numbers_of_chunks_at_once() -> None:
     assert sorted(tasks) == sorted(2 * [0, 4] + 2 * [10, 12, 14, 16])
 
 
-def test_callers_get_their_own_gradients() -> None:
-    threads: set[int] = set()
-
-    def act(i: int, j: int) -> None:
-        threads.add(threading.get_ident())
-
-    model = nn.Sequential(nn.Linear(3, 3), Stage(0, act), nn.Linear(3, 3), Stage(1, act))
-    parameters = list(model.parameters())
-    inputs = [torch.randn(4, 3) for _ in range(3)]
-    expected = [torch.autograd.grad(model(x).pow(2).sum(), parameters) for x in inputs]
-    at_once = threading.Barrier(3)
-
-    def step(pipe: Pipe, x: Tensor) -> list[tuple[Tensor, ...]]:
-        at_once.wait(TIMEOUT)
-        return [torch.autograd.grad(pipe(x).pow(2).sum(), parameters) for _ in range(4)]
-
-    threads.clear()
-    # Without recomputation, which is on the threads of the callers.
-    with Pipe(model, [2, 2], devices=["cpu"] * 2, chunks=4, checkpoint="never") as pipe:
-        calls = [Caller(partial(step, pipe, x)) for x in inputs]
-        results = [call.result() for call in calls]
-    assert len(threads) == 2
-    for grads, right in zip(results, expected, strict=True):
-        for grad in grads:
-            torch.testing.assert_close(grad, right)
-
-
 def test_a_caller_is_not_disturbed_by_the_failure_of_another_ones_run(failures: Failures) -> None:
     a_is_in_1 = threading.Event()
 
@@ -1132,12 +931,15 @@ def test_a_pipe_in_a_pipe_computes_at_once_with_it() -> None:
 
 
 def test_an_error_in_a_pipe_in_a_pipe_has_a_note_of_each() -> None:
-    inner = Pipe(nn.Sequential(FailsInForward(StageError)), balance=[1], devices=["cpu"])
+    def act(i: int, j: int) -> None:
+        raise StageError
+
+    inner = Pipe(nn.Sequential(Stage(0, act)), balance=[1], devices=["cpu"])
     outer = Pipe(nn.Sequential(nn.Identity(), inner), balance=[1, 1], devices=["cpu"] * 2)
     with inner, outer, pytest.raises(StageError) as info:
         outer(rows(2))
     assert [note.split(", micro")[0] for note in info.value.__notes__] == [
-        "in forward F[0,0]: partition 0 on cpu, layer '0' (FailsInForward)",
+        "in forward F[0,0]: partition 0 on cpu, layer '0' (Stage)",
         "in forward F[0,1]: partition 1 on cpu, layer '1' (Pipe)",
     ]
 

@@ -38,41 +38,6 @@ pipe_of = partial(pipe_of_layers, chunks=4)
 # Timing -------------------------------------------------------------------------------------------
 
 
-class InTurn(nn.Module):
-    """Draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
-
-    def __init__(self, j: int, first: tuple[int, int], drawn: threading.Event) -> None:
-        super().__init__()
-        self.j = j
-        self.first = first
-        self.drawn = drawn
-        self.weight = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        task = (int(x[0, 0].detach().item()), self.j)  # noise below 1 is added to the number
-        if task in {(1, 0), (0, 1)} and task != self.first:
-            assert self.drawn.wait(TIMEOUT)
-        y = x + torch.rand_like(x) * 0.4 * F.dropout(self.weight, 0.5)
-        if task == self.first:
-            self.drawn.set()
-        return y
-
-
-@pytest.mark.parametrize("checkpoint", MODES)
-def test_outputs_and_gradients_do_not_depend_on_which_worker_draws_first(checkpoint: str) -> None:
-    results = []
-    x = torch.arange(2.0).unsqueeze(1).repeat(1, 8)
-    for first in [(1, 0), (0, 1)]:
-        torch.manual_seed(3)
-        drawn = threading.Event()
-        layers = InTurn(0, first, drawn), InTurn(1, first, drawn)
-        with pipe_of(*layers, chunks=2, checkpoint=checkpoint) as pipe:
-            y = pipe(x)
-            grads = torch.autograd.grad(y.sum(), list(pipe.parameters()))
-        results.append((y, *grads))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 class Jitter(nn.Module):
     """Takes another time each time. Notes the thread it is on."""
 

@@ -11,21 +11,9 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.autograd import streams as stream
 from pipert.autograd import transfer
+from tests.stage.graphs import all_nodes
 
 CPU = torch.device("cpu")
-
-
-def nodes_of(y: Tensor) -> set[str]:
-    """The names of all nodes in the graph of ``y``."""
-    seen, names = set(), set()
-    nodes = [y.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            names.add(node.name().replace("Backward", ""))
-            nodes += [child for child, _ in node.next_functions]
-    return names
 
 
 @pytest.fixture
@@ -65,7 +53,7 @@ def test_the_graph_of_a_cpu_pipe_has_no_copies_and_no_waits(checkpoint: str) -> 
     with Pipe(
         model, balance=[2, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint
     ) as pipe:
-        names = nodes_of(pipe(x))
+        names = all_nodes(pipe(x))
     assert "_Fork" in names and "_Scatter" in names  # the walk gets all the way down
     assert names & {"_Copy", "_Wait"} == set()
 

@@ -30,6 +30,7 @@ def test_steps_of_sleeping_stages_overlap(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(benchmark, "M", 6)
+    monkeypatch.setattr(benchmark, "T", 0.005)
     autograd, *schedules = benchmark.sleeping(1, 1e6)
     for row in schedules:
         assert float(row.cells[2]) < float(autograd.cells[2]) and not row.missed

@@ -1,11 +1,11 @@
-"""One process of two that train pipes under DistributedDataParallel; test_ddp.py starts them.
+"""Two processes that train pipes under DistributedDataParallel; test_ddp.py starts this.
 
-    python _ddp_worker.py RANK STORE RESULTS
+    python -m tests.embedding._ddp_worker FOLDER
 
-STORE is a file by which the processes find each other. RESULTS is written at the end: JSON, for
-each case an empty string or what went wrong in this process. Starting a process takes seconds and a
-case a tenth of one, so all cases share two processes. Each has a process group of its own, so that
-one that fails in the middle of a reduction does not confuse the next.
+In FOLDER they meet, and each writes its results at the end: JSON, for each case an empty string or
+what went wrong in this process. Starting a process takes seconds and a case a tenth of one, so all
+cases share two processes, which are forks of one that has imported everything. Each has a process
+group of its own, so that one that fails in the middle of a reduction does not confuse the next.
 
 The reference is computed in each process, from the batches of both, by the plain module.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 import threading
 import time
@@ -35,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe
 from pipert.workers.worker import WorkerThread
+from tests.embedding import _ddp_steps
 from tests.skips import popping, stashing
 
 WORLD = 2
@@ -167,6 +169,12 @@ OPTIONS: dict[str, dict[str, bool]] = {
 }
 
 
+def some_options(checkpoint: str, shift: int) -> list[dict[str, bool]]:
+    """One or two of them for each mode; the modes together have all, and functions others."""
+    turn = MODES.index(checkpoint) + shift
+    return [some for k, some in enumerate(OPTIONS.values()) if (k + turn) % len(MODES) == 0]
+
+
 def trains_with(rank: int, checkpoint: str, options: str) -> None:
     for chunks in (1, 3):
         trains_like_the_whole_batch(rank, five_layers, checkpoint, chunks, **OPTIONS[options])
@@ -205,7 +213,7 @@ def there_are_several_buckets(rank: int) -> None:
 
 @for_each_mode
 def gradients_accumulate_without_reduction_in_no_sync(rank: int, checkpoint: str) -> None:
-    for options in OPTIONS.values():
+    for options in some_options(checkpoint, 0):
         module = five_layers()
         plain, local = copy.deepcopy(module), copy.deepcopy(module)
         with piped(module, checkpoint) as pipe:
@@ -242,7 +250,7 @@ def a_process_may_have_no_rows(rank: int, checkpoint: str) -> None:
 
 @for_each_mode
 def frozen_layers_stay_without_gradient(rank: int, checkpoint: str) -> None:
-    for frozen, options in zip((0, 2, 4, 0), OPTIONS.values(), strict=True):
+    for frozen, options in zip((0, 2), some_options(checkpoint, 1), strict=False):
 
         def make(frozen: int = frozen) -> nn.Sequential:
             module = five_layers()
@@ -275,7 +283,7 @@ def skips_go_through(rank: int, checkpoint: str) -> None:
             linear(3, 4), aside, linear(4, 4), nn.Tanh(), popping(), linear(4, 2)
         )
 
-    for options in OPTIONS.values():
+    for options in some_options(checkpoint, 2):
         trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
 
 
@@ -286,7 +294,7 @@ def a_parameter_of_two_partitions_is_reduced_once(rank: int, checkpoint: str) ->
         module[2].weight = module[0].weight
         return module
 
-    for options in OPTIONS.values():
+    for options in some_options(checkpoint, 0):
         trains_like_the_whole_batch(rank, make, checkpoint, 3, **options)
 
 
@@ -547,19 +555,31 @@ def evaluation_between_steps_changes_nothing(rank: int, checkpoint: str) -> None
             same(grads_of(module), grads_of(plain))
 
 
-# --- the process ----------------------------------------------------------------------------------
+# --- the processes --------------------------------------------------------------------------------
 
 
-def main(rank: int, store: str, results: Path) -> None:
+def main(folder: Path) -> None:
+    assert threading.active_count() == 1
+    children = []
+    for rank in range(WORLD):
+        pid = os.fork()
+        if pid == 0:
+            return run(rank, folder)
+        children.append(pid)
+    sys.exit(any([os.waitpid(pid, 0)[1] for pid in children]))
+
+
+def run(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")  # from here on: torch's own imports do not stand it
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=3 * TIMEOUT
-    )
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
+        timeout=3 * TIMEOUT,
+    )  # fmt: skip
     found = {}
     began = time.monotonic()
-    for name, function in CASES.items():
+    for name, function in (CASES | _ddp_steps.CASES).items():
         if time.monotonic() - began > ENOUGH:
             found[name] = "not run: the cases before it took too long"
             continue
@@ -571,9 +591,9 @@ def main(rank: int, store: str, results: Path) -> None:
             found[name] = ""
         except Exception:
             found[name] = traceback.format_exc()
-    results.write_text(json.dumps(found))
+    (folder / f"results-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    main(Path(sys.argv[1]))

@@ -6,9 +6,6 @@ The backends ``eager`` and ``aot_eager`` do all that a pipe could get wrong, wit
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
-import textwrap
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +16,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, TransformError
 from pipert.skip import pop, skippable, stash
+from tests import scripts
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -28,7 +26,7 @@ pytestmark = [
 ]
 
 same = torch.testing.assert_close
-modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+MODES = ["always", "except_last", "never"]
 
 
 class Block(nn.Module):
@@ -89,13 +87,15 @@ def batch(rows: int) -> Tensor:
 # The recipe ---------------------------------------------------------------------------------------
 
 
-@modes
-@pytest.mark.parametrize("recipe, backend", [(name, "aot_eager") for name in RECIPES])
+@pytest.mark.parametrize(
+    ("recipe", "checkpoint"),
+    [*[("torch.compile(layer)", mode) for mode in MODES], ("layer.compile()", "except_last")],
+)
 def test_a_model_of_compiled_layers_trains_as_the_plain_model(
-    devices: list[str], recipe: str, backend: str, checkpoint: str
+    devices: list[str], recipe: str, checkpoint: str
 ) -> None:
     plain = blocks(2)
-    module = RECIPES[recipe](copy.deepcopy(plain), backend=backend)
+    module = RECIPES[recipe](copy.deepcopy(plain), backend="aot_eager")
     with pipe_of(module, devices, checkpoint=checkpoint) as pipe:
         for rows in (6, 7):  # another size compiles again, in the workers and in the backward
             x = batch(rows)
@@ -227,15 +227,14 @@ def test_the_keys_of_layers_compiled_in_place_are_the_modules() -> None:
         assert list(pipe.state_dict()) == expected
 
 
-@pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_compiled_layers_that_draw_do_so_again_with_the_same_seed(checkpoint: str) -> None:
+def test_compiled_layers_that_draw_do_so_again_with_the_same_seed() -> None:
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(3)]
     module = nn.Sequential(*layers).double()
     runs = []
     for _ in range(2):
         torch._dynamo.reset()
         compiled = compiled_children(copy.deepcopy(module), backend="aot_eager")
-        with pipe_of(compiled, checkpoint=checkpoint) as pipe:
+        with pipe_of(compiled, checkpoint="always") as pipe:
             torch.manual_seed(3)
             runs.append([step(pipe, torch.ones(rows, 8).double()) for rows in (6, 7)])
     same(runs[0], runs[1], rtol=0.0, atol=0.0)
@@ -244,26 +243,19 @@ def test_compiled_layers_that_draw_do_so_again_with_the_same_seed(checkpoint: st
 # What is not there --------------------------------------------------------------------------------
 
 
-def run_alone(script: str) -> str:
-    """Run a script in an interpreter of its own; return what it prints."""
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_importing_and_running_pipert_does_not_import_dynamo() -> None:
-    run_alone("""
-        import sys
-        import torch
-        from torch import nn
-        from pipert import Pipe
+    script = """
+import sys
+import torch
+from torch import nn
+from pipert import Pipe
 
-        model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
-        with Pipe(model, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
-            pipe(torch.ones(4, 8)).sum().backward()
-        assert "torch._dynamo" not in sys.modules
-    """)
+model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(), nn.Linear(8, 8))
+with Pipe(model, [1, 2], devices=["cpu", "cpu"], chunks=2) as pipe:
+    pipe(torch.ones(4, 8)).sum().backward()
+print("torch._dynamo" in sys.modules)
+"""
+    assert scripts.run(script).stdout == "False\n"
 
 
 WHOLE: dict[str, Callable[[Pipe], Callable[[Tensor], Tensor]]] = {

@@ -6,7 +6,6 @@ Order is forced by backends that wait: a backend is called in the middle of a co
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.layers.compiling import CompileLock
+from tests import scripts
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -230,6 +230,5 @@ def test_a_child_forked_while_something_compiles_can_draw() -> None:
         thread.join()
         assert code == 0, code
     """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    done = scripts.run(textwrap.dedent(script))
     assert done.returncode == 0, done.stderr

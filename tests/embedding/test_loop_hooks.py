@@ -1,6 +1,7 @@
 """Hooks of layers, of parameters and of tensors, and optimizers that step in the backward.
 
-What a hook of the whole pipe or module sees is tested with ``Pipe`` itself. A hook of a layer is
+What a hook of the whole pipe or module sees is tested with ``Pipe`` itself; hooks of parameters,
+in calls and steps, in ``tests/contract``. A hook of a layer is
 called for each micro-batch, on the thread that runs the layer, and again in a recomputation.
 """
 
@@ -187,49 +188,6 @@ def test_hooks_for_all_modules_see_the_layers_and_the_pipe() -> None:
 
 
 # Hooks of parameters and tensors ------------------------------------------------------------------
-
-
-@modes
-def test_a_parameters_hook_is_called_once_with_the_gradient_of_the_mini_batch(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[list[Tensor]]:
-        seen: list[list[Tensor]] = [[] for _ in model.parameters()]
-
-        def hook_for(k: int) -> Callable[[Tensor], Tensor]:
-            def hook(grad: Tensor) -> Tensor:
-                seen[k].append(grad)
-                return grad * 0.5
-
-            return hook
-
-        parameters: list[Any] = list(model.parameters())
-        for k, parameter in enumerate(parameters):
-            parameter.register_hook(hook_for(k))
-        loss_of(model, *next(batches(1))).backward()
-        assert [len(calls) for calls in seen] == [1] * len(seen)
-        return seen
-
-    agree(loop, checkpoint=checkpoint)
-
-
-@modes
-def test_a_hook_after_accumulation_is_called_once_for_each_parameter(
-    agree: Agree, checkpoint: str
-) -> None:
-    def loop(model: nn.Module) -> list[list[Tensor]]:
-        seen: list[list[Tensor]] = [[] for _ in model.parameters()]
-        parameters: list[Any] = list(model.parameters())
-        for parameter, calls in zip(parameters, seen, strict=True):
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, calls=calls: calls.append(p.grad.clone())
-            )
-        for x, target in batches(2):
-            loss_of(model, x, target).backward()
-        assert [len(calls) for calls in seen] == [2] * len(seen)
-        return seen
-
-    agree(loop, checkpoint=checkpoint)
 
 
 @modes

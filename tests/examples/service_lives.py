@@ -48,7 +48,7 @@ for line in sys.stdin:
         break
     print(pid, flush=True)
 else:
-    sys.exit()
+    os._exit(0)  # as below
 os.dup2(os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
 names = {"Service": Service}
 exec(order["script"], names)

@@ -318,7 +318,7 @@ def during(step, rows):
     if step > 3:
         threading.Event().wait()
 """
-    life = run.start("--timeout 3", HOOKED + script)
+    life = run.start("--timeout 1.5", HOOKED + script)
     assert life.wait() == 3
     last = life.lines()[-1]
     assert (last["event"], last["level"], max(life.losses())) == ("stuck", "critical", 3)
@@ -341,7 +341,7 @@ def during(step, rows):
         waited.append(step)
         open({str(gate)!r}).read()  # until somebody opens the other end
 """
-    life = run.start("--steps 100000 --stale-after 2 --save-every 1000", HOOKED + script)
+    life = run.start("--steps 100000 --stale-after 1 --save-every 1000", HOOKED + script)
     wait_until(lambda: life.get("/healthz")[0] == 503)
     wait_until(lambda: "micro-batch 0" in life.get("/healthz")[1])
     problems = json.loads(life.get("/healthz")[1])["problems"]
@@ -360,7 +360,7 @@ def during(step, rows):
     assert samples["pipert_runs_total outcome=succeeded pipe=training"] == 3
     assert samples["pipert_runs_in_flight pipe=training"] == 1
     assert samples["pipert_worker_tasks_total pipe=training worker=pipert-cpu-1"] == 6
-    assert samples["pipert_worker_task_age_seconds pipe=training worker=pipert-cpu-0"] > 1
+    assert samples["pipert_worker_task_age_seconds pipe=training worker=pipert-cpu-0"] > 0.5
     assert samples["process_resident_memory_bytes"] > 1e6
 
 

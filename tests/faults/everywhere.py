@@ -1,6 +1,7 @@
 """An exception at every place of pipert's code, one after the other; or at some of the places.
 
-Each place costs a call or a step. By default a test tries each place of a few, ``--sweep`` all.
+Each place (``places.py``) costs a call or a step. By default a test tries each place of a few,
+``--sweep`` all.
 """
 
 from __future__ import annotations
@@ -25,61 +26,8 @@ def sweep(stride: int) -> str:
     return f"STRIDE = {stride}\n{SWEEP}"
 
 
-# Interrupted is pipert's code and ``threading.Thread``, one after the other. Not of
-# ``threading.Condition``, which an interrupt can leave locked, so that a thread never starts.
-
 SWEEP = """
-import dis, functools
-
-@functools.cache
-def places(code):
-    '''Where the interpreter looks for signals: at the start, after calls, at jumps back.'''
-    found, after = set(), False
-    for instruction in dis.get_instructions(code):
-        if after:
-            found.add(instruction.offset)
-        after = instruction.opname.startswith(("CALL", "RESUME"))
-        if instruction.opname.startswith("JUMP_BACKWARD"):
-            found.add(instruction.argval)
-    return found
-
-def interrupted_at(k, function):
-    '''Call function, but raise KeyboardInterrupt at the k-th place it comes to; say where.'''
-    count, where = 0, None
-
-    def local(frame, event, arg):
-        nonlocal count, where
-        if event == "opcode" and frame.f_lasti in places(frame.f_code):
-            if count == k:
-                sys.settrace(None)
-                where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-                raise KeyboardInterrupt
-            count += 1
-        return local
-
-    def trace(frame, event, arg):
-        code = frame.f_code
-        of_thread = code.co_filename == threading.__file__ and "Thread." in code.co_qualname
-        if of_thread or f"{os.sep}pipert{os.sep}" in code.co_filename:
-            frame.f_trace_opcodes = True
-            return local
-
-    sys.settrace(trace)
-    try:
-        function()
-    except BaseException:  # such as what threading makes of it
-        pass
-    finally:
-        sys.settrace(None)
-    return where
-
-def within(seconds, function):
-    '''What function returns; None if that takes longer.'''
-    result = []
-    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else None
+from tests.faults.places import Raiser, interrupted_at, of_pipert, within
 
 def threads_left(count, seconds=1.0):
     '''How many threads there are beyond count, after a while if need be.'''

@@ -1,8 +1,13 @@
-"""Common start of scripts in their own processes: a model whose steps can fail anywhere."""
+"""Common start of scripts in their own processes: a model whose steps can fail anywhere.
+
+A step is a call and a backward, or a whole one; the script's ``HOW`` says which.
+"""
 
 from __future__ import annotations
 
 from tests.test_exit import PRELUDE, run
+
+HOWS = ("call", "gpipe", "1f1b")
 
 # A model with skips and deferred statistics; ``act(where)`` is called in each layer of its middle
 # partition, and in its backward.
@@ -56,11 +61,35 @@ def pipe_of(checkpoint, **options):
     return Pipe(MODEL, [2, 2, 2], devices=["cpu"] * 3, chunks=4, checkpoint=checkpoint,
                 deferred_batch_norm=True, **options)
 
-def step(model, x=X):
-    model.zero_grad()
-    y = model(x)
-    y.pow(3).sum().backward()
-    return [y] + [parameter.grad for parameter in model.parameters()]
+HOW = "call"
+
+def cube(y, target):
+    return y.pow(3).sum()
+
+def train(pipe, x=X):
+    '''A step, on top of the gradients that are there; what a call returns.'''
+    if HOW != "call":
+        return pipe.forward_backward(x, loss_fn=cube, schedule=HOW, reduction="sum") and []
+    y = pipe(x)
+    cube(y, None).backward()
+    return [y]
+
+def grads(model):
+    return [parameter.grad for parameter in model.parameters()]
+
+def step(pipe, x=X):
+    pipe.zero_grad()
+    return train(pipe, x) + grads(pipe)
+
+def expected(x=X):
+    '''The same of one partition without checkpointing.'''
+    NEVER.zero_grad()
+    y = NEVER(x)
+    cube(y, None).backward()
+    return [y][: HOW == "call"] + grads(NEVER)
+
+def right(found, wanted):
+    return all(map(torch.allclose, found, wanted, [1e-4] * 99, [1e-5] * 99))
 
 def wheres(*names):
     '''Where a step may be hit, with each way of checkpointing.'''
@@ -92,13 +121,13 @@ def hit(target, number, seconds=0.02):
 NEVER = Pipe(MODEL, [6], devices=["cpu"], chunks=4, checkpoint="never", deferred_batch_norm=True)
 
 def is_right(pipe, x=X):
-    '''Whether a step is that of one partition without checkpointing.'''
-    return all(map(torch.allclose, step(pipe, x), step(NEVER, x), [1e-4] * 99, [1e-5] * 99))
+    '''Whether a step is what is expected.'''
+    return right(step(pipe, x), expected(x))
 """
 )
 
 
-def ends(script: str) -> tuple[int, str, str]:
+def ends(script: str, how: str = "call") -> tuple[int, str, str]:
     """How a script ends: its exit code, and what it writes."""
-    result = run(script, STEP)
+    result = run(f"HOW = {how!r}\n{script}", STEP)
     return result.returncode, result.stdout, result.stderr

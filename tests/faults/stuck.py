@@ -1,4 +1,4 @@
-"""Layers that do not return until they are told to, and pipes that have one."""
+"""Layers that do not return until they are told to, and pipes that have one, called or stepping."""
 
 from __future__ import annotations
 
@@ -9,24 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipelineTimeout, WorkerBusyError
+from pipert import Pipe, PipelineTimeout, WorkerBusyError, is_recomputing
 from tests.activations import Activations, until
+from tests.step.faulty import acting
 
 WAIT = 20.0  # s; what a test waits for is taken for a hang after it
 SHORT = 0.05  # s; the time limit of a call that is to miss it
 
 
+WHERES = ("call", "forward", "recomputation", "backward")
+"""Where a run gets stuck: in a forward of a call, or in one of the phases of a whole step."""
+
+
 class Blocks(nn.Module):
-    """Multiplies by its weight; in ``F[i,j]`` with ``i == at`` it does not return.
+    """Multiplies by its weight; in its ``phase`` of micro-batch ``at`` it does not return.
 
     The first column of its input is the number of the row, and a micro-batch is one row.
     """
 
-    def __init__(self, at: int | None = None, seen: dict[int, Activations] | None = None) -> None:
+    def __init__(
+        self,
+        at: int | None = None,
+        seen: dict[int, Activations] | None = None,
+        phase: str = "forward",
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([0.9, 1.2]))
         self.at = at
-        self.seen = seen
+        self.seen = {} if seen is None else seen
+        self.phase = phase
         self.entered, self.go_on = threading.Event(), threading.Event()
         self.afterwards: Callable[[], object] = lambda: None
 
@@ -35,18 +46,23 @@ class Blocks(nn.Module):
         assert self.go_on.wait(WAIT), "nobody let this layer go on"
         self.afterwards()
 
+    def come_to(self, phase: str, i: int) -> None:
+        if (phase, i) == (self.phase, self.at) and not self.go_on.is_set():
+            self.never_returns()
+
     def forward(self, x: Tensor) -> Tensor:
         i = int(x.detach()[0, 0].item())
-        if i == self.at and not self.go_on.is_set():
-            self.never_returns()
-        y = torch.cat([x[:, :1], (x[:, 1:] * self.weight).tanh()], 1)
-        if self.seen is not None:
-            self.seen.setdefault(i, Activations()).add(y)
-        return y
+        self.come_to("recomputation" if is_recomputing() else "forward", i)
+        seen = self.seen.setdefault(i, Activations())
+        y = seen.add((acting(x[:, 1:], lambda: self.come_to("backward", i)) * self.weight).tanh())
+        return seen.add(torch.cat([x[:, :1], y], 1))
 
 
 class Stuck:
-    """A pipe of ``n`` partitions that gets stuck in ``F[i,j]``; a context manager that frees it."""
+    """A pipe of ``n`` partitions that gets stuck in micro-batch ``i`` of partition ``j``.
+
+    A context manager that frees it. ``where`` is one of ``WHERES``.
+    """
 
     def __init__(
         self,
@@ -55,13 +71,25 @@ class Stuck:
         n: int = 2,
         m: int = 3,
         seen: dict[int, Activations] | None = None,
+        where: str = "call",
         **options: Any,
     ) -> None:
-        layers = [Blocks(i if k == j else None, seen) for k in range(n)]
+        self.whole, self.phase = where != "call", "forward" if where == "call" else where
+        if self.whole:
+            options.setdefault("checkpoint", "always" if where == "recomputation" else "never")
+        layers = [Blocks(i if k == j else None, seen, self.phase) for k in range(n)]
         self.layer = layers[j]
         self.plain = nn.Sequential(*layers)
         self.pipe = Pipe(self.plain, [1] * n, devices=["cpu"] * n, chunks=m, **options)
         self.x = torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
+
+    def run(self, timeout: float = WAIT, **options: Any) -> Any:
+        """A call, or a whole step."""
+        if not self.whole:
+            return self.pipe(self.x, timeout=timeout)
+        return self.pipe.forward_backward(
+            self.x, loss_fn=loss, reduction="sum", timeout=timeout, **options
+        )
 
     def __enter__(self) -> Stuck:
         return self
@@ -78,11 +106,13 @@ class Stuck:
         """
         for _ in range(20):
             try:
-                (call or (lambda: self.pipe(self.x, timeout=SHORT)))()
+                (call or (lambda: self.run(SHORT)))()
             except PipelineTimeout as error:
                 if "never_returns" in str(error):
                     return error.with_traceback(None)
             self.until_back()
+            self.pipe.zero_grad()
+            self.x.grad = None
             self.get_stuck_again()
         raise AssertionError("no call got stuck")
 
@@ -96,21 +126,29 @@ class Stuck:
     def until_back(self, call: Callable[[], Any] | None = None) -> Any:
         """Let the layer return, and what a call returns as soon as the pipe takes calls."""
         self.let_go()
-        return until_back(call or (lambda: self.pipe(self.x, timeout=WAIT)))
+        return until_back(call or self.run)
 
     def is_right(self) -> bool:
         """Whether a step of the pipe, once it takes calls, is that of the plain module."""
         self.pipe.zero_grad()
         y = self.until_back()
-        y[:, 1:].square().sum().backward()
+        if not self.whole:
+            loss(y).backward()
         expected = self.plain(self.x)
+        return torch.allclose(y, loss(expected) if self.whole else expected) and self.has(1)
+
+    def has(self, times: float) -> bool:
+        """Whether each parameter has so many times the gradient of a step."""
         parameters = list(self.plain.parameters())
-        grads = torch.autograd.grad(expected[:, 1:].square().sum(), parameters)
-        found = [parameter.grad for parameter in parameters]
-        return torch.allclose(y, expected) and all(
-            mine is not None and torch.allclose(mine, grad)
-            for mine, grad in zip(found, grads, strict=True)
+        grads = torch.autograd.grad(loss(self.plain(self.x)), parameters)
+        return all(
+            parameter.grad is not None and torch.allclose(parameter.grad, times * grad)
+            for parameter, grad in zip(parameters, grads, strict=True)
         )
+
+
+def loss(y: Tensor, target: Any = None) -> Any:  # torch does not type Tensor.backward
+    return y[:, 1:].square().sum()
 
 
 def until_back(call: Callable[[], Any]) -> Any:

@@ -1,13 +1,13 @@
-"""Several threads, nested pipes, calls from hooks and from asyncio, while some of them fail.
+"""Nested pipes, pipes that share layers, calls from hooks and from asyncio, while some fail.
 
-Every wait has a limit, and a call that hangs fails its test by name.
+``tests/contract/test_several_callers.py`` has what holds for calls and steps. Every wait has a
+limit, and a call that hangs fails its test by name.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
 from tests.activations import Activations
-from tests.faults.injector import Custom, Failure
+from tests.faults.injector import Failure
 
 WAIT = 20.0  # s; what takes longer is taken for a hang
 MODES = ("always", "except_last", "never")
@@ -96,49 +96,6 @@ def wrong(found: Any, expected: tuple[Tensor, ...]) -> bool:
     return not isinstance(found, tuple) or not all(
         torch.allclose(mine, right, atol=1e-6) for mine, right in zip(found, expected, strict=True)
     )
-
-
-# Several callers, some of which fail --------------------------------------------------------------
-
-
-@modes
-@pytest.mark.parametrize("phase", ["forward", "recomputation"])
-@pytest.mark.parametrize("seed", range(3))
-def test_callers_are_right_while_others_fail(seed: int, phase: str, checkpoint: str) -> None:
-    draw = random.Random(f"{seed}, {phase}, {checkpoint}")
-    kinds = (Failure, Custom, KeyboardInterrupt, MemoryError, StopIteration)
-    failing = {caller: draw.choice(kinds) for caller in range(0, 6, 2)}
-    if phase == "recomputation" and checkpoint == "never":
-        failing = {}
-
-    def fails(caller: int, at: str) -> BaseException | None:
-        return failing[caller](caller) if at == phase and caller in failing else None
-
-    model = nn.Sequential(Scale(0), Scale(1, fails), Scale(2))
-    parameters = list(model.parameters())
-    inputs = [batch(caller, draw.randint(1, 5)) for caller in range(6)]
-    with Pipe(model, [1, 1, 1], devices=["cpu"] * 3, chunks=3, checkpoint=checkpoint) as pipe:
-        for _ in range(3):
-            found = at_once([partial(step, pipe, x, parameters) for x in inputs])
-            for caller in range(6):
-                recomputed = checkpoint == "always" or len(inputs[caller]) > 1
-                if caller in failing and (phase == "forward" or recomputed):
-                    assert type(found[caller]) is failing[caller], found[caller]
-                    assert found[caller].args == (caller,)
-                else:
-                    assert not wrong(found[caller], step(model, inputs[caller], parameters))
-
-
-def test_when_callers_have_failed_at_once_nothing_of_them_is_left() -> None:
-    def fails(caller: int, phase: str) -> BaseException | None:
-        return Failure(caller) if caller % 2 else None
-
-    layers = [Scale(0), Scale(1, fails)]
-    model = nn.Sequential(*layers)
-    parameters = list(model.parameters())
-    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
-        at_once([partial(step, pipe, batch(caller), parameters) for caller in range(4)])
-        assert [layer.seen.left() for layer in layers] == [0, 0]
 
 
 # Pipes in pipes -----------------------------------------------------------------------------------
@@ -351,26 +308,6 @@ def test_a_failure_of_a_pipe_in_a_hook_of_a_backward_is_raised_by_it(
 
 
 # asyncio ------------------------------------------------------------------------------------------
-
-
-def test_tasks_of_asyncio_get_their_own_rows_while_some_of_them_fail() -> None:
-    def fails(caller: int, phase: str) -> BaseException | None:
-        return Failure(caller) if caller % 3 == 0 else None
-
-    model = nn.Sequential(Scale(0), Scale(1, fails))
-    inputs = [batch(caller) for caller in range(9)]
-
-    async def serve(pipe: Pipe) -> list[Any]:
-        calls = [asyncio.to_thread(pipe, x) for x in inputs]
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), WAIT)
-
-    with Pipe(model, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
-        results = asyncio.run(serve(pipe))
-    for caller, result in enumerate(results):
-        if caller % 3 == 0:
-            assert isinstance(result, Failure) and result.args == (caller,)
-        else:
-            torch.testing.assert_close(result, model(inputs[caller]))
 
 
 def test_a_task_of_asyncio_that_is_cancelled_disturbs_nobody() -> None:

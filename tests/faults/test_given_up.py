@@ -31,7 +31,10 @@ def test_the_input_goes_with_the_error(no_gc: None) -> None:
         assert until(lambda: gone() is None)
 
 
-def test_an_output_that_comes_late_is_not_kept_while_another_worker_is_stuck(no_gc: None) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["call", "step"])
+def test_an_output_that_comes_late_is_not_kept_while_another_worker_is_stuck(
+    whole: bool, no_gc: None
+) -> None:
     gate, other_gate = threading.Event(), threading.Event()
     entered, other_entered = threading.Event(), threading.Event()
     outputs: list[weakref.ref[Tensor]] = []
@@ -53,8 +56,12 @@ def test_an_output_that_comes_late_is_not_kept_while_another_worker_is_stuck(no_
     with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
 
         def call() -> None:
+            x = torch.arange(2.0).requires_grad_()
             with pytest.raises(PipelineTimeout):
-                pipe(torch.arange(2.0), timeout=SHORT)
+                if whole:
+                    pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), timeout=SHORT)
+                else:
+                    pipe(x, timeout=SHORT)
 
         call()
         # The machine may have been too slow for the layers to have begun.

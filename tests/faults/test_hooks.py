@@ -100,6 +100,7 @@ def test_what_a_hook_of_a_layer_raises_is_raised(
             handle.remove()
 
 
+@pytest.mark.pairwise
 @kinds
 @pytest.mark.parametrize("hook", ["forward pre hook", "forward hook"])
 def test_what_a_hook_raises_in_a_recomputation_is_raised_with_its_note(
@@ -114,6 +115,7 @@ def test_what_a_hook_raises_in_a_recomputation_is_raised_with_its_note(
         assert wrongs_of(setting, setting.step, note) == []
 
 
+@pytest.mark.pairwise
 @kinds
 @modes
 def test_what_a_hook_of_a_parameter_raises_is_raised(
@@ -161,6 +163,7 @@ def step_under(setting: Setting) -> Callable[[], None]:
     return run
 
 
+@pytest.mark.pairwise
 @kinds
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_what_packing_raises_in_a_forward_is_raised_with_its_note(
@@ -174,6 +177,7 @@ def test_what_packing_raises_in_a_forward_is_raised_with_its_note(
         assert wrongs_of(setting, step_under(setting), note) == []
 
 
+@pytest.mark.pairwise
 @kinds
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_what_packing_raises_in_a_recomputation_is_raised_with_its_note(
@@ -186,6 +190,7 @@ def test_what_packing_raises_in_a_recomputation_is_raised_with_its_note(
         assert wrongs_of(setting, step_under(setting), note) == []
 
 
+@pytest.mark.pairwise
 @kinds
 @modes
 @pytest.mark.parametrize("k", [1, 5])
@@ -210,7 +215,7 @@ def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
     return m, n, sorted(tasks, key=lambda task: (sum(task), task[1]))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(21))
 def test_of_several_failures_the_first_of_the_schedule_is_raised(seed: int) -> None:
     m, n, tasks = drawn_tasks(seed)
     setting = Setting(n, m, MODES[seed % 3])
@@ -237,6 +242,7 @@ def test_of_several_failing_recomputations_the_first_that_runs_is_raised(seed: i
 # In a task, but outside of its layers -------------------------------------------------------------
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize(("phase", "j"), [("arrive", 0), ("leave", 0), ("leave", 1), ("pop", 1)])
 def test_what_fails_in_a_task_outside_of_its_layers_says_which_task_it_was(
@@ -304,6 +310,7 @@ class Noted(Exception):
     __notes__: Any = ("mine",)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("phase", ["forward", "recomputation"])
 @pytest.mark.parametrize("kind", [Frozen, Noted])
 def test_an_error_that_takes_no_notes_is_raised_as_it_is(kind: type[Exception], phase: str) -> None:

@@ -1,4 +1,4 @@
-"""R6: a layer that never returns. The call ends, says where it was, and leaves nothing behind."""
+"""R6: a layer that never returns. A call or step ends, says where, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from pipert import Pipe, PipelineTimeout, PipertError, WorkerBusyError
 from tests.activations import Activations, until
-from tests.faults.stuck import SHORT, WAIT, Blocks, Stuck
+from tests.callers import Caller
+from tests.faults.stuck import SHORT, WAIT, WHERES, Blocks, Stuck
 from tests.skips import popping, stashing
 
 MODES = ("always", "except_last", "never")
 
 modes = pytest.mark.parametrize("checkpoint", MODES)
+wheres = pytest.mark.parametrize("where", WHERES)
 
 
 # How it is set ------------------------------------------------------------------------------------
@@ -141,11 +143,13 @@ def test_it_is_an_error_of_pipert_and_a_timeout() -> None:
     assert issubclass(WorkerBusyError, PipertError)
 
 
-def test_its_table_has_a_row_for_the_worker_that_is_stuck() -> None:
-    with Stuck(i=2, j=1) as stuck:
-        lines = table_of(stuck.times_out())
-    (row,) = [line.split() for line in lines if line.startswith("pipert-cpu-1 ")]
-    assert row[:4] == ["pipert-cpu-1", "1", "2", "forward"] and float(row[4]) > 0
+@wheres
+def test_it_says_which_worker_is_stuck_in_which_task_and_function(where: str) -> None:
+    with Stuck(i=2, j=1, where=where) as stuck:
+        error = stuck.times_out()
+    (row,) = [line.split() for line in table_of(error) if line.startswith("pipert-cpu-1 ")]
+    assert row[:4] == ["pipert-cpu-1", "1", "2", stuck.phase] and float(row[4]) > 0
+    assert "in never_returns" in str(error).partition("pipert-cpu-1 was at")[2]
 
 
 def test_its_table_has_a_row_for_the_worker_that_waits_for_it() -> None:
@@ -162,24 +166,32 @@ def test_its_table_has_a_row_for_the_worker_that_is_idle() -> None:
     assert "idle" in row
 
 
-def test_it_says_which_function_does_not_return() -> None:
-    with Stuck() as stuck:
-        assert "in never_returns" in str(stuck.times_out())
-
-
 def test_it_shows_the_stack_of_the_workers_that_are_executing_alone() -> None:
     with Stuck(i=1, j=0) as stuck:
         text = str(stuck.times_out())
     assert text.count("most recent call last") == 1 and "pipert-cpu-0 was at" in text
 
 
-def test_it_has_the_state_of_each_worker() -> None:
-    with Stuck(i=1, j=1, n=3) as stuck:
+@wheres
+def test_it_has_the_state_of_each_worker(where: str) -> None:
+    with Stuck(i=1, j=1, n=3, where=where) as stuck:
         workers = stuck.times_out().workers
     assert [worker.name for worker in workers] == [f"pipert-cpu-{j}" for j in range(3)]
     doing = workers[1].doing
     assert doing is not None and doing.seconds > 0
-    assert (doing.phase, doing.partition, doing.micro_batch) == ("forward", 1, 1)
+    assert (doing.phase, doing.partition, doing.micro_batch) == (stuck.phase, 1, 1)
+
+
+@wheres
+def test_the_statistics_say_so_too(where: str) -> None:
+    with Stuck(where=where) as stuck:
+        caller = Caller(stuck.run, WAIT)
+        assert stuck.layer.entered.wait(WAIT)
+        doing = stuck.pipe.statistics().workers[1].doing
+        stuck.let_go()
+        caller.result()
+    assert doing is not None
+    assert (doing.phase, doing.partition, doing.micro_batch) == (stuck.phase, 1, 1)
 
 
 def test_it_can_be_pickled() -> None:
@@ -193,11 +205,37 @@ def test_it_can_be_pickled() -> None:
 # Afterwards ---------------------------------------------------------------------------------------
 
 
-def test_the_next_call_is_refused_and_names_the_worker_that_is_stuck() -> None:
-    with Stuck() as stuck:
+@wheres
+def test_until_the_layer_returns_steps_and_calls_are_refused_and_then_right(where: str) -> None:
+    with Stuck(where=where) as stuck:
         stuck.times_out()
-        with pytest.raises(WorkerBusyError, match="pipert-cpu-1"):
-            stuck.pipe(stuck.x)
+        runs: list[Callable[[], Any]] = [stuck.run, lambda: stuck.pipe(stuck.x)]
+        for again in runs:
+            with pytest.raises(WorkerBusyError, match="pipert-cpu-1 still busy"):
+                again()
+        assert stuck.is_right()
+
+
+@wheres
+def test_no_gradient_has_changed(where: str) -> None:
+    with Stuck(where=where) as stuck:
+        stuck.x.requires_grad_()
+        stuck.times_out()
+        found = [p.grad for p in (*stuck.plain.parameters(), stuck.x)]
+        stuck.let_go()
+    # Nor when the layer has returned.
+    assert found + [p.grad for p in (*stuck.plain.parameters(), stuck.x)] == [None] * 6
+
+
+@wheres
+def test_another_run_that_waits_behind_the_stuck_one_is_right(where: str) -> None:
+    with Stuck(where=where) as stuck:
+        first = Caller(stuck.run, WAIT)
+        assert stuck.layer.entered.wait(WAIT)
+        second = Caller(stuck.run, WAIT)
+        stuck.let_go()
+        assert torch.equal(first.result(), second.result())
+        assert not stuck.whole or stuck.has(2)
 
 
 def test_a_refused_call_is_not_a_run() -> None:
@@ -250,6 +288,13 @@ def test_no_layer_of_the_call_is_begun_when_the_worker_is_back() -> None:
         begun.clear()
         stuck.until_back(lambda: stuck.pipe(stuck.x + 10))
     assert [i for i in begun if i < 10] == []
+
+
+def test_a_worker_that_waits_for_a_gradient_is_let_go_while_the_other_is_stuck() -> None:
+    with Stuck(where="backward") as stuck:
+        stuck.times_out()
+        assert until(lambda: stuck.pipe.statistics().workers[0].doing is None)
+        assert stuck.pipe.statistics().workers[1].doing is not None
 
 
 def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
@@ -306,6 +351,18 @@ def test_before_it_is_back_the_input_of_the_stuck_task_alone_is_left(
     with Stuck(i=1, j=1, m=4, seen=seen) as stuck, mode():
         stuck.times_out()
         assert until(lambda: now(seen) == {1: 1}), now(seen)
+
+
+@pytest.mark.parametrize("where", WHERES[1:])
+def test_of_a_step_only_the_micro_batch_in_the_stuck_layer_is_left(
+    where: str, no_gc: None
+) -> None:
+    seen: dict[int, Activations] = {}
+    with Stuck(n=3, m=4, seen=seen, where=where) as stuck:
+        stuck.times_out(lambda: stuck.run(SHORT, return_outputs=True))
+        assert until(lambda: sum(now(seen).values()) <= 4)  # what it got, and what it has saved
+        stuck.let_go()
+        assert until(lambda: not now(seen)), now(seen)
 
 
 def test_before_it_is_back_nothing_of_later_micro_batches_is_left(no_gc: None) -> None:

@@ -18,13 +18,12 @@ from pipert import (
     PipeClosedError,
     PipelineTimeout,
     WorkerBusyError,
-    is_recomputing,
 )
 from pipert.engine import waiting
 from tests.activations import until
 from tests.callers import Caller
 from tests.faults.everywhere import strides, sweep
-from tests.faults.stuck import SHORT, WAIT, Stuck, until_back
+from tests.faults.stuck import SHORT, WAIT, WHERES, Stuck, until_back
 from tests.test_exit import PRELUDE, run
 
 # Other callers ------------------------------------------------------------------------------------
@@ -48,7 +47,7 @@ def test_a_call_without_a_timeout_that_was_in_flight_gets_its_rows() -> None:
 @pytest.mark.slow
 def test_a_call_that_was_queued_behind_one_that_is_given_up_gets_its_rows() -> None:
     with Stuck() as stuck:
-        hasty = Caller(lambda: stuck.pipe(stuck.x, timeout=1.0))
+        hasty = Caller(lambda: stuck.pipe(stuck.x, timeout=0.5))
         assert stuck.layer.entered.wait(WAIT)
         patient = Caller(lambda: stuck.pipe(stuck.x))
         in_flight(stuck.pipe, 2)
@@ -61,7 +60,7 @@ def test_a_call_that_was_queued_behind_one_that_is_given_up_gets_its_rows() -> N
 @pytest.mark.slow
 def test_each_of_two_calls_is_given_up_by_its_own_timeout() -> None:
     with Stuck() as stuck:
-        calls = [Caller(lambda: stuck.pipe(stuck.x, timeout=1.0)) for _ in range(2)]
+        calls = [Caller(lambda: stuck.pipe(stuck.x, timeout=0.5)) for _ in range(2)]
         assert stuck.layer.entered.wait(WAIT)
         for call in calls:
             with pytest.raises((PipelineTimeout, WorkerBusyError)):
@@ -143,7 +142,7 @@ def test_an_interrupt_while_a_stuck_layer_is_waited_for_is_raised(
     with Stuck() as stuck, caplog.at_level(logging.WARNING, "pipert"):
         sender = Caller(lambda: stuck.layer.entered.wait(WAIT) and interrupt())
         with pytest.raises(Interrupt):
-            stuck.pipe(stuck.x, timeout=1.0)
+            stuck.pipe(stuck.x, timeout=0.5)
         sender.result()
         with pytest.raises(WorkerBusyError, match="pipert-cpu-1"):
             stuck.pipe(stuck.x)
@@ -205,15 +204,19 @@ def test_close_can_be_repeated_when_the_layer_has_returned() -> None:
         assert not any(thread.is_alive() for thread in stuck.pipe._runtime.pool._threads)
 
 
-def test_closing_a_stuck_pipe_ends_the_call_of_another_thread_when_the_layer_returns() -> None:
-    with Stuck() as stuck:
-        call = Caller(lambda: stuck.pipe(stuck.x))
+@pytest.mark.parametrize("where", WHERES)
+def test_closing_a_stuck_pipe_ends_the_run_of_another_thread_when_the_layer_returns(
+    where: str,
+) -> None:
+    with Stuck(where=where) as stuck:
+        call = Caller(stuck.run, WAIT)
         assert stuck.layer.entered.wait(WAIT)
         with pytest.raises(PipelineTimeout):
             stuck.pipe.close(timeout=SHORT)
         stuck.let_go()
-        with pytest.raises(PipeClosedError):
+        with pytest.raises(PipeClosedError, match="the pipe was closed during the call"):
             call.result()
+        assert {p.grad for p in stuck.plain.parameters()} == {None}
 
 
 @pytest.mark.slow
@@ -295,10 +298,7 @@ def test_a_timeout_of_an_outer_pipe_shows_where_the_inner_one_was_called() -> No
 
 def test_a_timeout_of_an_inner_pipe_in_a_recomputation_is_raised_with_a_note() -> None:
     inner, outer = nested("always")
-    inner.layer.at = None
-    inner.plain[0].register_forward_pre_hook(
-        lambda *_: setattr(inner.layer, "at", 0) if is_recomputing() else None
-    )
+    inner.layer.phase = "recomputation"
     with inner, outer:
         loss = outer(inner.x)[:, 1:].sum()
         inner.pipe.timeout = 0.2

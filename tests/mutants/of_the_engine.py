@@ -104,7 +104,7 @@ OF_STEPS = [
                 step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
                 raise
         step.check()""",
-        ("tests/step/test_step_failures.py", "tests/step/test_step_errors.py"),
+        ("tests/contract/test_faults.py", "tests/step/test_step_errors.py"),
     ),
     Mutant(
         "hooks-see-parts", STEP,
@@ -112,7 +112,7 @@ OF_STEPS = [
         "share sees the share of each",
         "for end in [delivery(arriving) for arriving in turns if arriving]:",
         "for end in [delivery([one]) for arriving in turns for one in arriving]:",
-        ("tests/step/test_hooks_in_a_step.py",),
+        ("tests/contract/test_hooks_are_called.py",),
     ),
     Mutant(
         "losses-count-alike", "pipert/stage/loss.py",

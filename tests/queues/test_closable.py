@@ -21,6 +21,7 @@ import pytest
 
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.once import Once
+from tests.faults.places import places
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 
@@ -186,26 +187,13 @@ def anywhere(code: CodeType) -> set[int]:
     return {instruction.offset for instruction in dis.get_instructions(code)}
 
 
-@functools.cache
-def interruptible(code: CodeType) -> set[int]:
-    """Where the interpreter looks for signals: at the start, after calls, at jumps back."""
-    found, after = set(), False
-    for instruction in dis.get_instructions(code):
-        if after:
-            found.add(instruction.offset)
-        after = instruction.opname.startswith(("CALL", "RESUME"))
-        if instruction.opname.startswith("JUMP_BACKWARD"):
-            found.add(instruction.argval)
-    return found
-
-
 def between_bytecodes(
     k: int,
     code: set[CodeType],
     action: Callable[[], None],
-    places: Callable[[CodeType], set[int]] = anywhere,
+    of: Callable[[CodeType], set[int]] = anywhere,
 ) -> Callable[[], bool]:
-    """Run ``action`` before the k-th bytecode in ``places`` that this thread executes in ``code``.
+    """Run ``action`` before the k-th bytecode in ``of`` that this thread executes in ``code``.
 
     Returns a function that stops this and says whether ``action`` has run.
     """
@@ -214,7 +202,7 @@ def between_bytecodes(
 
     def local(frame: FrameType, event: str, arg: object) -> Any:
         nonlocal count
-        if event == "opcode" and frame.f_lasti in places(frame.f_code):
+        if event == "opcode" and frame.f_lasti in of(frame.f_code):
             count += 1
             if count == k:
                 sys.settrace(None)
@@ -329,7 +317,7 @@ def test_an_interrupted_put_does_not_make_later_items_wait_for_others() -> None:
 
     for k in range(200):
         queue: ClosableQueue[int] = ClosableQueue()
-        stop = between_bytecodes(k, PUT, interrupt, interruptible)
+        stop = between_bytecodes(k, PUT, interrupt, places)
         try:
             queue.put(1)
         except KeyboardInterrupt:

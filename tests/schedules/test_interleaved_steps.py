@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable, stash
+from tests.contract.ways import MODES, batch, grads_of, linear, mean, same
 from tests.layers import Apply
 from tests.skips import declaring
-from tests.step.compare import MODES, batch, grads_of, linear, mean, same
 
 PATIENCE = 10.0  # s
 TWO_EACH = ["cpu:0", "cpu:1", "cpu:0", "cpu:1"]

@@ -13,7 +13,7 @@ from pipert.schedules.action import RULES, Rule, Size
 from pipert.stage.actions import ACTIONS
 from pipert.stage.links import NOWHERE
 from pipert.stage.stage import How, Stage
-from tests.step.compare import batch, grads_of, linear, mean, same
+from tests.contract.ways import batch, grads_of, linear, mean, same
 
 done: list[tuple[str, int, int]] = []
 

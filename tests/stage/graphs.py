@@ -23,6 +23,7 @@ def chain(y: Tensor) -> list[str]:
 
 
 def all_nodes(y: Tensor) -> set[str]:
+    """The names of all nodes in the graph of ``y``."""
     seen, names = set(), set()
     nodes = [y.grad_fn]
     while nodes:

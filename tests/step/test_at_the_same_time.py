@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
+from tests.contract.ways import SCHEDULES, linear, mean
 from tests.layers import Apply
-from tests.step.compare import SCHEDULES, linear, mean
 
 PATIENCE = 10.0  # s
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
+from tests.contract.ways import Way, batch, grads_of, linear, mean, same, ways
 
 pytestmark = [
     pytest.mark.slow,  # the first compilation imports for seconds
@@ -65,8 +65,7 @@ def test_the_loss_may_be_compiled() -> None:
     same(grads_of(module), grads_of(plain))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_compiled_layer_that_draws_gives_the_same_bits_from_a_seed(schedule: str) -> None:
+def test_a_compiled_layer_that_draws_gives_the_same_bits_from_a_seed() -> None:
     def gradients() -> Any:
         torch._dynamo.reset()
         torch.manual_seed(3)
@@ -74,7 +73,7 @@ def test_a_compiled_layer_that_draws_gives_the_same_bits_from_a_seed(schedule: s
         module, x = nn.Sequential(Block(), drawing, nn.Dropout(0.5), Block()), batch(8)
         module[1].compile(backend="aot_eager")
         torch.manual_seed(5)
-        return step(module, Way(schedule, "never"), x), grads_of(module)
+        return step(module, Way("1f1b", "never"), x), grads_of(module)
 
     same(gradients(), gradients(), rtol=0, atol=0)
 

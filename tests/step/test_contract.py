@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     SCHEDULES,
     Way,
     assert_equal,
@@ -22,15 +21,11 @@ from tests.step.compare import (
     grads_of,
     linear,
     mean,
+    piped,
     same,
     ways,
 )
-
-
-def piped(module: nn.Sequential, balance: list[int], way: Way, **options: Any) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, checkpoint=way.checkpoint, **options)
-
+from tests.layers import Apply
 
 # The caller's context.
 

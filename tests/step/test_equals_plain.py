@@ -1,6 +1,6 @@
 """A step is the plain module's forward and ``loss.backward()``: outputs, gradients, losses.
 
-``tests/test_call_and_step.py`` has what holds for a call as well.
+``tests/contract`` has what holds for a call as well.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     MODES,
     SCHEDULES,
     Way,
@@ -26,29 +25,13 @@ from tests.step.compare import (
     grads_of,
     linear,
     mean,
+    piped,
     same,
     seven_layers,
     take_step,
     ways,
 )
-
-BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
-CHUNKS = [1, 3, 4]
-
-
-def piped(module: nn.Sequential, balance: list[int], way: Way, chunks: int = 3) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=way.checkpoint)
-
-
-@ways
-@pytest.mark.parametrize("balance", BALANCES, ids=len)
-def test_outputs_are_the_plain_modules(balance: list[int], way: Way) -> None:
-    module, x = seven_layers(), batch(7)
-    plain = copy.deepcopy(module)
-    with piped(module, balance, way) as pipe:
-        _, outputs = take_step(pipe, way, x, return_outputs=True)
-    same(outputs, plain(x).detach())
+from tests.layers import Apply
 
 
 @ways
@@ -105,6 +88,7 @@ def test_no_two_gradients_share_memory(way: Way) -> None:
 # Reductions.
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("rows", [8, 7, 2])
 def test_reduction_sum_adds_the_losses_of_the_micro_batches(way: Way, rows: int) -> None:
@@ -168,6 +152,7 @@ LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("kind", LOSSES)
 def test_any_function_of_output_and_target_may_be_the_loss(kind: str, way: Way) -> None:

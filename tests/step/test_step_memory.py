@@ -209,16 +209,6 @@ class Setting:
 
 
 @modes
-@schedules
-def test_after_a_step_nothing_of_it_is_left(checkpoint: str, schedule: str) -> None:
-    setting = Setting(checkpoint)
-    with setting.pipe:
-        loss = setting.step(schedule)
-        assert setting.seen.left() == 0
-        assert not loss.requires_grad
-
-
-@modes
 def test_after_a_step_whose_outputs_are_kept_nothing_else_is_left(checkpoint: str) -> None:
     setting = Setting(checkpoint)
     with setting.pipe:

@@ -176,12 +176,6 @@ def test_without_matplotlib_a_picture_says_what_to_install(
         Timeline(EVENTS, CUDA).plot(tmp_path / "timeline.svg")
 
 
-@pytest.mark.slow
-def test_importing_pipert_does_not_import_matplotlib() -> None:
-    code = "import sys, pipert; sys.exit('matplotlib' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
 SCRIPT = """
 import sys
 import torch

@@ -25,6 +25,7 @@ from pipert.queues.closable import QueueClosed
 from pipert.workers.activity import Activity
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
+from tests.activations import until
 
 WAIT = 5.0  # s; what should happen at once is given up after it
 
@@ -74,16 +75,6 @@ def no_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def eventually(holds: Callable[[], bool]) -> bool:
-    """Whether ``holds`` before long: a worker goes on for a moment after its task is settled."""
-    deadline = time.monotonic() + WAIT
-    while not holds():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(1e-3)
-    return True
 
 
 def throw(thread: threading.Thread, kind: type[BaseException]) -> None:
@@ -398,7 +389,7 @@ def test_an_idle_worker_does_not_reference_its_last_task(worker: WorkerThread, n
     worker.in_queue.put(job)
     del job
     settled.wait(WAIT)
-    assert eventually(lambda: reference() is None)
+    assert until(lambda: reference() is None)
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -414,7 +405,7 @@ def test_idle_workers_reference_no_value_of_their_last_task(no_gc: None, checkpo
     with two(Noting(), Noting(), checkpoint=checkpoint) as pipe:
         out = pipe(ROWS.clone().requires_grad_())
         del out
-        assert eventually(lambda: all(reference() is None for reference in references))
+        assert until(lambda: all(reference() is None for reference in references))
         assert len(references) == 8
 
 
@@ -432,7 +423,7 @@ def test_idle_workers_reference_no_value_of_a_task_that_failed(no_gc: None) -> N
             pipe(ROWS.clone().requires_grad_())
         except ValueError:
             pass
-        assert eventually(lambda: all(reference() is None for reference in references))
+        assert until(lambda: all(reference() is None for reference in references))
         assert len(references) >= 2
 
 
@@ -464,4 +455,4 @@ def test_a_worker_does_not_reference_the_layers_it_ran(no_gc: None) -> None:
     pipe(ROWS)
     reference = weakref.ref(pipe[0])
     del pipe
-    assert eventually(lambda: reference() is None)
+    assert until(lambda: reference() is None)

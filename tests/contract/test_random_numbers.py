@@ -1,4 +1,7 @@
-"""Random numbers in a step: the same from a seed, whatever the threads do and is recomputed."""
+"""Random numbers: the same from a seed, whatever the threads do and whatever is recomputed.
+
+``tests/autograd/test_random.py`` has which layers draw, and from what.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
+from tests.contract.ways import (
+    CALL,
+    MODES,
+    Way,
+    batch,
+    each_way,
+    grads_of,
+    linear,
+    mean,
+    piped,
+    same,
+    take_step,
+    ways,
+)
 from tests.layers import Apply
-from tests.step.compare import Way, batch, grads_of, linear, mean, same, ways
 
 PATIENCE = 5.0  # s
-
-
-def piped(module: nn.Sequential, balance: list[int], way: Way, **options: Any) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, checkpoint=way.checkpoint, **options)
 
 
 class InTurn(nn.Module):
@@ -40,7 +50,7 @@ class InTurn(nn.Module):
         return y
 
 
-@ways
+@each_way
 def test_random_numbers_do_not_depend_on_the_order_in_which_threads_draw(way: Way) -> None:
     def gradients(first: tuple[int, int]) -> Any:
         drawn = threading.Event()
@@ -48,8 +58,8 @@ def test_random_numbers_do_not_depend_on_the_order_in_which_threads_draw(way: Wa
         rows = torch.arange(4.0, dtype=torch.float64).view(4, 1).expand(4, 8)
         torch.manual_seed(7)
         with piped(module, [1, 1], way, chunks=4) as pipe:
-            loss = pipe.forward_backward(rows, loss_fn=mean, schedule=way.schedule)
-        return loss, grads_of(module)
+            found = take_step(pipe, way, rows, return_outputs=True)
+        return found, grads_of(module)
 
     same(gradients((1, 0)), gradients((0, 1)), rtol=0, atol=0)
 
@@ -79,7 +89,7 @@ def test_dropout_is_that_of_a_forward_and_a_backward_from_the_same_seed(way: Way
     same(*grads)
 
 
-@ways
+@each_way
 def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> None:
     def gradients(seed: int) -> Any:
         module = dropping()
@@ -87,7 +97,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> N
         x = batch(8)
         with piped(module, [2, 3], way, chunks=4) as pipe:
             torch.manual_seed(seed)
-            pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+            take_step(pipe, way, x)
         return grads_of(module)
 
     same(gradients(5), gradients(5), rtol=0, atol=0)
@@ -95,14 +105,15 @@ def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> N
         same(gradients(5), gradients(6))
 
 
-def test_recomputations_draw_what_their_forwards_drew() -> None:
+@pytest.mark.parametrize("how", [CALL, "1f1b"])
+def test_recomputations_draw_what_their_forwards_drew(how: str) -> None:
     found = []
-    for checkpoint in ("always", "except_last", "never"):
+    for checkpoint in MODES:
         module = dropping()
         torch.manual_seed(4)
         x = batch(8)
-        with piped(module, [2, 3], Way("1f1b", checkpoint), chunks=4) as pipe:
-            pipe.forward_backward(x, loss_fn=mean)
+        with piped(module, [2, 3], Way(how, checkpoint), chunks=4) as pipe:
+            take_step(pipe, Way(how, checkpoint), x)
         found.append(grads_of(module))
     same(found[0], found[2], rtol=0, atol=0)
     same(found[1], found[2], rtol=0, atol=0)
@@ -119,6 +130,7 @@ def random_weights(y: Tensor, target: Any) -> Tensor:
     return (y * torch.rand(2)).mean()
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("kind", ["module", "method", "function"])
 def test_a_loss_that_draws_draws_the_same_from_a_seed(kind: str, way: Way) -> None:
@@ -206,12 +218,13 @@ def test_a_loss_draws_other_numbers_than_the_layers() -> None:
     assert len(set(drawn)) == 8
 
 
-def test_a_step_without_random_numbers_leaves_the_generator_alone() -> None:
+@pytest.mark.parametrize("how", [CALL, "1f1b"])
+def test_a_step_without_random_numbers_leaves_the_generator_alone(how: str) -> None:
     before = torch.get_rng_state()
-    x = torch.ones(8, 3, dtype=torch.float64)
+    x, way = torch.ones(8, 3, dtype=torch.float64), Way(how, "never")
     module = nn.Sequential(*[Apply(torch.sin), Weight(), Apply(torch.tanh)])
-    with piped(module, [2, 1], Way("1f1b", "never"), chunks=4) as pipe:
-        pipe.forward_backward(x, loss_fn=nn.functional.mse_loss, target=x)
+    with piped(module, [2, 1], way, chunks=4) as pipe:
+        take_step(pipe, way, x)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -1,22 +1,15 @@
-"""One process of two that take whole steps; test_step_ddp.py starts them, and says what they show.
+"""Cases of ``_ddp_worker.py``: two processes that take whole steps.
 
-    python _step_ddp_worker.py RANK STORE RESULTS
-
-STORE is a file by which the processes find each other; RESULTS is written at the end, as JSON. What
-is tried is the code of docs/several_machines.md as it stands there. The reference is the plain
+What is tried is the code of docs/several_machines.md as it stands there. The reference is the plain
 module on the rows of both processes.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import re
-import sys
-import traceback
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +27,15 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
 
 SCHEDULES = ("gpipe", "1f1b")
 ROWS = 5  # of each process: ragged over three micro-batches
-CASES: dict[str, Callable[[int, str], None]] = {}
+CASES: dict[str, Callable[[int], None]] = {}
 
 same = torch.testing.assert_close
 
 
-def case(function: Callable[[int, str], None]) -> Callable[[int, str], None]:
-    """Add a case under the fact that it shows."""
-    CASES[function.__name__] = function
+def case(function: Callable[..., None]) -> Callable[..., None]:
+    """Add a case for each schedule, under the fact that it shows."""
+    for schedule in SCHEDULES:
+        CASES[f"{function.__name__}-{schedule}"] = partial(function, schedule=schedule)
     return function
 
 
@@ -176,27 +170,3 @@ def frozen_layers_stay_without_gradient(rank: int, schedule: str) -> None:
     mse_loss(plain(x), target).backward()  # type: ignore[no-untyped-call]
     assert module[0].weight.grad is None
     same_gradients(module[2:], plain[2:])
-
-
-def main(rank: int, store: str, results: Path) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")  # from here on: torch's own imports do not stand it
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2,
-        timeout=timedelta(seconds=20),
-    )  # fmt: skip
-    found = {}
-    for name, function in CASES.items():
-        for schedule in SCHEDULES:
-            try:
-                function(rank, schedule)
-                found[f"{name}-{schedule}"] = ""
-            except Exception:
-                found[f"{name}-{schedule}"] = traceback.format_exc()
-    results.write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

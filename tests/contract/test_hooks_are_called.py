@@ -1,4 +1,4 @@
-"""Hooks are called in a step as in ``loss.backward()``; of a parameter once, with the whole."""
+"""Hooks are called as in the plain module's backward; of a parameter once, with the whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
-from tests.step.compare import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
+from tests.contract.ways import (
+    SCHEDULES,
+    Way,
+    batch,
+    each_way,
+    grads_of,
+    linear,
+    mean,
+    piped,
+    same,
+    take_step,
+)
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -27,9 +37,8 @@ def not_in_place() -> Any:
 
 
 def step(module: nn.Sequential, way: Way, x: Tensor, **options: Any) -> None:
-    balance = [2, len(module) - 2]
-    with Pipe(module, balance, devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
-        pipe.forward_backward(x, schedule=way.schedule, **{"loss_fn": mean, **options})
+    with piped(module, [2, len(module) - 2], way) as pipe:
+        take_step(pipe, way, x, **options)
 
 
 def plain_step(module: nn.Sequential, x: Tensor) -> None:
@@ -47,7 +56,7 @@ def both(way: Way, hook: Callable[[Any], Any]) -> tuple[Any, Any]:
     return module, plain
 
 
-@ways
+@each_way
 def test_a_tensor_hook_of_a_parameter_gets_the_whole_gradient_once(way: Way) -> None:
     seen: dict[int, list[Tensor]] = {}
 
@@ -61,7 +70,7 @@ def test_a_tensor_hook_of_a_parameter_gets_the_whole_gradient_once(way: Way) -> 
         same(seen[id(one)], seen[id(other)])
 
 
-@ways
+@each_way
 def test_a_tensor_hook_may_change_the_gradient(way: Way) -> None:
     def hook(module: Any) -> None:
         module[0].weight.register_hook(lambda grad: grad * 2)
@@ -71,7 +80,7 @@ def test_a_tensor_hook_may_change_the_gradient(way: Way) -> None:
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@each_way
 def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(way: Way) -> None:
     seen: dict[int, list[Any]] = {}
 
@@ -89,7 +98,7 @@ def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(w
         same(seen[id(one)], seen[id(other)])
 
 
-@ways
+@each_way
 def test_a_hook_may_update_its_parameter(way: Way) -> None:
     """As an optimizer does that steps in the backward."""
     def update(parameter: Tensor) -> None:
@@ -106,7 +115,7 @@ def test_a_hook_may_update_its_parameter(way: Way) -> None:
     assert set(grads_of(module).values()) == {None}
 
 
-@ways
+@each_way
 def test_a_hook_of_the_node_that_accumulates_is_called_once(way: Way) -> None:
     calls: list[int] = []
     nodes = []  # such a node lives as long as somebody has it
@@ -123,7 +132,7 @@ def test_a_hook_of_the_node_that_accumulates_is_called_once(way: Way) -> None:
     assert sorted(calls) == sorted(id(p) for m in (module, plain) for p in m.parameters())
 
 
-@ways
+@each_way
 def test_a_hook_of_several_parameters_is_called_once(way: Way) -> None:
     calls: list[list[bool]] = []
 
@@ -136,7 +145,7 @@ def test_a_hook_of_several_parameters_is_called_once(way: Way) -> None:
     assert calls == [[True] * 6] * 2
 
 
-@ways
+@each_way
 def test_hooks_are_called_on_the_thread_of_the_caller_after_all_layers(way: Way) -> None:
     where: list[str] = []
     module = model()
@@ -145,7 +154,8 @@ def test_hooks_are_called_on_the_thread_of_the_caller_after_all_layers(way: Way)
     assert where == [threading.current_thread().name]
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("in_turn", [False, True], ids=["neighbours", "first and last"])
 def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
     in_turn: bool, way: Way
@@ -168,7 +178,7 @@ def test_a_hook_of_a_parameter_that_partitions_share_gets_the_sum_once(
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@each_way
 def test_a_hook_that_was_removed_is_not_called(way: Way) -> None:
     def hook(module: Any) -> None:
         module[0].weight.register_hook(lambda grad: grad * 2).remove()
@@ -177,7 +187,7 @@ def test_a_hook_that_was_removed_is_not_called(way: Way) -> None:
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@each_way
 def test_a_parameter_with_a_hook_may_be_frozen(way: Way) -> None:
     def hook(module: Any) -> None:
         module[2].weight.register_hook(lambda grad: grad * 2)
@@ -187,7 +197,7 @@ def test_a_parameter_with_a_hook_may_be_frozen(way: Way) -> None:
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@each_way
 def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> None:
     """They come to torch in a list."""
     class Outputs(nn.Module):
@@ -316,7 +326,7 @@ def test_a_hook_of_a_parameter_of_the_loss_is_refused_or_called_once(schedule: s
 # Hooks of modules, which see micro-batches as in a call of the pipe.
 
 
-@ways
+@each_way
 def test_forward_hooks_of_a_layer_are_called_for_each_micro_batch(way: Way) -> None:
     rows: list[int] = []
     module = model()
@@ -325,7 +335,8 @@ def test_forward_hooks_of_a_layer_are_called_for_each_micro_batch(way: Way) -> N
     assert sorted(rows) == [2, 2, 3]
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("layer", [0, 2, 4])
 def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(
     layer: int, way: Way
@@ -338,13 +349,13 @@ def test_full_backward_hooks_of_a_layer_see_the_gradients_of_each_micro_batch(
     whole: list[tuple[Tensor, Tensor]] = []
     plain[layer].register_full_backward_hook(lambda _, dx, dy: whole.append((*dx, *dy)))
     plain_step(plain, x)
-    if way.schedule == "gpipe":
-        parts.reverse()  # it goes back from the last micro-batch
+    if way.schedule != "1f1b":
+        parts.reverse()  # they go back from the last micro-batch
     assert [len(dy) for _, dy in parts] == [3, 2, 2]
     same([torch.cat(part) for part in zip(*parts, strict=True)], list(whole[0]))
 
 
-@ways
+@each_way
 def test_a_full_backward_hook_may_change_the_gradient_of_the_input(way: Way) -> None:
     module, x = not_in_place(), batch(7)
     plain = copy.deepcopy(module)
@@ -355,7 +366,7 @@ def test_a_full_backward_hook_may_change_the_gradient_of_the_input(way: Way) -> 
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@each_way
 def test_hooks_of_activations_see_those_of_their_micro_batch(way: Way) -> None:
     class Hooked(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What goes into a step: arguments, their gradients through the caller's graph, and targets."""
+"""What goes in: arguments, their gradients through the caller's graph, and targets of steps."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe, Replicate
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     Way,
     assert_equal,
     batch,
     call,
+    each_way,
     grads_of,
     linear,
     mean,
+    piped,
     same,
+    take_step,
     ways,
 )
+from tests.layers import Apply
 
 
 def model(layers: int = 5) -> Any:
@@ -33,25 +36,21 @@ def model(layers: int = 5) -> Any:
 mse_loss: Any = F.mse_loss  # torch does not type Tensor.backward
 
 
-def piped(module: nn.Sequential, way: Way, chunks: int = 3) -> Pipe:
-    return Pipe(module, [2, 3], devices=["cpu"] * 2, chunks=chunks, checkpoint=way.checkpoint)
-
-
-def step(pipe: Pipe, way: Way, *args: Any, **options: Any) -> Any:
-    return pipe.forward_backward(*args, schedule=way.schedule, **{"loss_fn": mean, **options})
+def in_two(module: nn.Sequential, way: Way, chunks: int = 3) -> Pipe:
+    return piped(module, [2, 3], way, chunks)
 
 
 # Arguments.
 
 
-@ways
+@each_way
 def test_several_positional_arguments_reach_the_first_layer(way: Way) -> None:
     module = nn.Sequential(nn.Bilinear(3, 3, 4, dtype=torch.float64), nn.Tanh(), linear(4, 2))
     xs = batch(7, requires_grad=True), batch(7, requires_grad=True)
     assert_equal(module, [1, 2], way, *xs)
 
 
-@ways
+@each_way
 def test_keyword_arguments_reach_the_first_layer(way: Way) -> None:
     first = Apply(lambda x, *, shift, factor: x * factor + shift["by"])
     module = nn.Sequential(first, linear(3, 4), linear(4, 2))
@@ -59,49 +58,49 @@ def test_keyword_arguments_reach_the_first_layer(way: Way) -> None:
     assert_equal(module, [2, 1], way, batch(7, requires_grad=True), shift=shift, factor=2)
 
 
-@ways
+@each_way
 def test_arguments_that_are_no_tensors_reach_each_micro_batch(way: Way) -> None:
     first = Apply(lambda x, power, flag, nothing: x**power if flag and nothing is None else x)
     module = nn.Sequential(first, linear(3, 4))
     assert_equal(module, [1, 1], way, batch(7, requires_grad=True), 3, True, None)
 
 
-@ways
+@each_way
 def test_one_of_two_arguments_may_want_a_gradient(way: Way) -> None:
     module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
     assert_equal(module, [2, 1], way, batch(7), batch(7, requires_grad=True))
 
 
-@ways
+@each_way
 def test_an_argument_that_is_not_used_has_no_gradient(way: Way) -> None:
     module = nn.Sequential(Apply(lambda x, unused: x), linear(3, 4))
     unused = batch(7, requires_grad=True)
     assert_equal(module, [1, 1], way, batch(7, requires_grad=True), unused)
 
 
-@ways
+@each_way
 def test_one_tensor_may_be_two_arguments(way: Way) -> None:
     module = nn.Sequential(Apply(lambda x, y: x * y.exp()), linear(3, 4))
     plain, x = copy.deepcopy(module), batch(7, requires_grad=True)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
-        step(pipe, way, x, x)
+    with piped(module, [1, 1], way) as pipe:
+        take_step(pipe, way, x, x)
     (expected,) = torch.autograd.grad(mean(call(plain, x, x), None), x)
     same(x.grad, expected)
 
 
-@ways
+@each_way
 def test_a_replicated_argument_gets_the_gradient_of_all_micro_batches(way: Way) -> None:
     layers = [Apply(lambda x, w: x @ w), linear(4, 2)]
     weight = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
     own = weight.detach().clone().requires_grad_()
     module, x = nn.Sequential(*layers), batch(7)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
-        step(pipe, way, x, Replicate(weight))
+    with piped(module, [1, 1], way) as pipe:
+        take_step(pipe, way, x, Replicate(weight))
     mean(layers[1](x @ own), None).backward()
     same(weight.grad, own.grad)
 
 
-@ways
+@each_way
 def test_a_0_dimensional_argument_gets_the_gradient_of_all_micro_batches(way: Way) -> None:
     module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
     factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
@@ -111,44 +110,45 @@ def test_a_0_dimensional_argument_gets_the_gradient_of_all_micro_batches(way: Wa
 # The caller's graph.
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_gradients_of_inputs_go_on_into_the_callers_graph(way: Way, chunks: int) -> None:
     before, module, x = linear(3, 3), model(), batch(7)
     plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
-    with piped(module, way, chunks) as pipe:
-        step(pipe, way, before(x).tanh())
+    with in_two(module, way, chunks) as pipe:
+        take_step(pipe, way, before(x).tanh())
     mean(plain(plain_before(x).tanh()), None).backward()
     same(grads_of(before), grads_of(plain_before))
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@each_way
 def test_the_callers_graph_gets_its_gradient_once_and_whole(way: Way) -> None:
     module, x, seen = model(), batch(7, requires_grad=True), list[Tensor]()
     hidden = x * 2
     hidden.register_hook(seen.append)
-    with piped(module, way) as pipe:
-        step(pipe, way, hidden)
+    with in_two(module, way) as pipe:
+        take_step(pipe, way, hidden)
     assert x.grad is not None
     same(seen, [x.grad / 2])
 
 
-@ways
+@each_way
 def test_hooks_of_a_leaf_input_are_called_once_and_may_change_its_gradient(way: Way) -> None:
     module, x, calls = model(), batch(7, requires_grad=True), list[str]()
     x.register_hook(lambda grad: calls.append("tensor") or grad * 2)
     x.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
     own = x.detach().clone().requires_grad_()
     mean(copy.deepcopy(module)(own), None).backward()
-    with piped(module, way) as pipe:
-        step(pipe, way, x)
+    with in_two(module, way) as pipe:
+        take_step(pipe, way, x)
     assert own.grad is not None
     same(x.grad, own.grad * 2)
     assert calls == ["tensor", "accumulated"]
 
 
-@ways
+@each_way
 def test_two_inputs_of_one_graph_go_back_together(way: Way) -> None:
     """The graph between them is freed by the first backward that goes through it."""
     layers = [Apply(torch.mul), linear(3, 4), linear(4, 2)]
@@ -156,37 +156,36 @@ def test_two_inputs_of_one_graph_go_back_together(way: Way) -> None:
     own = x.detach().clone().requires_grad_()
     hidden, other = x.exp(), own.exp()
     with Pipe(nn.Sequential(*layers), [1, 2], devices=["cpu"] * 2, chunks=3) as pipe:
-        step(pipe, way, hidden.sin(), hidden.cos())
+        take_step(pipe, way, hidden.sin(), hidden.cos())
     output = layers[2](layers[1](other.sin() * other.cos()))
     mean(output, None).backward()
     same(x.grad, own.grad)
 
 
-@ways
+@each_way
 def test_an_input_that_is_a_parameter_of_the_model_gets_both_gradients(way: Way) -> None:
     module = nn.Sequential(linear(3, 3), nn.Tanh(), linear(3, 3), nn.Tanh(), linear(3, 2))
     plain = copy.deepcopy(module)
-    with piped(module, way) as pipe:
-        step(pipe, way, module[0].weight)
+    with in_two(module, way) as pipe:
+        take_step(pipe, way, module[0].weight)
     mean(plain(plain[0].weight), None).backward()
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_an_input_of_the_callers_graph_may_be_changed_in_place(way: Way, chunks: int) -> None:
     before, x = linear(3, 4), batch(7)
     module = nn.Sequential(nn.ReLU(inplace=True), linear(4, 4), nn.Tanh(), linear(4, 2))
     plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
-    with Pipe(
-        module, [2, 2], devices=["cpu"] * 2, chunks=chunks, checkpoint=way.checkpoint
-    ) as pipe:
-        step(pipe, way, before(x))
+    with piped(module, [2, 2], way, chunks) as pipe:
+        take_step(pipe, way, before(x))
     mean(plain(plain_before(x)), None).backward()
     same(grads_of(before), grads_of(plain_before))
 
 
-@ways
+@each_way
 def test_hooks_of_a_parameter_that_the_callers_graph_uses_too_see_the_sum_once(way: Way) -> None:
     """As of an embedding outside of the pipe that its last layer shares."""
     def tied() -> Any:
@@ -204,8 +203,8 @@ def test_hooks_of_a_parameter_that_the_callers_graph_uses_too_see_the_sum_once(w
             mean(nn.Sequential(outer, *inner)(x), None).backward()
             continue
         module = nn.Sequential(*inner)
-        with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
-            step(pipe, way, outer(x))
+        with piped(module, [1, 1], way) as pipe:
+            take_step(pipe, way, outer(x))
     assert len(seen) == 4
     same(seen[:2], seen[2:])
 
@@ -249,7 +248,7 @@ def test_without_a_target_the_loss_gets_none(given: dict[str, Any]) -> None:
         seen.append(target)
         return y.mean()
 
-    with piped(model(), Way("1f1b", "never")) as pipe:
+    with in_two(model(), Way("1f1b", "never")) as pipe:
         pipe.forward_backward(batch(7), loss_fn=loss, **given)
     assert seen == [None] * 3
 
@@ -260,19 +259,20 @@ def test_a_leaf_target_that_wants_a_gradient_gets_it(way: Way) -> None:
     target = torch.randn(7, 2, dtype=torch.float64, requires_grad=True)
     own = target.detach().clone().requires_grad_()
     plain = copy.deepcopy(module)
-    with piped(module, way) as pipe:
-        step(pipe, way, x, target=target, loss_fn=F.mse_loss)
+    with in_two(module, way) as pipe:
+        take_step(pipe, way, x, target=target, loss_fn=F.mse_loss)
     mse_loss(plain(x), own).backward()
     same(target.grad, own.grad)
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_gradients_of_targets_go_on_into_the_callers_graph(way: Way, chunks: int) -> None:
     teacher, module, x = linear(3, 2), model(), batch(7)
     plain_teacher, plain = copy.deepcopy(teacher), copy.deepcopy(module)
-    with piped(module, way, chunks) as pipe:
-        step(pipe, way, x, target=teacher(x).exp(), loss_fn=F.mse_loss)
+    with in_two(module, way, chunks) as pipe:
+        take_step(pipe, way, x, target=teacher(x).exp(), loss_fn=F.mse_loss)
     mse_loss(plain(x), plain_teacher(x).exp()).backward()
     same(grads_of(teacher), grads_of(plain_teacher))
     same(grads_of(module), grads_of(plain))
@@ -283,9 +283,9 @@ def test_input_and_target_may_come_from_one_graph(way: Way) -> None:
     before, module, x = linear(3, 3), model(3), batch(7)
     plain_before, plain = copy.deepcopy(before), copy.deepcopy(module)
     hidden, own = before(x).exp(), plain_before(x).exp()
-    with Pipe(module, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+    with piped(module, [1, 2], way) as pipe:
         target = hidden[:, :1].cos()
-        step(pipe, way, hidden.sin(), target=target, loss_fn=lambda y, t: mean(y * t, None))
+        take_step(pipe, way, hidden.sin(), target=target, loss_fn=lambda y, t: mean(y * t, None))
     mean(plain(own.sin()) * own[:, :1].cos(), None).backward()
     same(grads_of(before), grads_of(plain_before))
     same(grads_of(module), grads_of(plain))
@@ -293,9 +293,9 @@ def test_input_and_target_may_come_from_one_graph(way: Way) -> None:
 
 @ways
 def test_rows_of_arguments_and_target_must_agree(way: Way) -> None:
-    with piped(model(), way) as pipe:
+    with in_two(model(), way) as pipe:
         with pytest.raises(ValueError, match=r"args\[0\] has 7 and .*target.* has 6"):
-            step(pipe, way, batch(7), target=torch.zeros(6, 2), loss_fn=F.mse_loss)
+            take_step(pipe, way, batch(7), target=torch.zeros(6, 2), loss_fn=F.mse_loss)
 
 
 # Refusals.
@@ -303,13 +303,13 @@ def test_rows_of_arguments_and_target_must_agree(way: Way) -> None:
 
 @pytest.mark.parametrize("reduction", ["max", None, "none"])
 def test_another_reduction_is_refused(reduction: Any) -> None:
-    with piped(model(), Way("1f1b", "never")) as pipe:
+    with in_two(model(), Way("1f1b", "never")) as pipe:
         with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum'"):
             pipe.forward_backward(batch(7), loss_fn=mean, reduction=reduction)
 
 
 def test_a_loss_that_is_no_function_is_refused() -> None:
-    with piped(model(), Way("1f1b", "never")) as pipe:
+    with in_two(model(), Way("1f1b", "never")) as pipe:
         with pytest.raises(TypeError, match="loss_fn must be a function of output and target"):
             pipe.forward_backward(batch(7), loss_fn=3)  # type: ignore[arg-type]
 
@@ -318,14 +318,14 @@ def test_a_loss_that_is_no_function_is_refused() -> None:
     "returned", [lambda y: y, lambda y: 3.0, lambda y: None], ids=["rows", "number", "None"]
 )
 def test_a_loss_that_is_no_tensor_of_one_element_is_refused(returned: Any) -> None:
-    with piped(model(), Way("1f1b", "never")) as pipe:
+    with in_two(model(), Way("1f1b", "never")) as pipe:
         with pytest.raises(TypeError, match="loss_fn must return a tensor of one element"):
             pipe.forward_backward(batch(7), loss_fn=lambda y, _: returned(y))
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["all frozen", "loss detaches"])
 def test_a_loss_that_depends_on_nothing_is_refused(frozen: bool) -> None:
-    with piped(model().requires_grad_(not frozen), Way("1f1b", "never")) as pipe:
+    with in_two(model().requires_grad_(not frozen), Way("1f1b", "never")) as pipe:
         with pytest.raises(RuntimeError, match="the loss does not require grad"):
             pipe.forward_backward(batch(7), loss_fn=lambda y, _: y.detach().mean())
 
@@ -347,8 +347,8 @@ def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
     module, x = model(), batch(7, requires_grad=True)
     counts = torch.tensor([False] * 3 + [True, False, True, True])
     own, plain = x.detach().clone().requires_grad_(), copy.deepcopy(module)
-    with piped(module, way) as pipe:
-        step(pipe, way, x, target=counts, loss_fn=loss, reduction="sum")
+    with in_two(module, way) as pipe:
+        take_step(pipe, way, x, target=counts, loss_fn=loss, reduction="sum")
     loss(plain(own), counts).backward()
     same(grads_of(module), grads_of(plain))
     same(x.grad, own.grad)
@@ -373,6 +373,6 @@ def test_a_pipe_without_layers_is_refused() -> None:
 
 
 def test_an_unknown_schedule_is_refused() -> None:
-    with piped(model(), Way("1f1b", "never")) as pipe:
+    with in_two(model(), Way("1f1b", "never")) as pipe:
         with pytest.raises(ValueError, match=r"schedule must be one of \['gpipe', '1f1b', "):
             pipe.forward_backward(batch(7), loss_fn=mean, schedule="2f2b")

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     CALL,
     MODES,
     Way,
     assert_equal,
     batch,
+    each_way,
     grads_of,
     linear,
     mean,
+    piped,
     same,
     seven_layers,
     take_step,
-    ways_and_calls,
 )
+from tests.layers import Apply
 
 # Each balance but the first starts a partition with the in-place layer.
 BALANCES = [[7], [3, 4], [2, 1, 4], [1] * 7]
@@ -47,16 +47,11 @@ cases = pytest.mark.parametrize(
 )
 
 
-def piped(module: nn.Sequential, balance: list[int], way: Way, chunks: int = 3) -> Pipe:
-    devices = ["cpu"] * len(balance)
-    return Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=way.checkpoint)
-
-
 # Row 1: partitions x micro-batches x rows.
 
 
 @pytest.mark.pairwise
-@ways_and_calls
+@each_way
 @cases
 def test_loss_and_gradients_are_the_plain_modules(case: Case, way: Way) -> None:
     x = batch(case.rows, requires_grad=True)
@@ -66,32 +61,32 @@ def test_loss_and_gradients_are_the_plain_modules(case: Case, way: Way) -> None:
 @pytest.mark.parametrize("balance", BALANCES, ids=len)
 @pytest.mark.parametrize("checkpoint", MODES)
 def test_a_call_may_have_no_rows(balance: list[int], checkpoint: str) -> None:
-    x = batch(0, requires_grad=True)
-    assert_equal(seven_layers(), balance, Way(CALL, checkpoint), x, loss_fn=lambda y, _: y.sum())
+    module, x = seven_layers(), batch(0, requires_grad=True)
+    assert_equal(module, balance, Way(CALL, checkpoint), x, loss_fn=lambda y, _: y.sum())
+    with piped(module, balance, Way(CALL, checkpoint)) as pipe:
+        same(pipe(x), module(x))
 
 
 @pytest.mark.pairwise
-@pytest.mark.parametrize("balance", BALANCES, ids=len)
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("rows", [*ROWS, 0])
-def test_the_output_of_a_call_is_the_plain_modules(
-    rows: int, chunks: int, checkpoint: str, balance: list[int]
-) -> None:
-    module, x = seven_layers(), batch(rows)
+@each_way
+@cases
+def test_outputs_are_the_plain_modules(case: Case, way: Way) -> None:
+    module, x = seven_layers(), batch(case.rows)
     plain = copy.deepcopy(module)
-    with piped(module, balance, Way(CALL, checkpoint), chunks) as pipe:
-        same(pipe(x), plain(x))
+    with piped(module, case.balance, way, case.chunks) as pipe:
+        _, outputs = take_step(pipe, way, x, return_outputs=True)
+    same(outputs, plain(x).detach())
 
 
-@ways_and_calls
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_gradients_accumulate(way: Way, chunks: int) -> None:
     x = batch(7, requires_grad=True)
     assert_equal(seven_layers(), [2, 1, 4], way, x, chunks=chunks, steps=3)
 
 
-@ways_and_calls
+@each_way
 def test_steps_may_have_any_rows_one_after_the_other(way: Way) -> None:
     module = seven_layers()
     plain = copy.deepcopy(module)
@@ -103,7 +98,7 @@ def test_steps_may_have_any_rows_one_after_the_other(way: Way) -> None:
     same(grads_of(module), grads_of(plain))
 
 
-@ways_and_calls
+@each_way
 def test_parameters_are_updated_as_in_the_plain_loop(way: Way) -> None:
     module, x = seven_layers(), batch(7)
     plain = copy.deepcopy(module)
@@ -133,7 +128,7 @@ FROZEN: dict[str, list[int]] = {
 
 
 @pytest.mark.pairwise
-@ways_and_calls
+@each_way
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -169,20 +164,20 @@ def test_a_call_may_have_everything_frozen(checkpoint: str, requires_grad: bool)
     assert set(grads_of(module).values()) == {None}
 
 
-@ways_and_calls
+@each_way
 def test_a_frozen_model_gives_its_input_a_gradient(way: Way) -> None:
     module = seven_layers().requires_grad_(False)
     assert_equal(module, [2, 1, 4], way, batch(7, requires_grad=True))
 
 
-@ways_and_calls
+@each_way
 def test_one_parameter_of_a_layer_may_be_frozen(way: Way) -> None:
     module = seven_layers()
     module[2].bias.requires_grad_(False)
     assert_equal(module, [3, 4], way, batch(7))
 
 
-@ways_and_calls
+@each_way
 def test_a_parameter_that_no_layer_uses_has_no_grad(way: Way) -> None:
     module = seven_layers()
     module[2].register_parameter("unused", nn.Parameter(torch.zeros(3)))
@@ -190,7 +185,7 @@ def test_a_parameter_that_no_layer_uses_has_no_grad(way: Way) -> None:
     assert module[2].unused.grad is None
 
 
-@ways_and_calls
+@each_way
 def test_a_parameter_that_the_loss_does_not_depend_on_has_no_grad(way: Way) -> None:
     """Its partition goes backward, its layer does not."""
     module: Any = nn.Sequential(
@@ -211,7 +206,7 @@ class Both(nn.Module):
         return self.first(value[0]), self.second(value[1])
 
 
-@ways_and_calls
+@each_way
 def test_a_graph_that_is_cut_leaves_what_is_before_without_grad(way: Way) -> None:
     module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(torch.detach), linear(4, 2))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))

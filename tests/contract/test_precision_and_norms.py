@@ -1,4 +1,4 @@
-"""Autocast, loss scaling, and running statistics in a step."""
+"""Autocast, loss scaling, and running statistics in a step; and what of it a call shares."""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.step.compare import SCHEDULES, Way, batch, grads_of, linear, mean, same, ways
+from tests.contract.ways import (
+    Way,
+    batch,
+    each_way,
+    grads_of,
+    linear,
+    mean,
+    same,
+    take_step,
+    ways,
+)
 
 half = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 loss_of: Any = F.mse_loss
@@ -38,14 +48,14 @@ def piped(module: nn.Sequential, way: Way, chunks: int = 3, **options: Any) -> P
 
 
 @half
-@ways
+@each_way
 def test_under_autocast_one_micro_batch_gives_the_bits_of_the_plain_module(
     dtype: torch.dtype, way: Way
 ) -> None:
     module, plain = perceptron(), perceptron()
     x, y = rows()
     with piped(module, way, chunks=1) as pipe, torch.autocast("cpu", dtype):
-        loss = pipe.forward_backward(x, target=y, loss_fn=loss_of, schedule=way.schedule)
+        loss = take_step(pipe, way, x, target=y, loss_fn=loss_of)
     with torch.autocast("cpu", dtype):
         expected = loss_of(plain(x), y)
     expected.backward()
@@ -111,6 +121,7 @@ def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) ->
 # Loss scaling.
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize(
     "scale", [8, 8.0, torch.tensor(8.0), torch.tensor(8), torch.tensor([8.0])],
@@ -195,6 +206,7 @@ def train_scaled(module: nn.Module, poisoned: int, step: Any) -> list[float]:
     return scales
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("poisoned", [-1, 0, 2])
 def test_a_grad_scaler_scales_skips_and_grows_as_without_a_pipe(poisoned: int, way: Way) -> None:
@@ -233,6 +245,7 @@ def normalised() -> nn.Sequential:
     return nn.Sequential(linear(3, 4), norms[0], nn.Tanh(), linear(4, 4), norms[1], linear(4, 2))
 
 
+@pytest.mark.pairwise
 @ways
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
 def test_running_statistics_are_those_of_a_call(deferred: bool, way: Way) -> None:
@@ -248,21 +261,23 @@ def test_running_statistics_are_those_of_a_call(deferred: bool, way: Way) -> Non
     same(grads_of(module), grads_of(other))
 
 
-@ways
+@each_way
 def test_deferred_statistics_are_those_of_the_mini_batch(way: Way) -> None:
     module, plain = (nn.Sequential(*list(normalised())[:3]) for _ in range(2))
     x = batch(8)
     with piped(module, way, 4, deferred_batch_norm=True) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+        take_step(pipe, way, x)
     plain(x)
     same(dict(module.named_buffers()), dict(plain.named_buffers()))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_each_micro_batch_is_normalised_for_itself(schedule: str) -> None:
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
+def test_each_micro_batch_is_normalised_for_itself(deferred: bool, way: Way) -> None:
     module, plain, x = normalised(), normalised(), batch(8)
-    with piped(module, Way(schedule, "always"), 2, deferred_batch_norm=True) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule=schedule)
+    with piped(module, way, 2, deferred_batch_norm=deferred) as pipe:
+        take_step(pipe, way, x)
     for part in x.chunk(2):
         (mean(plain(part), None) / 2).backward()
     same(grads_of(module), grads_of(plain))

@@ -1,4 +1,8 @@
-"""What layers hand on across a border, and what they are made of."""
+"""What layers hand on across a border, and what they are made of: in a call and in a step.
+
+Among it are the pitfalls 18 (what crosses a border and is not differentiable, or not used),
+19 (layers that work in place) and 20 (parameters in two places, and partitions without any).
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import Pipe
-from tests.layers import Apply
-from tests.step.compare import (
+from tests.contract.ways import (
     SCHEDULES,
     Way,
     assert_equal,
     batch,
+    each_way,
     grads_of,
     linear,
     mean,
+    piped,
     same,
+    take_step,
     ways,
 )
+from tests.layers import Apply
 
 
 class With(nn.Module):
@@ -66,7 +73,8 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 }
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("kind", BORDERS)
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [4]], ids=len)
 def test_what_crosses_a_border_brings_its_gradient_back(
@@ -75,8 +83,12 @@ def test_what_crosses_a_border_brings_its_gradient_back(
     assert_equal(between(*BORDERS[kind]), balance, way, batch(7, requires_grad=True))
 
 
-@ways
-@pytest.mark.parametrize("kind", ["tuple", "dict", "one integer", "one detached", "0-dimensional"])
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize(
+    "kind",
+    ["tuple", "dict", "one integer", "one detached", "0-dimensional", "one of two unused"],
+)
 def test_the_output_may_be_any_pytree(kind: str, way: Way) -> None:
     make, take = BORDERS[kind]
     module = nn.Sequential(linear(3, 3), nn.Tanh(), Apply(make))
@@ -87,11 +99,9 @@ def test_the_output_may_be_any_pytree(kind: str, way: Way) -> None:
 def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way: Way) -> None:
     last = Apply(lambda x: {"rows": x, "sum": x.sum(), "best": x.argmax(1), "none": None})
     module, x = nn.Sequential(linear(3, 3), last), batch(7)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
-        _, outputs = pipe.forward_backward(
-            x, loss_fn=lambda y, _: mean(y["rows"], None), schedule=way.schedule,
-            return_outputs=True,
-        )  # fmt: skip
+    with piped(module, [1, 1], way) as pipe:
+        loss = Apply(lambda y, _: mean(y["rows"], None))
+        _, outputs = take_step(pipe, way, x, loss_fn=loss, return_outputs=True)
         with torch.no_grad():
             same(outputs, pipe(x))
 
@@ -119,7 +129,8 @@ IN_PLACE: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("kind", IN_PLACE)
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_partition_may_begin_in_place(kind: str, chunks: int, way: Way) -> None:
@@ -127,14 +138,15 @@ def test_a_partition_may_begin_in_place(kind: str, chunks: int, way: Way) -> Non
     assert_equal(module, [1, 2], way, batch(7), chunks=chunks)
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("kind", IN_PLACE)
 def test_the_first_layer_may_work_in_place_on_an_input_without_grad(kind: str, way: Way) -> None:
     module = nn.Sequential(IN_PLACE[kind](), linear(3, 3), linear(3, 2))
     assert_equal(module, [2, 1], way, batch(7))
 
 
-@ways
+@each_way
 def test_each_of_two_values_may_be_changed_in_place(way: Way) -> None:
     module = between(lambda x: (x * 2, x * 3), lambda v: v[0].add_(v[1]) * v[1].mul_(3))
     assert_equal(module, [2, 2], way, batch(7))
@@ -150,22 +162,45 @@ def test_what_the_plain_module_refuses_in_place_is_refused(schedule: str) -> Non
     assert set(grads_of(module).values()) == {None}
 
 
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("kind", ["relu", "parameter"])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_first_layer_may_work_in_place_on_what_the_callers_graph_made(
+    kind: str, chunks: int, way: Way
+) -> None:
+    before, module, x = linear(3, 3), nn.Sequential(IN_PLACE[kind](), linear(3, 2)), batch(7)
+    plain = copy.deepcopy(nn.Sequential(before, *module))
+    with piped(module, [1, 1], way, chunks) as pipe:
+        take_step(pipe, way, before(x))
+    mean(plain(x), None).backward()
+    same(grads_of(nn.Sequential(before, *module)), grads_of(plain))
+
+
 # Layers that return what they got, or what they have.
 
 
-@ways
+@each_way
 def test_a_partition_may_return_its_input(way: Way) -> None:
     module = nn.Sequential(linear(3, 3), nn.Identity(), nn.Identity(), linear(3, 2))
     assert_equal(module, [1, 1, 1, 1], way, batch(7, requires_grad=True))
 
 
-@ways
-def test_the_whole_model_may_be_the_identity(way: Way) -> None:
-    module = nn.Sequential(nn.Identity(), nn.Identity())
-    assert_equal(module, [1, 1], way, batch(7, requires_grad=True))
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("layer", [nn.Identity, nn.Tanh])
+def test_a_model_may_have_no_parameters(layer: type[nn.Module], way: Way) -> None:
+    module = nn.Sequential(layer(), layer(), nn.Flatten())
+    assert_equal(module, [1, 2], way, batch(7, requires_grad=True))
 
 
-@ways
+@each_way
+def test_partitions_may_have_no_parameters(way: Way) -> None:
+    module = nn.Sequential(nn.Tanh(), linear(3, 4), nn.Sigmoid(), nn.Flatten(), linear(4, 2))
+    assert_equal(module, [1, 1, 2, 1], way, batch(7, requires_grad=True))
+
+
+@each_way
 def test_a_partition_may_return_its_input_beside_what_it_makes_of_it(way: Way) -> None:
     module = between(lambda x: (x, x.exp()), lambda v: v[0] * v[1])
     assert_equal(module, [1, 1, 2], way, batch(7, requires_grad=True))
@@ -180,7 +215,8 @@ RETURNED: dict[str, tuple[Callable[[Any, Tensor], Any], Callable[[Any], Tensor]]
 }
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("kind", RETURNED)
 def test_a_layer_may_return_its_parameter(kind: str, way: Way) -> None:
     make, take = RETURNED[kind]
@@ -197,16 +233,16 @@ def test_the_output_may_be_a_parameter(way: Way) -> None:
 # Tensors that are trained.
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_a_tensor_that_a_layer_keeps_for_itself_is_trained(chunks: int, way: Way) -> None:
     tensor = torch.randn(3, dtype=torch.float64, requires_grad=True)
     layers = [linear(3, 3), Apply(lambda x: x * tensor), linear(3, 2)]
     x, module = batch(7), nn.Sequential(*layers)
     expected = torch.autograd.grad(mean(module(x), None), [tensor, *module.parameters()])
-    options: dict[str, Any] = {"chunks": chunks, "checkpoint": way.checkpoint}
-    with Pipe(module, [1, 2], devices=["cpu"] * 2, **options) as pipe:
-        pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+    with piped(module, [1, 2], way, chunks) as pipe:
+        take_step(pipe, way, x)
     same([tensor.grad, *[p.grad for p in module.parameters()]], list(expected))
 
 
@@ -228,7 +264,7 @@ def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> 
     assert module[1].weight.grad is None
 
 
-@ways
+@each_way
 def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
     first, second = linear(3, 3), linear(3, 3)
     second.weight = first.weight
@@ -236,7 +272,8 @@ def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
     assert_equal(module, [3, 1], way, batch(7))
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) -> None:
@@ -248,13 +285,13 @@ def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) ->
     )
 
 
-@ways
+@each_way
 def test_a_layer_that_is_there_twice(way: Way) -> None:
     layer = linear(3, 3)
     assert_equal(nn.Sequential(layer, nn.Tanh(), layer), [1, 2], way, batch(7))
 
 
-@ways
+@each_way
 def test_a_layer_may_go_through_a_custom_function(way: Way) -> None:
     module = nn.Sequential(linear(3, 3), With(product), linear(3, 2))
     assert_equal(module, [1, 2], way, batch(7))
@@ -321,23 +358,22 @@ def test_grad_has_the_memory_format_of_the_plain_modules(
         assert own.grad.stride() == other.grad.stride()
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_sparse_gradient_stays_sparse(steps: int, way: Way) -> None:
     embedding = nn.Embedding(9, 3, sparse=True, dtype=torch.float64)
     module: Any = nn.Sequential(embedding, linear(3, 9))
     tokens, plain = torch.randint(0, 9, (7,)), copy.deepcopy(module)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+    with piped(module, [1, 1], way) as pipe:
         for _ in range(steps):
-            pipe.forward_backward(
-                tokens, target=tokens, loss_fn=F.cross_entropy, schedule=way.schedule
-            )
+            take_step(pipe, way, tokens, target=tokens, loss_fn=cross_entropy)
             cross_entropy(plain(tokens), tokens).backward()
     assert module[0].weight.grad.is_sparse
     same(module[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
 
 
-@ways
+@each_way
 def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> None:
     def tied() -> nn.Sequential:
         torch.manual_seed(3)
@@ -346,16 +382,15 @@ def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> N
         return nn.Sequential(first, nn.Tanh(), last)
 
     module, plain, tokens = tied(), tied(), torch.randint(0, 9, (7,))
-    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
+    with piped(module, [2, 1], way) as pipe:
         for _ in range(2):
-            pipe.forward_backward(
-                tokens, target=tokens, loss_fn=F.cross_entropy, schedule=way.schedule
-            )
+            take_step(pipe, way, tokens, target=tokens, loss_fn=cross_entropy)
             cross_entropy(plain(tokens), tokens).backward()
     same(grads_of(module), grads_of(plain))
 
 
-@ways
+@pytest.mark.pairwise
+@each_way
 @pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
 def test_a_value_that_is_not_strided(layout: str, way: Way) -> None:
     module = nn.Sequential(
@@ -363,11 +398,9 @@ def test_a_value_that_is_not_strided(layout: str, way: Way) -> None:
         With(lambda x, w: x.to_dense() * w.float()),
     )
     plain, x = copy.deepcopy(module), batch(6)
-    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=3, checkpoint=way.checkpoint) as pipe:
-        loss = pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
+    with piped(module, [1, 1], way) as pipe:
+        loss = take_step(pipe, way, x)
     expected = mean(plain(x), None)
     expected.backward()
-    torch.testing.assert_close(loss, expected.detach())
-    torch.testing.assert_close(
-        [p.grad for p in module.parameters()], [p.grad for p in plain.parameters()]
-    )
+    same(loss, expected.detach())
+    same(grads_of(module), grads_of(plain))

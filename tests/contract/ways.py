@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from pipert import Pipe
 
 __all__ = [
-    "CALL", "MODES", "SCHEDULES", "Way", "assert_equal", "batch", "call", "grads_of", "inputs",
-    "linear", "mean", "same", "seven_layers", "take_step", "ways", "ways_and_calls",
+    "CALL", "MODES", "SCHEDULES", "Way", "assert_equal", "batch", "call", "each_way", "grads_of",
+    "inputs", "linear", "mean", "piped", "same", "seven_layers", "take_step", "ways",
 ]  # fmt: skip
 
 MODES = ["always", "except_last", "never"]
@@ -38,7 +38,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=["-".join(way) for way in WAYS])
 
 CALL = "call"
 CALLS = [*[Way(CALL, mode) for mode in MODES], *WAYS]
-ways_and_calls = pytest.mark.parametrize("way", CALLS, ids=["-".join(way) for way in CALLS])
+each_way = pytest.mark.parametrize("way", CALLS, ids=["-".join(way) for way in CALLS])
 """About these and a call with a backward of one's own as well: one contract holds for all."""
 
 
@@ -80,20 +80,30 @@ def inputs(values: Any) -> Any:
     return {k: inputs(v) for k, v in values.items()} if isinstance(values, dict) else values
 
 
+def piped(
+    module: nn.Sequential, balance: list[int], way: Way, chunks: int = 3, **options: Any
+) -> Pipe:
+    devices = ["cpu"] * len(balance)
+    mode = way.checkpoint
+    return Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=mode, **options)
+
+
 def take_step(
     pipe: Pipe,
     way: Way,
     *args: Any,
     loss_fn: Callable[[Any, Any], Any] = mean,
     target: Any = None,
+    return_outputs: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The loss of a step, which has no graph any more."""
+    """The loss of a step, and what the pipe returned if asked for, without their graph."""
     if way.schedule == CALL:
-        return _backward(loss_fn(pipe(*args, **kwargs), target))
-    return pipe.forward_backward(
-        *args, loss_fn=loss_fn, target=target, schedule=way.schedule, **kwargs
-    )
+        output = pipe(*args, **kwargs)
+        loss = _backward(loss_fn(output, target))
+        return (loss, output.detach()) if return_outputs else loss
+    kwargs |= {"schedule": way.schedule, "return_outputs": return_outputs}
+    return pipe.forward_backward(*args, loss_fn=loss_fn, target=target, **kwargs)
 
 
 def _backward(loss: Any) -> Any:
@@ -116,16 +126,15 @@ def assert_equal(
 ) -> Pipe:
     """Loss and gradients of ``steps`` steps are those of the plain module; returns the pipe."""
     plain = copy.deepcopy(module)
-    devices = ["cpu"] * len(balance)
-    own, piped = (inputs((args, kwargs)) for _ in range(2))
-    with Pipe(module, balance, devices=devices, chunks=chunks, checkpoint=way.checkpoint) as pipe:
+    own, given = (inputs((args, kwargs)) for _ in range(2))
+    with piped(module, balance, way, chunks) as pipe:
         for _ in range(steps):
-            loss = take_step(pipe, way, *piped[0], loss_fn=loss_fn, target=target, **piped[1])
+            loss = take_step(pipe, way, *given[0], loss_fn=loss_fn, target=target, **given[1])
             expected = _backward(loss_fn(call(plain, *own[0], **own[1]), target))
             same(loss.reshape(()), expected.reshape(()))
     same(grads_of(module), grads_of(plain))
     wanted = [leaf.requires_grad for leaf in _tensors((args, kwargs))]  # before a layer changed it
-    found = [_grads_of_some(values, wanted) for values in (piped, own)]
+    found = [_grads_of_some(values, wanted) for values in (given, own)]
     same(*found)
     return pipe
 

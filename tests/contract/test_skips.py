@@ -1,0 +1,184 @@
+"""A model with skips computes in a pipe what the plain one computes: in a call and in a step.
+
+Skips go to another partition with their values, and back with their gradients. What may be stashed
+is in ``tests/skip/test_values_in_pipe.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.skip import pop, skippable, stash
+from tests.contract.ways import (
+    CALL,
+    SCHEDULES,
+    Way,
+    assert_equal,
+    batch,
+    each_way,
+    linear,
+    mean,
+    piped,
+    same,
+    take_step,
+)
+from tests.layers import Apply
+from tests.skips import MODELS, Forward, p, s
+
+BALANCES = [[7], [3, 4], [1, 2, 2, 2], [1, 5, 1], [1] * 7]
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("balance", BALANCES, ids=len)
+def test_a_step_is_that_of_the_plain_model(model: str, balance: list[int], way: Way) -> None:
+    module = nn.Sequential(*MODELS[model]())
+    assert_equal(module, balance, way, batch(7, requires_grad=True))
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("model", ["crossing", "popped four times"])
+@pytest.mark.parametrize(("rows", "chunks"), [(7, 1), (7, 2), (7, 7), (6, 3), (2, 3), (1, 3)])
+def test_a_step_is_that_of_the_plain_model_however_it_is_split(
+    rows: int, chunks: int, model: str, way: Way
+) -> None:
+    module, x = nn.Sequential(*MODELS[model]()), batch(rows)
+    assert_equal(module, [1, 2, 1, 3], way, x, chunks=chunks, steps=2)
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("model", MODELS)
+def test_what_goes_through_the_layers_in_between_may_be_multiplied_away(
+    model: str, way: Way
+) -> None:
+    layers = [*MODELS[model](), Apply(lambda x: x * 0), s("z"), nn.Tanh(), p("z")]
+    assert_equal(nn.Sequential(*layers), [3, 3, 4, 1], way, batch(4))
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("frozen", [0, 2, 4, 6])
+def test_a_layer_may_be_frozen(frozen: int, way: Way) -> None:
+    module: Any = nn.Sequential(s("a"), linear(3, 3), s("b"), nn.Tanh(), p("b"), nn.Tanh(), p("a"))
+    module[frozen].requires_grad_(False)
+    assert_equal(module, [2, 1, 2, 2], way, batch(5, requires_grad=True))
+    assert all(parameter.grad is None for parameter in module[frozen].parameters())
+
+
+@each_way
+def test_in_eval_mode_a_step_is_that_of_the_plain_model(way: Way) -> None:
+    layers = MODELS["nested"]()
+    layers[5] = nn.Dropout()
+    assert_equal(nn.Sequential(*layers).eval(), [2, 3, 2], way, batch(5))
+
+
+@each_way
+def test_the_first_layer_may_stash_one_of_several_arguments(way: Way) -> None:
+    @skippable(stash=["a"])
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear(3, 3)
+
+        def forward(self, x: Tensor, *, y: Tensor) -> Forward:
+            yield stash("a", y)
+            return self.layer(x)
+
+    module = nn.Sequential(First(), nn.Tanh(), p("a"))
+    x, y = batch(5, requires_grad=True), batch(5, requires_grad=True)
+    assert_equal(module, [1, 1, 1], way, x, y=y)
+
+
+@each_way
+def test_running_statistics_are_deferred_beside_a_skip(way: Way) -> None:
+    module = nn.Sequential(s("a"), nn.BatchNorm1d(3, dtype=torch.float64), p("a"))
+    plain, x = copy.deepcopy(module), batch(6)
+    plain(x)
+    with piped(module, [2, 1], way, deferred_batch_norm=True) as pipe:
+        take_step(pipe, way, x)
+    same(dict(module.named_buffers()), dict(plain.named_buffers()))
+
+
+@each_way
+def test_a_parametrized_layer_may_stash(way: Way) -> None:
+    module: Any = nn.Sequential(*MODELS["nested"]())
+    for layer in (module[0], module[6]):
+        layer.register_parameter("gain", nn.Parameter(torch.ones(3, dtype=torch.float64)))
+        # Gives the layer a class of its own, derived from its class.
+        nn.utils.parametrize.register_parametrization(layer, "gain", nn.Tanh())
+        layer.register_forward_hook(lambda module, args, output: output * module.gain)
+    assert_equal(module, [2, 3, 2], way, batch(4))
+
+
+@each_way
+def test_a_gradient_may_come_back_by_the_skip_alone(way: Way) -> None:
+    """Between the two the graph is cut."""
+    module = nn.Sequential(s("a"), nn.ReLU(), Cut(), p("a"), linear(3, 2))
+    assert_equal(module, [1, 1, 1, 2], way, batch(7, requires_grad=True))
+
+
+@each_way
+def test_partitions_in_between_may_be_frozen(way: Way) -> None:
+    module = nn.Sequential(s("a"), linear(3, 3), linear(3, 3), p("a"), linear(3, 2))
+    module[1].requires_grad_(False)
+    module[2].requires_grad_(False)
+    assert_equal(module, [1, 1, 1, 2], way, batch(7))
+
+
+@each_way
+def test_a_skip_of_the_input_itself_comes_back_to_it(way: Way) -> None:
+    @skippable(stash=["a"])
+    class Aside(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            yield stash("a", x)
+            return x.exp()
+
+    module = nn.Sequential(Aside(), linear(3, 3), nn.Tanh(), p("a"))
+    assert_equal(module, [1, 1, 1, 1], way, batch(7, requires_grad=True))
+
+
+class Cut(nn.Module):
+    """Ends the graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+@pytest.mark.parametrize("schedule", [CALL, *SCHEDULES])
+def test_the_loss_may_need_the_skip_alone(schedule: str) -> None:
+    """What else the last partition returns has no gradient."""
+    @skippable(pop=["a"])
+    class Beside(nn.Module):
+        def forward(self, x: Tensor) -> Forward:
+            skip = yield pop("a")
+            return x, skip
+
+    module = nn.Sequential(s("a"), linear(3, 3), linear(3, 3), Beside())
+    way = Way(schedule, "never")
+    assert_equal(module, [1, 1, 1, 1], way, batch(7), loss_fn=lambda y, _: mean(y[1], None))
+
+
+@each_way
+def test_gradients_of_skips_stay_those_of_their_micro_batch(way: Way) -> None:
+    """Each row has a gradient of its own, in whatever order the micro-batches go back."""
+    module = nn.Sequential(s("a"), linear(3, 3), p("a"), linear(3, 2))
+    x = batch(6, requires_grad=True)
+    weights = torch.arange(1.0, 7.0, dtype=torch.float64).view(6, 1)
+
+    def loss(y: Tensor, target: Any) -> Any:
+        return (y * target).square().sum()
+
+    own = x.detach().clone().requires_grad_()
+    loss(module(own), weights).backward()
+    reduction: dict[str, Any] = {} if way.schedule == CALL else {"reduction": "sum"}
+    with piped(module, [1, 2, 1], way, 6) as pipe:
+        take_step(pipe, way, x, target=weights, loss_fn=loss, **reduction)
+    same(x.grad, own.grad)

@@ -1,0 +1,96 @@
+"""Where Python code may be interrupted, and raising there: for tests and for scripts of theirs."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+__all__ = ["Raiser", "interrupted_at", "places", "within"]
+
+
+@functools.cache
+def places(code: CodeType) -> set[int]:
+    """Where the interpreter looks for signals: at the start, after calls, at jumps back."""
+    found, after = set(), False
+    for instruction in dis.get_instructions(code):
+        if after:
+            found.add(instruction.offset)
+        after = instruction.opname.startswith(("CALL", "RESUME"))
+        if instruction.opname.startswith("JUMP_BACKWARD"):
+            found.add(instruction.argval)
+    return found
+
+
+def of_pipert(code: CodeType) -> bool:
+    return f"{os.sep}pipert{os.sep}" in code.co_filename
+
+
+def of_pipert_or_thread(code: CodeType) -> bool:
+    """Not of ``threading.Condition``, which an interrupt can leave locked: no thread starts."""
+    of_thread = code.co_filename == threading.__file__ and "Thread." in code.co_qualname
+    return of_thread or of_pipert(code)
+
+
+class Raiser:
+    """Raises at the ``k``-th place that is come to; ``trace`` is for ``settrace``.
+
+    Args:
+        k: from 0.
+        error: what to raise.
+        of: whether the places of some code count.
+        ready: whether they count by now.
+    """
+
+    def __init__(
+        self,
+        k: int,
+        error: type[BaseException] = KeyboardInterrupt,
+        of: Callable[[CodeType], bool] = of_pipert_or_thread,
+        ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self._left, self._error, self._of, self._ready = k, error, of, ready
+        self.where: str | None = None
+        """Where it has raised; ``None`` if it has not come to so many places."""
+
+    def trace(self, frame: FrameType, event: str, arg: object) -> Any:
+        if self.where is None and self._of(frame.f_code):
+            frame.f_trace_opcodes = True
+            return self._local
+        return None
+
+    def _local(self, frame: FrameType, event: str, arg: object) -> Any:
+        if event == "opcode" and frame.f_lasti in places(frame.f_code) and self._ready():
+            if self.where is None and self._left == 0:
+                sys.settrace(None)
+                self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+                raise self._error
+            self._left -= 1
+        return self._local
+
+
+def interrupted_at(k: int, function: Callable[[], object], **options: Any) -> str | None:
+    """Call ``function``, but raise at the k-th place it comes to; say where."""
+    raiser = Raiser(k, **options)
+    sys.settrace(raiser.trace)
+    try:
+        function()
+    except BaseException:  # noqa: B036  such as what threading makes of it
+        pass
+    finally:
+        sys.settrace(None)
+    return raiser.where
+
+
+def within(seconds: float, function: Callable[[], Any]) -> Any:
+    """What ``function`` returns; ``None`` if that takes longer."""
+    result: list[Any] = []
+    thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return result[0] if result else None
