@@ -134,6 +134,8 @@ class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         buffers: by where their data are, with their names.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, buffers: dict[int, tuple[Tensor, str]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._buffers = buffers
@@ -167,7 +169,7 @@ def _place(tensor: Tensor) -> int:
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that an operation writes to."""
-    arguments = func._schema.arguments
+    arguments: Any = getattr(getattr(func, "_schema", None), "arguments", ())
     given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
     found = [given[a.name] for a in arguments if a.is_write and a.name in given]
     flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]

@@ -11,8 +11,8 @@ dispatch keys which kernel to call. So here:
    of the thread that calls for a backward.
 3. A kernel excludes its key from what it calls.
 
-Private are the names of the keys, including and excluding them, and the stash. A pipe is refused
-where they do not work, and ``tests/layers/test_dispatch_keys.py`` fails when torch changes them.
+Private are the keys' names, how they are included, excluded and passed, and the stash. A pipe is
+refused where they do not work; ``tests/layers/test_dispatch_keys.py`` fails when torch changes.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Key:
                 self._libraries = [_Library("_", "IMPL", self._name), _Library("aten", "IMPL")]
                 self._libraries[0].fallback(torch.library.fallthrough_kernel)
                 self._register(self)
+                _let_higher_order_pass(key)
                 self._probe(key)
             except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 raise RuntimeError(
@@ -108,6 +109,14 @@ class Key:
 
     def __repr__(self) -> str:
         return f"<Key {self._name}>"
+
+
+def _let_higher_order_pass(key: Any) -> None:
+    """Those of Python, such as ``torch.cond``, have lists of their own of keys to let pass."""
+    operators: Any = torch._ops
+    operators._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+    for operator in list(operators._higher_order_ops.values()):
+        operator.fallthrough(key)
 
 
 def stashed() -> Any:

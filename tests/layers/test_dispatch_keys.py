@@ -15,6 +15,7 @@ from pipert.layers.buffers import KEEPING
 from pipert.layers.dispatch_keys import Key, operations, plain_operations, stash, stashed
 from pipert.layers.generators import DRAWING
 
+ONE = torch.ones(())
 both = pytest.mark.parametrize("key", [DRAWING, KEEPING], ids=["drawing", "keeping"])
 
 
@@ -41,6 +42,20 @@ def test_operations_without_a_kernel_pass(key: Key) -> None:
     with key.included():
         (gradient,) = torch.autograd.grad((x * 2).sum(), x)
     assert gradient.tolist() == [2.0] * 3
+
+
+@both
+def test_higher_order_operators_pass(key: Key) -> None:
+    """Also one that is made afterwards."""
+    kind: Any = torch._ops.HigherOrderOperator
+    made = type("Made", (kind,), {"__call__": lambda self, x: kind.__call__(self, x)})(
+        f"pipert_test_{id(key)}"
+    )
+    made.py_impl(vars(torch._C)["DispatchKey"].AutogradCPU)(lambda x: x * 2)
+    known: Any = torch.ops.higher_order.run_and_save_rng_state
+    with key.included():
+        assert made(ONE).item() == 2.0
+        assert known(torch.ops.aten.neg.default, ONE)[1].item() == -1.0
 
 
 def test_without_a_task_operations_draw_as_always() -> None:
