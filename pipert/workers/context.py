@@ -91,10 +91,7 @@ class CallerContext:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = get_autocast()
-        # A run inside a task has random numbers of its own to watch over.
-        self._functions = [
-            mode for mode in function_modes() if not getattr(mode, "belongs_to_its_task", False)
-        ]
+        self._functions = function_modes()
         self._dispatches = dispatch_modes()
         self._streams = [torch.cuda.current_stream(device) for device in devices]
         self._threads = torch.get_num_threads()
