@@ -18,7 +18,8 @@ which costs as much as a small operation does. So:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -180,7 +181,8 @@ class Again:
             self._check(outputs)
             ys = edges_of(outputs)
 
-        self._replay(enter, leave, on_worker)
+        with contextlib.nullcontext() if on_worker else _without_hooks():
+            self._replay(enter, leave, on_worker)
         if nodes != self._nodes:
             self._count_what_is_saved(on_worker)
         return Graph(xs, ys, nodes)
@@ -252,6 +254,21 @@ def refuse(_: Any) -> Tensor:
         "a backward came through the forward of a micro-batch whose activations are not kept: "
         "a layer ran it through itself, or has stored what a loss uses; use checkpoint='never'"
     )
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Put aside the saved-tensor hooks around a backward, which are not for what it computes."""
+    hooks: Any = torch._C._autograd
+    aside = []
+    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
+        hooks._pop_saved_tensors_default_hooks()
+        aside.append(pair)
+    try:
+        yield
+    finally:
+        while aside:
+            hooks._push_saved_tensors_default_hooks(*aside.pop())
 
 
 _look: Callable[[Tensor], Look] = attrgetter("shape", "dtype")

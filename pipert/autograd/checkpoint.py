@@ -19,8 +19,9 @@ the paper splits the function in two that share memory::
    next backward computes again.
 4. Some tasks are more than a function of what they begin with: a layer uses a tensor of a graph of
    the caller's, or a custom function, which may call the engine; a hook on a parameter would see
-   the inside of the pair; autocast casts a weight once for all micro-batches. There the graph of
-   ``F`` stays as it is, and *Recompute* fills it with what it saves.
+   the inside of the pair; autocast casts a weight once for all micro-batches; anomaly detection
+   shows the line of a layer. There the graph of ``F`` stays as it is, and *Recompute* fills it with
+   what it saves.
 5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
    reads numbers, and computes again on the spot.
 """
@@ -71,8 +72,8 @@ class Checkpoint:
             xs, begins, ys, rebuild, nodes = self._again.first(compute, value, self._take)
         finally:
             self._recording = False
-        # The cache of casts is one for all micro-batches.
-        if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_cache_enabled():
+        shares_casts = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+        if not (shares_casts or torch.is_anomaly_enabled()):
             leaves = origins(ys, begins, nodes) if self._again.saves else None
             if leaves is not None:
                 self._is_pair, self._xs = True, xs
@@ -144,10 +145,6 @@ def hooks_of_caller() -> Hooks:
         )
     found: tuple[Any, Any] = hooks
     return found
-
-
-def _shares_casts() -> bool:
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 
 class _Checkpoint(torch.autograd.Function):

@@ -75,20 +75,20 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     """
     seen: set[Any] = {*begins, None}
     left: list[Any] = []
+    leaves: dict[int, Tensor] = {}  # by id: the hash of a tensor is a call in Python
     for y in ys:
-        if y.grad_fn not in seen:
+        if y.is_leaf:
+            leaves[id(y)] = y
+        elif y.grad_fn not in seen:
             seen.add(y.grad_fn)
             left.append(y.grad_fn)
-    numbers, leaves = set[int](), list[Tensor]()
+    numbers: set[int] = set()
     while left:
         node = left.pop()
         below = node.next_functions
         if not below and type(node) is _AccumulateGrad:
             leaf = node.variable
-            if leaf._backward_hooks:
-                return None
-            if leaf.requires_grad:
-                leaves.append(leaf)
+            leaves[id(leaf)] = leaf
             continue
         number = node._sequence_nr()
         if number not in made or number in numbers:  # another thread's may look like ours
@@ -100,7 +100,13 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
             if child not in seen:
                 seen.add(child)
                 left.append(child)
-    return leaves
+    wanting = []
+    for leaf in leaves.values():
+        if leaf._backward_hooks:
+            return None
+        if leaf.requires_grad:
+            wanting.append(leaf)
+    return wanting
 
 
 class LeavesOfStage:
