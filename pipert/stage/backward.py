@@ -104,7 +104,9 @@ def _differentiate_graph(
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
         raise
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
+    weights = leaves
+    if cut.stand_ins:
+        weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
     return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
 
 

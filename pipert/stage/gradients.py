@@ -14,6 +14,7 @@ that share a parameter add in the order in which they happen to come by. So here
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,46 +25,59 @@ from pipert.autograd.leaves import accumulators
 __all__: list[str] = []
 
 
+@dataclass(slots=True, eq=False)
+class _Sum:
+    weight: Tensor
+    total: Tensor
+    is_own: bool = False
+    """Whether nobody else has the tensor."""
+
+    def add(self, gradient: Tensor) -> None:
+        """Add without changing what others have."""
+        if self.total.layout == gradient.layout == torch.strided:
+            # In the memory format of the weight, which may live on another device.
+            own = torch.empty_like(self.weight, device=gradient.device)
+            self.total, self.is_own = torch.add(self.total, gradient, out=own), True
+        else:
+            self.total = self.total + gradient
+
+
 class Gradients:
     """The sums of one partition. Its worker's; the caller's when all is over."""
 
-    __slots__ = ("_is_own", "sums")
+    __slots__ = ("_sums",)
 
     def __init__(self) -> None:
-        self.sums: dict[Tensor, Tensor] = {}
-        self._is_own: set[Tensor] = set()  # whose sum is a tensor that nobody else has
+        self._sums: dict[int, _Sum] = {}  # by id: the hash of a tensor is a call in Python
 
     def add(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch; ``None`` for a weight that was not used."""
+        totals, added = list[Tensor](), list[Tensor]()
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
-            before = self.sums.get(weight)
+            before = self._sums.get(id(weight))
             if before is None:
-                self.sums[weight] = gradient
-            elif weight in self._is_own:
-                before.add_(gradient)
-            elif before.layout == gradient.layout == torch.strided:
-                # In the memory format of the weight, which may live on another device.
-                own = torch.empty_like(weight, device=gradient.device)
-                self.sums[weight] = torch.add(before, gradient, out=own)
-                self._is_own.add(weight)
+                self._sums[id(weight)] = _Sum(weight, gradient)
+            elif before.is_own and gradient.layout == torch.strided:
+                totals.append(before.total)
+                added.append(gradient)
             else:
-                self.sums[weight] = before + gradient
+                before.add(gradient)
+        if totals:
+            torch._foreach_add_(totals, added)  # of many small ones a call takes most of the time
 
-    def take(self) -> dict[Tensor, Tensor]:
-        """The sum for each weight; leaves nothing behind."""
-        sums, self.sums = self.sums, {}
-        self._is_own.clear()
-        return sums
+    def take(self) -> list[tuple[Tensor, Tensor]]:
+        """Each weight with its sum; leaves nothing behind."""
+        sums, self._sums = self._sums, {}
+        return [(of_weight.weight, of_weight.total) for of_weight in sums.values()]
 
     def clear(self) -> None:
         """Let go of everything."""
-        self.sums.clear()
-        self._is_own.clear()
+        self._sums.clear()
 
     def __repr__(self) -> str:
-        return f"<Gradients of {len(self.sums)} weights>"
+        return f"<Gradients of {len(self._sums)} weights>"
 
 
 class _Deliver(torch.autograd.Function):
@@ -126,5 +140,5 @@ def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
     return [
         (weight, total.to(weight.device))
         for of_partition in sums
-        for weight, total in of_partition.take().items()
+        for weight, total in of_partition.take()
     ]
