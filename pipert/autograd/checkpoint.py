@@ -91,18 +91,21 @@ class Checkpoint:
         """The gradients of inputs and leaves, by those of the outputs."""
         create_graph = torch.is_grad_enabled()
         graph, self._graph = self._graph, None
+        if any([leaf._backward_hooks for leaf in leaves]):
+            raise RuntimeError(_LATE_HOOK)
+        gate = Gate()
         if create_graph:
-            graph = self._again.compute(False, lambda _: self._xs)
+            graph = self._again.compute(False, lambda _: _apply_gate(gate, *self._xs))
         elif graph is None:  # a second backward
             graph = self._again.compute(False)
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
-        wanted: list[Any] = [*(self._xs if create_graph else graph.xs), *leaves]
-        return list(
-            torch.autograd.grad(
-                ys, wanted, given, create_graph=create_graph, allow_unused=True
-            )
+        wanted: list[Any] = [*graph.xs, *leaves]
+        found = torch.autograd.grad(
+            ys, wanted, given, create_graph=create_graph, allow_unused=True
         )
+        gate.is_open = True
+        return list(found)
 
     def _take(self, number: int) -> Tensor:
         if number not in self._saved:
@@ -172,6 +175,33 @@ class _Checkpoint(torch.autograd.Function):
         return (None, None, *found)
 
 
+class Gate:
+    """Whether gradients pass from a computation to what is before it."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+class _Gate(torch.autograd.Function):
+    """Connects inputs under ``create_graph``; opens when the gradients are known.
+
+    What is before may lead to leaves and inputs of the same computation, such as a tied weight:
+    their gradients from there are others' to find.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.materialize_grads = False
+        ctx.gate = gate
+        return tuple(map(Tensor.detach, xs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads) if ctx.gate.is_open else (None,) * (1 + len(grads))
+
+
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -189,7 +219,14 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-_apply_checkpoint, _apply_recompute = applied(_Checkpoint), applied(_Recompute)
+_apply_checkpoint, _apply_gate = applied(_Checkpoint), applied(_Gate)
+_apply_recompute = applied(_Recompute)
+
+_LATE_HOOK = (
+    "a weight of a checkpointed partition has got a hook since the forward, which would see a part "
+    "of its gradient for each micro-batch: register it before, or use "
+    "register_post_accumulate_grad_hook or checkpoint='never'"
+)
 
 _SECOND_TIME = (
     "Trying to backward through the graph a second time (or directly access saved tensors after "

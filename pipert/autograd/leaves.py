@@ -71,11 +71,13 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
 
     Returns:
         ``None`` if it is more: it has nodes of another graph, or written in Python, which may call
-        the engine; or leaves whose hooks would see a part of their gradient.
+        the engine; leaves whose hooks would see a part of their gradient; or it made a leaf.
     """
     seen: set[Any] = {*begins, None}
     left: list[Any] = []
     for y in ys:
+        if y.grad_fn is None:
+            return None
         if y.grad_fn not in seen:
             seen.add(y.grad_fn)
             left.append(y.grad_fn)

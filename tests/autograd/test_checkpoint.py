@@ -203,6 +203,24 @@ def test_a_weight_whose_hook_would_see_a_part_of_its_gradient_keeps_the_graph() 
     assert len(seen) == 1
 
 
+def test_a_hook_of_a_weight_that_comes_after_the_forward_is_refused() -> None:
+    weight = leaf()
+    y = checkpointed(lambda x: x.sin() * weight, leaf())
+    weight.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="got a hook since the forward"):
+        torch.autograd.backward(y.sum())
+
+
+def test_a_weight_that_is_an_output_keeps_the_graph_and_has_its_gradient() -> None:
+    weight = leaf()
+
+    def compute(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), weight
+
+    y, z = Checkpoint(Forgetful(compute), None).record(compute, leaf())
+    same(gradient(y * z, weight), leaf().sin())
+
+
 def test_a_tensor_of_a_graph_before_keeps_the_graph_and_has_its_gradient() -> None:
     made = leaf()
     scale = made.exp()
@@ -387,6 +405,21 @@ def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
         return torch.autograd.grad(first.sum(), (x, weight))
 
     same(second(checkpointed(way(compute), x)), second(compute(x)))
+
+
+@ways
+def test_gradient_with_a_graph_is_that_of_the_computation_alone(way: Way) -> None:
+    weight = leaf()
+    x = weight.exp()
+
+    def compute(x: Tensor) -> Tensor:
+        return several_operations(x * weight)
+
+    def both(y: Tensor) -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
+        return first, *torch.autograd.grad(first.sum(), weight, retain_graph=True)
+
+    same(both(checkpointed(way(compute), x)), both(compute(x)))
 
 
 # Rule 4: the graph owns what is needed to recompute.
