@@ -221,6 +221,12 @@ def test_a_weight_that_is_an_output_keeps_the_graph_and_has_its_gradient() -> No
     same(gradient(y * z, weight), leaf().sin())
 
 
+def test_gradient_behind_a_sparse_output_is_that_of_the_computation() -> None:
+    x = leaf()
+    sparse = checkpointed(lambda x: x.exp().to_sparse(), x)
+    same(gradient(sparse.to_dense(), x), leaf().exp())
+
+
 def test_a_tensor_of_a_graph_before_keeps_the_graph_and_has_its_gradient() -> None:
     made = leaf()
     scale = made.exp()
