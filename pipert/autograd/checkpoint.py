@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -87,11 +88,13 @@ class Checkpoint:
         else:
             self._saved = self._again.saved()
 
-    def differentiate(self, dys: Sequence[Tensor | None], leaves: Tensors) -> list[Tensor | None]:
-        """The gradients of inputs and leaves, by those of the outputs."""
+    def differentiate(
+        self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of inputs and leaves, as far as needed, by those of the outputs."""
         create_graph = torch.is_grad_enabled()
         graph, self._graph = self._graph, None
-        if any([leaf._backward_hooks for leaf in leaves]):
+        if any([leaf._backward_hooks for leaf in compress(leaves, needed[len(self._xs) :])]):
             raise RuntimeError(_LATE_HOOK)
         gate = Gate()
         if create_graph:
@@ -100,12 +103,12 @@ class Checkpoint:
             graph = self._again.compute(False)
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
-        wanted: list[Any] = [*graph.xs, *leaves]
-        found = torch.autograd.grad(
-            ys, wanted, given, create_graph=create_graph, allow_unused=True
+        wanted: list[Any] = [*compress((*graph.xs, *leaves), needed)]
+        found = iter(
+            torch.autograd.grad(ys, wanted, given, create_graph=create_graph, allow_unused=True)
         )
         gate.is_open = True
-        return list(found)
+        return [next(found) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
         if number not in self._saved:
@@ -169,10 +172,19 @@ class _Checkpoint(torch.autograd.Function):
             raise RuntimeError(_SECOND_TIME)
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
-        found = ctx.checkpoint.differentiate(dys, ctx.leaves)
+        needed = [_is_needed(node) for node, _ in ctx.next_functions]
+        found = ctx.checkpoint.differentiate(dys, ctx.leaves, needed)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.checkpoint = ctx.leaves = None
         return (None, None, *found)
+
+
+def _is_needed(node: Any) -> bool:
+    """Whether the backward that is under way asks for what goes to this node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # refused for a leaf that autograd.grad asks for
+        return True
 
 
 class Gate:

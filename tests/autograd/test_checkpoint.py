@@ -249,6 +249,27 @@ def test_backward_of_a_checkpoint_calls_no_inner_backward() -> None:
     assert weight.grad is None
 
 
+@pytest.mark.parametrize("way_back", ["grad", "inputs"])
+def test_backward_of_a_checkpoint_computes_no_gradient_that_nobody_asks_for(way_back: str) -> None:
+    weight, x, calls = leaf(), leaf(), list[str]()
+
+    def compute(x: Tensor) -> Tensor:
+        used = weight.exp()
+        used.register_hook(lambda _: calls.append("weight"))  # type: ignore[no-untyped-call]
+        return x.sin() * used
+
+    y = checkpointed(compute, x).sum()
+    assert node_of(checkpointed(compute, x)) == "_CheckpointBackward"
+    if way_back == "grad":
+        (found,) = torch.autograd.grad(y, x)
+    else:
+        torch.autograd.backward(y, inputs=[x])
+        assert x.grad is not None
+        found = x.grad
+    same(found, leaf().cos() * leaf().exp())
+    assert not calls
+
+
 # Rule 2: one node recomputes, before anything of B[i,j] runs.
 
 
