@@ -54,9 +54,6 @@ class Graph(NamedTuple):
     """Inputs that want a gradient, those of arriving skips behind those of the value."""
     ys: Edges
     """Outputs that get one, those of leaving skips behind those of the value; or the loss."""
-    nodes: int
-    """How many were made meanwhile in this thread: with those of a compiler and of dead branches,
-    without those of other threads."""
 
 
 def edges_of(tensors: Tensors) -> Edges:
@@ -185,7 +182,7 @@ class Again:
             self._replay(enter, leave, on_worker)
         if nodes != self._nodes:
             self._count_what_is_saved(on_worker)
-        return Graph(xs, ys, nodes)
+        return Graph(xs, ys)
 
     def saved(self) -> dict[int, tuple[Any, int]]:
         """Compute again, and return what it saves, by number: packed by the caller, and versions.

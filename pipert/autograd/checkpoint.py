@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -88,22 +89,30 @@ class Checkpoint:
         else:
             self._saved = self._again.saved()
 
-    def differentiate(self, dys: Sequence[Tensor | None], leaves: Tensors) -> list[Tensor | None]:
-        """The gradients of inputs and leaves, by those of the outputs."""
+    def differentiate(
+        self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of inputs and leaves, as far as needed, by those of the outputs."""
         create_graph = torch.is_grad_enabled()
         graph, self._graph = self._graph, None
+        if any([leaf._backward_hooks for leaf in compress(leaves, needed[len(self._xs) :])]):
+            raise RuntimeError(_LATE_HOOK)
+        gate = Gate()
         if create_graph:
-            graph = self._again.compute(False, lambda _: self._xs)
+            graph = self._again.compute(False, lambda _: _apply_gate(gate, *self._xs))
         elif graph is None:  # a second backward
             graph = self._again.compute(False)
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
-        wanted: list[Any] = [*(self._xs if create_graph else graph.xs), *leaves]
-        return list(
-            torch.autograd.grad(
-                ys, wanted, given, create_graph=create_graph, allow_unused=True
-            )
+        # A leaf that was frozen since the forward gets none, as without checkpointing.
+        frozen = [False] * len(graph.xs) + [not leaf.requires_grad for leaf in leaves]
+        needed = [one and not other for one, other in zip(needed, frozen, strict=True)]
+        wanted: list[Any] = [*compress((*graph.xs, *leaves), needed)]
+        found = iter(
+            torch.autograd.grad(ys, wanted, given, create_graph=create_graph, allow_unused=True)
         )
+        gate.is_open = True
+        return [next(found) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
         if number not in self._saved:
@@ -163,10 +172,46 @@ class _Checkpoint(torch.autograd.Function):
             raise RuntimeError(_SECOND_TIME)
         if all(dy is None for dy in dys):
             return (None,) * len(ctx.needs_input_grad)
-        found = ctx.checkpoint.differentiate(dys, ctx.leaves)
+        needed = [_is_needed(node) for node, _ in ctx.next_functions]
+        found = ctx.checkpoint.differentiate(dys, ctx.leaves, needed)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.checkpoint = ctx.leaves = None
         return (None, None, *found)
+
+
+def _is_needed(node: Any) -> bool:
+    """Whether the backward that is under way asks for what goes to this node."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # refused for a leaf that autograd.grad asks for
+        return True
+
+
+class Gate:
+    """Whether gradients pass from a computation to what is before it."""
+
+    __slots__ = ("is_open",)
+
+    def __init__(self) -> None:
+        self.is_open = False
+
+
+class _Gate(torch.autograd.Function):
+    """Connects inputs under ``create_graph``; opens when the gradients are known.
+
+    What is before may lead to leaves and inputs of the same computation, such as a tied weight:
+    their gradients from there are others' to find.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Gate, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.materialize_grads = False
+        ctx.gate = gate
+        return tuple(map(Tensor.detach, xs))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, *grads) if ctx.gate.is_open else (None,) * (1 + len(grads))
 
 
 class _Recompute(torch.autograd.Function):
@@ -186,7 +231,14 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-_apply_checkpoint, _apply_recompute = applied(_Checkpoint), applied(_Recompute)
+_apply_checkpoint, _apply_gate = applied(_Checkpoint), applied(_Gate)
+_apply_recompute = applied(_Recompute)
+
+_LATE_HOOK = (
+    "a weight of a checkpointed partition has got a hook since the forward, which would see a part "
+    "of its gradient for each micro-batch: register it before, or use "
+    "register_post_accumulate_grad_hook or checkpoint='never'"
+)
 
 _SECOND_TIME = (
     "Trying to backward through the graph a second time (or directly access saved tensors after "

@@ -12,7 +12,7 @@ interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -91,9 +91,8 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
             leaves[id(leaf)] = leaf
             continue
         number = node._sequence_nr()
-        if number not in made or number in numbers:  # another thread's may look like ours
-            return None
-        if isinstance(node, BackwardCFunction):
+        # Threads count for themselves, so two nodes with one number are not both ours.
+        if number not in made or number in numbers or isinstance(node, BackwardCFunction):
             return None
         numbers.add(number)
         for child, _ in below:
@@ -107,52 +106,3 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
         if leaf.requires_grad:
             wanting.append(leaf)
     return wanting
-
-
-class LeavesOfStage:
-    """The leaves of the graphs of one stage in one run, looked for in few of them.
-
-    1. The first graph is walked, and each that has another number of nodes than those before.
-    2. One that has as many nodes as one before is taken to be made of parameters of the partition,
-       any of them: a mixture of experts may use others each time. That is a wider net than what is
-       in the graph.
-    3. If a walk finds anything else, such as a tensor that the loss function trains, a count of
-       nodes says too little, and each graph is walked.
-
-    """
-
-    __slots__ = ("_counts", "_everything", "_walked")
-
-    def __init__(self) -> None:
-        self._counts: set[int] = set()
-        self._walked: list[Tensor] = []
-        self._everything: Sequence[Tensor] | None = None  # unknown; empty: not only parameters
-
-    def behind(
-        self,
-        ends: Iterable[Node],
-        count: int,
-        known: Iterable[Tensor],
-        parameters: Callable[[], Iterable[Tensor]],
-    ) -> Sequence[Tensor]:
-        """Return the leaves of the graph with these ends and so many nodes, and maybe more.
-
-        Args:
-            ends: nodes of the outputs.
-            count: the number of nodes.
-            known: leaves that are left out.
-            parameters: those of the partition, or what stands for them.
-        """
-        if count in self._counts and self._everything is None:
-            everything = dict.fromkeys([x for x in parameters() if x.requires_grad])
-            self._everything = () if set(self._walked) - everything.keys() else [*everything]
-            self._walked = []
-        if count in self._counts and self._everything:
-            return self._everything
-        leaves = leaves_behind(ends, known)
-        self._counts.add(count)
-        if self._everything is None:
-            self._walked += leaves
-        elif set(leaves) - set(self._everything):
-            self._everything = ()
-        return leaves

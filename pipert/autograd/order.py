@@ -112,7 +112,7 @@ def edge_of(x: Tensor) -> GradientEdge:
     """
     if x.layout == torch.strided:
         return get_gradient_edge(x)
-    with torch.enable_grad():
+    with torch.enable_grad():  # in a backward it is off
         anchor: Any = _apply_anchor(x)
     ((node, output),) = anchor.grad_fn.next_functions
     return GradientEdge(node, output, anchor)  # the tensor: a node in Python keeps no graph

@@ -62,7 +62,7 @@ def assemble(
         links = Links(there[j], there[j + 1], back[j], back[j + 1])
         copies = Copies(run, j, skips, _transport(run, place, step))
         of_stage = stats.partitions[j] if stats else None
-        ends = _ends(run, place, partition, copies, step)
+        ends = _ends(run, place, copies, step)
         stage = Stage(run, place, layers, skips or None, links, ends, weights[j], of_stage)
         stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
@@ -93,13 +93,11 @@ def _transport(run: Run, place: Place, step: Step | None) -> Transport:
     return transport if recorder is None else RecordedTransport(transport, recorder, place)
 
 
-def _ends(
-    run: Run, place: Place, partition: nn.Sequential, copies: Copies, step: Step | None
-) -> InGraph | Cut:
+def _ends(run: Run, place: Place, copies: Copies, step: Step | None) -> InGraph | Cut:
     if step is None:
         grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
         return InGraph(place.device, place.m - 1, grad, hooks, copies)
-    return Cut(step, run, place, partition, copies)
+    return Cut(step, run, place, copies)
 
 
 def _borrowed(run: Run, model: Model, step: Step | None) -> Sequence[Weights]:

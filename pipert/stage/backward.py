@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipert.autograd import order
 from pipert.autograd.again import Graph
-from pipert.autograd.leaves import LeavesOfStage
+from pipert.autograd.leaves import leaves_behind
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
 from pipert.stage.stage import How, Stage
@@ -68,26 +68,24 @@ def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[T
 def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
     """Note the gradients of the weights; return those of the inputs."""
     *of_loss, graph = kept.graphs
-    of_layers, of_loss_alone = cut.leaves
     for other in of_loss:
-        dys, add = _differentiate_graph(cut, other, of_loss_alone, dys)
+        dys, add = _differentiate_graph(cut, other, dys)
         add()
-    dxs, add = _differentiate_graph(cut, graph, of_layers, dys)
+    dxs, add = _differentiate_graph(cut, graph, dys)
     cut.let_others_copy(i)  # before the sums: the copy needs none of them
     add()
     return dxs
 
 
 def _differentiate_graph(
-    cut: Cut, graph: Graph, leaves_there: LeavesOfStage, dys: Gradients
+    cut: Cut, graph: Graph, dys: Gradients
 ) -> tuple[Gradients, Callable[[], None]]:
     """The gradients of the graph's inputs, and what adds those of its leaves."""
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
-    ends, known = [y.node for y in ys], [order.ENTRANCE]
-    leaves = leaves_there.behind(ends, graph.nodes, known, cut.parameters)
+    leaves = leaves_behind([y.node for y in ys], [order.ENTRANCE])
     for leaf in leaves:
         if leaf._backward_hooks and leaf not in cut.stand_ins:
             raise RuntimeError(

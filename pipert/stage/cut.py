@@ -7,17 +7,15 @@ the plan. On CPU each worker goes backward on its own thread, so stages do so at
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
-from pipert.autograd.leaves import LeavesOfStage, node_count
 from pipert.batch.tensors import differentiable
-from pipert.layers.modules import modules_of
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.skip.routes import Carried
@@ -45,11 +43,10 @@ class Kept(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """The inputs of the micro-batch that is at work, and how many nodes there were before it."""
+    """The inputs of the micro-batch that is at work."""
 
     xs: Edges
     arriving: tuple[int, ...]
-    nodes: int
 
 
 class Cut:
@@ -59,31 +56,26 @@ class Cut:
         step: what the stages of the step share.
         run: the run, of which it is.
         place: where it is. The last stage computes the loss.
-        partition: its layers.
         copies: brings values here.
     """
 
     __slots__ = (
-        "_again", "_copies", "_entered", "_hooks", "_is_last", "_partition", "_place",
-        "_recomputed", "_seed", "gradients", "kept", "leaves", "stand_ins", "step",
+        "_again", "_copies", "_entered", "_hooks", "_is_last", "_place",
+        "_recomputed", "_seed", "gradients", "kept", "stand_ins", "step",
     )  # fmt: skip
 
-    def __init__(
-        self, step: Step, run: Run, place: Place, partition: nn.Sequential, copies: Copies
-    ) -> None:
+    def __init__(self, step: Step, run: Run, place: Place, copies: Copies) -> None:
         self.step = step
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
         self.stand_ins: dict[Tensor, Tensor] = {}  # to what each leaf in here stands for
-        self.leaves = LeavesOfStage(), LeavesOfStage()  # of the layers; of the loss alone
         self._is_last = place.j == place.n - 1
         self._place = place
-        self._partition = partition
         self._recomputed = run.plan.recomputed
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
         self._copies = copies
-        self._entered = Entered((), (), 0)
+        self._entered = Entered((), ())
         self._again: Again | None = None  # of the micro-batch that is at work
 
     def enter(self, i: int, x: Value) -> Value:
@@ -97,10 +89,10 @@ class Cut:
         arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
         xs, rebuild = differentiable(x)
         if not xs or i < self._recomputed:  # then the layers get copies
-            self._entered = Entered((), arriving, node_count())
+            self._entered = Entered((), arriving)
             return x
         xs = order.enter(xs)
-        self._entered = Entered(edges_of(xs), arriving, node_count())
+        self._entered = Entered(edges_of(xs), arriving)
         return rebuild(xs)
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
@@ -109,11 +101,11 @@ class Cut:
         if not self._is_last or not ys:
             return rebuild(tuple([y.detach().requires_grad_() for y in ys]))
         ys = order.enter(ys)  # the graph of the loss is kept, and begins here
-        self._entered = self._entered._replace(xs=edges_of(ys), nodes=node_count())
+        self._entered = self._entered._replace(xs=edges_of(ys))
         return rebuild(ys)
 
     def leave(self, i: int, y: Value) -> Value:
-        (xs, arriving, before), self._entered = self._entered, Entered((), (), 0)
+        (xs, arriving), self._entered = self._entered, Entered((), ())
         again, self._again = self._again, None
         self._copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
@@ -121,7 +113,7 @@ class Cut:
         leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
         if ys:
             there = again is None or self._is_last
-            graphs = (Graph(xs, edges_of(ys), node_count() - before),) if there else ()
+            graphs = (Graph(xs, edges_of(ys)),) if there else ()
             loss = ys[0] if self._is_last else None
             self.kept[i] = Kept(graphs, again, arriving, leaving, loss)
         if self._is_last:
@@ -172,14 +164,6 @@ class Cut:
             self._copies.transport.wait(i, moved, compute, copied)
         here = iter(moved)
         return [None if gradient is None else next(here) for gradient in gradients]
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Those that the layers compute with, stand-ins in their place."""
-        own = {weight: leaf for leaf, weight in self.stand_ins.items()}
-        for module in modules_of(self._partition):
-            for parameter in module._parameters.values():
-                if parameter is not None and parameter.is_leaf:
-                    yield own.get(parameter, parameter)
 
     def let_others_copy(self, i: int) -> None:
         """Let others copy the gradients that are there now."""

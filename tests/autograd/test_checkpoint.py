@@ -203,6 +203,30 @@ def test_a_weight_whose_hook_would_see_a_part_of_its_gradient_keeps_the_graph() 
     assert len(seen) == 1
 
 
+def test_a_hook_of_a_weight_that_comes_after_the_forward_is_refused() -> None:
+    weight = leaf()
+    y = checkpointed(lambda x: x.sin() * weight, leaf())
+    weight.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
+    with pytest.raises(RuntimeError, match="got a hook since the forward"):
+        torch.autograd.backward(y.sum())
+
+
+def test_a_weight_that_is_an_output_keeps_the_graph_and_has_its_gradient() -> None:
+    weight = leaf()
+
+    def compute(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), weight
+
+    y, z = Checkpoint(Forgetful(compute), None).record(compute, leaf())
+    same(gradient(y * z, weight), leaf().sin())
+
+
+def test_gradient_behind_a_sparse_output_is_that_of_the_computation() -> None:
+    x = leaf()
+    sparse = checkpointed(lambda x: x.exp().to_sparse(), x)
+    same(gradient(sparse.to_dense(), x), leaf().exp())
+
+
 def test_a_tensor_of_a_graph_before_keeps_the_graph_and_has_its_gradient() -> None:
     made = leaf()
     scale = made.exp()
@@ -223,6 +247,27 @@ def test_backward_of_a_checkpoint_calls_no_inner_backward() -> None:
     x = leaf()
     gradient(checkpointed(lambda x: x * weight, x), x)
     assert weight.grad is None
+
+
+@pytest.mark.parametrize("way_back", ["grad", "inputs"])
+def test_backward_of_a_checkpoint_computes_no_gradient_that_nobody_asks_for(way_back: str) -> None:
+    weight, x, calls = leaf(), leaf(), list[str]()
+
+    def compute(x: Tensor) -> Tensor:
+        used = weight.exp()
+        used.register_hook(lambda _: calls.append("weight"))  # type: ignore[no-untyped-call]
+        return x.sin() * used
+
+    y = checkpointed(compute, x).sum()
+    assert node_of(checkpointed(compute, x)) == "_CheckpointBackward"
+    if way_back == "grad":
+        (found,) = torch.autograd.grad(y, x)
+    else:
+        torch.autograd.backward(y, inputs=[x])
+        assert x.grad is not None
+        found = x.grad
+    same(found, leaf().cos() * leaf().exp())
+    assert not calls
 
 
 # Rule 2: one node recomputes, before anything of B[i,j] runs.
@@ -387,6 +432,21 @@ def test_second_derivative_is_that_of_the_computation(way: Way) -> None:
         return torch.autograd.grad(first.sum(), (x, weight))
 
     same(second(checkpointed(way(compute), x)), second(compute(x)))
+
+
+@ways
+def test_gradient_with_a_graph_is_that_of_the_computation_alone(way: Way) -> None:
+    weight = leaf()
+    x = weight.exp()
+
+    def compute(x: Tensor) -> Tensor:
+        return several_operations(x * weight)
+
+    def both(y: Tensor) -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(y.sum(), weight, create_graph=True)
+        return first, *torch.autograd.grad(first.sum(), weight, retain_graph=True)
+
+    same(both(checkpointed(way(compute), x)), both(compute(x)))
 
 
 # Rule 4: the graph owns what is needed to recompute.
@@ -886,3 +946,11 @@ def test_a_graph_does_not_keep_the_runtime_of_its_pipe() -> None:
     del pipe
     assert runtime() is None
     loss.backward()
+
+
+def test_a_leaf_that_is_frozen_after_the_forward_gets_no_gradient() -> None:
+    x, bias = leaf(), leaf()
+    y = checkpointed(lambda x: (x + bias).sin(), x)
+    bias.requires_grad_(False)
+    torch.autograd.backward(y.sum())
+    assert bias.grad is None and x.grad is not None

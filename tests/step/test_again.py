@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
-from pipert.autograd import leaves
 from tests.layers import Apply
 
 M = 4
@@ -62,19 +61,6 @@ def test_a_recomputation_that_returns_another_shape_is_refused() -> None:
     )
     with pytest.raises(RecomputationError, match=r"\[1, 2\].* its forward .*\[1, 3\]"):
         step(model, "always")
-
-
-def test_the_graphs_of_a_stage_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    walks = []
-    walk = leaves.leaves_behind
-
-    def counted(*args: Any) -> list[Tensor]:
-        walks.append(args)
-        return walk(*args)
-
-    monkeypatch.setattr(leaves, "leaves_behind", counted)
-    step(nn.Linear(3, 3), "never")
-    assert len(walks) == 2  # one for each of two stages, of four micro-batches
 
 
 class Experts(nn.Module):
@@ -142,3 +128,16 @@ def test_autocast_casts_a_weight_once_for_all_micro_batches_and_again_changes_no
         grads.append(layer.weight.grad)
         layer.weight.grad = None
     torch.testing.assert_close(grads[0], grads[1])
+
+
+@modes
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_branch_with_as_many_operations_may_use_a_tensor_that_is_no_parameter(
+    checkpoint: str, schedule: str
+) -> None:
+    one, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    layers = nn.Sequential(Apply(lambda x: x * (one if x[0, 0] > M - 2 else other)))
+    layers.append(nn.Linear(3, 3))
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=M, checkpoint=checkpoint) as pipe:
+        pipe.forward_backward(rows(), loss_fn=total, reduction="sum", schedule=schedule)
+    assert one.grad is not None and other.grad is not None
