@@ -32,8 +32,8 @@ def change_gradients(monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
     """Let the gradients of a step be something else."""
     take = Gradients.take
 
-    def changed(self: Gradients) -> dict[Tensor, Tensor]:
-        return {weight: change(gradient) for weight, gradient in take(self).items()}
+    def changed(self: Gradients) -> list[tuple[Tensor, Tensor]]:
+        return [(weight, change(gradient)) for weight, gradient in take(self)]
 
     monkeypatch.setattr(Gradients, "take", changed)
 
