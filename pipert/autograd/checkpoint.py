@@ -28,6 +28,7 @@ the paper splits the function in two that share memory::
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import compress
@@ -38,7 +39,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.autograd.again import Again, Forget, Graph, Hooks, Replay, refuse
+from pipert.autograd.again import Again, Forget, Graph, Hook, Hooks, Replay, refuse
 from pipert.autograd.function import applied
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe
@@ -95,8 +96,9 @@ class Checkpoint:
         """The gradients of inputs and leaves, as far as needed, by those of the outputs."""
         create_graph = torch.is_grad_enabled()
         graph, self._graph = self._graph, None
-        if any([leaf._backward_hooks for leaf in compress(leaves, needed[len(self._xs) :])]):
-            raise RuntimeError(_LATE_HOOK)
+        for leaf in leaves:
+            if leaf._backward_hooks:  # since the forward
+                _keep_from_parts(leaf._backward_hooks)
         gate = Gate()
         if create_graph:
             graph = self._again.compute(False, lambda _: _apply_gate(gate, *self._xs))
@@ -108,9 +110,16 @@ class Checkpoint:
         frozen = [False] * len(graph.xs) + [not leaf.requires_grad for leaf in leaves]
         needed = [one and not other for one, other in zip(needed, frozen, strict=True)]
         wanted: list[Any] = [*compress((*graph.xs, *leaves), needed)]
-        found = iter(
-            torch.autograd.grad(ys, wanted, given, create_graph=create_graph, allow_unused=True)
-        )
+        outside = _thread.finds_parts
+        try:
+            _thread.finds_parts = True
+            found = iter(
+                torch.autograd.grad(
+                    ys, wanted, given, create_graph=create_graph, allow_unused=True
+                )
+            )
+        finally:
+            _thread.finds_parts = outside  # no call, so no interrupt comes between
         gate.is_open = True
         return [next(found) if is_needed else None for is_needed in needed]
 
@@ -187,6 +196,34 @@ def _is_needed(node: Any) -> bool:
         return True
 
 
+class _Thread(threading.local):
+    """Whether the current thread finds a part of the gradient of each weight."""
+
+    finds_parts = False
+
+
+_thread = _Thread()
+
+
+class _OfTheWhole:
+    """A hook of a weight that does not see parts of its gradient."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: Hook) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        return None if _thread.finds_parts else self._hook(gradient)
+
+
+def _keep_from_parts(hooks: dict[int, Hook]) -> None:
+    """Let hooks of a weight, by the numbers of their handles, see no parts of its gradient."""
+    for number, hook in list(hooks.items()):
+        if not isinstance(hook, _OfTheWhole):
+            hooks[number] = _OfTheWhole(hook)
+
+
 class Gate:
     """Whether gradients pass from a computation to what is before it."""
 
@@ -233,12 +270,6 @@ class _Recompute(torch.autograd.Function):
 
 _apply_checkpoint, _apply_gate = applied(_Checkpoint), applied(_Gate)
 _apply_recompute = applied(_Recompute)
-
-_LATE_HOOK = (
-    "a weight of a checkpointed partition has got a hook since the forward, which would see a part "
-    "of its gradient for each micro-batch: register it before, or use "
-    "register_post_accumulate_grad_hook or checkpoint='never'"
-)
 
 _SECOND_TIME = (
     "Trying to backward through the graph a second time (or directly access saved tensors after "
