@@ -20,7 +20,7 @@ from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, 
 from pipert.check.load import Load, timed
 from pipert.check.models import small_models
 from pipert.check.ways import Devices, Way
-from pipert.stage import actions, backward
+from pipert.stage import backward, recorded
 from pipert.stage.stage import Stage
 from tests import simulated_gpus
 
@@ -218,7 +218,7 @@ def test_partitions_that_take_turns_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 
         return alone
 
-    for of, name in ((actions, "recorded_compute"), (backward, "_backward")):
+    for of, name in ((recorded, "compute_layers"), (backward, "_backward")):
         monkeypatch.setattr(of, name, after_the_last(getattr(of, name)))
     monkeypatch.setattr(overlap, "WAYS", [Way("gpipe", "never"), Way("1f1b", "never")])
     found = overlapping()
