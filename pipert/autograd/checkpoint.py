@@ -21,7 +21,7 @@ the paper splits the function in two that share memory::
    the caller's, or a custom function, which may call the engine; a hook on a parameter would see
    the inside of the pair; autocast casts a weight once for all micro-batches; anomaly detection
    shows the line of a layer. There the graph of ``F`` stays as it is, and *Recompute* fills it with
-   what it saves.
+   what it saves. So it does where that is little: then the pair's own work would be more.
 5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
    reads numbers, and computes again on the spot.
 """
@@ -46,6 +46,8 @@ from pipert.batch.tensors import describe
 from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
+
+_FEW = 32  # saved tensors, to fill in which takes less than the pair does
 
 
 class Checkpoint:
@@ -76,7 +78,7 @@ class Checkpoint:
             self._recording = False
         shares_casts = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
         if not (shares_casts or torch.is_anomaly_enabled()):
-            leaves = origins(ys, begins, nodes) if self._again.saves else None
+            leaves = origins(ys, begins, nodes) if self._again.saves > _FEW else None
             if leaves is not None:
                 self._is_pair, self._xs = True, xs
                 ys = _apply_checkpoint(self, ys, *xs, *leaves)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
+from pipert.autograd import checkpoint
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from tests.pipes import pipe_of_layers
 
@@ -76,6 +77,12 @@ def leaf() -> Tensor:
 
 def several_operations(x: Tensor) -> Tensor:
     return x.sin() * x.exp() + (x * 3).sigmoid()
+
+
+@pytest.fixture(autouse=True)
+def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair for all that can be one, however little it saves."""
+    monkeypatch.setattr(checkpoint, "_FEW", 0)
 
 
 def custom(compute: Compute) -> Compute:
@@ -188,6 +195,19 @@ def test_graph_of_the_forward_holds_no_activation(way: Way) -> None:
 def test_a_function_of_what_its_graph_begins_with_is_one_node() -> None:
     weight = leaf()
     assert node_of(checkpointed(lambda x: x.sin() * weight, leaf())) == "_CheckpointBackward"
+
+
+def test_what_saves_few_tensors_keeps_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+
+    def sines(x: Tensor, operations: int) -> Tensor:
+        for _ in range(operations):
+            x = x.sin()
+        return x
+
+    few = checkpointed(lambda x: sines(x, 32), leaf())
+    more = checkpointed(lambda x: sines(x, 33), leaf())
+    assert (node_of(few), node_of(more)) == ("SinBackward0", "_CheckpointBackward")
 
 
 def test_a_custom_function_which_may_call_the_engine_keeps_the_graph() -> None:
