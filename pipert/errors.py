@@ -89,7 +89,7 @@ class ReentrantCallError(PipertError):
 class RecomputationError(PipertError):
     """A recomputation did something different from its forward, so gradients would be wrong.
 
-    It saved different tensors, or changed a buffer.
+    It returned other shapes or dtypes, saved another number of tensors, or changed a buffer.
 
     Layers must be referentially transparent under checkpointing (section 3 of the paper).
     """

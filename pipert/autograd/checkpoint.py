@@ -76,9 +76,8 @@ class Checkpoint:
             xs, begins, ys, rebuild, nodes = self._again.first(compute, value, self._take)
         finally:
             self._recording = False
-        shares_casts = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
-        if not (shares_casts or torch.is_anomaly_enabled()):
-            leaves = origins(ys, begins, nodes) if self._again.saves > _FEW else None
+        if self._again.saves > _FEW and not _shares_casts() and not torch.is_anomaly_enabled():
+            leaves = origins(ys, begins, nodes)
             if leaves is not None:
                 self._is_pair, self._xs = True, xs
                 ys = _apply_checkpoint(self, ys, *xs, *leaves)
@@ -165,6 +164,10 @@ def hooks_of_caller() -> Hooks:
         )
     found: tuple[Any, Any] = hooks
     return found
+
+
+def _shares_casts() -> bool:
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
 
 
 class _Checkpoint(torch.autograd.Function):
