@@ -80,10 +80,12 @@ def hooked(partition: nn.Module, others: Weights) -> Weights:
     Raises:
         ValueError: a compiled or scripted layer uses such a parameter.
     """
-    of_others = set(others)
-    parameters = (p for module in modules_of(partition) for p in module._parameters.values())
-    found = dict.fromkeys([p for p in parameters if p is not None and p._backward_hooks])
-    weights = tuple(p for p in found if p not in of_others)
+    found: dict[nn.Parameter, None] = {}
+    for module in modules_of(partition):
+        for weight in module._parameters.values():  # of each run, so nothing but this
+            if weight is not None and weight._backward_hooks:
+                found[weight] = None
+    weights = tuple(weight for weight in found if weight not in set(others))
     for name, layer in partition.named_children() if weights else ():
         if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
             raise ValueError(

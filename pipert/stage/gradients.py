@@ -6,23 +6,32 @@ that share a parameter add in the order in which they happen to come by. So here
 
 1. Each partition has sums of its own, which its worker alone adds to, in the order of its schedule.
 2. When the step has succeeded the caller takes the sums of all partitions, in their order.
-3. They are delivered by autograd, in a graph that has nothing but them (:func:`delivery`). So hooks
-   of parameters and of ``DistributedDataParallel`` are called as always, a sum becomes ``.grad``
-   without a copy where that is possible, and callers on other threads do no harm.
+3. Where nobody listens, a sum becomes ``.grad`` as it is (:func:`split_off`).
+4. The others are delivered by autograd, in a graph that has nothing but them (:func:`delivery`), at
+   ten times the price. So hooks of parameters and of ``DistributedDataParallel`` are called as
+   always, and callers on other threads do no harm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress, repeat, starmap
+from sys import getrefcount
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []
+
+Arriving = list[tuple[Tensor, Tensor]]
+"""Tensors that want a gradient, each with one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +76,7 @@ class Gradients:
         if totals:
             torch._foreach_add_(totals, added)  # of many small ones a call takes most of the time
 
-    def take(self) -> list[tuple[Tensor, Tensor]]:
+    def take(self) -> Arriving:
         """Each weight with its sum; leaves nothing behind."""
         sums, self._sums = self._sums, {}
         return [(of_weight.weight, of_weight.total) for of_weight in sums.values()]
@@ -78,6 +87,67 @@ class Gradients:
 
     def __repr__(self) -> str:
         return f"<Gradients of {len(self._sums)} weights>"
+
+
+def split_off(arriving: Arriving) -> Arriving:
+    """Take those out that nobody listens to: :func:`give` is enough for them.
+
+    A hook is on the tensor, or on its ``AccumulateGrad``, which holds the tensor while it lives.
+    What is to be added to a gradient, what somebody else has as well, or what is laid out in
+    another way, is left to autograd; so is what comes in several parts.
+    """
+    parts = Counter([id(tensor) for tensor, _ in arriving])
+    heard, unheard = Arriving(), Arriving()
+    while arriving:
+        tensor, gradient = arriving.pop()
+        if (
+            getrefcount(gradient) == _ALONE
+            and _use_count(gradient) == parts[id(tensor)] == _use_count(tensor) == 1
+            and type(tensor) is nn.Parameter
+            and not tensor._backward_hooks
+            and not tensor._post_accumulate_grad_hooks
+            and tensor.grad is None
+            and tensor.requires_grad
+            and type(gradient) is Tensor
+            and gradient.layout == torch.strided == tensor.layout
+            and gradient.dtype == tensor.dtype
+            and gradient.stride() == tensor.stride()
+            and _ONE_THREAD_AT_A_TIME
+        ):
+            unheard.append((tensor, gradient))
+        else:
+            heard.append((tensor, gradient))
+    arriving += reversed(heard)
+    return unheard
+
+
+def give(gradients: Arriving) -> Arriving:
+    """Let gradients become ``.grad`` as they are. Returns those of which somebody hears meanwhile.
+
+    A thread that goes backward takes a lock that Python has not. It cannot begin to between the
+    look at a tensor and the gift: nothing here but the loop of ``deque`` is Python.
+    """
+    tensors = [tensor for tensor, _ in gradients]
+    without = map(operator.is_, map(_grad.__get__, tensors), repeat(None))
+    unheard = map(operator.eq, map(_use_count, tensors), repeat(1))
+    both = map(operator.and_, without, unheard)
+    deque(starmap(_grad.__set__, compress(gradients, both)), maxlen=0)
+    return [pair for pair in gradients if pair[0].grad is not pair[1]]
+
+
+def _references() -> int:
+    """How many references a gradient has in :func:`split_off` that nobody else has."""
+    pairs = [(torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))]
+    while pairs:
+        tensor, gradient = pairs.pop()
+        found = getrefcount(gradient)
+    return found
+
+
+_ALONE = _references()
+_ONE_THREAD_AT_A_TIME: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_grad: Any = Tensor.grad
 
 
 class _Deliver(torch.autograd.Function):
@@ -110,7 +180,7 @@ class _End(torch.autograd.Function):
         return (None,) * int(ctx.count)
 
 
-def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
+def delivery(gradients: Arriving) -> Tensor:
     """The end of a graph whose backward goes on from tensors with the gradient of each.
 
     The tensors all require grad. All the memory that this takes is allocated here, before any
@@ -132,13 +202,13 @@ def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
     return end
 
 
-def gathered(sums: Iterable[Gradients]) -> list[tuple[Tensor, Tensor]]:
+def gathered(sums: Iterable[Gradients]) -> Arriving:
     """Each weight and its sum, on its own device, of one partition after the other.
 
     A weight that several use is there several times: autograd adds, also sparse to dense.
     """
     return [
-        (weight, total.to(weight.device))
+        (weight, total if total.device == weight.device else total.to(weight.device))
         for of_partition in sums
         for weight, total in of_partition.take()
     ]

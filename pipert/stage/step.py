@@ -11,12 +11,10 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.microbatch import gather
-from pipert.stage.gradients import Gradients, delivery, gathered
+from pipert.stage.gradients import Arriving, Gradients, delivery, gathered, give, split_off
 from pipert.stage.loss import Loss
 
 __all__: list[str] = []
-
-Arriving = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
@@ -70,8 +68,11 @@ class Step:
         self.inputs = []
         turns = _in_turn(of_inputs, of_weights)
         del of_inputs, of_weights  # what nobody else has need not be copied
+        unheard = split_off(turns[1])
         for end in [delivery(arriving) for arriving in turns if arriving]:
             torch.autograd.backward(end)
+        if left := give(unheard):
+            torch.autograd.backward(delivery(left))
         return loss
 
 
@@ -82,6 +83,8 @@ def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriv
     caller's graph uses as well, hears of it once.
     """
     roots = [tensor for tensor, _ in (*of_inputs, *of_weights) if tensor.grad_fn is not None]
+    if not of_inputs and not roots:
+        return [], of_weights
     ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
     reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends))}
     reached.update(id(tensor) for tensor, _ in of_inputs)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert import Pipe
-from pipert.stage.gradients import Gradients, delivery
+from pipert.stage.gradients import Arriving, Gradients, delivery, give, split_off
 
 META = torch.device("meta")
 
@@ -30,6 +30,19 @@ def test_the_first_gradient_is_never_changed() -> None:
         sums.add([weight], [gradient])
     assert first.tolist() == [1.0, 1.0]
     assert [total.tolist() for _, total in sums.take()] == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize("of_first", [torch.channels_last, torch.contiguous_format])
+@pytest.mark.parametrize("of_weight", [torch.channels_last, torch.contiguous_format])
+def test_a_sum_is_laid_out_as_its_weight(
+    of_weight: torch.memory_format, of_first: torch.memory_format
+) -> None:
+    weight = torch.ones(2, 3, 4, 4).to(memory_format=of_weight).requires_grad_()
+    sums = Gradients()
+    for _ in range(3):
+        sums.add([weight], [torch.ones(2, 3, 4, 4).to(memory_format=of_first)])
+    ((_, total),) = sums.take()
+    assert total.stride() == weight.stride() and total.eq(3).all()
 
 
 def test_a_weight_that_was_not_used_has_no_sum() -> None:
@@ -75,15 +88,146 @@ def test_the_sums_of_a_step_become_the_gradients_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Copied, all gradients would be there twice at the end of a step."""
-    sums: list[int] = []
+    sums: dict[str, set[int]] = {}
 
-    def noted(arriving: list[tuple[Tensor, Tensor]]) -> Tensor:
-        sums.extend(gradient.data_ptr() for _, gradient in arriving)
-        return delivery(arriving)
+    def noted(name: str, of: Callable[[Arriving], Any]) -> Callable[[Arriving], Any]:
+        def look(arriving: Arriving) -> Any:
+            sums[name] = {gradient.data_ptr() for _, gradient in arriving}
+            return of(arriving)
 
-    monkeypatch.setattr("pipert.stage.step.delivery", noted)
-    with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=["cpu"] * 2) as pipe:
+        return look
+
+    monkeypatch.setattr("pipert.stage.step.delivery", noted("delivered", delivery))
+    monkeypatch.setattr("pipert.stage.step.give", noted("given", give))
+    layers: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2) as pipe:
         pipe.chunks = 2
         pipe.forward_backward(torch.rand(4, 3), loss_fn=lambda y, _: y.sum())
-        grads = [parameter.grad for parameter in pipe.parameters()]
-    assert {grad.data_ptr() for grad in grads if grad is not None} == set(sums)
+        grads = {p.grad.data_ptr() for p in pipe.parameters() if p.grad is not None}
+    assert [len(found) for found in (sums["delivered"], sums["given"])] == [1, 3]
+    assert grads == sums["delivered"] | sums["given"]
+
+
+# Without autograd ---------------------------------------------------------------------------------
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2, 3, 4, 4))
+
+
+def test_a_gradient_of_which_nobody_else_knows_is_given() -> None:
+    one, gradient = weight(), torch.ones(2, 3, 4, 4)
+    address = gradient.data_ptr()
+    arriving: Arriving = [(one, gradient)]
+    del gradient
+    unheard = split_off(arriving)
+    assert not arriving
+    assert not give(unheard)
+    assert one.grad is not None and one.grad.data_ptr() == address
+
+
+def test_what_others_have_begun_meanwhile_is_not_overwritten() -> None:
+    one, two, three = weight(), weight(), weight()
+    unheard = split_off([(x, torch.ones_like(x)) for x in (one, two, three)])
+    one.grad = torch.zeros_like(one)
+    graph = two * 2  # which may go backward any time
+    left = give(unheard)
+    assert {id(tensor) for tensor, _ in left} == {id(one), id(two)}
+    assert three.grad is not None and two.grad is None and not one.grad.any()
+    del graph
+
+
+def _hooked() -> tuple[Any, ...]:
+    one = weight()
+    one.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
+    return one, torch.ones_like(one)
+
+
+def _hooked_after() -> tuple[Any, ...]:
+    one = weight()
+    hooked: Any = one
+    hooked.register_post_accumulate_grad_hook(lambda _: None)
+    return one, torch.ones_like(one)
+
+
+def _hooked_behind() -> tuple[Any, ...]:
+    """As ``DistributedDataParallel`` does."""
+    one = weight()
+    node = one.view_as(one).grad_fn
+    assert node is not None
+    return one, torch.ones_like(one), node.next_functions[0][0]
+
+
+def _kept() -> tuple[Any, ...]:
+    one = weight()
+    gradient = torch.ones_like(one)
+    return one, gradient, [gradient]
+
+
+def _saved() -> tuple[Any, ...]:
+    one = weight()
+    gradient = torch.ones_like(one)
+    return one, gradient, torch.ones(1, requires_grad=True) * gradient
+
+
+def _frozen() -> tuple[Any, ...]:
+    one = weight().requires_grad_(False)
+    return one, torch.ones_like(one)
+
+
+def _laid_out_otherwise() -> tuple[Any, ...]:
+    one = weight()
+    return one, torch.ones_like(one, memory_format=torch.channels_last)
+
+
+def _sparse() -> tuple[Any, ...]:
+    one = weight()
+    return one, torch.ones_like(one).to_sparse()
+
+
+def _of_another_type() -> tuple[Any, ...]:
+    one = weight()
+    return one, torch.ones_like(one, dtype=torch.float64)
+
+
+def _added() -> tuple[Any, ...]:
+    one = weight()
+    one.grad = torch.ones_like(one)
+    return one, torch.ones_like(one)
+
+
+def _no_parameter() -> tuple[Any, ...]:
+    one = weight().detach().requires_grad_() * 2
+    return one, torch.ones_like(one)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _hooked, _hooked_after, _hooked_behind, _kept, _saved, _frozen, _laid_out_otherwise,
+        _sparse, _of_another_type, _added, _no_parameter,
+    ],
+)  # fmt: skip
+def test_what_is_not_ours_alone_is_left_to_autograd(make: Callable[[], tuple[Any, ...]]) -> None:
+    one, gradient, *others = make()
+    arriving: Arriving = [(one, gradient)]
+    del gradient
+    assert not split_off(arriving)
+    assert [tensor is one for tensor, _ in arriving] == [True]
+
+
+def test_one_gradient_of_two_weights_is_copied_by_autograd() -> None:
+    one, two = weight(), weight()
+    gradient = torch.ones_like(one)
+    arriving: Arriving = [(one, gradient), (two, gradient)]
+    del gradient
+    assert not split_off(arriving)
+    assert [tensor is one for tensor, _ in arriving] == [True, False]
+
+
+def test_a_gradient_in_parts_is_added_by_autograd() -> None:
+    one = weight()
+    arriving: Arriving = [(one, torch.ones_like(one)), (one, torch.ones_like(one))]
+    assert not split_off(arriving)
+    assert len(arriving) == 2
