@@ -15,7 +15,6 @@ that share a parameter add in the order in which they happen to come by. So here
 from __future__ import annotations
 
 import operator
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.autograd.leaves import accumulators
+from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
@@ -112,7 +112,7 @@ def split_off(arriving: Arriving) -> Arriving:
             and gradient.layout == torch.strided == tensor.layout
             and gradient.dtype == tensor.dtype
             and gradient.stride() == tensor.stride()
-            and _ONE_THREAD_AT_A_TIME
+            and ONE_THREAD_AT_A_TIME
         ):
             unheard.append((tensor, gradient))
         else:
@@ -145,7 +145,6 @@ def _references() -> int:
 
 
 _ALONE = _references()
-_ONE_THREAD_AT_A_TIME: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _grad: Any = Tensor.grad
 

@@ -8,6 +8,7 @@ It holds words and numbers: an idle worker references nothing of its last task (
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -40,15 +41,18 @@ class Activity:
 
     def __init__(self) -> None:
         self.state = State(0, 0.0)
-        self._seen = 0.0
+        self._seen = deque([0.0], maxlen=64)
 
     def busy_by(self, state: State, now: float) -> float:
         """Seconds spent on tasks by ``now``, the present one included; never less than before.
 
         The worker may have read the clock for the end of its task, and not have written it yet.
+        And other readers, or a signal handler, may come by at any line of this: what they have
+        seen is appended, and stays for as many as can be at work here.
         """
         busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
-        self._seen = busy = max(self._seen, busy)
+        busy = max(busy, *tuple(self._seen))
+        self._seen.append(busy)
         return busy
 
     def waits(self, what: Any) -> None:

@@ -16,13 +16,16 @@ A turn affects speed, never order:
 The time that layers take depends on the demand for the interpreter. So the shortest recent time
 counts, and older times decay; a time that is clearly long counts at once.
 
-A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool.
+A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool. Where threads
+execute Python at the same time, nobody takes one.
 """
 
 from __future__ import annotations
 
 import threading
 from time import perf_counter
+
+from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
@@ -64,7 +67,8 @@ class Turn:
         now = perf_counter()
         if self._held_since is not None and now - self._held_since > _HOLD:
             self.give_up()
-        if self._held_since is None and self._took < _SHORT and now >= self._ask_again:
+        is_short = self._took < _SHORT and ONE_THREAD_AT_A_TIME
+        if self._held_since is None and is_short and now >= self._ask_again:
             taken = self._lock.acquire(timeout=_PATIENCE)
             now = perf_counter()
             if taken:

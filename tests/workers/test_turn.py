@@ -52,6 +52,16 @@ def test_the_first_task_does_not_ask_for_a_turn(clock: Clock) -> None:
     assert not held(turn)
 
 
+def test_threads_that_all_execute_python_take_no_turns(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turn_module, "ONE_THREAD_AT_A_TIME", False)
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    turn.take()
+    assert not held(turn)
+
+
 def test_a_task_after_a_short_one_takes_a_turn(clock: Clock) -> None:
     turn = Turn(threading.Lock())
     do(turn, SHORT)
