@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import math
 import random
 import sys
 from time import perf_counter
@@ -126,7 +127,8 @@ class Service:
     def _train(self) -> None:
         options, trainer = self.options, self.trainer
         logged, logged_at = trainer.steps, perf_counter()
-        while self.stop.signal is None and trainer.steps != options.steps:
+        last = math.inf if options.steps is None else options.steps
+        while self.stop.signal is None and trainer.steps < last:
             self._watch()
             began = perf_counter()
             loss = trainer.step()
