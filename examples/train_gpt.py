@@ -49,8 +49,8 @@ GO_ON = """How to go on, with python examples/train_gpt.py and
   --save gpt.pt             a checkpoint; later --resume gpt.pt --steps 1000 trains on from it
   --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8    other devices (cuda:0,...), layers on each
   --help                    everything else
-To see what each device did when (the picture needs matplotlib):
-  python -m pipert trace --plot timeline.svg examples/train_gpt.py --steps 20"""
+To see what each device did when, once the first evaluation is over (a picture needs matplotlib):
+  python -m pipert trace --skip 20 --plot timeline.svg examples/train_gpt.py --steps 20"""
 
 # Saved with the model's shape, so that a resumed run continues unchanged. The devices may differ.
 SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "checkpoint")
