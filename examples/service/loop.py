@@ -21,7 +21,7 @@ from service.metrics import Metrics
 from service.options import kept, model_config
 from service.trainer import Trainer
 from torch import nn
-from train_gpt import build_model
+from train_gpt import build_model, share_cores
 
 from pipert import Pipe, PipelineTimeout
 
@@ -93,6 +93,7 @@ class Service:
 
     def _serve(self) -> None:
         options, pipe = self.options, self.pipe
+        share_cores(pipe.devices)
         self.corpus = Corpus(options.data, options.context, options.seed)
         self.trainer = Trainer(
             pipe, self.corpus, options.batch, options.lr, options.warmup, options.schedule
