@@ -61,6 +61,14 @@ def link_to_pages(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"]({path}", f"]({page}")
 
 
+def link_from_here(app: Sphinx, path: Path, parent: str, content: list[str]) -> None:
+    """Turn the links of the parts of README.md that a page includes into links of this folder."""
+    if path == Path("../README.md"):
+        content[0] = content[0].replace("](docs/", "](")
+        for outside, page in ALSO_HERE.items():
+            content[0] = content[0].replace(f"]({outside.removeprefix('../')}", f"]({page}")
+
+
 def link_to_public_name(
     app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Any
 ) -> Any:
@@ -105,6 +113,7 @@ def show_colons(
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", link_to_pages)
+    app.connect("include-read", link_from_here)
     app.connect("missing-reference", link_to_public_name)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)
     app.connect("autodoc-process-docstring", show_colons, priority=600)

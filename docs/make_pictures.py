@@ -131,6 +131,11 @@ def pictures(steps: int) -> dict[str, dict[str, Timeline]]:
     """Returns the timelines of each file, by title."""
     even, uneven = [0.08, 0.08, 0.08], [0.06, 0.12, 0.06]
     return {
+        "front": {
+            "pipe.forward_backward(x, target=y, loss_fn=loss_fn)": recorded(
+                even, 6, steps=steps, schedule="1f1b"
+            )
+        },
         "step": {
             "Four micro-batches, three partitions: forward and backward": recorded(
                 even, 4, steps=steps

@@ -2,9 +2,11 @@
 
     python examples/train_gpt.py                   # every GPU there is, else two CPU workers
     python examples/train_gpt.py --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8
-    python examples/train_gpt.py --stop-at 200 --save gpt.pt      # the first part of a run
+    python examples/train_gpt.py --stop-at 40 --save gpt.pt       # the first part of a run
     python examples/train_gpt.py --resume gpt.pt --save gpt.pt    # the rest of it
     python examples/train_gpt.py --resume gpt.pt --sample 1000    # when finished: only write
+
+The first takes about a quarter of a minute on two idle cores, and says at its end how to go on.
 
 Every machine with Python has the text: the source code of the standard library, read as
 bytes, so the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
@@ -41,6 +43,14 @@ SCHEDULES = ("autograd", "gpipe", "1f1b", "eager-1f1b")
 HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
 TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # files read from a folder
 PROMPT = b"def "  # the generated sample continues it
+
+GO_ON = """How to go on, with python examples/train_gpt.py and
+  --steps 1000              more steps: so far it knows little more than which bytes are common
+  --save gpt.pt             a checkpoint; later --resume gpt.pt --steps 1000 trains on from it
+  --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8    other devices (cuda:0,...), layers on each
+  --help                    everything else
+To see what each device did when, once the first evaluation is over (a picture needs matplotlib):
+  python -m pipert trace --skip 20 --plot timeline.svg examples/train_gpt.py --steps 20"""
 
 # Saved with the model's shape, so that a resumed run continues unchanged. The devices may differ.
 SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "checkpoint")
@@ -323,9 +333,9 @@ def build_parser() -> argparse.ArgumentParser:
     gpus = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     modes = ("always", "except_last", "never")
     add, model = parser.add_argument, ModelConfig()
-    add("--steps", type=positive, default=500, help="of the run and its learning-rate schedule")
+    add("--steps", type=positive, default=80, help="of the run and its learning-rate schedule")
     add("--stop-at", type=positive, help="stop after this step; --resume does the rest")
-    add("--batch", type=positive, default=16, help="windows of text in a mini-batch")
+    add("--batch", type=positive, default=8, help="windows of text in a mini-batch")
     add("--context", type=positive, default=model.context, help="bytes the model sees")
     add("--width", type=positive, default=model.width, help="features of a token")
     add("--layers", type=positive, default=model.layers, help="transformer blocks")
@@ -374,6 +384,18 @@ def read_options(
     return options, config, saved
 
 
+def share_cores(devices: Sequence[torch.device]) -> None:
+    """Limit torch's intra-op threads to each CPU worker's share of the cores.
+
+    The workers compute at the same time. With more threads than cores, the threads of one operation
+    wait for each other to be scheduled, which on a busy machine takes several times as long.
+    """
+    workers = sum(device.type == "cpu" for device in devices)
+    if workers:
+        share = max(1, (os.cpu_count() or 1) // workers)
+        torch.set_num_threads(min(torch.get_num_threads(), share))
+
+
 def main(argv: Sequence[str] | None = None) -> Result:
     """Train as ``argv`` says; an error in it exits with a message and code 2."""
     parser = build_parser()
@@ -392,6 +414,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         )
     except (IndexError, OSError, ValueError) as error:
         parser.error(str(error))
+    share_cores(pipe.devices)
     starts = torch.linspace(0, len(held_out) - config.context - 1, HELD_OUT_WINDOWS).long()
     windows = cut_windows(held_out, starts, config.context)
     with pipe:
@@ -410,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         sample = generate(pipe, options.sample, config.context, options.temperature, options.seed)
     if sample:
         print(f"--- a sample ---\n{(PROMPT + sample).decode(errors='replace')}\n---")
-    print(f"held-out loss: {before:.2f} before, {after:.2f} after {trainer.step} steps")
+    print(f"held-out loss: {before:.2f} before, {after:.2f} after {trainer.step} steps\n\n{GO_ON}")
     return Result(before, after, trainer.step, sample)
 
 

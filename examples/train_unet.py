@@ -26,6 +26,7 @@ from models.unet import unet
 from skimage import data, io
 from torch import Tensor
 from tqdm import trange
+from train_gpt import share_cores
 
 from pipert import Pipe
 from pipert.balance import balance_by_time
@@ -205,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     except (IndexError, ValueError) as error:
         parser.error(str(error))
     with pipe:
+        share_cores(pipe.devices)
         where = ", ".join(f"{b} on {d}" for b, d in zip(pipe.balance, pipe.devices, strict=True))
         print(f"{len(pipe)} layers: {where}")
         losses = train(pipe, options)

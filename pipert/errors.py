@@ -44,7 +44,7 @@ def add_note(error: BaseException, text: Callable[[], str]) -> None:
 
 
 class PipertError(RuntimeError):
-    """Base of the errors below. It lets a service tell them from errors of its layers."""
+    """Base class of pipert's errors, so that a service can tell them from those of its layers."""
 
 
 class PipeClosedError(PipertError):
@@ -106,8 +106,7 @@ class NestedCheckpointError(PipertError):
 
 
 class TransformError(PipertError):
-    """A pipe was called inside a ``torch.func`` transform, forward-mode differentiation, or code
-    that torch.compile compiles.
+    """A ``torch.func`` transform, forward-mode differentiation or compiled code called a pipe.
 
     These apply only to the thread that began them, not to the workers. Use
     ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.

@@ -53,7 +53,7 @@ class Pipe(Partitioned):
     Args:
         module: the layers. They move to their devices, and stay the same objects under the
             same names: ``state_dict()`` keys, parameter names and identities are the module's.
-        balance: how many layers each partition takes, in order.
+        balance: the number of layers in each partition, in order.
         devices: where each partition goes; more than there are partitions is fine. A CUDA device
             may appear more than once and is served by one thread. Each ``'cpu'`` is a logical
             device with a thread of its own; ``'cpu:0'`` and such may appear more than once, too.
@@ -65,7 +65,7 @@ class Pipe(Partitioned):
             statistics once for each call, from all its rows, rather than once for each micro-batch.
             Default: they do not, and there is a warning if the module has any.
         timeout: how many seconds a call may take before it raises :class:`PipelineTimeout`.
-            Default: as long as it takes.
+            Default: no limit.
 
     Raises:
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
@@ -107,10 +107,10 @@ class Pipe(Partitioned):
             tell(self)
 
     def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:
-        """Run a mini-batch.
+        """Run a mini-batch through all partitions.
 
         Args:
-            *args: go to the first layer; every later layer gets the one value before it. Any
+            *args: go to the first layer; each later layer gets the value of the one before. Any
                 pytree. Tensors with at least one dimension are split along dimension 0, into
                 ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
                 else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
@@ -166,21 +166,21 @@ class Pipe(Partitioned):
         return Record(runtime.counters, *of_pipe)
 
     def statistics(self) -> Statistics:
-        """What has happened in this pipe so far, and what is happening. From any thread."""
+        """Return counts of what the pipe has done, and what its workers do now. On any thread."""
         return self._runtime.statistics()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` about the calls from now on. A copy of the pipe has none."""
+        """Tell ``observer`` about all calls from now on. A copy of the pipe has no observers."""
         if not isinstance(observer, Observer):
             raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
         self._runtime.counters.observers[id(observer)] = observer
 
     def remove_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` nothing more."""
+        """Stop telling ``observer`` about calls."""
         self._runtime.counters.observers.pop(id(observer), None)
 
     def close(self, timeout: float | None = None) -> None:
-        """End the threads and wait for them. Again: no-op. Calls after it are refused.
+        """End the threads and wait for them. Calls are refused from then on; closing again is fine.
 
         May be called from any thread; a call that is running is cancelled and raises
         :class:`PipeClosedError`. From inside a layer the threads are ended, but not waited for. The
@@ -222,7 +222,7 @@ class Pipe(Partitioned):
         timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run a mini-batch forward and backward: ``.grad`` is then what ``loss.backward()`` makes.
+        """Run a mini-batch forward and backward, and add the gradients of the loss to ``.grad``.
 
         The backward goes through the workers like the forward, so a micro-batch can go back while
         others still go forward. With ``'1f1b'`` partition *j* keeps the activations of ``n - j``

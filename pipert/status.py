@@ -16,7 +16,7 @@ WAITING = "waiting for input"
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """A worker's task at one moment."""
+    """Describes the task of a worker at one moment."""
 
     run: int
     """The number of its call, counted from 0."""
@@ -31,7 +31,7 @@ class TaskStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """One worker. It excludes the work of ``loss.backward()``, which runs on autograd's threads."""
+    """Counts the work of one worker; ``loss.backward()`` runs on autograd's threads instead."""
 
     name: str
     """The name of its thread, ``pipert-<device>-<n>``."""
@@ -50,7 +50,7 @@ class WorkerStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """One pipe, in this process, since it was made.
+    """Counts the calls of one pipe in this process, since it was made.
 
     A call whose arguments are refused is not a run.
     """

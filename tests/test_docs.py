@@ -205,6 +205,14 @@ def test_readme_leads_to_every_page() -> None:
     assert {f"docs/{page.stem}.md" for page in DOCS.glob("*.md") if page.stem not in ours} <= linked
 
 
+def test_readme_cites_times_that_the_benchmarks_list() -> None:
+    row = re.search(r"^\| measured: .*", OUTSIDE[0].read_text(), re.MULTILINE)
+    assert row is not None
+    times = re.findall(r"(\d+) ms", row[0])
+    steps = OUTSIDE[2].read_text().partition("## `forward_backward.py`")[2].partition("\n## ")[0]
+    assert len(times) == 3 and [time for time in times if f"| {time:>4} |" not in steps] == []
+
+
 def test_each_error_has_its_row() -> None:
     text = (DOCS / "when_it_fails.md").read_text()
     errors = [name for name in pipert.__all__ if issubclass_of_error(getattr(pipert, name))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import logging
+import math
 import random
 import sys
 from time import perf_counter
@@ -20,7 +21,7 @@ from service.metrics import Metrics
 from service.options import kept, model_config
 from service.trainer import Trainer
 from torch import nn
-from train_gpt import build_model
+from train_gpt import build_model, share_cores
 
 from pipert import Pipe, PipelineTimeout
 
@@ -92,6 +93,7 @@ class Service:
 
     def _serve(self) -> None:
         options, pipe = self.options, self.pipe
+        share_cores(pipe.devices)
         self.corpus = Corpus(options.data, options.context, options.seed)
         self.trainer = Trainer(
             pipe, self.corpus, options.batch, options.lr, options.warmup, options.schedule
@@ -126,7 +128,8 @@ class Service:
     def _train(self) -> None:
         options, trainer = self.options, self.trainer
         logged, logged_at = trainer.steps, perf_counter()
-        while self.stop.signal is None and trainer.steps != options.steps:
+        last = math.inf if options.steps is None else options.steps
+        while self.stop.signal is None and trainer.steps < last:
             self._watch()
             began = perf_counter()
             loss = trainer.step()

@@ -15,7 +15,7 @@ __all__ = ["balance_by_cost"]
 def balance_by_cost(
     costs: Iterable[float], partitions: int, *, speeds: Iterable[float] | None = None
 ) -> list[int]:
-    """The balance whose slowest partition is as fast as can be, exactly.
+    """Returns the balance that minimises the slowest partition's time, for any costs.
 
     With equal devices, *m* micro-batches take ``sum + (m - 1) * longest``, where the sum over all
     partitions is the same for every balance: the longest partition alone decides. No balance has a
@@ -27,18 +27,18 @@ def balance_by_cost(
     [1, 1, 2]
 
     Args:
-        costs: what each layer costs, in the order of the layers and in any unit.
-        partitions: how many devices there are; each takes one layer or more.
-        speeds: how fast each device is, in the order of the devices and in any unit. On device *j*
+        costs: the cost of each layer, in the order of the layers and in any unit.
+        partitions: the number of devices; each takes one layer or more.
+        speeds: the speed of each device, in the order of the devices and in any unit. On device *j*
             a partition takes ``sum(its costs) / speeds[j]``. Default: all are equal.
 
     Returns:
-        How many layers each partition takes, ready for ``Pipe(balance=...)``.
+        The number of layers in each partition, ready for ``Pipe(balance=...)``.
 
     Raises:
         ValueError: a cost is negative, infinite or NaN; a speed is one of these or zero; there are
             no partitions, more of them than layers, or not one speed for each.
-        TypeError: something is no number, or ``partitions`` is no whole one.
+        TypeError: a cost or a speed is not a number, or ``partitions`` is not an integer.
     """
     layers = check_numbers(costs, "costs", "layer", zero=True)
     n = check_partitions(partitions, len(layers))

@@ -86,8 +86,8 @@ def layer_sizes(
 ) -> list[LayerSize]:
     """Measures the memory that each layer needs, tensor by tensor: nearly the same on any device.
 
-    Kernels of different devices may save different things, such as masks. Copies without hooks
-    run, so the module, its gradients, buffers and mode, and torch's random state stay
+    Kernels of different devices may save different things, such as masks. What runs are copies
+    without hooks: the module, its gradients, buffers and mode, and torch's random state stay
     unchanged.
 
     Args:

@@ -53,8 +53,8 @@ def layer_times(
     """Measures how long each layer takes, forward and backward, in seconds.
 
     The measurement cycles through the layers, so that a disturbance hits all alike. Each pass runs
-    a layer once to warm up and once for its time; the result is the median. Copies without hooks
-    run, so the module, its gradients, buffers and mode, and torch's random state stay
+    a layer once to warm up and once for its time; the result is the median. What runs are copies
+    without hooks: the module, its gradients, buffers and mode, and torch's random state stay
     unchanged.
 
     Args:

@@ -73,7 +73,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -
 def balance_advice(partitions: int) -> str:
     """Explains how to obtain a balance, for the end of an error."""
     return (
-        ". Let the layers be measured:\n\n"
+        ". To have the layers measured:\n\n"
         "    from pipert.balance import balance_by_time\n"
         f"    pipe = Pipe(module, balance_by_time({partitions}, module, sample), ...)\n\n"
         f"for {partitions} devices, a sample as large as a micro-batch; if memory is short, "

@@ -24,7 +24,7 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     A worker does a group of micro-batches in its first partition, the same group in its second, and
     so on; then the next group. It goes back in the same way, from its last partition to its first.
     A group has at least *d* micro-batches, so that the first of them is back from the other workers
-    when the last of them is done here; a shorter one would have to be waited for.
+    when the last of them is done here; with a shorter group the worker would have to wait.
 
     With ``v`` partitions each and *m* a multiple of *d*, worker *r* keeps ``(v - 1) * d + 2 *
     (d - r) - 1`` micro-batches of one partition at most. With others it keeps some more.

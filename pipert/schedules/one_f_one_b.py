@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
-    """One forward, one backward: a backward as soon as there is one to do.
+    """One forward, one backward: a partition does a backward as soon as it can.
 
     Partition *j* keeps ``min(m, n - j)`` micro-batches at most.
     """
@@ -21,11 +21,11 @@ def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """One forward, one backward, with one more micro-batch on its way over each link.
 
-    With :func:`one_f_one_b` a partition sends a gradient back, does one forward and one backward,
-    and goes on with the input that came of the gradient. Until then the partition before has done
-    as much, so in each turn both ways over the link are waited for. Here a partition has two of
-    each to do in that time, and nobody waits as long as both ways take no longer than a forward and
-    a backward (*eager 1F1B* in arXiv:2211.05322).
+    Under :func:`one_f_one_b` a partition sends a gradient back, does one forward and one backward,
+    and then needs the input that the previous partition makes once it has that gradient. So every
+    turn waits for both directions of the link. Here a partition has two forwards and two backwards
+    to do in that time, and waits for nothing as long as both directions together take no longer
+    than a forward and a backward (*eager 1F1B* in arXiv:2211.05322).
 
     Partition *j* keeps ``min(m, 2 * (n - j) - 1)`` micro-batches at most.
     """

@@ -164,21 +164,21 @@ def plan(
     placement: Sequence[int] | None = None,
     recomputed: int = 0,
 ) -> Plan:
-    """Plan a step, and check the plan.
+    """Return the plan of a step, checked against the rules.
 
     Args:
         schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, or a function from
             ``m``, ``n`` and the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and
             ``B`` of each micro-batch and partition. It must be pure: its result is kept.
-        m: micro-batches.
-        n: partitions.
+        m: the number of micro-batches.
+        n: the number of partitions.
         placement: the worker of each partition; default one for each.
         recomputed: how many micro-batches, from the first, are recomputed. The ``R`` of others are
             left out, and what comes after them moves up.
 
     Raises:
         ValueError: there is no schedule of that name, or it breaks a rule.
-        TypeError: ``schedule`` is neither, or the function makes something else.
+        TypeError: ``schedule`` is neither a name nor a function, or its result is not ticks.
     """
     if isinstance(schedule, str) and schedule not in NAMED:
         raise ValueError(

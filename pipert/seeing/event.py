@@ -30,16 +30,16 @@ def kind_of(action: Action) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened in a pipe, and when."""
+    """One event of a recording: what a device did, and when."""
 
     kind: str
     """``'forward'``, ``'recompute'``, ``'backward'``, ``'copy'`` or ``'wait'``."""
     i: int
     """The micro-batch."""
     j: int
-    """The partition; of a copy the one that it goes to."""
+    """The partition; of a copy, the one that it goes to."""
     device: torch.device
-    """Where it ran; of a copy where it goes."""
+    """Where it ran; of a copy, where it goes."""
     start: float
     """Seconds since the recording began."""
     end: float
@@ -53,7 +53,7 @@ class Event:
     arguments of the call and parameters that live on another device. Gradients of those go back
     with ``origin == j``, other gradients with ``origin > j``."""
     bytes: int = 0
-    """Of a copy: how many."""
+    """Of a copy: its size."""
 
     @property
     def clock(self) -> int:
@@ -62,12 +62,12 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Its duration."""
         return self.end - self.start
 
     @property
     def name(self) -> str:
-        """The name of the task, ``F[3,1]``; of others what they are."""
+        """The name of the task, such as ``F[3,1]``; of a copy or a wait, a description."""
         letter = _LETTERS.get(self.kind)
         if letter is not None:
             return str(Action(letter, self.i, self.j))

@@ -1,8 +1,8 @@
-"""Observers: who wants to be told what a pipe does, as it does it.
+"""Observers, which are told what a pipe does, as it does it.
 
 The standard way is a hook for each kind of event, or a subclass of the runtime. Here it is one
-object with one method for each event; :class:`Observer` has them all and does nothing, so that a
-subclass says what it wants to hear.
+object with one method for each event; those of :class:`Observer` do nothing, and a subclass
+overrides the ones it needs.
 
 An observer cannot break a run: one that raises an ``Exception``, or anything on a worker, is
 dropped, with a line in the log. On the main thread what is no ``Exception`` may come from a signal
@@ -21,7 +21,7 @@ __all__ = ["Observer", "RunInfo", "TaskInfo"]
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """One call of a pipe."""
+    """Identifies one call of a pipe."""
 
     number: int
     """Counted from 0 for each pipe."""
@@ -31,7 +31,7 @@ class RunInfo:
 
 @dataclass(frozen=True, slots=True)
 class TaskInfo:
-    """A task of one call: ``F[i,j]`` or ``R[i,j]``, and in ``forward_backward`` ``B[i,j]``."""
+    """Identifies a task: ``F[i,j]`` or ``R[i,j]``, and in ``forward_backward`` also ``B[i,j]``."""
 
     run: int
     """The number of the call."""
@@ -43,36 +43,36 @@ class TaskInfo:
 
 
 class Observer:
-    """Override what you want to be told. Everything is called on the thread where it happens.
+    """Is told what a pipe does. Subclass it, and override the methods you need.
 
-    That is the caller's for the events of a run, and a worker for those of its tasks: several at
-    once. The recomputations of a ``loss.backward()`` run on a thread of autograd. The work waits
-    until the method returns, so be short. Calling the pipe from a task is refused.
+    A method runs on the thread where the event happens: the caller's for a run, a worker's for a
+    task, autograd's for a recomputation in ``loss.backward()``. So several may run at once. The
+    work waits until the method returns: keep it short. Calling the pipe from a task is refused.
 
-    An observer sees the calls that begin after it was added. After a call was given up because of
-    its ``timeout``, its last tasks may finish later than the call.
+    An observer sees the calls that begin after it was added. If a call runs into its ``timeout``,
+    its last tasks may finish after the call.
     """
 
     def run_started(self, run: RunInfo) -> None:
-        """A call begins: its arguments are split."""
+        """A call begins; its arguments have been split."""
 
     def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
-        """It is over after ``seconds``: ``'succeeded'``, ``'failed'`` or ``'cancelled'``.
+        """A call is over after ``seconds``: ``'succeeded'``, ``'failed'`` or ``'cancelled'``.
 
-        Cancelled is what was interrupted, timed out, or met the end of the pipe.
+        A cancelled call was interrupted, timed out, or ended because the pipe was closed.
         """
 
     def task_started(self, task: TaskInfo) -> None:
         """A task has its input and begins."""
 
     def task_finished(self, task: TaskInfo, seconds: float) -> None:
-        """It is over, whether it failed or not. On CUDA its kernels are queued."""
+        """A task is over, failed or not. On CUDA its kernels are queued, not finished."""
 
     def failed(self, task: TaskInfo, error: BaseException) -> None:
         """``error`` is about to be raised, in the call or in the backward, because of this task.
 
-        Of several tasks that failed it is the first one in the schedule. Whoever keeps the error
-        keeps what its frames reference: activations.
+        If several tasks failed, it is the first one in the schedule. An error that is kept keeps
+        what its frames reference: activations.
         """
 
 

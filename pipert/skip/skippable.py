@@ -29,10 +29,10 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(eq=False, slots=True)
 class stash:
-    """Yield it to put a value aside.
+    """Stashes a value for a later layer: ``yield stash(name, value)``.
 
     Args:
-        name: as declared.
+        name: one that the layer declares to stash.
         value: any pytree, ``None`` included. Its tensors must not be modified in place afterwards.
     """
 
@@ -45,7 +45,7 @@ class stash:
 
 @dataclass(eq=False, slots=True)
 class pop:
-    """Yield it to get a value that was put aside: ``value = yield pop(name)``."""
+    """Gets the value that an earlier layer stashed: ``value = yield pop(name)``."""
 
     name: str
 
@@ -54,10 +54,10 @@ class pop:
 
 
 class Skippable(nn.Module):
-    """The first base of every decorated class.
+    """The first base class of every decorated class.
 
-    Deriving from it instead of ``nn.Module`` changes nothing but that type checkers, which do not
-    see what a decorator does to a class, know :meth:`isolate`.
+    Derive from it instead of ``nn.Module`` only to tell type checkers about :meth:`isolate`: they
+    do not see what a decorator does to a class.
     """
 
     skip_stashes: ClassVar[Mapping[str, int]] = {}
@@ -73,7 +73,7 @@ class Skippable(nn.Module):
         """Put the skips of this layer in a namespace.
 
         Args:
-            ns: the one that the layers at the other end are in, too; ``None`` is the default one.
+            ns: the namespace, the same for the layers at both ends; ``None`` is the default one.
             only: the names to put there; default all.
 
         Returns:
@@ -81,7 +81,7 @@ class Skippable(nn.Module):
 
         Raises:
             ValueError: ``only`` has a name that the layer declares neither to stash nor to pop.
-            TypeError: ``ns`` is no namespace.
+            TypeError: ``ns`` is not a namespace.
         """
         if not isinstance(ns, Namespace | None):
             raise TypeError(f"isolate takes a Namespace or None, got {ns!r}")
@@ -107,13 +107,13 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] | Mapping[str, int] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[M]], type[M]]:
-    """Class decorator for layers that stash and pop skips.
+    """Decorates the class of a layer that stashes or pops skips.
 
     ``forward`` is a generator: it yields ``stash(name, value)``, or ``value = yield pop(name)``,
     and returns its output. It must stash and pop each declared name once.
 
     Args:
-        stash: the names it stashes. A mapping tells how many layers pop each; otherwise one does.
+        stash: the names it stashes. A mapping says how many layers pop each; otherwise one does.
         pop: the names it pops.
 
     Returns:
@@ -122,7 +122,7 @@ def skippable(
         below this one, is declared as well. For other skips of the same code, decorate a subclass.
 
     Raises:
-        TypeError: a name is no string, or the class is no ``nn.Module`` or has an ``isolate`` of
+        TypeError: a name is not a string, or the class no ``nn.Module``, or has an ``isolate`` of
             its own.
         ValueError: a number of layers is not positive.
     """

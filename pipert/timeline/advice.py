@@ -28,20 +28,20 @@ _SHORT = 300e-6  # s; such a task takes little longer than the overhead of runni
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What one partition takes for a micro-batch, in seconds; medians of its tasks."""
+    """The cost of a micro-batch in one partition, in seconds; medians of its tasks."""
 
     forward: float
     recompute: float
-    """Shared out among all micro-batches, those that are not recomputed included."""
+    """Spread over all micro-batches, including those that are not recomputed."""
     backward: float
 
     @property
     def whole(self) -> float:
-        """There and back."""
+        """The sum: forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
 
     def times(self, factor: float) -> Costs:
-        """Of that share of it."""
+        """Multiply each cost by ``factor``."""
         return Costs(self.forward * factor, self.recompute * factor, self.backward * factor)
 
     def __add__(self, other: Costs) -> Costs:
@@ -54,7 +54,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One suggestion."""
+    """One suggestion for a faster step."""
 
     kind: str
     """``'balance'``, ``'chunks'``, ``'checkpoint'``, ``'short tasks'`` or ``'outside'``."""

@@ -37,12 +37,12 @@ class DeviceTimes:
     copying: float
     """Incoming copies."""
     hidden: float
-    """The part of them during computation."""
+    """The part of ``copying`` that overlaps with computing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of :meth:`Timeline.report`; ``str`` of it is the text."""
+    """The result of :meth:`Timeline.report`: figures, and as ``str`` the text."""
 
     calls: int
     """Complete calls: failed or unfinished ones do not count."""
@@ -53,7 +53,7 @@ class Report:
     seconds: float
     """The time from the first event to the last."""
     outside: float
-    """The part of them when the pipe was not at work."""
+    """The part of ``seconds`` when the pipe was not at work."""
     devices: tuple[DeviceTimes, ...]
     bubble: float
     """The share of the devices' time in which they did not compute, from 0 to 1."""

@@ -49,12 +49,41 @@ def test_training_lowers_the_held_out_loss(example: ModuleType, small: list[str]
 
 
 @pytest.mark.slow
-def test_the_last_line_says_the_loss_before_and_after(
+def test_it_ends_with_the_loss_before_and_after_and_how_to_go_on(
     example: ModuleType, tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     example.main([*tiny, "--steps", "2"])
-    last = capsys.readouterr().out.splitlines()[-1]
+    result, advice = capsys.readouterr().out.rstrip().split("\n\n")[-2:]
+    last = result.splitlines()[-1]
     assert re.fullmatch(r"held-out loss: \d\.\d\d before, \d\.\d\d after 2 steps", last)
+    assert advice == example.GO_ON
+
+
+def test_each_option_of_how_to_go_on_exists(example: ModuleType) -> None:
+    options = set(re.findall(r"--[a-z-]+", example.GO_ON))
+    known = set(example.build_parser()._option_string_actions)
+    assert {"--steps", "--save", "--resume", "--devices", "--help"} <= options
+    assert options - known == {"--skip", "--plot"}  # of python -m pipert trace
+
+
+def test_the_trace_that_it_recommends_shows_training(example: ModuleType) -> None:
+    skipped, steps = re.findall(r"--skip (\d+) .*--steps (\d+)", example.GO_ON)[0]
+    evaluated = example.HELD_OUT_WINDOWS / example.build_parser().get_default("batch")
+    assert evaluated < int(skipped) <= evaluated + int(steps) - 10  # the calls that it records
+
+
+@pytest.mark.parametrize(
+    ("devices", "threads"), [("cpu,cpu", 4), ("cpu,cpu,cpu", 2), ("cpu", 6), ("cuda:0,cuda:1", 6)]
+)
+def test_cpu_workers_share_the_cores(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch, devices: str, threads: int
+) -> None:
+    counts = [6]
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("torch.get_num_threads", lambda: counts[-1])
+    monkeypatch.setattr("torch.set_num_threads", counts.append)
+    example.share_cores(example.devices(devices))
+    assert counts[-1] == threads
 
 
 @pytest.mark.slow

@@ -183,6 +183,13 @@ def test_a_run_with_other_options_does_not_take_the_state(run: Folders) -> None:
     assert "belongs to a run with {'lr': 0.01, 'seed': 0}" in life.lines("failed")[0]["exception"]
 
 
+def test_a_run_that_is_past_its_last_step_ends(run: Folders) -> None:
+    run.run("--steps 4")
+    life = run.start("--steps 2")
+    assert life.wait() == 0
+    assert [line["step"] for line in life.lines("stopped")] == [4]
+
+
 def test_two_processes_do_not_use_the_same_states(run: Folders) -> None:
     first = run.start("--save-every 1000")
     first.wait_for("step")
