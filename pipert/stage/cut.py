@@ -132,10 +132,10 @@ class Cut:
             self._copies.transport.wait(i, target, compute, copied)
         wanting = differentiable(loss.targets[i])[0]
         self.stand_ins.update(zip(differentiable(target)[0], wanting, strict=True))
-        own = loss.compute(self._place.number_of_loss(i), self._seed, y, target)
+        own = loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
-        self.step.losses[i] = own.detach() * loss.shares[i]
+        self.step.losses[i] = loss.share_of(i, own.detach())
         return own if skips is None else Carried(own, skips)
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
