@@ -94,6 +94,7 @@ class Runtime:
         with self.counters.open(plan) as told:
             run = self._run(plan, told)
             self._go(run, assemble(run, self._model, inputs, None, stats), threads, timeout)
+            told.outcome = "succeeded"
             return run.outputs
 
     def step(
@@ -115,8 +116,15 @@ class Runtime:
             run = self._run(plan, told)
             stages = assemble(run, self._model, leaves, step, stats)
             self._go(run, stages, threads, timeout)
-        step.check()
-        return step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
+            try:
+                step.check()
+                sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
+                loss = step.commit(sums)
+            except Exception:
+                told.outcome = "failed"  # of no task, so that no observer is told of one
+                raise
+            told.outcome = "succeeded"
+            return loss
 
     def _threads(self) -> list[WorkerThread]:
         """The threads, started; or the reason why they cannot take a run."""
@@ -147,7 +155,6 @@ class Runtime:
             run.return_what_was_read()
         told, error = run.told, run.outcome.take_error()
         if error is None:
-            told.outcome = "succeeded"
             return
         if not (isinstance(error, PipeClosedError) and self.pool.closed):
             told.outcome = "failed"
