@@ -76,12 +76,17 @@ def scale_of(
     if isinstance(scale, torch.amp.GradScaler):
         one = torch.ones((), device=devices[0] if devices else None)
         return scale.scale(one)
-    if isinstance(scale, Tensor) and scale.numel() == 1:
+    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
         scale = scale.detach().reshape(())
         return scale.to(devices[0]) if scale.is_cuda and devices else scale
     if isinstance(scale, float | int):
         return scale
-    raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}")
+    raise TypeError(f"loss_scale must be a number or a GradScaler, got {_looks_of(scale)}")
+
+
+def _looks_of(scale: Any) -> str:
+    on_meta = isinstance(scale, Tensor) and scale.is_meta
+    return f"{describe(scale)}{' on the meta device, without a value' if on_meta else ''}"
 
 
 @dataclass(eq=False)
