@@ -26,6 +26,7 @@ from pipert.engine.clock import Posting
 from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.parametrized import compute_cached
 from pipert.schedules.plan import Plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.told import Told
@@ -111,6 +112,7 @@ class Runtime:
         """
         threads = self._threads()
         with self.counters.open(plan) as told:
+            compute_cached(self._partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
             run = self._run(plan, told)

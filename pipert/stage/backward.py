@@ -85,7 +85,7 @@ def _differentiate_graph(
     if not pairs:
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
-    leaves = leaves_behind([y.node for y in ys], [order.ENTRANCE])
+    leaves, has_others = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
     for leaf in leaves:
         if leaf._backward_hooks and leaf not in cut.stand_ins:
             raise RuntimeError(
@@ -96,7 +96,10 @@ def _differentiate_graph(
             )
     wanted: list[Any] = [*graph.xs, *leaves]
     try:
-        found = torch.autograd.grad(ys, wanted, given, allow_unused=True)
+        # What the caller has computed is behind other micro-batches as well.
+        found = torch.autograd.grad(
+            ys, wanted, given, retain_graph=has_others, allow_unused=True
+        )
     except BaseException:
         # What was ready when a node raised stays with this thread until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))

@@ -147,7 +147,8 @@ def delivery(gradients: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
     """The product, on the device of the gradient and in its dtype."""
-    return gradient * _on(factor, gradient.device)
+    product: Tensor = gradient * _on(factor, gradient.device)
+    return product
 
 
 def _on(factor: float | Tensor, device: torch.device) -> Any:

@@ -122,7 +122,7 @@ def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriv
     """
     roots = [tensor for tensor, _ in (*of_inputs, *of_weights) if tensor.grad_fn is not None]
     ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends))}
+    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends).leaves)}
     reached.update(id(tensor) for tensor, _ in of_inputs)
     first = [one for one in of_weights if id(one[0]) in reached]
     return [*of_inputs, *first], [one for one in of_weights if id(one[0]) not in reached]

@@ -185,7 +185,7 @@ def test_a_loss_may_be_on_another_device_than_its_scale(there: str, home: str, k
 
 @pytest.mark.multi_gpu
 def test_counts_may_be_numbers_beside_tensors_on_any_device() -> None:
-    kinds = iter([lambda n: torch.tensor(n, device="cuda:0"), int, torch.tensor] * 2)
+    kinds: Any = iter([lambda n: torch.tensor(n, device="cuda:0"), int, torch.tensor])
 
     def loss_fn(y: Tensor, target: Tensor) -> Any:
         total = y.square().sum(1)[target > 0].sum()

@@ -177,7 +177,8 @@ class Fails:
         def no(_: Tensor) -> None:
             raise ValueError("no")
 
-        next(pipe.parameters()).register_hook(no)
+        weight: Any = next(pipe.parameters())
+        weight.register_hook(no)
         step(pipe)
 
 
