@@ -155,6 +155,7 @@ class Runtime:
             self.waiting.execute(run, posting, threads, timeout)
         finally:
             run.return_what_was_read()
+            run.seed.settle()
         told, error = run.told, run.outcome.take_error()
         if error is None:
             return

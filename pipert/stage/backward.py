@@ -15,6 +15,7 @@ from torch import Tensor
 from pipert.autograd import order
 from pipert.autograd.again import Graph
 from pipert.autograd.leaves import leaves_behind
+from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
 from pipert.stage.stage import How, Stage
@@ -100,9 +101,11 @@ def _differentiate_graph(
         found = torch.autograd.grad(
             ys, wanted, given, retain_graph=has_others, allow_unused=True
         )
-    except BaseException:
+    except BaseException as error:
         # What was ready when a node raised stays with this thread until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
+        if isinstance(error, RuntimeError):
+            refuse_reentrant_checkpoint(error)
         raise
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     weights = leaves
