@@ -71,7 +71,8 @@ class Observer:
     def failed(self, task: TaskInfo, error: BaseException) -> None:
         """``error`` is about to be raised, in the call or in the backward, because of this task.
 
-        Of several tasks that failed it is the first one in the schedule. Whoever keeps the error
+        Of several tasks that failed it is the first one in the schedule. A step may also fail after
+        its tasks, because of its loss or a hook of a parameter: then no task is told of. Whoever keeps the error
         keeps what its frames reference: activations.
         """
 

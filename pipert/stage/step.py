@@ -49,7 +49,7 @@ class Step:
                 "the loss does not require grad, so there is nothing to go backward through: no "
                 "parameter of the model requires grad, or loss_fn detaches"
             )
-        _warn_of_some(self._losses())
+        self._warn_of_some()
         if self.keep_outputs:
             self.output = gather([self.outputs.pop(i) for i in sorted(self.outputs)])
 
@@ -82,6 +82,29 @@ class Step:
     def _losses(self) -> Tensor:
         return torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)])
 
+    def _warn_of_some(self) -> None:
+        """Warn if the losses of some micro-batches are not finite, and those of others are.
+
+        Not on a GPU: one would have to wait for it.
+        """
+        if any(loss.is_cuda for loss in self.losses.values()):
+            return
+        losses = self._losses()
+        if bool(losses.sum().isfinite()):
+            return
+        finite = losses.isfinite()
+        if bool(finite.any()):
+            found = [i for i in range(len(losses)) if not finite[i]]
+            named = ", ".join(f"{losses[i]} for micro-batch {i}" for i in found)
+            warnings.warn(
+                f"the loss is {named}, and finite for the other {len(losses) - len(found)}. A mean "
+                "of nothing is nan, as of a micro-batch with only ignored targets: let loss_fn "
+                "return a pair (sum, count), and the loss is the mean of what counts in the "
+                "mini-batch",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
     def _correct(self, sums: Sequence[Gradients]) -> None:
         """Divide gradients by the real count, where they were divided by an expected one."""
         correction = self.loss.counts.correction()
@@ -92,26 +115,6 @@ class Step:
         for i, dxs in self.input_gradients.items():
             corrected = [None if dx is None else scaled(dx, correction) for dx in dxs]
             self.input_gradients[i] = corrected
-
-
-def _warn_of_some(losses: Tensor) -> None:
-    """Warn if the losses of some micro-batches are not finite, and those of others are.
-
-    Not on a GPU: one would have to wait for it.
-    """
-    if losses.is_cuda or bool(losses.sum().isfinite()):
-        return
-    finite = losses.isfinite()
-    if bool(finite.any()):
-        found = [i for i in range(len(losses)) if not finite[i]]
-        named = ", ".join(f"{losses[i]} for micro-batch {i}" for i in found)
-        warnings.warn(
-            f"the loss is {named}, and finite for the other {len(losses) - len(found)}. A mean of "
-            "nothing is nan, as of a micro-batch with only ignored targets: let loss_fn return a "
-            "pair (sum, count), and the loss is the mean of what counts in the mini-batch",
-            RuntimeWarning,
-            stacklevel=5,
-        )
 
 
 def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriving]:
