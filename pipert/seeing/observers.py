@@ -72,8 +72,8 @@ class Observer:
         """``error`` is about to be raised, in the call or in the backward, because of this task.
 
         Of several tasks that failed it is the first one in the schedule. A step may also fail after
-        its tasks, because of its loss or a hook of a parameter: then no task is told of. Whoever keeps the error
-        keeps what its frames reference: activations.
+        its tasks, because of its loss or a hook of a parameter; that is told of no task. Whoever
+        keeps the error keeps what its frames reference: activations.
         """
 
 
