@@ -239,14 +239,14 @@ class Pipe(Partitioned):
             *args: as in :meth:`forward`.
             **kwargs: likewise.
             loss_fn: called with the output and the target of each micro-batch, on the last worker;
-                returns a tensor of one element.
+                returns a tensor of one element, or a pair: a sum, and the count to divide it by.
             target: any pytree; split like the arguments, and moved to the last device.
             schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps ``2 * (n - j) - 1`` and
                 waits for no copies; ``'interleaved'``, for devices with several partitions;
                 ``'gpipe'``, which fills and drains; or a function: :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
-                loss is that of the mini-batch, however it was split. ``'sum'`` adds up; use it
-                where rows count differently, as with ``ignore_index``, and divide in ``loss_fn``.
+                loss is that of the mini-batch, however it was split. Where rows count differently,
+                as with ``ignore_index``, return the pair. ``'sum'`` adds up.
             loss_scale: gradients are those of the loss times this; or the ``GradScaler`` that
                 knows. Default: not scaled.
             return_outputs: whether to return the outputs, too; default no.
@@ -261,7 +261,7 @@ class Pipe(Partitioned):
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
-            TypeError: as :meth:`forward`; or ``loss_fn`` returned something else.
+            TypeError: as :meth:`forward`; or ``loss_fn`` returned anything else.
             RuntimeError: gradients are disabled, or the loss does not require any.
             Exception: as :meth:`forward`; whatever a layer raises on its way back, too.
         """

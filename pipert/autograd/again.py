@@ -119,7 +119,11 @@ class Again:
         forget.hooks = self.hooks
         before = node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, unpack):
-            y = compute(self._rebuild(tuple(own)))
+            try:
+                y = compute(self._rebuild(tuple(own)))
+            except RuntimeError as error:
+                _refuse_transform(error)
+                raise
         nodes = range(before, node_count())
         ys, rebuild = differentiable(y)
         self._nodes, self.saves, self._looks = len(nodes), next(saved), list(map(_look, ys))
@@ -251,6 +255,22 @@ def refuse(_: Any) -> Tensor:
         "a backward came through the forward of a micro-batch whose activations are not kept: "
         "a layer ran it through itself, or has stored what a loss uses; use checkpoint='never'"
     )
+
+
+def _refuse_transform(error: RuntimeError) -> None:
+    """Say what to do about what torch says of our hooks.
+
+    Raises:
+        RecomputationError: ``error`` comes from ``torch.func``.
+    """
+    if str(error).startswith("torch.func.") and "saved tensor hooks" in str(error):
+        refused = RecomputationError(
+            "a layer used torch.func.grad, vjp, jacrev or hessian in a partition that is "
+            "recomputed, whose forward saves nothing; use checkpoint='never'"
+        )
+        for note in getattr(error, "__notes__", ()):
+            refused.add_note(note)
+        raise refused from error
 
 
 @contextlib.contextmanager

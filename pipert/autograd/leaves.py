@@ -1,5 +1,9 @@
 """Leaves: which ones a graph is made of, and how functions take them without a deadlock.
 
+A graph of a task goes on in one of the caller's where the task uses a tensor that the caller has
+computed, such as a learned temperature. Nodes have numbers, but each thread counts for itself, so a
+thread that makes graphs begins where no caller has been (:func:`begin_numbers`).
+
 torch (2.13) looks up the ``AccumulateGrad`` of a leaf, or makes it, while it holds the leaf's lock,
 and may take the interpreter's lock meanwhile: to make it, or if Python alone holds it. A
 ``Function`` in Python is applied in the opposite order: it has the interpreter's lock and waits for
@@ -13,7 +17,7 @@ interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,14 +42,42 @@ node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node gets which the current thread makes."""
 
 
-def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Tensor]:
+def begin_numbers(after: int) -> int:
+    """Let the current thread count nodes from ``after`` on; return what the next one gets.
+
+    A thread that is far behind stays there: it would take long, and nodes of another thread that
+    have such numbers are from long ago.
+    """
+    behind = after - node_count()
+    if 0 < behind <= _FAR:
+        for _ in range(behind):
+            _Node()
+    return node_count()
+
+
+_FAR = 1_000_000  # nodes, which take 0.1 s
+_Node: Callable[[], object] = torch._C._functions.UndefinedGrad
+
+
+class Behind(NamedTuple):
+    """What is behind the ends of graphs."""
+
+    leaves: list[Tensor]
+    has_others: bool
+    """Whether a graph has nodes of others, who may go through them as well."""
+
+
+def leaves_behind(
+    ends: Iterable[Node], known: Iterable[Tensor] = (), ours: range | None = None
+) -> Behind:
     """The leaves that graphs with these ends are made of, but for those that are known.
 
-    Not only parameters of layers: a layer may train a tensor that it keeps for itself.
+    Not only parameters of layers: a layer may train a tensor that it keeps for itself. ``ours`` are
+    the numbers of the nodes that nobody else goes through.
     """
     seen: set[Any] = {*ends, None}
     left: list[Any] = [*seen - {None}]
-    found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
+    found, leaves, has_others = {id(leaf) for leaf in known}, list[Tensor](), False
     while left:  # some microseconds a node in Python, so this does not look at more than it must
         node = left.pop()
         below = node.next_functions
@@ -54,11 +86,13 @@ def leaves_behind(ends: Iterable[Node], known: Iterable[Tensor] = ()) -> list[Te
             if id(leaf) not in found and leaf.requires_grad:
                 found.add(id(leaf))
                 leaves.append(leaf)
+        elif ours is not None and node._sequence_nr() not in ours:
+            has_others = True
         for child, _ in below:
             if child not in seen:
                 seen.add(child)
                 left.append(child)
-    return leaves
+    return Behind(leaves, has_others)
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:

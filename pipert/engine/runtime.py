@@ -26,6 +26,7 @@ from pipert.engine.clock import Posting
 from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.parametrized import compute_cached
 from pipert.schedules.plan import Plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.told import Told
@@ -94,6 +95,7 @@ class Runtime:
         with self.counters.open(plan) as told:
             run = self._run(plan, told)
             self._go(run, assemble(run, self._model, inputs, None, stats), threads, timeout)
+            told.outcome = "succeeded"
             return run.outputs
 
     def step(
@@ -110,13 +112,21 @@ class Runtime:
         """
         threads = self._threads()
         with self.counters.open(plan) as told:
+            compute_cached(self._partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
             run = self._run(plan, told)
             stages = assemble(run, self._model, leaves, step, stats)
             self._go(run, stages, threads, timeout)
-        step.check()
-        return step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
+            try:
+                step.check()
+                sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
+                loss = step.commit(sums)
+            except Exception:
+                told.outcome = "failed"  # of no task, so that no observer is told of one
+                raise
+            told.outcome = "succeeded"
+            return loss
 
     def _threads(self) -> list[WorkerThread]:
         """The threads, started; or the reason why they cannot take a run."""
@@ -145,9 +155,9 @@ class Runtime:
             self.waiting.execute(run, posting, threads, timeout)
         finally:
             run.return_what_was_read()
+            run.seed.settle()
         told, error = run.told, run.outcome.take_error()
         if error is None:
-            told.outcome = "succeeded"
             return
         if not (isinstance(error, PipeClosedError) and self.pool.closed):
             told.outcome = "failed"

@@ -20,6 +20,25 @@ _CHECKPOINTS = {
 _CALL = os.path.join(os.path.dirname(__file__), "call.py")
 
 
+def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
+    """Say what to do in a step about what torch says of its reentrant checkpoint.
+
+    That adds to ``.grad`` itself, by a backward of its own in the middle of ``B[i,j]``: a part for
+    each micro-batch, also in a step that fails.
+
+    Raises:
+        NestedCheckpointError: ``error`` comes from there.
+    """
+    if str(error).startswith("When use_reentrant=True"):
+        raise NestedCheckpointError(
+            "a layer used torch.utils.checkpoint with use_reentrant=True in forward_backward, "
+            "where it would add a part of each gradient to .grad by itself. Use "
+            "use_reentrant=False (transformers: gradient_checkpointing_enable("
+            "gradient_checkpointing_kwargs={'use_reentrant': False})), or let the pipe checkpoint, "
+            "with checkpoint='always'"
+        ) from error
+
+
 def refuse_nested_checkpoint(message: str) -> None:
     """Refuse ``torch.utils.checkpoint`` inside the current layer.
 

@@ -41,11 +41,12 @@ class RunSeed:
     Made in the caller. A run inside a task of another one draws from that task's generator.
     """
 
-    __slots__ = ("_number", "_outer", "used")
+    __slots__ = ("_before", "_number", "_outer", "used")
 
     def __init__(self) -> None:
         self._outer: Stream | None = stashed() if DRAWING.is_included() else None
         self._number: int | None = None
+        self._before: torch.Tensor | None = None  # the state of the generator
         self.used = False
 
     def get(self) -> int:
@@ -57,10 +58,24 @@ class RunSeed:
     def use(self) -> None:
         """Advance the generator, once, after random numbers have been drawn."""
         if not self.used:
+            self._before = self._generator().get_state()
             _draw(self._generator())
             self.used = True
             if self._outer is not None:
                 self._outer.seed.use()
+
+    def settle(self) -> None:
+        """Advance the generator again if a layer has put it back. When the run is over.
+
+        ``fork_rng`` saves and restores the state of the process, as ``torch.utils.checkpoint`` does
+        in a backward. Where two threads do that at once, one may save what the other has put on,
+        and restore that in the end: the state in which the run began.
+        """
+        before, self._before = self._before, None
+        if before is not None and self._outer is None:
+            with _drawing.current, plain_operations():
+                if torch.equal(before, torch.default_generator.get_state()):
+                    _draw(torch.default_generator)
 
     def forget(self) -> None:
         """Release the number if nothing has been drawn with it."""

@@ -71,8 +71,9 @@ class Observer:
     def failed(self, task: TaskInfo, error: BaseException) -> None:
         """``error`` is about to be raised, in the call or in the backward, because of this task.
 
-        If several tasks failed, it is the first one in the schedule. An error that is kept keeps
-        what its frames reference: activations.
+        If several tasks failed, it is the first one in the schedule. A step may also fail after its
+        tasks, because of its loss or a hook of a parameter; that is told of no task. An error that
+        is kept keeps what its frames reference: activations.
         """
 
 

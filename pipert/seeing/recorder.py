@@ -63,6 +63,7 @@ class Recording:
         self.origin = Origin(devices)
         self.spans: list[Span] = []
         self.steps: set[int] = set()  # the runs whose backward is done by the workers
+        self.failed: set[int] = set()  # the runs that did not succeed, whatever they have recorded
         self.is_open = True
 
     def events(self) -> list[Event]:
@@ -128,6 +129,11 @@ class Recorder:
         """What began as ``span`` is over."""
         if self:
             span.end = stamp(span.clock, on)
+
+    def fail(self) -> None:
+        """Note that the run has failed, or was cancelled."""
+        for recording in self._recordings:
+            recording.failed.add(self.run)
 
     @contextlib.contextmanager
     def during(

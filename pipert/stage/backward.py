@@ -15,6 +15,7 @@ from torch import Tensor
 from pipert.autograd import order
 from pipert.autograd.again import Graph
 from pipert.autograd.leaves import leaves_behind
+from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
 from pipert.stage.stage import How, Stage
@@ -85,7 +86,7 @@ def _differentiate_graph(
     if not pairs:
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
-    leaves = leaves_behind([y.node for y in ys], [order.ENTRANCE])
+    leaves, has_others = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
     for leaf in leaves:
         if leaf._backward_hooks and leaf not in cut.stand_ins:
             raise RuntimeError(
@@ -96,10 +97,15 @@ def _differentiate_graph(
             )
     wanted: list[Any] = [*graph.xs, *leaves]
     try:
-        found = torch.autograd.grad(ys, wanted, given, allow_unused=True)
-    except BaseException:
+        # What the caller has computed is behind other micro-batches as well.
+        found = torch.autograd.grad(
+            ys, wanted, given, retain_graph=has_others, allow_unused=True
+        )
+    except BaseException as error:
         # What was ready when a node raised stays with this thread until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
+        if isinstance(error, RuntimeError):
+            refuse_reentrant_checkpoint(error)
         raise
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     weights = leaves

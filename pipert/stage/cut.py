@@ -15,6 +15,7 @@ from torch import Tensor
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
+from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
@@ -60,7 +61,7 @@ class Cut:
     """
 
     __slots__ = (
-        "_again", "_copies", "_entered", "_hooks", "_is_last", "_place",
+        "_again", "_callers", "_copies", "_entered", "_first", "_hooks", "_is_last", "_place",
         "_recomputed", "_seed", "gradients", "kept", "stand_ins", "step",
     )  # fmt: skip
 
@@ -77,8 +78,12 @@ class Cut:
         self._copies = copies
         self._entered = Entered((), ())
         self._again: Again | None = None  # of the micro-batch that is at work
+        self._callers = node_count()  # what the caller makes has numbers below that
+        self._first: int | None = None  # and what is made here from that on
 
     def enter(self, i: int, x: Value) -> Value:
+        if self._first is None:
+            self._first = begin_numbers(self._callers)
         copied = None
         if self._copies.come_in:
             x, copied = self._copies.bring_input(i, x)
@@ -132,10 +137,10 @@ class Cut:
             self._copies.transport.wait(i, target, compute, copied)
         wanting = differentiable(loss.targets[i])[0]
         self.stand_ins.update(zip(differentiable(target)[0], wanting, strict=True))
-        own = loss.compute(self._place.number_of_loss(i), self._seed, y, target)
+        own = loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
-        self.step.losses[i] = own.detach() * loss.shares[i]
+        self.step.losses[i] = loss.share_of(i, own.detach())
         return own if skips is None else Carried(own, skips)
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
@@ -164,6 +169,10 @@ class Cut:
             self._copies.transport.wait(i, moved, compute, copied)
         here = iter(moved)
         return [None if gradient is None else next(here) for gradient in gradients]
+
+    def numbers(self) -> range:
+        """Of the nodes that were made here, none of which a caller's tensor has."""
+        return range(self._first or 0, node_count())
 
     def let_others_copy(self, i: int) -> None:
         """Let others copy the gradients that are there now."""

@@ -47,6 +47,8 @@ class _Sum:
             # In the memory format of the weight, which may live on another device.
             own = torch.empty_like(self.weight, device=gradient.device)
             self.total, self.is_own = torch.add(self.total, gradient, out=own), True
+        elif gradient.layout == torch.strided:
+            self.total = gradient + self.total  # torch adds sparse to dense, not the other way
         else:
             self.total = self.total + gradient
 
@@ -75,6 +77,17 @@ class Gradients:
                 before.add(gradient)
         if totals:
             torch._foreach_add_(totals, added)  # of many small ones a call takes most of the time
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply all of them: in their place, but for what others have as well."""
+        own: dict[torch.device, list[Tensor]] = {}
+        for one in self._sums.values():
+            if one.is_own and one.total.layout == torch.strided:
+                own.setdefault(one.total.device, []).append(one.total)
+            else:
+                one.total = scaled(one.total, factor)
+        for device, totals in own.items():
+            torch._foreach_mul_(totals, _on(factor, device))
 
     def take(self) -> Arriving:
         """Each weight with its sum; leaves nothing behind."""
@@ -199,6 +212,16 @@ def delivery(gradients: Arriving) -> Tensor:
         del held
     end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
     return end
+
+
+def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
+    """The product, on the device of the gradient and in its dtype."""
+    product: Tensor = gradient * _on(factor, gradient.device)
+    return product
+
+
+def _on(factor: float | Tensor, device: torch.device) -> Any:
+    return factor.to(device) if isinstance(factor, Tensor) else factor
 
 
 def gathered(sums: Iterable[Gradients]) -> Arriving:

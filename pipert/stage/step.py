@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,15 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.microbatch import gather
-from pipert.stage.gradients import Arriving, Gradients, delivery, gathered, give, split_off
+from pipert.stage.gradients import (  # fmt: skip
+    Arriving,
+    Gradients,
+    delivery,
+    gathered,
+    give,
+    scaled,
+    split_off,
+)
 from pipert.stage.loss import Loss
 
 __all__: list[str] = []
@@ -24,7 +33,7 @@ class Step:
     loss: Loss
     keep_outputs: bool = False
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of each micro-batch its share of the mini-batch's."""
+    """Of each micro-batch what it adds to that of the mini-batch, or to its sum."""
     outputs: dict[int, Value] = field(default_factory=dict)
     output: Value = None
     """Of the mini-batch, when it was gathered."""
@@ -38,12 +47,15 @@ class Step:
         Raises:
             ValueError: the outputs cannot be put together.
             RuntimeError: the loss does not require grad.
+            RuntimeWarning: the losses of some micro-batches are not finite; where warnings are
+                errors.
         """
         if not self.loss.is_differentiable:
             raise RuntimeError(
                 "the loss does not require grad, so there is nothing to go backward through: no "
                 "parameter of the model requires grad, or loss_fn detaches"
             )
+        self._warn_of_some()
         if self.keep_outputs:
             self.output = gather([self.outputs.pop(i) for i in sorted(self.outputs)])
 
@@ -53,13 +65,14 @@ class Step:
         for kept in (self.losses, self.outputs, self.input_gradients):
             kept.clear()
 
-    def commit(self, sums: Iterable[Gradients]) -> Tensor:
+    def commit(self, sums: Sequence[Gradients]) -> Tensor:
         """Let all gradients arrive: in ``.grad``, and those of inputs in the caller's graph.
 
         Returns:
             The loss of the mini-batch, without a graph.
         """
-        loss = torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)]).sum()
+        loss = self.loss.of_mini_batch(self._losses())
+        self._correct(sums)
         of_inputs: Arriving = []
         of_weights = gathered(sums)
         for i, xs in enumerate(self.inputs):
@@ -75,6 +88,43 @@ class Step:
             torch.autograd.backward(delivery(left))
         return loss
 
+    def _losses(self) -> Tensor:
+        return torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)])
+
+    def _warn_of_some(self) -> None:
+        """Warn if the losses of some micro-batches are not finite, and those of others are.
+
+        Not on a GPU: one would have to wait for it.
+        """
+        if any(loss.is_cuda for loss in self.losses.values()):
+            return
+        losses = self._losses()
+        if bool(losses.sum().isfinite()):
+            return
+        finite = losses.isfinite()
+        if bool(finite.any()):
+            found = [i for i in range(len(losses)) if not finite[i]]
+            named = ", ".join(f"{losses[i]} for micro-batch {i}" for i in found)
+            warnings.warn(
+                f"the loss is {named}, and finite for the other {len(losses) - len(found)}. A mean "
+                "of nothing is nan, as of a micro-batch with only ignored targets: let loss_fn "
+                "return a pair (sum, count), and the loss is the mean of what counts in the "
+                "mini-batch",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+
+    def _correct(self, sums: Sequence[Gradients]) -> None:
+        """Divide gradients by the real count, where they were divided by an expected one."""
+        correction = self.loss.counts.correction()
+        if correction is None:
+            return
+        for of_partition in sums:
+            of_partition.scale(correction)
+        for i, dxs in self.input_gradients.items():
+            corrected = [None if dx is None else scaled(dx, correction) for dx in dxs]
+            self.input_gradients[i] = corrected
+
 
 def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriving]:
     """First all that goes through the caller's graph, which may fail, and ends in it.
@@ -86,7 +136,7 @@ def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriv
     if not of_inputs and not roots:
         return [], of_weights
     ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
-    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends))}
+    reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends).leaves)}
     reached.update(id(tensor) for tensor, _ in of_inputs)
     first = [one for one in of_weights if id(one[0]) in reached]
     return [*of_inputs, *first], [one for one in of_weights if id(one[0]) not in reached]

@@ -34,6 +34,7 @@ class Timeline:
         chunks: the requested number of micro-batches; a call with fewer had no more rows.
             Default: unknown.
         steps: the numbers of the calls of ``forward_backward``. Default: none.
+        failed: the numbers of the calls that failed or were cancelled. Default: none.
 
     Raises:
         ValueError: the arguments are inconsistent; the first bad event is named.
@@ -47,6 +48,7 @@ class Timeline:
         layers: Sequence[Sequence[float]] | None = None,
         chunks: int | None = None,
         steps: Iterable[int] = (),
+        failed: Iterable[int] = (),
     ) -> None:
         self._events = tuple(sorted(events, key=lambda event: (event.start, event.end)))
         self._devices = tuple(torch.device(device) for device in devices)
@@ -54,6 +56,7 @@ class Timeline:
         self._layers = layers
         self._chunks = chunks
         self._steps = frozenset(steps)
+        self._failed = frozenset(failed)
         n = len(self._devices)
         if len(self._workers) != n or {*self._workers} != {*range(len({*self._workers}))}:
             raise ValueError(
@@ -97,6 +100,11 @@ class Timeline:
         return self._steps
 
     @property
+    def failed(self) -> frozenset[int]:
+        """The calls that failed or were cancelled, which the report leaves out."""
+        return self._failed
+
+    @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
         """The median seconds of each partition's layers in a forward task, if known."""
         return self._layers
@@ -111,7 +119,7 @@ class Timeline:
         """
         return make_report(
             self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
-            self._chunks, self.steps,
+            self._chunks, self.steps, self.failed,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -168,6 +176,10 @@ class LiveTimeline(Timeline):
     @property
     def steps(self) -> frozenset[int]:
         return frozenset(self._recording.steps)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return frozenset(self._recording.failed)
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:

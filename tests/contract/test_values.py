@@ -389,6 +389,33 @@ def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> N
     same(grads_of(module), grads_of(plain))
 
 
+class NowAndThenSparse(nn.Module):
+    """An embedding whose gradient is sparse for a micro-batch that begins with a token below 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(9, 3, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight, sparse=bool(tokens[0] < 5))
+
+
+@each_way
+@pytest.mark.parametrize("first", [[0, 7, 0, 7], [7, 0, 7, 0], [0, 0, 7, 7], [7, 7, 0, 0]])
+def test_a_gradient_may_be_sparse_for_one_micro_batch_and_dense_for_another(
+    first: list[int], way: Way
+) -> None:
+    module = nn.Sequential(NowAndThenSparse(), linear(3, 9))
+    tokens, plain = torch.tensor([[k, 3] for k in first]).flatten(), copy.deepcopy(module)
+    with piped(module, [1, 1], way, chunks=4) as pipe:
+        for _ in range(2):
+            take_step(pipe, way, tokens, target=tokens, loss_fn=cross_entropy)
+            cross_entropy(plain(tokens), tokens).backward()
+    found, expected = ([p.grad for p in one.parameters()] for one in (module, plain))
+    same(*[[g.to_dense() for g in grads if g is not None] for grads in (found, expected)])
+
+
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])

@@ -122,7 +122,7 @@ def kinds_of(case: Case) -> list[str]:
     kinds += ["devices: one twice"] * (len(set(case.devices)) < len(case.devices))
     for step in case.steps:
         kinds += ["step: fault"] * (step.fault is not None and "fragile" in case.units)
-        flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on")
+        flags = ("streams", "recorded", "late", "loss_there", "anomaly", "scale_on", "counts")
         kinds += [f"step: {name}" for name in flags if getattr(step, name)]
         kinds += [f"then: {what}" for what in step.then]
     return kinds

@@ -8,7 +8,8 @@ from random import Random
 __all__ = ["Case", "Step", "draw"]
 
 HOWS = {  # how a step is done, and how often
-    "call": 6, "gpipe": 3, "1f1b": 4, "own order": 3, "two calls": 2, "two threads": 1,
+    "call": 6, "gpipe": 3, "1f1b": 4, "interleaved": 3, "own order": 3, "two calls": 2,
+    "two threads": 1,
     "twice": 1, "penalty": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
 }  # fmt: skip
 UNITS = {  # layers that belong together, and how often; see layers.py
@@ -45,6 +46,8 @@ class Step:
     """Whether autograd looks for anomalies."""
     scale_on: str | None = None
     """The device of a loss scale, where ``forward_backward`` is given one."""
+    counts: bool = False
+    """Whether the loss of ``forward_backward`` is a sum and a count, and so a mean."""
     loss_there: bool = False
     """Whether the loss of a call is computed where the target is."""
     late: bool = False
@@ -84,6 +87,8 @@ def draw(seed: int, number: int) -> Case:
     units = tuple(_weighted(dice, UNITS) for _ in range(dice.randint(1, 6)))
     n = dice.randint(1, 4)
     devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
+    if dice.random() < 0.3:  # dealt out in turns
+        devices = tuple(dice.sample(DEVICES[:4], 2))
     return Case(
         seed=dice.randrange(1000),
         units=units,
@@ -123,6 +128,7 @@ def _step(dice: Random, devices: tuple[str, ...]) -> Step:
         fault=(dice.choice("FB"), dice.randrange(4)) if dice.random() < 0.15 else None,
         anomaly=dice.random() < 0.1,
         scale_on=place() if dice.random() < 0.2 else None,
+        counts=dice.random() < 0.3,
         loss_there=dice.random() < 0.3,
         late=dice.random() < 0.3,
         then=tuple(what for what in then if what),

@@ -15,18 +15,20 @@ from torch import Tensor, nn
 from pipert import Pipe
 from tests.fuzz.case import Case, Step
 from tests.fuzz.layers import RANDOM, Fault, Fragile, build
+from tests.fuzz.orders import schedule_of
 from tests.fuzz.users import (
     GPUS,
     Batch,
     Found,
-    Order,
     allocate,
     batches,
     chunks_of,
     circumstances,
     clear_up,
+    count_of,
     keep,
     loss_of,
+    loss_with_count,
     take,
 )
 
@@ -83,16 +85,15 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
         if step.late and step.x_on != str(pipe.devices[0]):
             batch.overwrite(target=False)
 
-    schedule: Any = step.how if step.how == "gpipe" else "1f1b"
-    if step.how == "own order":
-        schedule = Order(case.seed, ordered="batch norm" in case.units)
+    schedule = schedule_of(case, step, pipe._workers)
+    loss_fn, reduction = (loss_with_count, "mean") if step.counts else (loss_of, "sum")
 
     def whole() -> Tensor:
         args, kwargs = batch.arguments(case, step)
         with precision(case):
             loss: Tensor = pipe.forward_backward(
-                *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
-                schedule=schedule, reduction="sum", loss_scale=batch.loss_scale, **kwargs,
+                *args, loss_fn=functools.partial(loss_fn, batch.always), target=batch.target,
+                schedule=schedule, reduction=reduction, loss_scale=batch.loss_scale, **kwargs,
             )  # fmt: skip
         return loss
 
@@ -171,7 +172,7 @@ def reference(case: Case, found: Found) -> Found:
             plain.train(step.training and step.how != "evaluation")
             forward = functools.partial(_forward, case, step, plain, batch)
             take(
-                step, batch, expected, forward, functools.partial(_whole, forward, batch), int
+                step, batch, expected, forward, functools.partial(_whole, step, forward, batch), int
             )
         keep_gradients(expected, plain)
         clear_up(step, plain, optimizer, batch)
@@ -179,8 +180,10 @@ def reference(case: Case, found: Found) -> Found:
     return expected
 
 
-def _whole(forward: Any, batch: Batch) -> Tensor:
+def _whole(step: Step, forward: Any, batch: Batch) -> Tensor:
     loss: Any = loss_of(batch.always, forward(), batch.target)
+    if step.counts:
+        loss = loss / count_of(batch.target)
     (loss if batch.loss_scale is None else loss * batch.loss_scale).backward()
     return loss.detach()  # type: ignore[no-any-return]
 

@@ -12,56 +12,20 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipert import Replicate
-from pipert.schedules import Action
 from tests.fuzz.case import Case, Step
 
 __all__ = [
-    "Batch", "Found", "Order", "allocate", "batches", "chunks_of", "circumstances", "clear_up",
-    "keep", "loss_of", "take",
+    "Batch", "Found", "allocate", "batches", "chunks_of", "circumstances", "clear_up", "count_of",
+    "keep", "loss_of", "loss_with_count", "take",
 ]  # fmt: skip
 
 GPUS = 4
-
-
-@dataclass(frozen=True)
-class Order:
-    """A schedule that does any action that can be done, one in a tick."""
-
-    seed: int
-    ordered: bool
-    """Whether the first partition takes the micro-batches in order, as BatchNorm would notice."""
-
-    def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
-        dice = Random(self.seed)
-        there, back = list(range(m)), list(range(m))
-        if not self.ordered:
-            dice.shuffle(there)
-        dice.shuffle(back)
-        left = {
-            ("F", j): [Action("F", i, j) for i in there] for j in range(n)
-        } | {("B", j): [Action(k, i, j) for i in back for k in "RB"] for j in range(n)}
-        done: set[Action] = set()
-        while any(left.values()):
-            ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]
-            action = left[dice.choice(ready)].pop(0)
-            done.add(action)
-            yield [action]
-
-
-def _can(action: Action, n: int, done: set[Action]) -> bool:
-    kind, i, j = action
-    if kind == "F":
-        return j == 0 or Action("F", i, j - 1) in done
-    return Action("F", i, j) in done and (
-        kind == "R" or j == n - 1 or Action("B", i, j + 1) in done
-    )
 
 
 @dataclass
@@ -191,6 +155,16 @@ def loss_of(always: Tensor, output: Any, target: Tensor) -> Tensor:
     return (y.to(target.dtype) * target).square().sum() * always
 
 
+def count_of(target: Tensor) -> Tensor:
+    """Micro-batches of one size differ in it."""
+    return len(target) + (target[:, 0] > 0).sum()
+
+
+def loss_with_count(always: Tensor, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and what it is to be divided by."""
+    return loss_of(always, output, target), count_of(target)
+
+
 @functools.cache
 def own_streams() -> list[torch.cuda.Stream]:
     """The user's own streams, one for each device."""
@@ -238,7 +212,7 @@ def take(
             before_backward()
             keep(found, "output", y)
         return
-    if step.how in ("gpipe", "1f1b", "own order"):
+    if step.how in ("gpipe", "1f1b", "interleaved", "own order"):
         keep(found, "loss", whole().detach())
     elif step.how == "two threads":
         _two_users(step, batch, forward, whole, at_once)

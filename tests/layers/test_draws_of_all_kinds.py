@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from pipert import RecomputationError, is_recomputing
 from tests.layers import Apply
@@ -200,6 +202,61 @@ def test_what_a_backward_draws_changes_no_forward(schedule: str) -> None:
     noisy = step(BACKWARDS["custom function"], schedule=schedule)
     assert torch.equal(quiet[1], noisy[1]) and quiet[2] == noisy[2]
     assert not torch.equal(quiet[0][0], noisy[0][0])
+
+
+class Nested(nn.Module):
+    """Draws nothing, and is recomputed by torch, which puts the state of its forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_checkpoint_in_a_layer_beside_those_that_draw_changes_nothing(
+    schedule: str, mode: str
+) -> None:
+    torch.manual_seed(1)
+    noisy = [nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(2)]
+    x, found = torch.randn(16, 8), set()
+    with pipe_of_layers(
+        Nested(), noisy[0], Nested(), noisy[1], chunks=8, checkpoint=mode
+    ) as pipe:
+        for _ in range(12):
+            torch.manual_seed(0)
+            pipe.zero_grad()
+            for _ in range(2):
+                pipe.forward_backward(x, target=x, loss_fn=F.mse_loss, schedule=schedule)
+            grads = [p.grad for p in pipe.parameters() if p.grad is not None]
+            found.add((state(), *(grad.numpy().tobytes() for grad in grads)))
+    assert len(found) == 1
+
+
+def test_the_generator_is_one_draw_ahead_though_a_layer_puts_it_back(one_draw: bytes) -> None:
+    """What two checkpoints do that restore it at the same time."""
+    drawn, kept = threading.Event(), list[Tensor]()
+
+    def put_back(x: Tensor) -> Tensor:
+        if not kept:
+            kept.append(torch.get_rng_state())
+        else:
+            assert drawn.wait(10)
+            torch.set_rng_state(kept[0])
+        return x
+
+    def draw(x: Tensor) -> Tensor:
+        y = F.dropout(x)
+        drawn.set()
+        return y
+
+    torch.manual_seed(0)
+    with pipe_of_layers(Apply(put_back), Apply(draw), chunks=2) as pipe:
+        pipe(torch.ones(4, 4))
+    assert state() == one_draw
 
 
 def test_operations_that_nobody_has_used_before_are_known() -> None:

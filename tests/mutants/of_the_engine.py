@@ -96,14 +96,14 @@ OF_STEPS = [
     Mutant(
         "gradients-of-a-failed-step", RUNTIME,
         "a step that fails delivers the gradients that it has summed up by then to `.grad`",
-        "            self._go(run, stages, threads, timeout)\n        step.check()",
+        "            self._go(run, stages, threads, timeout)\n            try:",
         """\
             try:
                 self._go(run, stages, threads, timeout)
             except Exception:
                 step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
                 raise
-        step.check()""",
+            try:""",
         ("tests/contract/test_faults.py", "tests/step/test_step_errors.py"),
     ),
     Mutant(
@@ -119,6 +119,25 @@ OF_STEPS = [
         "the mean of a mini-batch is that of its micro-batches' means, though they differ in rows",
         "size / rows for size in sizes", "1 / len(sizes) for size in sizes",
         ("tests/step/test_equals_plain.py",),
+    ),
+    Mutant(
+        "counts-not-corrected", STEP,
+        "gradients of sums stay divided by the count that was expected when the first went back",
+        "correction = self.loss.counts.correction()", "correction = None",
+        ("tests/step/test_sums_and_counts.py",),
+    ),
+    Mutant(
+        "caller-s-graph-freed", "pipert/stage/backward.py",
+        "the first micro-batch that goes back through a graph of the caller's frees it",
+        "retain_graph=has_others", "retain_graph=False",
+        ("tests/step/test_graphs_of_the_caller.py",),
+    ),
+    Mutant(
+        "failed-after-its-tasks", RUNTIME,
+        "a step whose gradients cannot be delivered counts as one that succeeded",
+        'told.outcome = "failed"  # of no task, so that no observer is told of one',
+        'told.outcome = "succeeded"',
+        ("tests/step/test_step_seen.py",),
     ),
     Mutant(
         "1f1b-keeps-more", "pipert/schedules/one_f_one_b.py",

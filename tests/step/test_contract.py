@@ -11,18 +11,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from pipert import Pipe, RecomputationError, is_recomputing
+from pipert import NestedCheckpointError, Pipe, RecomputationError, is_recomputing
 from tests.contract.ways import (
+    CALL,
     SCHEDULES,
     Way,
     assert_equal,
     batch,
+    each_way,
     grads_of,
     linear,
     mean,
     piped,
     same,
+    take_step,
     ways,
 )
 from tests.layers import Apply
@@ -173,6 +177,48 @@ def test_a_layer_that_differentiates_cannot_be_recomputed(schedule: str) -> None
     with piped(module, [1, 2], Way(schedule, "always"), chunks=2) as pipe:
         with pytest.raises(RecomputationError, match="checkpoint='never'"):
             pipe.forward_backward(batch(4), loss_fn=mean, schedule=schedule)
+
+
+def with_functional_gradient(x: Tensor) -> Any:
+    return x * torch.func.grad(lambda z: z.sin().sum())(x)
+
+
+def with_jacobian(x: Tensor) -> Any:
+    return torch.func.vmap(torch.func.jacrev(lambda z: z.sin() * z))(x).sum(-1)
+
+
+@each_way
+@pytest.mark.parametrize("function", [with_functional_gradient, with_jacobian])
+def test_a_functional_gradient_in_a_layer_is_right_or_refused_where_it_is_recomputed(
+    function: Any, way: Way
+) -> None:
+    module = nn.Sequential(linear(3, 3), Apply(function), linear(3, 2))
+    if way.checkpoint == "never":
+        assert_equal(module, [1, 2], way, batch(7))
+        return
+    refused = pytest.raises(RecomputationError, match="torch.func.grad.*checkpoint='never'")
+    with piped(module, [1, 2], way) as pipe, refused as seen:
+        take_step(pipe, way, batch(7))
+    assert "in forward F[0,1]" in seen.value.__notes__[0] and "layer '1'" in seen.value.__notes__[0]
+
+
+@each_way
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_checkpoint_of_torch_in_a_layer_is_right_or_refused_where_it_is_reentrant(
+    use_reentrant: bool, way: Way
+) -> None:
+    def nested(x: Tensor) -> Any:
+        return checkpoint(torch.sin, x, use_reentrant=use_reentrant)
+
+    module = nn.Sequential(linear(3, 3), Apply(nested), linear(3, 2))
+    if way.schedule == CALL or not use_reentrant:
+        assert_equal(module, [1, 2], way, batch(7))
+        return
+    refused = pytest.raises(NestedCheckpointError, match="Use use_reentrant=False")
+    with piped(module, [1, 2], way) as pipe, refused as seen:
+        take_step(pipe, way, batch(7))
+    assert "in backward B" in seen.value.__notes__[0]
+    assert all(parameter.grad is None for parameter in module.parameters())
 
 
 # Which micro-batches are recomputed.

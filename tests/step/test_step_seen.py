@@ -159,6 +159,82 @@ def test_an_observer_that_calls_the_pipe_in_a_backward_is_refused_and_dropped(
     assert "ReentrantCallError" in caplog.text
 
 
+class Fails:
+    """What a step does after all its tasks: each of these raises."""
+
+    @staticmethod
+    def no_grad(pipe: Pipe) -> None:
+        pipe.requires_grad_(False)
+        step(pipe)
+
+    @staticmethod
+    def outputs(pipe: Pipe) -> None:
+        setattr(pipe, "2", Apply(lambda x: (x, id(x))))
+        step(pipe, loss_fn=lambda y, t: y[0].sum(), return_outputs=True)
+
+    @staticmethod
+    def hook(pipe: Pipe) -> None:
+        def no(_: Tensor) -> None:
+            raise ValueError("no")
+
+        weight: Any = next(pipe.parameters())
+        weight.register_hook(no)
+        step(pipe)
+
+
+@pytest.mark.parametrize("what", [Fails.no_grad, Fails.outputs, Fails.hook])
+def test_a_step_that_fails_after_its_tasks_has_failed(what: Any) -> None:
+    log = Log()
+    with three() as pipe:
+        pipe.add_observer(log)
+        with pipe.record() as timeline, pytest.raises((RuntimeError, ValueError)):
+            what(pipe)
+        seen = pipe.statistics()
+    assert log.of("run_finished")[0] == [RunInfo(0, M, N), "failed"]
+    assert (seen.runs, seen.succeeded, seen.failures, seen.cancellations) == (1, 0, 1, 0)
+    assert timeline.failed == {0}
+    with pytest.raises(ValueError, match="no complete call in this timeline, and 1 that failed"):
+        timeline.report()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> None:
+    """Though it has recorded each of its tasks."""
+    calls = []
+
+    def no() -> None:
+        calls.append(phase)
+        if len(calls) == M:
+            raise ValueError("no")
+
+    def function(x: Tensor) -> Tensor:
+        if phase == "forward":
+            no()
+        return acting(x, no) if phase == "backward" else x.exp()
+
+    with pipe_of(nn.Linear(3, 3), Apply(function)) as pipe, pipe.record() as timeline:
+        with pytest.raises(ValueError, match="no"):
+            step(pipe, schedule="gpipe")
+        step(pipe)
+    assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
+
+
+def test_a_call_whose_last_task_failed_is_left_out_of_the_report() -> None:
+    calls = []
+
+    def function(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) == M:
+            raise ValueError("no")
+        return x
+
+    with pipe_of(nn.Linear(3, 3), Apply(function)) as pipe, pipe.record() as timeline:
+        with pytest.raises(ValueError, match="no"):
+            pipe(X)
+        pipe(X)
+    assert (timeline.report().calls, timeline.report().incomplete) == (1, 1)
+
+
 # Statistics ---------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,58 @@
+"""The order of a step's actions: a schedule of pipert's, or any that can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from pipert.schedules import Action
+from tests.fuzz.case import Case, Step
+
+__all__ = ["Order", "schedule_of"]
+
+
+def schedule_of(case: Case, step: Step, workers: Sequence[int]) -> Any:
+    """That of the step; 1F1B for what is no schedule, or asks for partitions dealt out in turns."""
+    if step.how == "own order":
+        return Order(case.seed, ordered="batch norm" in case.units)
+    d = len(set(workers))
+    in_turns = all(worker == workers[j % d] for j, worker in enumerate(workers))
+    if step.how == "gpipe" or step.how == "interleaved" and in_turns:
+        return step.how
+    return "1f1b"
+
+
+@dataclass(frozen=True)
+class Order:
+    """A schedule that does any action that can be done, one in a tick."""
+
+    seed: int
+    ordered: bool
+    """Whether the first partition takes the micro-batches in order, as BatchNorm would notice."""
+
+    def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+        dice = Random(self.seed)
+        there, back = list(range(m)), list(range(m))
+        if not self.ordered:
+            dice.shuffle(there)
+        dice.shuffle(back)
+        left = {
+            ("F", j): [Action("F", i, j) for i in there] for j in range(n)
+        } | {("B", j): [Action(k, i, j) for i in back for k in "RB"] for j in range(n)}
+        done: set[Action] = set()
+        while any(left.values()):
+            ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]
+            action = left[dice.choice(ready)].pop(0)
+            done.add(action)
+            yield [action]
+
+
+def _can(action: Action, n: int, done: set[Action]) -> bool:
+    kind, i, j = action
+    if kind == "F":
+        return j == 0 or Action("F", i, j - 1) in done
+    return Action("F", i, j) in done and (
+        kind == "R" or j == n - 1 or Action("B", i, j + 1) in done
+    )

@@ -1,0 +1,256 @@
+"""What the caller has computed with a graph, and several micro-batches use."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
+
+from pipert import Pipe
+from pipert.autograd.leaves import begin_numbers, leaves_behind, node_count
+from tests.contract.ways import (
+    Way,
+    batch,
+    each_way,
+    grads_of,
+    linear,
+    piped,
+    same,
+    take_step,
+    ways,
+)
+from tests.layers import Apply
+
+CHUNKS = 4
+
+
+def model(*more: nn.Module) -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), *more, linear(4, 2))
+
+
+def leaf(*size: int) -> Tensor:
+    return torch.rand(size, dtype=torch.float64).requires_grad_()
+
+
+class Learned:
+    """Leaves of the caller, what he computes of them before a step, and who uses that."""
+
+    def __init__(self, kind: str) -> None:
+        torch.manual_seed(5)
+        self.leaves = [leaf(), leaf(2), leaf(4, 4)]
+        self.kind = kind
+        self.used: Any = None
+        self.module = model(Apply(self.in_layer), Apply(self.in_layer))
+
+    def compute(self) -> None:
+        scale, bias, weight = self.leaves[:3]
+        # Each of these saves something, and goes back only once. The last two share a part.
+        trunk = (scale.exp() * weight.tanh()).sin()
+        self.used = scale.exp(), (bias * scale).cos(), trunk @ weight
+
+    def in_layer(self, x: Tensor) -> Any:
+        if self.kind in ("layers", "both"):
+            return x @ self.used[2]
+        return x
+
+    def loss(self, output: Tensor, target: Any) -> Any:
+        if self.kind in ("loss", "both"):
+            return ((output + self.used[1]) / self.used[0]).square().mean()
+        if self.kind == "loss alone":
+            return (output.detach() + self.used[1]).square().mean()
+        if self.kind == "nothing else":
+            return self.used[0] * 1.0
+        return output.square().mean()
+
+    def grads(self) -> list[Any]:
+        return [leaf.grad for leaf in self.leaves] + [grads_of(self.module)]
+
+    def clear(self) -> None:
+        for parameter in [*self.leaves, *self.module.parameters()]:
+            parameter.grad = None
+
+
+KINDS = ["loss", "layers", "both", "loss alone", "nothing else"]
+
+
+@each_way
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("balance", [[2, 1, 2, 1], [6]], ids=len)
+def test_a_graph_of_the_caller_that_all_micro_batches_use(
+    balance: list[int], kind: str, way: Way
+) -> None:
+    """Twice: numbers of nodes are other ones then."""
+    learned, x = Learned(kind), batch(9, requires_grad=True)
+    with piped(learned.module, balance, way, chunks=CHUNKS) as pipe:
+        for _ in range(2):
+            learned.compute()
+            expected = learned.loss(learned.module(x), None)
+            expected.backward()
+            grads, dx = learned.grads(), x.grad
+            learned.clear()
+            x.grad = None
+            learned.compute()
+            loss = take_step(pipe, way, x, loss_fn=learned.loss)
+            same(loss, expected.detach())
+            same(learned.grads(), grads)
+            same(x.grad, dx)
+            learned.clear()
+            x.grad = None
+
+
+@each_way
+def test_the_input_may_come_from_the_same_graph(way: Way) -> None:
+    learned, rows = Learned("both"), batch(9)
+    weight = leaf(3, 3)
+    learned.leaves.append(weight)
+
+    def inputs() -> Tensor:
+        learned.compute()
+        x: Tensor = rows @ (weight * learned.used[0]).tanh()
+        return x
+
+    learned.loss(learned.module(inputs()), None).backward()
+    expected = learned.grads()
+    learned.clear()
+    with piped(learned.module, [2, 1, 2, 1], way, chunks=CHUNKS) as pipe:
+        take_step(pipe, way, inputs(), loss_fn=learned.loss)
+    same(learned.grads(), expected)
+
+
+@ways
+def test_what_the_caller_has_computed_keeps_the_sum_of_its_gradient(way: Way) -> None:
+    """And a hook on it sees the part of each micro-batch, as that of any tensor in a layer."""
+    learned, x, seen = Learned("loss"), batch(8), list[Tensor]()
+    learned.compute()
+    learned.used[0].retain_grad()
+    learned.loss(learned.module(x), None).backward()
+    expected = learned.used[0].grad
+    learned.clear()
+    learned.compute()
+    learned.used[0].retain_grad()
+    learned.used[1].register_hook(seen.append)
+    with piped(learned.module, [3, 3], way, chunks=CHUNKS) as pipe:
+        take_step(pipe, way, x, loss_fn=learned.loss)
+    same(learned.used[0].grad, expected)
+    assert len(seen) == CHUNKS
+
+
+@ways
+def test_a_step_that_fails_changes_no_leaf_of_the_caller(way: Way) -> None:
+    learned, left = Learned("both"), [1, 1, 1, 0]
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        found: Tensor = learned.loss(output, target)
+        return found if left.pop(0) else found.reshape(1, 1).expand(2, 2)
+
+    learned.compute()
+    with piped(learned.module, [3, 3], way, chunks=CHUNKS) as pipe:
+        with pytest.raises(TypeError, match="tensor of one element"):
+            take_step(pipe, way, batch(8), loss_fn=loss)
+    assert all(parameter.grad is None for parameter in learned.leaves)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("home", ["cpu", "cuda:0", "cuda:1"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_graph_of_the_caller_may_be_on_any_device(home: str, streams: bool) -> None:
+    weight = leaf(4, 4)
+    there: Any = weight.detach().to(home).requires_grad_()
+    used: Any = None
+
+    def layer(x: Tensor) -> Any:
+        return x @ used.to(x.device)
+
+    module, x = model(Apply(layer), Apply(layer)), batch(9)
+    plain = copy.deepcopy(module)
+    used = weight.tanh().exp()
+    expected = plain(x).square().mean()
+    expected.backward()
+    devices = ["cuda:0", "cuda:1", "cuda:0"]
+    with Pipe(module, [2, 2, 2], devices=devices, chunks=CHUNKS) as pipe:
+        make: Any = torch.cuda.Stream
+        with torch.cuda.stream(make("cuda:1") if streams else None):
+            used = there.tanh().exp()
+            loss = pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean())
+            leaves: list[Any] = [there, *module.parameters()]
+            found = [loss.cpu(), *(parameter.grad.cpu() for parameter in leaves)]
+    same(found, [expected.detach(), weight.grad, *(p.grad for p in plain.parameters())])
+
+
+# parametrize.cached() -----------------------------------------------------------------------------
+
+
+class Cube(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        Cube.calls += 1
+        return weight**3
+
+
+def cubed(layer: nn.Module) -> None:
+    parametrize.register_parametrization(layer, "weight", Cube())
+
+
+@ways
+@pytest.mark.parametrize("parametrization", [cubed, weight_norm, orthogonal])
+def test_a_cached_parametrization_is_that_of_the_plain_module(
+    parametrization: Callable[[nn.Module], Any], way: Way
+) -> None:
+    module, x = model(), batch(9)
+    parametrization(module[2])
+    plain = copy.deepcopy(module)
+    with piped(module, [2, 2], way, chunks=CHUNKS) as pipe:
+        for _ in range(2):
+            with parametrize.cached():
+                loss = take_step(pipe, way, x, loss_fn=lambda y, _: y.square().mean())
+            with parametrize.cached():
+                expected = plain(x).square().mean()
+            expected.backward()
+            same(loss, expected.detach())
+    same(grads_of(module), grads_of(plain))
+
+
+@ways
+def test_a_cached_parametrization_is_computed_once_in_a_step(way: Way) -> None:
+    module = model()
+    cubed(module[0])
+    with piped(module, [2, 2], way, chunks=CHUNKS) as pipe, parametrize.cached():
+        Cube.calls = 0
+        take_step(pipe, way, batch(9), loss_fn=lambda y, _: y.square().mean())
+    assert Cube.calls == 1
+
+
+# Numbers of nodes ---------------------------------------------------------------------------------
+
+
+def nodes(count: int) -> Iterator[Tensor]:
+    x = leaf(1)
+    for _ in range(count):
+        yield (x := x.exp())
+
+
+def test_a_thread_begins_where_the_caller_is() -> None:
+    behind = node_count() + 1000
+    assert begin_numbers(behind) == behind == node_count()
+    assert begin_numbers(behind - 10) == behind  # it goes only on
+    assert begin_numbers(behind + 10**9) == behind  # and not as far as that
+
+
+def test_a_graph_that_goes_on_in_another_one_is_known_by_its_numbers() -> None:
+    *_, outside = nodes(5)
+    first = node_count()
+    *_, own = nodes(5)
+    of_both = own * outside
+    ours = range(first, node_count())
+    for y, has_others in ((own, False), (of_both, True), (outside, True)):
+        assert y.grad_fn is not None
+        assert leaves_behind([y.grad_fn], ours=ours).has_others is has_others
+        assert not leaves_behind([y.grad_fn]).has_others
