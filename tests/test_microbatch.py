@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, Replicate, is_checkpointing
-from pipert.batch.microbatch import Arguments, gather, scatter
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import Arguments, scatter
 from tests.layers import Apply
 
 same = torch.testing.assert_close

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Tensors, Value
+from pipert.batch.trees import flatten
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ def select(
     """Returns the ``wanted`` tensors of ``value``, and a function that substitutes others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+    leaves, spec = flatten(value)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
     for k in places:
@@ -66,8 +66,3 @@ def version(tensor: Tensor | None) -> int:
 
 
 _only: Callable[[Tensors], Any] = itemgetter(0)
-
-
-def _is_size(value: Any) -> bool:
-    # A Size would come back as a tuple.
-    return type(value) is torch.Size

@@ -55,7 +55,7 @@ def split_step(
         inputs.append(as_value(micro_batch.args, own))
     rows = sum(sizes)
     shares = [1.0 if reduction == "sum" or not rows else size / rows for size in sizes]
-    return inputs, Loss(function, targets, shares, scale)
+    return inputs, Loss(function, targets, shares, scale, sizes)
 
 
 _TARGET = "target of forward_backward"  # no keyword that a layer could have
@@ -94,6 +94,8 @@ class Loss:
     """Of each micro-batch's loss in that of the mini-batch."""
     _scale: float | Tensor
     """What gradients are multiplied by."""
+    sizes: Sequence[int] = ()
+    """The rows of each micro-batch."""
     is_differentiable: bool = False
     """Whether the loss of any micro-batch is."""
 

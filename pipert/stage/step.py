@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
-from pipert.batch.microbatch import gather
+from pipert.batch.joining import gather
 from pipert.stage.gradients import Gradients, delivery, gathered
 from pipert.stage.loss import Loss
 
@@ -47,7 +47,8 @@ class Step:
                 "parameter of the model requires grad, or loss_fn detaches"
             )
         if self.keep_outputs:
-            self.output = gather([self.outputs.pop(i) for i in sorted(self.outputs)])
+            outputs = [self.outputs.pop(i) for i in sorted(self.outputs)]
+            self.output = gather(outputs, self.loss.sizes)
 
     def drop(self) -> None:
         """Keep nothing: nobody waits for it any more, though a task may be executing."""

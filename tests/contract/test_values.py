@@ -7,6 +7,7 @@ Among it are the pitfalls 18 (what crosses a border and is not differentiable, o
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +71,7 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "all unused": (lambda x: (x,), lambda v: torch.ones_like(v[0])),
     "complex": (lambda x: torch.complex(x, x.exp()), lambda v: (v * v.conj()).real + v.imag),
     "float32": (lambda x: x.float(), lambda v: v.double()),
+    "mapping": (lambda x: UserDict(a=x.sin(), b=[x.cos()]), lambda v: v["a"] * v["b"][0]),
 }
 
 
@@ -104,6 +106,30 @@ def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way:
         _, outputs = take_step(pipe, way, x, loss_fn=loss, return_outputs=True)
         with torch.no_grad():
             same(outputs, pipe(x))
+
+
+@each_way
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_outputs_whose_rows_are_another_dimension_are_refused(chunks: int, way: Way) -> None:
+    module, x = nn.Sequential(linear(3, 4), Apply(Tensor.t)), batch(7)
+    with piped(module, [1, 1], way, chunks) as pipe:
+        if chunks == 1:
+            _, output = take_step(pipe, way, x, return_outputs=True)
+            same(output, module(x))
+            return
+        with pytest.raises(ValueError, match=r"has \[4, 4, 4\] in micro-batches of \[3, 2, 2\]"):
+            take_step(pipe, way, x, return_outputs=True)
+    assert set(grads_of(module).values()) == {None}
+
+
+@each_way
+def test_a_state_of_a_recurrent_layer_is_refused_as_an_output(way: Way) -> None:
+    recurrent = nn.LSTM(3, 4, num_layers=2, batch_first=True, dtype=torch.float64)
+    module = nn.Sequential(nn.Unflatten(1, (1, 3)), recurrent)
+    with piped(module, [1, 1], way) as pipe:
+        with pytest.raises(ValueError, match=r"output\[1\]\[0\] must have as many rows"):
+            loss = Apply(lambda y, _: mean(y[0], None))
+            take_step(pipe, way, batch(7), loss_fn=loss, return_outputs=True)
 
 
 # Layers that work in place, at the beginning of a partition.

@@ -11,6 +11,7 @@ LOCK = "pipert/queues/process_lock.py"
 POOL, TURN = "pipert/workers/pool.py", "pipert/workers/turn.py"
 CHECKPOINT, ORDER = "pipert/autograd/checkpoint.py", "pipert/autograd/order.py"
 BATCH = "pipert/batch/microbatch.py"
+JOINING = "pipert/batch/joining.py"
 
 OF_THREADS = [
     Mutant(
@@ -85,7 +86,7 @@ OF_BATCHES = [
         ("tests/test_microbatch.py",),
     ),
     Mutant(
-        "gathered-backwards", BATCH,
+        "gathered-backwards", JOINING,
         "the rows of the last micro-batch come first in the output",
         "torch.cat(column) if", "torch.cat(column[::-1]) if",
         ("tests/test_microbatch.py",),

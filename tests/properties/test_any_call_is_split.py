@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert import Replicate
-from pipert.batch.microbatch import Arguments, gather, scatter
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import Arguments, scatter
 
 pytestmark = pytest.mark.slow
 
