@@ -1,10 +1,16 @@
-"""Accesses the tensors inside a value, which is any pytree."""
+"""Accesses the tensors inside a value, which is any pytree.
+
+A tensor that a value has twice is one: whatever is done to the tensors of a value, such as copying
+them to another device, it comes out as one, so that a layer that changes it in place changes it in
+both places, as in the plain module. Skips are values of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -15,25 +21,52 @@ from pipert.batch.trees import flatten
 __all__: list[str] = []
 
 
+class Carried(NamedTuple):
+    """A partition's input or output: a value, and the skips that arrive or leave with it."""
+
+    value: Value
+    skips: tuple[Value, ...]
+
+
 def select(
     value: Value, wanted: Callable[[Tensor], bool]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
     """Returns the ``wanted`` tensors of ``value``, and a function that substitutes others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
+    if isinstance(value, Carried):
+        return _select_each(value, wanted)
     leaves, spec = flatten(value)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
-    selected = tuple([leaves[k] for k in places])
+    selected: dict[int, Tensor] = {}  # by id, in order
+    for k in places:
+        selected.setdefault(id(leaves[k]), leaves[k])
+    numbers = {key: number for number, key in enumerate(selected)}
+    filling = [(k, numbers[id(leaves[k])]) for k in places]
     for k in places:
         leaves[k] = None  # so that ``rebuild`` does not keep them alive
 
     def rebuild(tensors: Tensors) -> Value:
         filled = list(leaves)
-        for k, tensor in zip(places, tensors, strict=True):
-            filled[k] = tensor
+        for k, number in filling:
+            filled[k] = tensors[number]
         return pytree.tree_unflatten(filled, spec)
 
-    return selected, rebuild
+    return tuple(selected.values()), rebuild
+
+
+def _select_each(
+    carried: Carried, wanted: Callable[[Tensor], bool]
+) -> tuple[Tensors, Callable[[Tensors], Value]]:
+    parts = [select(part, wanted) for part in (carried.value, *carried.skips)]
+    each = [(len(tensors), rebuild) for tensors, rebuild in parts]
+
+    def rebuild(tensors: Tensors) -> Value:
+        left = iter(tensors)
+        value, *skips = [own(tuple(islice(left, count))) for count, own in each]
+        return Carried(value, tuple(skips))
+
+    return tuple([tensor for tensors, _ in parts for tensor in tensors]), rebuild
 
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:

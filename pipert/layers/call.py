@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
@@ -30,7 +30,7 @@ from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.seeing.told import Told
-from pipert.skip.routes import Carried, PartitionSkips
+from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import CallerContext
 

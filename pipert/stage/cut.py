@@ -15,10 +15,9 @@ from torch import Tensor
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
-from pipert.batch.tensors import differentiable
+from pipert.batch.tensors import Carried, differentiable
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
-from pipert.skip.routes import Carried
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
