@@ -15,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipert import Pipe
 from tests.contract.ways import (
+    CALL,
     SCHEDULES,
     Way,
     assert_equal,
@@ -106,6 +108,57 @@ def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way:
         _, outputs = take_step(pipe, way, x, loss_fn=loss, return_outputs=True)
         with torch.no_grad():
             same(outputs, pipe(x))
+
+
+class Cache:
+    """No pytree, as the cache of keys and values of a language model."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.layers = [{"keys": keys}]
+
+
+def with_cache(make: Callable[[Tensor], Any]) -> nn.Sequential:
+    return between(make, lambda v: v[0] * v[1].layers[0]["keys"].exp())
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1]], ids=len)
+def test_an_object_that_hides_what_wants_a_gradient_crosses_a_border_or_is_refused(
+    balance: list[int], way: Way
+) -> None:
+    module = with_cache(lambda x: (x.sin(), Cache(x.cos())))
+    if way.schedule == CALL:
+        assert_equal(module, balance, way, batch(7, requires_grad=True))
+        return
+    with piped(module, balance, way) as pipe:
+        message = r"has a Cache that holds a tensor of its graph \(in .*\['keys'\]\).*register"
+        with pytest.raises(TypeError, match=message):
+            take_step(pipe, way, batch(7))
+    assert set(grads_of(module).values()) == {None}
+
+
+@each_way
+def test_an_object_that_hides_what_wants_no_gradient_crosses_a_border(way: Way) -> None:
+    module = with_cache(lambda x: (x.sin(), Cache(x.detach().cos())))
+    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
+
+
+@each_way
+def test_an_object_that_is_a_pytree_crosses_a_border(way: Way) -> None:
+    module = with_cache(lambda x: (x.sin(), RegisteredCache(x.cos())))
+    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
+
+
+class RegisteredCache(Cache):
+    """As transformers' ``DynamicCache`` where it has been registered."""
+
+
+pytree.register_pytree_node(
+    RegisteredCache,
+    lambda cache: ([cache.layers[0]["keys"]], None),
+    lambda keys, _: RegisteredCache(*keys),
+)
 
 
 @each_way
