@@ -172,9 +172,15 @@ def test_it_may_be_replicated(make: Any, where: str) -> None:
 
 
 def test_an_array_in_an_object_is_found() -> None:
-    array = SimpleNamespace(ndim=2)
+    array = SimpleNamespace(ndim=2, shape=(4, 1))
     with pytest.raises(TypeError, match=r"it has some in \.content\)"):
         scatter((rows(4), Plain(array)), {}, 2)
+
+
+class Drawn(nn.Module):
+    """A module, and a class, with the attributes of an array."""
+
+    ndim, shape = 2, (4, 4)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +188,8 @@ def test_an_array_in_an_object_is_found() -> None:
     [
         Plain(3), Plain([1, "a", None]), Plain(torch.tensor(1.0)), Plain(torch.float32),
         nn.Linear(2, 2), Plain(nn.Linear(2, 2)), Tensor, torch.nn, rows, torch.Generator(),
-        Plain(SimpleNamespace(ndim=0)),
+        Plain(SimpleNamespace(ndim=0, shape=())), SimpleNamespace(ndim=3), Drawn(), nn.Linear,
+        Plain(Drawn),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -250,7 +257,7 @@ def test_an_output_that_hides_rows_is_refused_with_what_to_do(make: Any) -> None
 
 
 def test_an_array_is_refused_even_if_it_is_equal_in_all_micro_batches() -> None:
-    array = SimpleNamespace(ndim=1)
+    array = SimpleNamespace(ndim=1, shape=(4,))
     with pytest.raises(ValueError, match="output is a SimpleNamespace.*return a tensor"):
         gather([array, array])
 

@@ -37,9 +37,13 @@ _CLOSED = (
 
 def has_rows(value: Any) -> bool:
     """Whether it is a tensor or an array with a dimension."""
-    if hasattr(type(value), "ndim") or "ndim" in getattr(value, "__dict__", ()):
-        return bool(value.ndim)
-    return False
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    if type(value) in ORDINARY or isinstance(value, _CLOSED):
+        return False
+    own = getattr(value, "__dict__", ())
+    is_array = all(name in own or hasattr(type(value), name) for name in ("ndim", "shape"))
+    return is_array and bool(value.ndim)
 
 
 def registered(leaf: Any) -> str:
@@ -69,13 +73,14 @@ def find(value: Any, wanted: Callable[[Any], bool]) -> str | None:
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
+    # Copies of containers: others may be changing them.
     if isinstance(item, dict | MappingProxyType):
-        yield from ((f"[{key!r}]", part) for key, part in item.items())
+        yield from ((f"[{key!r}]", part) for key, part in list(item.items()))
     elif isinstance(item, list | tuple | deque):
-        yield from ((f"[{k}]", part) for k, part in enumerate(item))
+        yield from ((f"[{k}]", part) for k, part in enumerate(list(item)))
     elif isinstance(item, set | frozenset):
-        yield from (("{...}", part) for part in item)
-    for name, part in getattr(item, "__dict__", {}).items():
+        yield from (("{...}", part) for part in list(item))
+    for name, part in list(getattr(item, "__dict__", {}).items()):
         yield f".{name}", part
     for kind in type(item).__mro__:
         for name, slot in vars(kind).items():
