@@ -7,7 +7,8 @@ both places, as in the plain module. Skips are values of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Tensors, Value
-from pipert.batch.trees import flatten
+from pipert.batch.trees import ORDINARY, flatten
 
 __all__: list[str] = []
 
@@ -36,23 +37,35 @@ def select(
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     if isinstance(value, Carried):
         return _select_each(value, wanted)
-    leaves, spec = flatten(value)
+    leaves: list[Any]
+    unflatten: Callable[[list[Any]], Value]
+    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # in the way of many tasks
+        leaves, unflatten = list(value), tuple
+    else:
+        leaves, spec = flatten(value)
+        unflatten = partial(pytree.tree_unflatten, treespec=spec)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
-    selected: dict[int, Tensor] = {}  # by id, in order
-    for k in places:
-        selected.setdefault(id(leaves[k]), leaves[k])
-    numbers = {key: number for number, key in enumerate(selected)}
-    filling = [(k, numbers[id(leaves[k])]) for k in places]
+    selected = tuple([leaves[k] for k in places])
+    numbers: Sequence[int] | None = None  # of the tensor in each place
+    if len(set(map(id, selected))) < len(selected):
+        numbers, selected = _each_once(selected)
     for k in places:
         leaves[k] = None  # so that ``rebuild`` does not keep them alive
 
     def rebuild(tensors: Tensors) -> Value:
+        each = tensors if numbers is None else [tensors[number] for number in numbers]
         filled = list(leaves)
-        for k, number in filling:
-            filled[k] = tensors[number]
-        return pytree.tree_unflatten(filled, spec)
+        for k, tensor in zip(places, each, strict=True):
+            filled[k] = tensor
+        return unflatten(filled)
 
-    return tuple(selected.values()), rebuild
+    return selected, rebuild
+
+
+def _each_once(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
+    own = {id(tensor): tensor for tensor in tensors}
+    order = {key: number for number, key in enumerate(own)}
+    return [order[id(tensor)] for tensor in tensors], tuple(own.values())
 
 
 def _select_each(

@@ -16,7 +16,6 @@ when the layers have made it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from itertools import combinations
 from typing import NamedTuple
@@ -45,10 +44,12 @@ Shared = dict[tuple[int, int], tuple[Extent, Extent]]
 def find_shared(value: Value) -> Shared:
     """The pairs in a value, and in each of the skips that it comes with."""
     parts = (value.value, *value.skips) if isinstance(value, Carried) else (value,)
-    shared, start = Shared(), 0
+    shared: Shared = {}
+    start = 0
     for part in parts:
         tensors = tensors_of(part)[0]
-        if len(tensors) > 1:
+        homes = [tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)]
+        if len(set(homes)) < len(homes):
             for together in _by_storage(tensors).values():
                 for k, other in combinations(together, 2):
                     extents = _extent(tensors[k]), _extent(tensors[other])
@@ -101,11 +102,15 @@ def _handed_on(shared: Shared, homes: dict[int, int], y: Value) -> Shared:
 
 def _by_storage(tensors: Tensors) -> dict[int, list[int]]:
     """The numbers of those that have a storage, by its address."""
-    places = defaultdict[int, list[int]](list)
+    places: dict[int, list[int]] = {}
     for k, tensor in enumerate(tensors):
-        if tensor.layout == torch.strided and not tensor.is_nested and tensor.numel():
-            places[tensor.untyped_storage()._cdata].append(k)
+        if _has_storage(tensor):
+            places.setdefault(tensor.untyped_storage()._cdata, []).append(k)
     return places
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0
 
 
 def _extent(tensor: Tensor) -> Extent:
