@@ -18,8 +18,8 @@ from _simulator import Transfer
 from torch import Tensor, nn
 
 from pipert.balance.probe import Probe, probe_layers
-from pipert.batch.tensors import differentiable, tensors_of
-from pipert.skip.routes import Carried, routes
+from pipert.batch.tensors import Carried, differentiable, tensors_of
+from pipert.skip.routes import routes
 
 __all__ = ["Bytes", "Times", "layer_bytes", "layer_times", "sum_by"]
 

@@ -20,11 +20,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from _soak_training import Training
 from _soaked import STATIONS, WIDTH, Late, Soaked
 from _usage import collect
 from torch import Tensor, nn
 
-from pipert import Observer, PipeClosedError, PipelineTimeout, WorkerBusyError, WorkerDiedError
+from pipert import Observer, Pipe, PipeClosedError, PipelineTimeout, WorkerBusyError, WorkerDiedError
 
 __all__ = ["PATIENCE", "Soak"]
 
@@ -64,6 +65,7 @@ class Soak:
         self.random = random.Random(seed)
         self.soaked = Soaked(devices)
         self.device = torch.device(devices[0]).type
+        self.training = Training(devices, self.random)
         self.optimizer = torch.optim.AdamW(self.soaked.pipe.parameters(), lr=1e-3)
         self.done: Counter[str] = Counter()
         self._interrupt_due = threading.Event()
@@ -142,6 +144,12 @@ class Soak:
         self.check(self.case(context="grad", how="backward", autocast=False))
         self.optimizer.step()
         self.soaked.learn()
+
+    def step_of_training(self) -> None:
+        self.training.step()
+
+    def resume(self) -> None:
+        self.training.resume()
 
     def running_statistics(self) -> None:
         """A pipe whose norms are deferred: each micro-batch is normalised by itself."""
@@ -293,7 +301,7 @@ class Soak:
     def recover(self) -> None:
         """The calls that meet a dying worker say so; then the pipe has a new one."""
         deadline = time.monotonic() + PATIENCE
-        for pipe in self.soaked.pipes():
+        for pipe in self.pipes():
             good = 0
             while good < 2:
                 assert time.monotonic() < deadline, "the pipe does not recover"
@@ -334,14 +342,18 @@ class Soak:
 
     # At rest
 
+    def pipes(self) -> list[Pipe]:
+        return [*self.soaked.pipes(), self.training.pipe]
+
     def close(self) -> None:
         self.soaked.close()
+        self.training.pipe.close(timeout=PATIENCE)
 
     def rest(self) -> None:
         """Until each pipe has its threads and there are no others, and nobody has work to do."""
         self.soaked.forget_gradients()
         collect()  # an error in the frame that raised it is a cycle, and has the pipe in its frames
-        pipes = self.soaked.pipes()
+        pipes = self.pipes()
         for pipe in pipes:  # each has its threads from its first call on
             pipe(rows(2 * pipe.chunks, 0))
         deadline = time.monotonic() + 10
@@ -360,6 +372,8 @@ class Soak:
 KINDS = {
     "call": 50,
     "learn": 6,
+    "step of training": 20,
+    "resume": 4,
     "running statistics": 8,
     "callers": 6,
     "observe": 3,

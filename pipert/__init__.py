@@ -9,6 +9,7 @@ from __future__ import annotations
 from pipert.batch.microbatch import Replicate
 from pipert.errors import (
     NestedCheckpointError,
+    NotBatchFirstWarning,
     PipeClosedError,
     PipelineTimeout,
     PipertError,
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Event",
     "NestedCheckpointError",
+    "NotBatchFirstWarning",
     "Observer",
     "Pipe",
     "PipeClosedError",

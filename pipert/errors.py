@@ -1,4 +1,4 @@
-"""The exceptions that pipert raises for a wrong *state*.
+"""The exceptions that pipert raises for a wrong *state*, and its warning.
 
 A wrong argument raises ``TypeError``, ``ValueError`` or ``IndexError``; what a layer raises
 propagates unchanged, with a note. Everything else is here. Each raise creates a fresh instance: a
@@ -15,6 +15,7 @@ from pipert.status import WorkerStatistics
 
 __all__ = [
     "NestedCheckpointError",
+    "NotBatchFirstWarning",
     "PipeClosedError",
     "PipelineTimeout",
     "PipertError",
@@ -110,4 +111,14 @@ class TransformError(PipertError):
 
     These apply only to the thread that began them, not to the workers. Use
     ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.
+    """
+
+
+class NotBatchFirstWarning(UserWarning):
+    """A layer takes time for dimension 0, along which a pipe splits: torch's ``batch_first=False``.
+
+    The remedy is ``batch_first=True``. Layers that transpose what they pass to such a layer are
+    right all the same; who has them ignores this::
+
+        warnings.filterwarnings("ignore", category=pipert.NotBatchFirstWarning)
     """

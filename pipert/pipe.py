@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device, Value
-from pipert.batch.microbatch import gather, scatter
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import scatter_with_sizes
 from pipert.engine.runtime import Runtime
 from pipert.engine.timeout import still_busy
 from pipert.errors import PipelineTimeout
@@ -141,11 +142,11 @@ class Pipe(Partitioned):
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
             return args[0]
-        inputs = scatter(args, kwargs, self._chunks)
+        inputs, sizes = scatter_with_sizes(args, kwargs, self._chunks)
         deferred = self._deferred_batch_norm and not is_recomputing()
         stats = DeferredStats(self._partitions) if deferred else None
         checkpointed = recomputed(self.checkpoint, len(inputs))
-        outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds))
+        outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds), sizes)
         if stats is not None:
             stats.commit()
         return outputs

@@ -35,6 +35,7 @@ ROOMS = [
 
 PUBLIC = {
     "NestedCheckpointError",
+    "NotBatchFirstWarning",
     "Event",
     "Observer",
     "Pipe",

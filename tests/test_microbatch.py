@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, Replicate, is_checkpointing
-from pipert.batch.microbatch import Arguments, gather, scatter
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import Arguments, scatter
 from tests.layers import Apply
 
 same = torch.testing.assert_close
@@ -56,6 +57,7 @@ class Array:
 
     def __init__(self, ndim: int) -> None:
         self.ndim = ndim
+        self.shape = (4,) * ndim
 
     def __eq__(self, other: object) -> Any:
         return Ambiguous()

@@ -80,6 +80,27 @@ def test_missing_balance_claims_nothing_about_what_is_no_sequential() -> None:
     assert "has 4 layers" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("chunks", "kind"), [("auto", ValueError), (2.5, ValueError), (None, TypeError)]
+)
+def test_chunks_that_are_no_number_are_refused_with_what_to_do(
+    chunks: Any, kind: type[Exception]
+) -> None:
+    message = rf"chunks must be a whole number, got {chunks!r}; .*four times the partitions"
+    with pytest.raises(kind, match=message):
+        made(chunks=chunks)
+    with made(chunks=2) as pipe:
+        with pytest.raises(kind, match=message):
+            pipe.chunks = chunks
+        assert pipe.chunks == 2
+
+
+@pytest.mark.parametrize("entry", ["two", None, 1.5])
+def test_an_entry_of_balance_that_is_no_number_is_refused(entry: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="each entry of balance must be a whole"):
+        made(balance=[1, entry])
+
+
 @pytest.mark.parametrize("chunks", [0, -1])
 def test_chunks_must_be_positive(chunks: int) -> None:
     with pytest.raises(ValueError, match=f"chunks must be a positive number.*got {chunks}"):

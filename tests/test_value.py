@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipert.batch.tensors import describe, differentiable, select, tensors_of
+from pipert.batch.tensors import Carried, describe, differentiable, select, tensors_of
 
 Pair = namedtuple("Pair", "left right")
 
@@ -23,8 +23,20 @@ def test_tensors_of_a_pytree_come_in_its_order() -> None:
     assert [id(tensor) for tensor in tensors] == [id(PLAIN), id(LEARNED)]
 
 
-def test_tensor_that_occurs_twice_is_selected_twice() -> None:
-    assert len(tensors_of([PLAIN, PLAIN])[0]) == 2
+@pytest.mark.parametrize("make", [tuple, list], ids=["tuple", "list"])
+def test_tensor_that_occurs_twice_is_selected_once(make: Any) -> None:
+    tensors, rebuild = tensors_of(make([PLAIN, LEARNED, PLAIN]))
+    assert [id(tensor) for tensor in tensors] == [id(PLAIN), id(LEARNED)]
+    rebuilt = rebuild((LEARNED, PLAIN))
+    assert type(rebuilt) is make
+    assert [id(tensor) for tensor in rebuilt] == [id(LEARNED), id(PLAIN), id(LEARNED)]
+
+
+def test_tensor_that_is_a_skip_as_well_is_one_of_each() -> None:
+    """Their gradients come back on different ways."""
+    tensors, rebuild = tensors_of(Carried((PLAIN, PLAIN), (PLAIN, [LEARNED])))
+    assert [id(tensor) for tensor in tensors] == [id(PLAIN), id(PLAIN), id(LEARNED)]
+    assert rebuild((1, 2, 3)) == Carried((1, 1), (2, [3]))  # type: ignore[arg-type]
 
 
 def test_differentiable_tensors_are_those_that_require_grad() -> None:
@@ -59,7 +71,7 @@ def test_rebuild_may_be_called_again() -> None:
 
 
 def test_rebuild_takes_as_many_as_were_selected() -> None:
-    _, rebuild = tensors_of([PLAIN, PLAIN])
+    _, rebuild = tensors_of([PLAIN, LEARNED])
     with pytest.raises(ValueError):
         rebuild((PLAIN,))
 

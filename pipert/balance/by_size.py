@@ -12,9 +12,8 @@ from pipert._typing import Device, Value
 from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_partitions
 from pipert.balance.probe import Probe, micro_batches, probe_layers
-from pipert.batch.tensors import tensors_of
+from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.split import check_module
-from pipert.skip.routes import Carried
 
 __all__ = ["LayerSize", "balance_by_size", "layer_sizes"]
 

@@ -11,9 +11,8 @@ from torch import nn
 from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_partitions
 from pipert.balance.probe import Probe, micro_batches, probe_layers
-from pipert.batch.tensors import differentiable
+from pipert.batch.tensors import Carried, differentiable
 from pipert.model.split import check_module
-from pipert.skip.routes import Carried
 
 __all__ = ["balance_by_time", "layer_times"]
 

@@ -22,11 +22,11 @@ from torch.nn.parameter import is_lazy
 
 from pipert._typing import Device, Value
 from pipert.batch.microbatch import Arguments, scatter
-from pipert.batch.tensors import tensors_of
+from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
-from pipert.skip.routes import Carried, PartitionSkips, routes
+from pipert.skip.routes import PartitionSkips, routes
 from pipert.skip.store import of_task
 from pipert.skip.verify import verify_skippables
 

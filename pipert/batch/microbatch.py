@@ -1,28 +1,30 @@
-"""Splits a mini-batch into micro-batches, and joins their outputs.
+"""Splits a mini-batch into micro-batches.
 
-A mini-batch is any pytree. Its *leaves* are treated by kind:
+A mini-batch is any pytree, in which any mapping is one (``trees``). Its *leaves* are treated by
+kind:
 
-* a tensor with at least one dimension is split along dimension 0;
+* a tensor with at least one dimension is split along dimension 0, and one that is there twice once;
 * a 0-dimensional tensor, a number, a string, ``None`` and the like go to each micro-batch as is;
 * ``Replicate(x)`` sends any ``x`` whole to each micro-batch;
-* an object that hides rows, such as a NumPy array or a dataclass that is not registered as a
-  pytree but holds tensors, is refused: each micro-batch would silently get the rows of all.
+* an object that hides rows, such as a NumPy array or one that holds tensors and is not registered
+  as a pytree, is refused: each micro-batch would silently get the rows of all.
 
 There are ``min(chunks, batch size)`` micro-batches, whose sizes differ by at most one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Value
-from pipert.batch.tensors import describe
+from pipert.batch.hidden import find, has_rows, registered
+from pipert.batch.trees import flatten, is_whole, keys_of
 
 __all__ = ["Replicate"]
 
@@ -92,11 +94,11 @@ def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
     """Like :func:`scatter`, also returning each micro-batch's rows: 1 where there is no tensor."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs), is_whole)
     batch: int | None = None
 
     def path(k: int) -> str:
-        keys = _keys((args, kwargs), k)
+        keys = keys_of((args, kwargs), k, is_whole)
         if keys is None:
             return f"leaf {k} of the arguments"
         root = "args" if pytree.keystr(keys[:1]) == "[0]" else "kwargs"
@@ -120,7 +122,13 @@ def scatter_with_sizes(
         return [as_value(*pytree.tree_unflatten(whole, spec))], [1 if batch is None else batch]
     assert batch is not None
     sizes = [batch // m + (i < batch % m) for i in range(m)]
-    columns = [_split(leaf, sizes) for leaf in leaves]
+    parts: dict[int, list[Any]] = {}
+    for k, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            _refuse_layout(path, k, leaf)
+        if id(leaf) not in parts:
+            parts[id(leaf)] = _split(leaf, sizes)
+    columns = [parts[id(leaf)] for leaf in leaves]
     if len(args) == 1 and not kwargs and args[0] is leaves[0]:
         return columns[0], sizes
     rows = zip(*columns, strict=True)
@@ -130,30 +138,6 @@ def scatter_with_sizes(
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
     """Returns the first layer's input: its only positional argument, or :class:`Arguments`."""
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
-
-
-def gather(outputs: list[Value]) -> Value:
-    """Joins the outputs of the micro-batches, whose structure must be the same.
-
-    Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
-    leaves must be equal and are returned once.
-    """
-    first = outputs[0]
-    if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
-        return _join(outputs, outputs, 0)
-    leaves, spec = pytree.tree_flatten(first)
-    columns = [[leaf] for leaf in leaves]
-    for i, output in enumerate(outputs[1:], start=1):
-        others, other = pytree.tree_flatten(output)
-        if other != spec:
-            raise ValueError(
-                "the last layer must return the same structure for each micro-batch, but returned "
-                f"{spec} for micro-batch 0 and {other} for micro-batch {i}"
-            )
-        for column, leaf in zip(columns, others, strict=True):
-            column.append(leaf)
-    joined = [_join(column, outputs, k) for k, column in enumerate(columns)]
-    return pytree.tree_unflatten(joined, spec)
 
 
 def _split(leaf: Any, sizes: list[int]) -> list[Any]:
@@ -177,68 +161,33 @@ def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
     return [*[part.data for part in parts[:-1]], parts[-1].detach()]
 
 
-def _join(column: list[Any], outputs: list[Value], k: int) -> Any:
-    first = column[0]
-    if all(isinstance(leaf, Tensor) for leaf in column):
-        kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
-        if len(kinds) > 1:
-            raise ValueError(
-                f"{_path(outputs[0], k)} must have one shape beyond its rows, one dtype and one "
-                "device in all micro-batches, got "
-                + ", ".join(sorted({f"{describe(leaf)} on {leaf.device}" for leaf in column}))
-                + "; return rows of equal shape, or a 0-dimensional tensor"
-            )
-        if first.dim() == 0:
-            return torch.stack(column)
-        return torch.cat(column) if len(column) > 1 else first
-    for i, leaf in enumerate(column[1:], start=1):
-        if not _equal(first, leaf):
-            raise ValueError(
-                f"{_path(outputs[0], k)} is not a tensor; it must be equal in all micro-batches, "
-                f"but is {first!r} in micro-batch 0 and {leaf!r} in micro-batch {i}; return a "
-                "tensor to have one value for each micro-batch"
-            )
-    return first
-
-
-def _equal(first: Any, other: Any) -> bool:
-    if first is other:
-        return True
-    try:
-        both_nan = bool(first != first) and bool(other != other)
-        return type(first) is type(other) and (both_nan or bool(first == other))
-    except (TypeError, ValueError, RuntimeError):  # such as the truth of an array
-        return False
-
-
 def _refuse_hidden_rows(path: Callable[[int], str], k: int, leaf: Any) -> None:
-    fields = vars(leaf) if hasattr(leaf, "__dict__") and not isinstance(leaf, type) else {}
-    hides = any(isinstance(field, Tensor) for field in fields.values())
-    if isinstance(leaf, Replicate) or isinstance(leaf, torch.nn.Module):
+    if isinstance(leaf, Replicate):
         return
-    if dataclasses.is_dataclass(leaf) and hides:
-        remedy = "register its class with torch.export.register_dataclass to split its tensors"
-    elif hides:
-        remedy = "pass its tensors as arguments, or register its class as a pytree"
-    elif getattr(leaf, "ndim", 0):
-        remedy = "convert it with torch.as_tensor to split its rows"
+    name = f"{path(k)} is a {type(leaf).__qualname__}"
+    if isinstance(leaf, PackedSequence):
+        raise TypeError(
+            f"{name}, whose data is sorted by time, so no micro-batch is a part of it; pass the "
+            "padded rows and their lengths, and let the layer pack them (pack_padded_sequence)"
+        )
+    if has_rows(leaf):
+        what, remedy = "", "convert it with torch.as_tensor to split its rows"
+    elif (where := find(leaf, has_rows)) is not None:
+        what = f" (it has some in {where})"
+        remedy = f"{registered(leaf)} to split its tensors, or pass them as arguments"
     else:
         return
     raise TypeError(
-        f"{path(k)} is a {type(leaf).__qualname__}, which pipert cannot split: each "
-        f"micro-batch would get the rows of all. Either {remedy}, or wrap it in Replicate(...)"
+        f"{name}, which pipert cannot split: each micro-batch would get the rows of all{what}. "
+        f"Either {remedy}, or wrap it in Replicate(...)"
     )
 
 
-def _path(output: Value, k: int) -> str:
-    """Returns the ``k``-th leaf of ``output`` as a user writes it: ``output[0]['mask']``."""
-    keys = _keys(output, k)
-    return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)
-
-
-def _keys(value: Value, k: int) -> tuple[Any, ...] | None:
-    """Returns the path to the ``k``-th leaf; ``None`` below a type registered without names."""
-    try:
-        return tuple(pytree.tree_flatten_with_path(value)[0][k][0])
-    except ValueError:
-        return None
+def _refuse_layout(path: Callable[[int], str], k: int, tensor: Tensor) -> None:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(
+            f"{path(k)} is a tensor whose layout is {layout}, of which pipert cannot take rows for "
+            "each micro-batch; make it dense, wrap it in Replicate(...) if it belongs whole to "
+            "each, or use one chunk"
+        )

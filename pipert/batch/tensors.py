@@ -1,18 +1,32 @@
-"""Accesses the tensors inside a value, which is any pytree."""
+"""Accesses the tensors inside a value, which is any pytree.
+
+A tensor that a value has twice is one: whatever is done to the tensors of a value, such as copying
+them to another device, it comes out as one, so that a layer that changes it in place changes it in
+both places, as in the plain module. Skips are values of their own.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert._typing import Tensors, Value
+from pipert.batch.trees import ORDINARY, flatten
 
 __all__: list[str] = []
+
+
+class Carried(NamedTuple):
+    """A partition's input or output: a value, and the skips that arrive or leave with it."""
+
+    value: Value
+    skips: tuple[Value, ...]
 
 
 def select(
@@ -21,19 +35,51 @@ def select(
     """Returns the ``wanted`` tensors of ``value``, and a function that substitutes others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
-    leaves, spec = pytree.tree_flatten(value, is_leaf=_is_size)
+    if isinstance(value, Carried):
+        return _select_each(value, wanted)
+    leaves: list[Any]
+    unflatten: Callable[[list[Any]], Value]
+    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # in the way of many tasks
+        leaves, unflatten = list(value), tuple
+    else:
+        leaves, spec = flatten(value)
+        unflatten = partial(pytree.tree_unflatten, treespec=spec)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
+    numbers: Sequence[int] | None = None  # of the tensor in each place
+    if len(set(map(id, selected))) < len(selected):
+        numbers, selected = _each_once(selected)
     for k in places:
         leaves[k] = None  # so that ``rebuild`` does not keep them alive
 
     def rebuild(tensors: Tensors) -> Value:
+        each = tensors if numbers is None else [tensors[number] for number in numbers]
         filled = list(leaves)
-        for k, tensor in zip(places, tensors, strict=True):
+        for k, tensor in zip(places, each, strict=True):
             filled[k] = tensor
-        return pytree.tree_unflatten(filled, spec)
+        return unflatten(filled)
 
     return selected, rebuild
+
+
+def _each_once(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
+    own = {id(tensor): tensor for tensor in tensors}
+    order = {key: number for number, key in enumerate(own)}
+    return [order[id(tensor)] for tensor in tensors], tuple(own.values())
+
+
+def _select_each(
+    carried: Carried, wanted: Callable[[Tensor], bool]
+) -> tuple[Tensors, Callable[[Tensors], Value]]:
+    parts = [select(part, wanted) for part in (carried.value, *carried.skips)]
+    each = [(len(tensors), rebuild) for tensors, rebuild in parts]
+
+    def rebuild(tensors: Tensors) -> Value:
+        left = iter(tensors)
+        value, *skips = [own(tuple(islice(left, count))) for count, own in each]
+        return Carried(value, tuple(skips))
+
+    return tuple([tensor for tensors, _ in parts for tensor in tensors]), rebuild
 
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
@@ -66,8 +112,3 @@ def version(tensor: Tensor | None) -> int:
 
 
 _only: Callable[[Tensors], Any] = itemgetter(0)
-
-
-def _is_size(value: Any) -> bool:
-    # A Size would come back as a tuple.
-    return type(value) is torch.Size

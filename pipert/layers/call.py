@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import describe
+from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
@@ -30,7 +30,7 @@ from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.seeing.told import Told
-from pipert.skip.routes import Carried, PartitionSkips
+from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import CallerContext
 
@@ -214,10 +214,17 @@ class Layers:
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.
         action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
-        for name, layer in list(self._partition._modules.items())[done : done + 1]:
-            where = f", layer {name!r} ({type(layer).__qualname__})"
-            return f"{self._place.describe(action, where)}, input {describe(value)}"
-        return self._place.describe(action)
+        layers = [
+            f"layer {name!r} ({type(layer).__qualname__})"
+            for name, layer in self._partition._modules.items()
+        ]
+        if done == len(layers):
+            return self._place.describe(action)
+        note = f"{self._place.describe(action, f', {layers[done]}')}, input {describe(value)}"
+        if value is not None or not (done or self._place.j):
+            return note
+        before = layers[done - 1] if done else f"the last layer of partition {self._place.j - 1}"
+        return f"{note}, because {before} returned None; does it lack a return?"
 
     def __repr__(self) -> str:
         return f"<Layers of {self._place}>"

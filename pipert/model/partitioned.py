@@ -16,6 +16,7 @@ from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.buffers import KEEPING
 from pipert.layers.generators import DRAWING
+from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.devices import (
     assign_workers,
     default_devices,
@@ -65,6 +66,7 @@ class Partitioned(nn.Module):
         self._workers = assign_workers(parsed[:n])
         self._devices = where_tensors_are(parsed[:n])
         check_batch_norm(module, deferred_batch_norm)
+        warn_if_not_batch_first(module)
         DRAWING.prepare()
         KEEPING.prepare()
         self._deferred_batch_norm = bool(deferred_batch_norm)

@@ -17,10 +17,16 @@ _MODES = ("always", "except_last", "never")
 
 def check_chunks(chunks: Any) -> int:
     """Return a number of micro-batches, which must be positive and whole."""
-    number = whole(chunks, "chunks")
+    number = whole(chunks, "chunks", _ADVICE)
     if number < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
     return number
+
+
+_ADVICE = (
+    "; no number is chosen for you: begin with four times the partitions, and let the report of "
+    "pipe.record() say whether more or fewer are better"
+)
 
 
 def check_checkpoint(checkpoint: Any) -> str | None:
@@ -35,12 +41,16 @@ def recomputed(checkpoint: str, m: int) -> int:
     return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
 
 
-def whole(number: Any, what: str) -> int:
+def whole(number: Any, what: str, advice: str = "") -> int:
     """``number``, which must be whole, as an integer."""
-    whole = int(number)
-    if not isinstance(number, str) and whole != number:
-        raise ValueError(f"{what} must be a whole number, got {number!r}")
-    return whole
+    try:
+        whole = int(number)
+        if isinstance(number, str) or whole == number:
+            return whole
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"{what} must be a whole number, got {number!r}{advice}") from None
+    raise ValueError(f"{what} must be a whole number, got {number!r}{advice}")
 
 
 def check_timeout(timeout: Any) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
@@ -14,13 +13,6 @@ from pipert.skip.store import Store
 from pipert.skip.verify import declarations
 
 __all__: list[str] = []
-
-
-class Carried(NamedTuple):
-    """A partition's input or output: a value, and the skips that arrive or leave with it."""
-
-    value: Value
-    skips: tuple[Value, ...]
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams, transfer
 from pipert.autograd.transfer import Stream
-from pipert.batch.tensors import differentiable, select
-from pipert.skip.routes import Carried, PartitionSkips
+from pipert.batch.tensors import Carried, differentiable, select
+from pipert.skip.routes import PartitionSkips
 from pipert.stage.run import Run
 
 __all__: list[str] = []

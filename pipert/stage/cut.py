@@ -8,7 +8,7 @@ the plan. On CPU each worker goes backward on its own thread, so stages do so at
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,10 +16,12 @@ from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
 from pipert.autograd.leaves import begin_numbers, node_count
-from pipert.batch.tensors import differentiable
+from pipert.batch.hidden import find, registered
+from pipert.batch.tensors import Carried, differentiable
+from pipert.batch.trees import ORDINARY, flatten
+from pipert.errors import add_note
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
-from pipert.skip.routes import Carried
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
 from pipert.stage.run import Run
@@ -123,6 +125,8 @@ class Cut:
             self.kept[i] = Kept(graphs, again, arriving, leaving, loss)
         if self._is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
+        if not isinstance(y, Tensor):
+            _refuse_hidden_graph(y)
         return rebuild(tuple([tensor.detach().requires_grad_() for tensor in ys]))
 
     def compute_loss(self, i: int, y: Value) -> Value:
@@ -137,7 +141,12 @@ class Cut:
             self._copies.transport.wait(i, target, compute, copied)
         wanting = differentiable(loss.targets[i])[0]
         self.stand_ins.update(zip(differentiable(target)[0], wanting, strict=True))
-        own = loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
+        try:
+            own = loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
+        except BaseException as error:
+            if y is None:
+                add_note(error, lambda: "the last layer returned None; does it lack a return?")
+            raise
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
         self.step.losses[i] = loss.share_of(i, own.detach())
@@ -182,6 +191,25 @@ class Cut:
         self.kept.clear()
         self.gradients.clear()
         self.step.drop()
+
+
+def _refuse_hidden_graph(y: Value) -> None:
+    """Refuse an object that takes a part of this graph to other stages, which cannot be cut off."""
+    leaves, _ = flatten(y)
+    if ORDINARY.issuperset(map(type, leaves)):
+        return
+    for leaf in leaves:
+        where = find(leaf, _is_in_graph)
+        if where is not None:
+            raise TypeError(
+                f"a value for another partition has a {type(leaf).__qualname__} that holds a tensor"
+                f" of its graph (in {where}), which forward_backward cannot take apart; "
+                f"{registered(leaf)}, return None for it, or call the pipe and loss.backward()"
+            )
+
+
+def _is_in_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def leaf_inputs(value: Value) -> Value:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from torch import Tensor
+
 from pipert._typing import Value
+from pipert.batch.tensors import Carried
 from pipert.layers.call import AfterLayer
 from pipert.schedules.action import FORWARD, Action
-from pipert.skip.routes import Carried
+from pipert.stage.shared_memory import compute_watching
 from pipert.stage.stage import How, Stage
 
 __all__: list[str] = []
@@ -34,11 +37,14 @@ def _forward(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
     if stage.borrowed:
         stage.borrow(i)
     if stage.skips is None:
+        if not isinstance(x, Tensor):
+            stage.find_shared(i, x)
         x = stage.ends.enter(i, x)
         return stage.ends.leave(i, compute(stage, i, x))
     skips, j = stage.run.skips, stage.place.j
-    arriving = [skips.receive(key, i, j) for key, _ in stage.skips.arriving]
-    x = stage.ends.enter(i, Carried(x, tuple(arriving)))
+    x = Carried(x, tuple([skips.receive(key, i, j) for key, _ in stage.skips.arriving]))
+    stage.find_shared(i, x)
+    x = stage.ends.enter(i, x)
     y, leaving = stage.ends.leave(i, compute(stage, i, x))
     for (key, k), value in zip(stage.skips.leaving, leaving, strict=True):
         skips.send(key, i, k, value)
@@ -50,6 +56,8 @@ def compute_layers(stage: Stage, i: int, x: Value, after_layer: AfterLayer = Non
     checkpointed = i < stage.recomputed
     compute: Callable[[Value], Value]
     compute = partial(stage.layers.forward, i, checkpointed, after_layer)
+    if stage.shared:
+        compute = partial(compute_watching, stage.shared, partial(stage.hand_on, i), compute)
     if checkpointed:
         # It outlives the run, so it must reference neither the stage nor the run.
         again = partial(stage.layers.recompute, i)

@@ -35,9 +35,8 @@ from pipert.autograd import order, streams
 from pipert.autograd.again import Hooks, Replay
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.transfer import Stream
-from pipert.batch.tensors import differentiable
+from pipert.batch.tensors import Carried, differentiable
 from pipert.layers.tied import Weights
-from pipert.skip.routes import Carried
 from pipert.stage.copies import Copies
 
 __all__: list[str] = []

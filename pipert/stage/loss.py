@@ -57,7 +57,7 @@ def split_step(
         inputs.append(as_value(micro_batch.args, own))
     rows = sum(sizes)
     shares = [1.0 if reduction == "sum" or not rows else size / rows for size in sizes]
-    return inputs, Loss(function, targets, shares, scale, reduction == "mean")
+    return inputs, Loss(function, targets, shares, scale, reduction == "mean", sizes)
 
 
 _TARGET = "target of forward_backward"  # no keyword that a layer could have
@@ -103,6 +103,8 @@ class Loss:
     """What gradients are multiplied by."""
     _may_count: bool = True
     """Whether the function may return sums and counts."""
+    sizes: Sequence[int] = ()
+    """The rows of each micro-batch."""
     is_differentiable: bool = False
     """Whether the loss of any micro-batch is."""
 

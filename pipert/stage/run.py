@@ -14,6 +14,7 @@ from pipert.schedules.plan import Plan
 from pipert.seeing.told import Told
 from pipert.stage.links import SkipLinks
 from pipert.stage.outcome import Outcome
+from pipert.stage.shared_memory import Shared
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
@@ -36,6 +37,8 @@ class Run:
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
     """The streams that something was copied from, by device and micro-batch."""
+    handed_on: dict[tuple[int, int], Shared] = field(default_factory=dict)
+    """By micro-batch and stage the tensors of its input that shared memory before; ints alone."""
     dropped: bool = False
     """Whether nobody waits for it any more."""
 

@@ -42,6 +42,7 @@ from pipert.stage.in_graph import InGraph
 from pipert.stage.links import Link
 from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
+from pipert.stage.shared_memory import Shared, find_shared
 from pipert.workers.worker import NOT_RUN
 
 __all__: list[str] = []
@@ -97,6 +98,8 @@ class Stage:
     """Computes it, in the last stage of a step."""
     recomputed: int = field(init=False)
     """How many micro-batches, from the first, are checkpointed."""
+    shared: Shared = field(default_factory=dict)
+    """Which tensors of the input share memory, of the micro-batch that is at work."""
     _versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +123,15 @@ class Stage:
         """Let the layers compute with what stands for parameters; once for the run."""
         weights, self.borrowed = self.borrowed, ()
         self.layers.lend(weights, self.ends.borrow(i, weights), self._versions)
+
+    def find_shared(self, i: int, x: Value) -> None:
+        """Find out which tensors of an input of micro-batch ``i`` share memory."""
+        self.shared = find_shared(x) | self.run.handed_on.pop((i, self.place.j), {})
+
+    def hand_on(self, i: int, shared: Shared) -> None:
+        """Tell the next stage which tensors of its input would, had they not been copied here."""
+        if shared:
+            self.run.handed_on[i, self.place.j + 1] = shared
 
     def give_up(self) -> None:
         """Give up what nobody waits for any more, though an action may be executing. Any thread.

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
-from pipert.batch.microbatch import gather
-from pipert.stage.gradients import (  # fmt: skip
+from pipert.batch.joining import gather
+from pipert.stage.gradients import (
     Arriving,
     Gradients,
     delivery,
@@ -57,7 +57,8 @@ class Step:
             )
         self._warn_of_some()
         if self.keep_outputs:
-            self.output = gather([self.outputs.pop(i) for i in sorted(self.outputs)])
+            outputs = [self.outputs.pop(i) for i in sorted(self.outputs)]
+            self.output = gather(outputs, self.loss.sizes)
 
     def drop(self) -> None:
         """Keep nothing: nobody waits for it any more, though a task may be executing."""

@@ -450,6 +450,7 @@ def test_a_function_draws_the_same_again_with_the_same_seed(name: str) -> None:
     assert torch.equal(*results)
 
 
+rows_first: Any = {"batch_first": True}
 modules: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Dropout": (nn.Dropout, (4, 4)),
     "Dropout1d": (nn.Dropout1d, (4, 4, 4)),
@@ -460,10 +461,12 @@ modules: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "RReLU": (nn.RReLU, (4, 4)),
     "FractionalMaxPool2d": (lambda: nn.FractionalMaxPool2d(2, 2), (1, 4, 4)),
     "FractionalMaxPool3d": (lambda: nn.FractionalMaxPool3d(2, 2), (1, 4, 4, 4)),
-    "RNN": (lambda: nn.RNN(4, 4, 2, dropout=0.5), (2, 3, 4)),
-    "GRU": (lambda: nn.GRU(4, 4, 2, dropout=0.5), (2, 3, 4)),
-    "LSTM": (lambda: nn.LSTM(4, 4, 2, dropout=0.5), (2, 3, 4)),
-    "TransformerEncoderLayer": (lambda: nn.TransformerEncoderLayer(4, 2, 8), (2, 3, 4)),
+    "RNN": (lambda: nn.RNN(4, 4, 2, dropout=0.5, **rows_first), (2, 3, 4)),
+    "GRU": (lambda: nn.GRU(4, 4, 2, dropout=0.5, **rows_first), (2, 3, 4)),
+    "LSTM": (lambda: nn.LSTM(4, 4, 2, dropout=0.5, **rows_first), (2, 3, 4)),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, **rows_first), (2, 3, 4)
+    ),
     "LazyLinear": (lambda: nn.LazyLinear(4), (4, 4)),
     "LazyConv1d": (lambda: nn.LazyConv1d(4, 1), (4, 4, 4)),
 }
@@ -478,14 +481,14 @@ def test_a_module_that_draws_does_so_from_the_stream_of_its_task(
 
 
 def test_attention_with_dropout_draws_from_the_stream_of_its_task(one_draw: bytes) -> None:
-    attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
     layer = Apply(lambda x: attention(x, x, x)[0])
     layer.add_module("attention", attention)
     assert state_after(layer, torch.ones(3, 2, 4)) == one_draw
 
 
 def test_a_transformer_decoder_draws_from_the_stream_of_its_task(one_draw: bytes) -> None:
-    decoder = nn.TransformerDecoderLayer(4, 2, 8)
+    decoder = nn.TransformerDecoderLayer(4, 2, 8, batch_first=True)
     layer = Apply(lambda x: decoder(x, x))
     layer.add_module("decoder", decoder)
     assert state_after(layer, torch.ones(3, 2, 4)) == one_draw

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -105,6 +107,23 @@ def test_a_0_dimensional_argument_gets_the_gradient_of_all_micro_batches(way: Wa
     module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
     factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     assert_equal(module, [1, 2], way, batch(7), factor)
+
+
+@each_way
+def test_a_mapping_is_an_argument_like_a_dict(way: Way) -> None:
+    first = Apply(lambda tokens: tokens.data["x"] * tokens["more"]["scale"])
+    module = nn.Sequential(first, linear(3, 4), nn.Tanh(), linear(4, 2))
+    more = MappingProxyType({"scale": batch(7), "name": "scales"})
+    assert_equal(module, [1, 2, 1], way, UserDict(x=batch(7), more=more))
+
+
+@each_way
+def test_gradients_of_rows_in_a_mapping_go_on_into_the_callers_graph(way: Way) -> None:
+    module, x = nn.Sequential(Apply(lambda v: v["x"]), linear(3, 2)), batch(7, requires_grad=True)
+    (expected,) = torch.autograd.grad(mean(module({"x": x.exp()}), None), x)
+    with piped(module, [1, 1], way) as pipe:
+        take_step(pipe, way, UserDict(x=x.exp()))
+    same(x.grad, expected)
 
 
 # The caller's graph.
@@ -220,6 +239,25 @@ def test_a_target_may_be_a_pytree(way: Way) -> None:
         return ((y - t["y"]) * t["more"][0]).pow(t["more"][1] - 1).mean()
 
     assert_equal(model(), [2, 3], way, batch(7), target=target, loss_fn=loss)
+
+
+@ways
+def test_a_target_may_be_a_mapping(way: Way) -> None:
+    target = UserDict(y=torch.randn(7, 2, dtype=torch.float64))
+
+    def loss(y: Tensor, t: Any) -> Any:
+        return F.mse_loss(y, t["y"])
+
+    assert_equal(model(), [2, 3], way, batch(7), target=target, loss_fn=loss)
+
+
+@ways
+def test_a_tensor_may_be_both_argument_and_target(way: Way) -> None:
+    module, x = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 3)), batch(7, requires_grad=True)
+    (expected,) = torch.autograd.grad(mse_loss(module(x), x), x)
+    with piped(module, [1, 2], way) as pipe:
+        take_step(pipe, way, x, target=x, loss_fn=F.mse_loss)
+    same(x.grad, expected)
 
 
 @ways

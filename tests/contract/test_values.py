@@ -7,6 +7,7 @@ Among it are the pitfalls 18 (what crosses a border and is not differentiable, o
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipert import Pipe
 from tests.contract.ways import (
+    CALL,
     SCHEDULES,
     Way,
     assert_equal,
@@ -70,6 +73,7 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "all unused": (lambda x: (x,), lambda v: torch.ones_like(v[0])),
     "complex": (lambda x: torch.complex(x, x.exp()), lambda v: (v * v.conj()).real + v.imag),
     "float32": (lambda x: x.float(), lambda v: v.double()),
+    "mapping": (lambda x: UserDict(a=x.sin(), b=[x.cos()]), lambda v: v["a"] * v["b"][0]),
 }
 
 
@@ -104,6 +108,81 @@ def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way:
         _, outputs = take_step(pipe, way, x, loss_fn=loss, return_outputs=True)
         with torch.no_grad():
             same(outputs, pipe(x))
+
+
+class Cache:
+    """No pytree, as the cache of keys and values of a language model."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.layers = [{"keys": keys}]
+
+
+def with_cache(make: Callable[[Tensor], Any]) -> nn.Sequential:
+    return between(make, lambda v: v[0] * v[1].layers[0]["keys"].exp())
+
+
+@pytest.mark.pairwise
+@each_way
+@pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1]], ids=len)
+def test_an_object_that_hides_what_wants_a_gradient_crosses_a_border_or_is_refused(
+    balance: list[int], way: Way
+) -> None:
+    module = with_cache(lambda x: (x.sin(), Cache(x.cos())))
+    if way.schedule == CALL:
+        assert_equal(module, balance, way, batch(7, requires_grad=True))
+        return
+    with piped(module, balance, way) as pipe:
+        message = r"has a Cache that holds a tensor of its graph \(in .*\['keys'\]\).*register"
+        with pytest.raises(TypeError, match=message):
+            take_step(pipe, way, batch(7))
+    assert set(grads_of(module).values()) == {None}
+
+
+@each_way
+def test_an_object_that_hides_what_wants_no_gradient_crosses_a_border(way: Way) -> None:
+    module = with_cache(lambda x: (x.sin(), Cache(x.detach().cos())))
+    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
+
+
+@each_way
+def test_an_object_that_is_a_pytree_crosses_a_border(way: Way) -> None:
+    module = with_cache(lambda x: (x.sin(), RegisteredCache(x.cos())))
+    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
+
+
+class RegisteredCache(Cache):
+    """As transformers' ``DynamicCache`` where it has been registered."""
+
+
+pytree.register_pytree_node(
+    RegisteredCache,
+    lambda cache: ([cache.layers[0]["keys"]], None),
+    lambda keys, _: RegisteredCache(*keys),
+)
+
+
+@each_way
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_outputs_whose_rows_are_another_dimension_are_refused(chunks: int, way: Way) -> None:
+    module, x = nn.Sequential(linear(3, 4), Apply(Tensor.t)), batch(7)
+    with piped(module, [1, 1], way, chunks) as pipe:
+        if chunks == 1:
+            _, output = take_step(pipe, way, x, return_outputs=True)
+            same(output, module(x))
+            return
+        with pytest.raises(ValueError, match=r"has \[4, 4, 4\] in micro-batches of \[3, 2, 2\]"):
+            take_step(pipe, way, x, return_outputs=True)
+    assert set(grads_of(module).values()) == {None}
+
+
+@each_way
+def test_a_state_of_a_recurrent_layer_is_refused_as_an_output(way: Way) -> None:
+    recurrent = nn.LSTM(3, 4, num_layers=2, batch_first=True, dtype=torch.float64)
+    module = nn.Sequential(nn.Unflatten(1, (1, 3)), recurrent)
+    with piped(module, [1, 1], way) as pipe:
+        with pytest.raises(ValueError, match=r"output\[1\]\[0\] must have as many rows"):
+            loss = Apply(lambda y, _: mean(y[0], None))
+            take_step(pipe, way, batch(7), loss_fn=loss, return_outputs=True)
 
 
 # Layers that work in place, at the beginning of a partition.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import pipert.pipe
 from pipert.autograd import streams as stream
-from pipert.batch.microbatch import gather
+from pipert.batch.joining import gather
 from pipert.stage.run import Run
 from tests import simulated_gpus
 from tests.fuzz.case import Case, Step, draw

@@ -184,6 +184,30 @@ def test_a_note_shows_several_arguments() -> None:
     assert "float32[2, 3]" in note and "bool[2]" in note and "'scale': int" in note
 
 
+def test_a_note_names_the_layer_before_that_returned_none() -> None:
+    model = nn.Sequential(nn.Identity(), Apply(lambda x: None), Apply(fail), nn.Identity())
+    assert note_of(model, torch.ones(4, 3)).endswith(
+        "layer '2' (Apply), micro-batch 0 of 2, input NoneType, because layer '1' (Apply) returned "
+        "None; does it lack a return?"
+    )
+
+
+def test_a_note_names_the_partition_before_that_returned_none() -> None:
+    model = nn.Sequential(nn.Identity(), Apply(lambda x: None), Apply(fail))
+    assert "because the last layer of partition 0 returned None" in note_of(model, torch.ones(4, 3))
+
+
+def test_none_from_the_caller_is_nobodys_fault() -> None:
+    assert note_of(nn.Sequential(Apply(fail)), None).endswith("input NoneType")
+
+
+def test_a_note_of_the_loss_says_that_the_last_layer_returned_none() -> None:
+    with Pipe(nn.Sequential(Apply(lambda x: None)), [1], devices=["cpu"]) as pipe:
+        with pytest.raises(ValueError) as info:
+            pipe.forward_backward(torch.ones(4, 3), loss_fn=fail)
+    assert any("the last layer returned None" in note for note in info.value.__notes__)
+
+
 def test_a_note_shows_a_value_that_is_no_tensor() -> None:
     model = nn.Sequential(Apply(lambda x: {"x": (x, None), "flag": True}), Apply(fail))
     note = note_of(model, torch.ones(4, 3))

@@ -11,6 +11,8 @@ LOCK = "pipert/queues/process_lock.py"
 POOL, TURN = "pipert/workers/pool.py", "pipert/workers/turn.py"
 CHECKPOINT, ORDER = "pipert/autograd/checkpoint.py", "pipert/autograd/order.py"
 BATCH = "pipert/batch/microbatch.py"
+JOINING, HIDDEN = "pipert/batch/joining.py", "pipert/batch/hidden.py"
+STAGE = "pipert/stage/stage.py"
 
 OF_THREADS = [
     Mutant(
@@ -85,7 +87,7 @@ OF_BATCHES = [
         ("tests/test_microbatch.py",),
     ),
     Mutant(
-        "gathered-backwards", BATCH,
+        "gathered-backwards", JOINING,
         "the rows of the last micro-batch come first in the output",
         "torch.cat(column) if", "torch.cat(column[::-1]) if",
         ("tests/test_microbatch.py",),
@@ -95,6 +97,24 @@ OF_BATCHES = [
         "what is wrapped in Replicate is split like everything else",
         "return [leaf.value] * len(sizes)", "return _split(leaf.value, sizes)",
         ("tests/test_microbatch.py",),
+    ),
+    Mutant(
+        "rows-hidden-deeper-unseen", HIDDEN,
+        "rows two objects deep go whole to each micro-batch",
+        "left.append((path + name, part))", "pass",
+        ("tests/test_hidden.py",),
+    ),
+    Mutant(
+        "rows-of-outputs-unchecked", JOINING,
+        "outputs whose rows are another dimension are concatenated",
+        "if rest or rows !=", "if rest and rows !=",
+        ("tests/test_hidden.py",),
+    ),
+    Mutant(
+        "overlap-not-handed-on", STAGE,
+        "of a base and its view, which a partition only hands on, the next may change one",
+        "self.run.handed_on[i, self.place.j + 1] = shared", "pass",
+        ("tests/contract/test_shared_memory.py",),
     ),
 ]  # fmt: skip
 

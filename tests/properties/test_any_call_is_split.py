@@ -7,8 +7,10 @@ shrinks to something readable, and each tensor has unique elements.
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,7 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipert import Replicate
-from pipert.batch.microbatch import Arguments, gather, scatter
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import Arguments, scatter
 
 pytestmark = pytest.mark.slow
 
@@ -167,6 +170,35 @@ def test_every_split_tensor_has_its_rows_in_order_and_sizes_differ_by_one_at_mos
             numbers = [part[k].size(0) for part in parts]
             assert max(numbers) - min(numbers) <= 1
             assert torch.equal(torch.cat([part[k] for part in parts]), whole)
+
+
+def with_mappings(value: Any) -> Any:
+    """The same with mappings that torch does not know in place of dicts."""
+    if isinstance(value, dict):
+        items = {key: with_mappings(item) for key, item in value.items()}
+        return UserDict(items) if len(items) % 2 else MappingProxyType(items)
+    if isinstance(value, Pair):
+        return Pair(*map(with_mappings, value))
+    return type(value)(map(with_mappings, value)) if isinstance(value, list | tuple) else value
+
+
+def with_dicts(value: Any) -> Any:
+    """The same with dicts in place of those mappings."""
+    if isinstance(value, UserDict | MappingProxyType):
+        return {key: with_dicts(item) for key, item in value.items()}
+    if isinstance(value, Pair):
+        return Pair(*map(with_dicts, value))
+    return type(value)(map(with_dicts, value)) if isinstance(value, list | tuple) else value
+
+
+@given(tree=trees(split_leaves | st.builds(Other, anything)), size=rows_and_chunks)
+def test_any_mappings_are_split_and_joined_like_dicts(tree: Any, size: tuple[int, int]) -> None:
+    rows, chunks = size
+    batch = make(tree, rows)
+    parts = values(with_mappings(batch), chunks)
+    assert all(map(identical, map(with_dicts, parts), values(batch, chunks)))
+    joined = gather(parts)
+    assert type(joined) is type(with_mappings(batch)) and identical(with_dicts(joined), batch)
 
 
 @given(tree=any_tree, size=rows_and_chunks)
@@ -328,7 +360,7 @@ class AlsoUnregistered:
 class Array:
     """Has rows, and is no tensor."""
 
-    ndim = 2
+    ndim, shape = 2, (3, 1)
 
 
 HIDDEN: list[Callable[[], object]] = [

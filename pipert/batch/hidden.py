@@ -1,0 +1,92 @@
+"""Finds tensors and arrays inside of objects that torch cannot flatten.
+
+What it finds there cannot be split, joined, brought to another device or cut out of its graph. It
+looks through attributes, slots, and the built-in containers in them, nearest first, in so many
+places at most. It does not look into modules, functions and types, nor behind what an object
+computes when it is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipert.batch.trees import ORDINARY
+
+__all__: list[str] = []
+
+_MOST = 10_000  # places
+
+_CLOSED = (
+    type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Tensor,
+)  # fmt: skip
+
+
+def has_rows(value: Any) -> bool:
+    """Whether it is a tensor or an array with a dimension."""
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    if type(value) in ORDINARY or isinstance(value, _CLOSED):
+        return False
+    own = getattr(value, "__dict__", ())
+    is_array = all(name in own or hasattr(type(value), name) for name in ("ndim", "shape"))
+    return is_array and bool(value.ndim)
+
+
+def registered(leaf: Any) -> str:
+    """What to do with an object, so that its tensors are found."""
+    if dataclasses.is_dataclass(leaf):
+        return "register its class with torch.export.register_dataclass"
+    return "register its class as a pytree with torch.utils._pytree.register_pytree_node"
+
+
+def find(value: Any, wanted: Callable[[Any], bool]) -> str | None:
+    """Returns where in an object something ``wanted`` is, such as ``.pair[0]``; else ``None``."""
+    if type(value) in ORDINARY or isinstance(value, _CLOSED):
+        return None
+    met = {id(value): value}
+    left, looked = deque([("", value)]), 0
+    while left and looked < _MOST:
+        path, item = left.popleft()
+        for name, part in islice(_parts(item), _MOST - looked):
+            looked += 1
+            if wanted(part):
+                return path + name
+            ordinary = type(part) in ORDINARY or isinstance(part, _CLOSED)
+            if not ordinary and id(part) not in met:
+                met[id(part)] = part
+                left.append((path + name, part))
+    return None
+
+
+def _parts(item: Any) -> Iterator[tuple[str, Any]]:
+    # Copies of containers: others may be changing them.
+    if isinstance(item, dict | MappingProxyType):
+        yield from ((f"[{key!r}]", part) for key, part in list(item.items()))
+    elif isinstance(item, list | tuple | deque):
+        yield from ((f"[{k}]", part) for k, part in enumerate(list(item)))
+    elif isinstance(item, set | frozenset):
+        yield from (("{...}", part) for part in list(item))
+    for name, part in list(getattr(item, "__dict__", {}).items()):
+        yield f".{name}", part
+    for kind in type(item).__mro__:
+        for name, slot in vars(kind).items():
+            if type(slot) is MemberDescriptorType:
+                try:
+                    part = slot.__get__(item)
+                except AttributeError:  # not set
+                    continue
+                yield f".{name}", part

@@ -1,0 +1,120 @@
+"""Joins the outputs of the micro-batches to that of the mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from pipert._typing import Value
+from pipert.batch.hidden import find, has_rows, registered
+from pipert.batch.tensors import describe
+from pipert.batch.trees import flatten, is_whole, keys_of
+
+__all__: list[str] = []
+
+
+def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
+    """Joins the outputs of the micro-batches, whose structure must be the same.
+
+    Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
+    leaves must be equal and are returned once. ``sizes`` are the rows of the micro-batches, of
+    which an output has as many, or so many times as many.
+    """
+    first = outputs[0]
+    if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
+        return _join(outputs, outputs, 0, sizes)
+    leaves, spec = flatten(first, is_whole)
+    columns = [[leaf] for leaf in leaves]
+    for i, output in enumerate(outputs[1:], start=1):
+        others, other = flatten(output, is_whole)
+        if other != spec:
+            raise ValueError(
+                "the last layer must return the same structure for each micro-batch, but returned "
+                f"{spec} for micro-batch 0 and {other} for micro-batch {i}"
+            )
+        for column, leaf in zip(columns, others, strict=True):
+            column.append(leaf)
+    joined = [_join(column, outputs, k, sizes) for k, column in enumerate(columns)]
+    return pytree.tree_unflatten(joined, spec)
+
+
+def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int]) -> Any:
+    first = column[0]
+    if len(column) == 1 and not isinstance(first, Tensor):
+        return first
+    if all(isinstance(leaf, Tensor) for leaf in column):
+        if sizes and len(column) > 1 and all(leaf.dim() > 0 for leaf in column):
+            _require_rows(column, outputs, k, sizes)
+        kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"{_path(outputs[0], k)} must have one shape beyond its rows, one dtype and one "
+                "device in all micro-batches, got "
+                + ", ".join(sorted({f"{describe(leaf)} on {leaf.device}" for leaf in column}))
+                + "; return rows of equal shape, or a 0-dimensional tensor"
+            )
+        if first.dim() == 0:
+            return torch.stack(column)
+        return torch.cat(column) if len(column) > 1 else first
+    _refuse_hidden_output(column, outputs, k)
+    for i, leaf in enumerate(column[1:], start=1):
+        if not _equal(first, leaf):
+            raise ValueError(
+                f"{_path(outputs[0], k)} is not a tensor; it must be equal in all micro-batches, "
+                f"but is {first!r} in micro-batch 0 and {leaf!r} in micro-batch {i}; return a "
+                "tensor to have one value for each micro-batch"
+            )
+    return first
+
+
+def _require_rows(
+    column: list[Tensor], outputs: list[Value], k: int, sizes: Sequence[int]
+) -> None:
+    rows = list(map(len, column))
+    each, rest = divmod(rows[0], sizes[0])
+    if rest or rows != [each * size for size in sizes]:
+        raise ValueError(
+            f"{_path(outputs[0], k)} must have as many rows (dimension 0) as the micro-batch, or "
+            f"so many times as many, but has {rows} in micro-batches of {list(sizes)} rows; "
+            "transpose it in the last layer if its rows are another dimension, and return a "
+            "0-dimensional tensor to have one value for each micro-batch"
+        )
+
+
+def _refuse_hidden_output(column: list[Any], outputs: list[Value], k: int) -> None:
+    for leaf in column:
+        if isinstance(leaf, Tensor):
+            continue
+        where = "" if has_rows(leaf) else find(leaf, has_rows)
+        if where is None:
+            continue
+        remedy = f"{registered(leaf)}, or let the last layer return None for it"
+        if isinstance(leaf, PackedSequence):
+            remedy = "return its padded rows: pad_packed_sequence(y, batch_first=True)"
+        elif not where:
+            remedy = "return a tensor"
+        raise ValueError(
+            f"{_path(outputs[0], k)} is a {type(leaf).__qualname__}, which has rows"
+            f"{where and f' (in {where})'} that pipert cannot join; {remedy}"
+        )
+
+
+def _equal(first: Any, other: Any) -> bool:
+    if first is other:
+        return True
+    try:
+        both_nan = bool(first != first) and bool(other != other)
+        return type(first) is type(other) and (both_nan or bool(first == other))
+    except (TypeError, ValueError, RuntimeError):  # such as the truth of an array
+        return False
+
+
+def _path(output: Value, k: int) -> str:
+    """Returns the ``k``-th leaf of ``output`` as a user writes it: ``output[0]['mask']``."""
+    keys = keys_of(output, k, is_whole)
+    return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)

@@ -1,0 +1,39 @@
+"""Layers that take time for dimension 0, along which a pipe splits."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from pipert.errors import NotBatchFirstWarning
+
+__all__: list[str] = []
+
+
+def warn_if_not_batch_first(module: nn.Module) -> None:
+    """Warn of the layers in ``module`` that have torch's default, ``batch_first=False``."""
+    found = [_described(name, layer) for name, layer in module.named_children()]
+    names = [name for name in found if name]
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        some = ", ".join(names[:3]) + more
+        warnings.warn(
+            f"layers with batch_first=False, which take dimension 0 for time: {some}. A pipe "
+            "splits along dimension 0, so each micro-batch would be a part of the sequence. Make "
+            "them with batch_first=True, and let rows be dimension 0. If they get what your own "
+            "layer has transposed, all is well: ignore pipert.NotBatchFirstWarning by "
+            "warnings.filterwarnings",
+            NotBatchFirstWarning,
+            stacklevel=4,  # Partitioned, Pipe, and the code that makes one
+        )
+
+
+def _described(name: str, layer: nn.Module) -> str:
+    """The layer, and where in it is the first that is meant; empty if none is."""
+    for path, module in layer.named_modules():
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
+            kind = type(layer)
+            is_known = not path or kind.__module__ == nn.TransformerEncoderLayer.__module__
+            return f"{name!r} ({kind.__qualname__}{'' if is_known else f', its {path}'})"
+    return ""

@@ -1,0 +1,146 @@
+"""Tensors of one value that overlap in memory: a change of one in place must not pass unseen.
+
+In the plain module it changes the other, in values and in the graph. Here each may have been
+detached, cloned or copied for itself. One tensor twice is no such case, it stays one
+(``batch.tensors``); and tensors that overlap may well be read. So it is the change that is refused,
+when the layers have made it.
+
+1. What shares a storage is found before a value enters a stage, while it is what was sent.
+2. Versions tell whether the layers have changed it. Tensors of inference mode have none, and are
+   compared.
+3. Only then is it found out whether it overlaps, byte by byte.
+4. Layers may hand on clones or copies of what overlaps, which share nothing. So their stage tells
+   the next one.
+5. Without a graph, tensors that still share their storage are as in the plain module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipert._typing import Tensors, Value
+from pipert.batch.tensors import Carried, describe, tensors_of, version
+
+__all__: list[str] = []
+
+
+class Extent(NamedTuple):
+    """Which bytes of its storage a tensor has."""
+
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+Shared = dict[tuple[int, int], tuple[Extent, Extent]]
+"""Pairs of tensors of a value that share a storage, by number, and what they had of it."""
+
+
+def find_shared(value: Value) -> Shared:
+    """The pairs in a value, and in each of the skips that it comes with."""
+    parts = (value.value, *value.skips) if isinstance(value, Carried) else (value,)
+    shared: Shared = {}
+    start = 0
+    for part in parts:
+        tensors = tensors_of(part)[0]
+        homes = [tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)]
+        if len(set(homes)) < len(homes):
+            for together in _by_storage(tensors).values():
+                for k, other in combinations(together, 2):
+                    extents = _extent(tensors[k]), _extent(tensors[other])
+                    shared[start + k, start + other] = extents
+        start += len(tensors)
+    return shared
+
+
+def compute_watching(
+    shared: Shared, hand_on: Callable[[Shared], None], compute: Callable[[Value], Value], x: Value
+) -> Value:
+    """Return ``compute(x)``; pass the pairs in it that come from ``shared`` to ``hand_on``.
+
+    Raises:
+        RuntimeError: one of a pair was changed in place.
+    """
+    tensors = tensors_of(x)[0]
+    watched = {k for pair in shared for k in pair}
+    homes = {k: tensors[k].untyped_storage()._cdata for k in watched}
+    if not torch.is_grad_enabled():  # rule 5
+        shared = {pair: both for pair, both in shared.items() if homes[pair[0]] != homes[pair[1]]}
+        watched = {k for pair in shared for k in pair}
+    before = {k: _state(tensors[k]) for k in watched}
+    y = compute(x)
+    changed = {k for k in watched if _is_changed(tensors[k], before[k])}
+    for pair, extents in shared.items():
+        if not changed.isdisjoint(pair) and _overlap(*extents):
+            one, other = (describe(tensors[k]) for k in pair)
+            raise RuntimeError(
+                f"two tensors that came here in one value, {one} and {other}, share memory, and "
+                "one was changed in place: the plain module changes both, and here they are "
+                "apart. Let the layer that they come from return a clone of one, or change a copy "
+                "(inplace=False)"
+            )
+    if shared:
+        hand_on(_handed_on(shared, homes, y.value if isinstance(y, Carried) else y))
+    return y
+
+
+def _handed_on(shared: Shared, homes: dict[int, int], y: Value) -> Shared:
+    """The pairs of ``y`` that have the storages of pairs in ``shared``, but not one together."""
+    apart = {frozenset((homes[k], homes[other])): both for (k, other), both in shared.items()}
+    there = [(k, home) for home, own in _by_storage(tensors_of(y)[0]).items() for k in own]
+    return {
+        (k, other): apart[frozenset((home, elsewhere))]
+        for (k, home), (other, elsewhere) in combinations(sorted(there), 2)
+        if home != elsewhere and frozenset((home, elsewhere)) in apart
+    }
+
+
+def _by_storage(tensors: Tensors) -> dict[int, list[int]]:
+    """The numbers of those that have a storage, by its address."""
+    places: dict[int, list[int]] = {}
+    for k, tensor in enumerate(tensors):
+        if _has_storage(tensor):
+            places.setdefault(tensor.untyped_storage()._cdata, []).append(k)
+    return places
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_nested and tensor.numel() > 0
+
+
+def _extent(tensor: Tensor) -> Extent:
+    size = tensor.element_size()
+    strides = tuple([int(stride) * size for stride in tensor.stride()])
+    return Extent(int(tensor.storage_offset()) * size, (*tensor.shape, size), (*strides, 1))
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    start, *_ = begins = sorted((one.offset, other.offset))
+    ends = [
+        extent.offset + 1 + sum((n - 1) * s for n, s in zip(extent.shape, extent.strides))
+        for extent in (one, other)
+    ]
+    if min(ends) <= max(begins):
+        return False
+    taken = torch.zeros(max(ends) - start, dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.strides, one.offset - start).fill_(True)
+    return bool(taken.as_strided(other.shape, other.strides, other.offset - start).any())
+
+
+def _state(tensor: Tensor) -> int | Tensor:
+    return tensor.clone() if tensor.is_inference() else version(tensor)
+
+
+def _is_changed(tensor: Tensor, before: int | Tensor) -> bool:
+    if isinstance(before, int):
+        return version(tensor) != before
+    return not torch.equal(_bits(tensor), _bits(before))  # of numbers nan is none that is equal
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,279 @@
+"""Objects that torch cannot flatten: mappings are split like a dict, others must hide no rows."""
+
+from __future__ import annotations
+
+import functools
+from collections import UserDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils import _pytree as pytree
+
+from pipert import Replicate
+from pipert.batch.hidden import find, has_rows
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import scatter
+from pipert.batch.tensors import tensors_of
+
+
+def rows(count: int = 4) -> Tensor:
+    return torch.arange(count * 2.0).view(count, 2)
+
+
+class Tokens(UserDict[str, Any]):
+    """As transformers' ``BatchEncoding``: items are attributes, too, and it has some of its own."""
+
+    def __init__(self, data: Any, kind: str) -> None:
+        super().__init__(data)
+        self.kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Named(dict[str, Any]):
+    """A dict of a class of one's own."""
+
+
+MAPPINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tokens": lambda items: Tokens(items, "slow"),
+    "UserDict": UserDict,
+    "MappingProxyType": MappingProxyType,
+    "a class of dict": Named,
+}
+each_mapping = pytest.mark.parametrize("make", MAPPINGS.values(), ids=list(MAPPINGS))
+
+
+# Mappings.
+
+
+@each_mapping
+def test_a_mapping_is_split_like_a_dict_and_stays_what_it_is(make: Any) -> None:
+    whole = make({"x": rows(4), "scale": 2.0})
+    parts = scatter((whole,), {}, 2)
+    assert [type(part) for part in parts] == [type(whole)] * 2
+    assert [list(part) for part in parts] == [["x", "scale"]] * 2
+    assert torch.equal(torch.cat([part["x"] for part in parts]), rows(4))
+    assert [part["scale"] for part in parts] == [2.0, 2.0]
+    assert len(whole["x"]) == 4
+
+
+@each_mapping
+def test_mappings_are_found_at_any_depth(make: Any) -> None:
+    whole = make({"inner": [make({"x": rows(4)})]})
+    parts = scatter((rows(4),), {"more": (1, whole)}, 4)
+    assert [len(part.kwargs["more"][1]["inner"][0]["x"]) for part in parts] == [1] * 4
+
+
+def test_a_mapping_keeps_its_attributes() -> None:
+    part = scatter((Tokens({"x": rows(4)}, "fast"),), {}, 2)[1]
+    assert part.kind == "fast" and torch.equal(part.x, rows(4)[2:])
+
+
+@each_mapping
+def test_rows_in_a_mapping_must_agree_and_are_named(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"args\[0\]\['x'\] has 4 and args\[0\]\['y'\] has 3"):
+        scatter((make({"x": rows(4), "y": rows(3)}),), {}, 2)
+
+
+def test_an_attribute_of_a_mapping_that_hides_rows_is_refused() -> None:
+    class Both(dict[str, Any]):
+        """Its items are attributes, and those of a copy would be the whole batch's."""
+
+        def __init__(self, items: Any) -> None:
+            super().__init__(items)
+            self.__dict__ = self
+
+    with pytest.raises(TypeError, match=r"args\[0\] is a .*Both.*in \.x"):
+        scatter((Both({"x": rows(4)}),), {}, 2)
+
+
+@each_mapping
+def test_outputs_that_are_mappings_are_joined(make: Any) -> None:
+    joined = gather([make({"y": rows(2)}), make({"y": rows(2)})], [2, 2])
+    assert type(joined) is type(make({}))
+    assert torch.equal(joined["y"], torch.cat([rows(2), rows(2)]))
+
+
+@each_mapping
+def test_mappings_with_other_keys_are_of_another_structure(make: Any) -> None:
+    with pytest.raises(ValueError, match="the same structure for each micro-batch"):
+        gather([make({"y": rows(2)}), make({"z": rows(2)})])
+
+
+@each_mapping
+def test_tensors_in_a_mapping_are_reached_and_let_go(make: Any) -> None:
+    tensors, rebuild = tensors_of((make({"x": rows(4), "n": 1}), rows(2)))
+    assert [len(tensor) for tensor in tensors] == [4, 2]
+    first, second = rebuild((rows(1), rows(3)))
+    assert (len(first["x"]), first["n"], len(second)) == (1, 1, 3)
+    assert find(rebuild, has_rows) is None
+
+
+# Objects.
+
+
+class Slotted:
+    __slots__ = ("__private", "shown")
+
+    def __init__(self, private: Any) -> None:
+        self.__private = private
+
+
+@dataclass
+class Plain:
+    content: Any
+
+
+HIDING: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an attribute": (Plain, r"\.content"),
+    "a slot": (Slotted, r"\._Slotted__private"),
+    "an object in an object": (lambda x: Plain(Slotted(Plain(x))), r"_Slotted__private\.content"),
+    "a list of dicts": (lambda x: Plain([{"a": 1}, {"b": x}]), r"\.content\[1\]\['b'\]"),
+    "a deque": (lambda x: Plain(deque([1, x])), r"\.content\[1\]"),
+    "a set": (lambda x: Plain({1, x}), r"\.content\{\.\.\.\}"),
+    "a mapping": (lambda x: Plain(UserDict(a=x)), r"\.content\.data\['a'\]"),
+    "a class of list": (lambda x: type("Rows", (list,), {})([x]), r"\[0\]"),
+    "a partial function": (lambda x: functools.partial(print, x), r"\.args\[0\]"),
+    "a namespace": (lambda x: SimpleNamespace(x=x), r"\.x"),
+}
+each_hiding = pytest.mark.parametrize(("make", "where"), HIDING.values(), ids=list(HIDING))
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@each_hiding
+def test_an_object_that_hides_rows_is_refused_and_says_where(
+    make: Any, where: str, chunks: int
+) -> None:
+    with pytest.raises(TypeError, match=rf"kwargs\['extra'\] is a .*\(it has some in .*{where}\)"):
+        scatter((rows(4),), {"extra": make(rows(4))}, chunks)
+
+
+def test_it_is_refused_as_the_only_argument_too() -> None:
+    with pytest.raises(TypeError, match=r"args\[0\] is a Plain.*register_dataclass"):
+        scatter((Plain(rows(4)),), {}, 2)
+    with pytest.raises(TypeError, match=r"args\[0\] is a Slotted.*register_pytree_node"):
+        scatter((Slotted(rows(4)),), {}, 2)
+
+
+@each_hiding
+def test_it_may_be_replicated(make: Any, where: str) -> None:
+    whole = make(rows(4))
+    assert [part.args[1] for part in scatter((rows(4), Replicate(whole)), {}, 2)] == [whole] * 2
+
+
+def test_an_array_in_an_object_is_found() -> None:
+    array = SimpleNamespace(ndim=2, shape=(4, 1))
+    with pytest.raises(TypeError, match=r"it has some in \.content\)"):
+        scatter((rows(4), Plain(array)), {}, 2)
+
+
+class Drawn(nn.Module):
+    """A module, and a class, with the attributes of an array."""
+
+    ndim, shape = 2, (4, 4)
+
+
+@pytest.mark.parametrize(
+    "harmless",
+    [
+        Plain(3), Plain([1, "a", None]), Plain(torch.tensor(1.0)), Plain(torch.float32),
+        nn.Linear(2, 2), Plain(nn.Linear(2, 2)), Tensor, torch.nn, rows, torch.Generator(),
+        Plain(SimpleNamespace(ndim=0, shape=())), SimpleNamespace(ndim=3), Drawn(), nn.Linear,
+        Plain(Drawn),
+    ],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_what_hides_no_rows_goes_to_each_micro_batch(harmless: Any) -> None:
+    assert all(part.args[1] is harmless for part in scatter((rows(4), harmless), {}, 2))
+
+
+def test_the_walk_ends_where_objects_refer_to_each_other() -> None:
+    first, second = Plain(None), Plain(None)
+    first.content, second.content = second, [first, second]
+    assert find(first, has_rows) is None
+    second.content.append(rows())
+    assert find(first, has_rows) == ".content.content[2]"
+
+
+def test_the_walk_looks_at_so_many_places_at_most() -> None:
+    assert find(Plain([*range(9000), rows()]), has_rows) == ".content[9000]"
+    assert find(Plain([*range(11000), rows()]), has_rows) is None
+
+
+# Layouts that have no rows.
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr", "jagged"])
+def test_a_layout_that_cannot_be_split_is_refused_by_name(layout: str) -> None:
+    tensor = torch.eye(4).to_sparse(layout=getattr(torch, layout)) if layout != "jagged" else (
+        torch.nested.nested_tensor([torch.ones(k) for k in range(1, 5)], layout=torch.jagged)
+    )  # fmt: skip
+    name = "nested" if layout == "jagged" else f"torch.{layout}"
+    with pytest.raises(TypeError, match=rf"kwargs\['a'\] .* layout is {name}.*Replicate"):
+        scatter((rows(4),), {"a": tensor}, 2)
+    assert scatter((rows(4),), {"a": tensor}, 1)[0].kwargs["a"] is tensor
+    assert scatter((rows(4),), {"a": Replicate(tensor)}, 2)[1].kwargs["a"] is tensor
+
+
+# Packed sequences, which are named tuples.
+
+
+def packed() -> Any:
+    return pack_padded_sequence(torch.ones(3, 2, 1), torch.tensor([2, 1, 1]), batch_first=True)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_packed_sequence_is_refused_with_what_to_do(chunks: int) -> None:
+    with pytest.raises(TypeError, match=r"args\[0\] is a PackedSequence.*let the layer pack"):
+        scatter((packed(),), {}, chunks)
+
+
+def test_packed_sequences_are_not_joined() -> None:
+    with pytest.raises(ValueError, match=r"output\[0\] is a PackedSequence.*pad_packed_sequence"):
+        gather([(packed(),), (packed(),)], [3, 3])
+
+
+# Outputs that cannot be joined.
+
+
+@pytest.mark.parametrize("make", [Plain, Slotted, lambda x: SimpleNamespace(layers=[x])])
+def test_an_output_that_hides_rows_is_refused_with_what_to_do(make: Any) -> None:
+    output = {"logits": rows(2), "past_key_values": make(rows(2))}
+    message = r"output\['past_key_values'\] is a .*cannot join.*register.*return None for it"
+    with pytest.raises(ValueError, match=message):
+        gather([output, output], [2, 2])
+    assert pytree.tree_leaves(gather([output], [2]))[1] is output["past_key_values"]
+
+
+def test_an_array_is_refused_even_if_it_is_equal_in_all_micro_batches() -> None:
+    array = SimpleNamespace(ndim=1, shape=(4,))
+    with pytest.raises(ValueError, match="output is a SimpleNamespace.*return a tensor"):
+        gather([array, array])
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sizes"),
+    [([2, 2, 2], [3, 3, 3]), ([3, 3, 3], [3, 3, 2]), ([4, 4], [2, 1]), ([1, 1], [2, 2])],
+    ids=["fewer", "the same", "another multiple", "one"],
+)
+def test_rows_that_are_not_those_of_the_micro_batch_are_refused(
+    numbers: list[int], sizes: list[int]
+) -> None:
+    with pytest.raises(ValueError, match=r"output\[0\] must have as many rows .* transpose it"):
+        gather([(rows(number),) for number in numbers], sizes)
+
+
+@pytest.mark.parametrize("each", [0, 1, 3])
+def test_rows_may_be_so_many_times_those_of_the_micro_batch(each: int) -> None:
+    assert len(gather([rows(2 * each), rows(1 * each)], [2, 1])) == 3 * each
