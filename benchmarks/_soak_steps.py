@@ -25,7 +25,14 @@ from _soaked import STATIONS, WIDTH, Late, Soaked
 from _usage import collect
 from torch import Tensor, nn
 
-from pipert import Observer, Pipe, PipeClosedError, PipelineTimeout, WorkerBusyError, WorkerDiedError
+from pipert import (
+    Observer,
+    Pipe,
+    PipeClosedError,
+    PipelineTimeout,
+    WorkerBusyError,
+    WorkerDiedError,
+)
 
 __all__ = ["PATIENCE", "Soak"]
 

@@ -1,4 +1,4 @@
-"""What the soak trains: steps whose weights are tied, whose losses count, whose inputs are mappings.
+"""What the soak trains: weights that are tied, losses that count, inputs that are mappings.
 
 Each step is compared with the plain module; and training that is stopped and goes on in a new pipe
 is the same bit for bit, with dropout in it.
