@@ -18,7 +18,7 @@ import torch
 from pipert.check.finding import NOT_CHECKED, Finding, judged
 from pipert.check.load import Load
 from pipert.check.models import gpt, language_model
-from pipert.check.ways import CALL, WAYS, Devices, Results, Trial, Way
+from pipert.check.ways import CALL, NEVER, WAYS, Devices, Results, Trial, Way
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ def check(devices: Devices, repeats: int, load: Load) -> Iterator[Finding]:
     model = language_model(gpt(devices.n, DROPOUT, tied=False))
     with devices.trial(model) as trial:
         yield _repeat("GPT with dropout", trial, WAYS, repeats)
-    ways = (Way(CALL, "always"), Way("gpipe", "never"), Way("1f1b", "never"))
+    ways = (Way(CALL, "always"), *NEVER[1:])
     copies = f"{load.micro_batch_bytes / 2**20:.3g} MiB a copy"
     with devices.trial(load.model(dropout=DROPOUT)) as trial:
         yield _repeat(f"chain, {copies}", trial, ways, 2 * repeats)

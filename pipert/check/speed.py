@@ -15,11 +15,12 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
+import torch
 from torch.nn.functional import mse_loss
 
 from pipert.check.finding import REPORTED, Finding, Found, Measurement
 from pipert.check.load import Load, timed
-from pipert.check.ways import CALL, Devices, Way, backward
+from pipert.check.ways import CALL, NEVER, Devices, Way
 
 __all__: list[str] = []
 
@@ -32,21 +33,16 @@ def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
     first = devices.partitions[0]
     model = load.model()
     plain, target = copy.deepcopy(model.layers).to(first), model.target.to(first)
-    ways = [Way(CALL, "never"), Way(CALL, "except_last"), Way("gpipe", "never"),
-            Way("1f1b", "never")]  # fmt: skip
+    ways = [Way(CALL, "never"), Way(CALL, "except_last"), *NEVER[1:]]
     with devices.trial(model) as trial:
         steps: dict[str, Callable[[], object]] = {
-            PLAIN: lambda: backward(mse_loss(plain(trial.x), target)),
+            PLAIN: lambda: torch.autograd.backward(mse_loss(plain(trial.x), target)),
             **{str(way): partial(trial.step, way) for way in ways},
         }
         taken = _take_turns(devices, steps, seconds)
     rows = [_row(name, taken, _ideal(name, load, devices)) for name in taken]
     columns = ("step", "ms, median", "fastest", "slowest", "speed-up", "ideal")
-    title = (
-        f"Speed-up over the plain module on {first}: {load.n} partitions of {load.layers} x "
-        f"Linear({load.width}), {load.m} micro-batches of {load.rows} rows, {len(taken[PLAIN])} "
-        "rounds"
-    )
+    title = f"Speed-up over the plain module on {first}: {load}, {len(taken[PLAIN])} rounds"
     yield Measurement(title, columns, tuple(rows))
     best = min((name for name in taken if name != PLAIN), key=lambda name: median(taken[name]))
     speedup = median(taken[PLAIN]) / median(taken[best])

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipert.check.finding import Finding, judged
 from pipert.check.models import Model
-from pipert.check.ways import WAYS, Devices, Results, backward, gradients, leaf
+from pipert.check.ways import WAYS, Devices, Results, gradients, leaf
 
 __all__: list[str] = []
 
@@ -61,7 +61,7 @@ def _plain_results(model: Model, device: torch.device) -> Results:
     plain, x = copy.deepcopy(model.layers).to(device), leaf(model.x, device)
     output = plain(x)
     loss = model.loss_fn(output, model.target.to(device))
-    backward(loss)
+    torch.autograd.backward(loss)
     return {"output": output.detach(), "loss": loss.detach(), **gradients(plain, x)}
 
 

@@ -35,6 +35,7 @@ class Way(NamedTuple):
 
 
 WAYS = tuple(Way(schedule, mode) for schedule in SCHEDULES for mode in MODES)
+NEVER = tuple(way for way in WAYS if way.checkpoint == "never")
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Trial:
         if way.schedule == CALL:
             output = self.pipe(self.x)
             loss = self.loss_fn(output, self.target)
-            backward(loss)
+            torch.autograd.backward(loss)
             return loss.detach(), output.detach() if outputs else None
         found = self.pipe.forward_backward(
             self.x, target=self.target, loss_fn=self.loss_fn, schedule=way.schedule,
@@ -116,11 +117,6 @@ def even(layers: int, n: int) -> list[int]:
 def leaf(x: Tensor, device: torch.device) -> Tensor:
     """Copies an input to ``device`` as a leaf that requires grad if it can."""
     return x.to(device, copy=True).requires_grad_(x.is_floating_point())
-
-
-def backward(loss: Tensor) -> None:
-    """``loss.backward()``, which torch does not type."""
-    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def gradients(module: nn.Module, x: Tensor) -> Results:
