@@ -66,25 +66,21 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
                 "BatchNorm, with deferred_batch_norm=True for running statistics of the whole "
                 "mini-batch"
             )
-    names = [name for name, layer in _modules(module) if _is_updated(layer)]
+    names = [
+        name for name, layer in _modules(module)
+        if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
+    ]  # fmt: skip
     if names and deferred is None:
+        shown = ", ".join(map(repr, names[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
-            f"the module has BatchNorm layers in training mode ({_some(names)}). In a pipe each "
+            f"the module has BatchNorm layers in training mode ({shown}{more}). In a pipe each "
             "micro-batch is normalised by its own mean and variance, as in data parallelism, and "
             "each updates the running statistics. Choose deferred_batch_norm=True to update them "
             "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to accept "
             "this",
             stacklevel=4,  # Partitioned, Pipe, and the code that makes one
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
-
-
-def _is_updated(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -144,15 +140,6 @@ class PartitionStats:
     def discarding(self) -> AbstractContextManager[object]:
         """Update nothing while compiled layers are computed again; their code has no kernels."""
         return _Collect(self, deferring=False)
-
-    def check(self) -> None:
-        """Refuse a layer whose call was counted but whose statistics were not seen.
-
-        Raises:
-            RuntimeError: it normalises by a function unknown here.
-        """
-        for norm in self.counted - {call.norm for call in self.calls.values()}:
-            raise _cannot_be_deferred(norm)
 
 
 def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
@@ -259,12 +246,13 @@ class DeferredStats:
             RuntimeError: a layer cannot be deferred; nothing is updated.
         """
         partitions = [partition for partition in self.partitions if partition is not None]
-        for partition in partitions:
-            partition.check()
+        calls = [call for partition in partitions for call in partition.calls.values()]
+        counted = {norm for partition in partitions for norm in partition.counted}
+        for norm in counted - {call.norm for call in calls}:  # by a function unknown here
+            raise _cannot_be_deferred(norm)
         with _committing.current:  # nothing here has a graph
-            for partition in partitions:
-                for call in partition.calls.values():
-                    _update(*call)
+            for call in calls:
+                _update(*call)
 
 
 def _update(mean: Tensor, var: Tensor, norm: _BatchNorm | None, notes: list[_Note]) -> None:

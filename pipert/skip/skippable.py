@@ -182,7 +182,7 @@ def _running_generator(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(self: Skippable, *args: Any, **kwargs: Any) -> Value:
-        outer = _running.requests
+        outer: _Requests | None = getattr(_running, "requests", None)
         if outer is not None and outer.layer is self:  # called by the forward of a subclass
             return outer.run(forward(self, *args, **kwargs))
         _running.requests = requests = _Requests(self)
@@ -261,10 +261,4 @@ class _Requests:
                 )
 
 
-class _Running(threading.local):
-    """The requests of the innermost layer that is running in a thread."""
-
-    requests: _Requests | None = None
-
-
-_running = _Running()
+_running = threading.local()  # ``requests`` of the innermost layer that is running in a thread

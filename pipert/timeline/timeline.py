@@ -153,14 +153,12 @@ class LiveTimeline(Timeline):
         super().__init__((), devices, workers, chunks=chunks)
         self._recording = recording
         self._balance = tuple(balance)
-        self._final: tuple[Event, ...] | None = None
+        self._final: tuple[Event, ...] = ()
 
     @property
     def events(self) -> tuple[Event, ...]:
-        if self._final is not None:
-            return self._final
         is_over = not self._recording.is_open
-        events = tuple(self._recording.events())
+        events = self._final or tuple(self._recording.events())
         if is_over:
             self._final = events
         return events
