@@ -32,7 +32,7 @@ OF_WORKERS = [
         "autocast-lost", CONTEXT,
         "tasks run without the caller's autocast, in float32 (W4)",
         "stack.enter_context(autocast(self._autocast, clear_cache))", "pass",
-        ("tests/workers/test_context.py",),
+        ("tests/contract/test_callers_context.py",),
     ),
 ]  # fmt: skip
 
