@@ -3,9 +3,10 @@
     python -m tests.embedding._ddp_worker FOLDER [CASE ...]
 
 In FOLDER they meet, and each writes its results at the end: JSON, for each case but those named an
-empty string or what went wrong in this process. Starting a process takes seconds and a case a tenth of one, so all
-cases share two processes, which are forks of one that has imported everything. Each has a process
-group of its own, so that one that fails in the middle of a reduction does not confuse the next.
+empty string or what went wrong in this process. Starting a process takes seconds and a case a tenth
+of one, so all cases share two processes, which are forks of one that has imported everything. Each
+has a process group of its own, so that one that fails in the middle of a reduction does not confuse
+the next.
 
 The reference is computed in each process, from the batches of both, by the plain module.
 """
