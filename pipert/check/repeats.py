@@ -18,6 +18,7 @@ import torch
 from pipert.check.finding import NOT_CHECKED, Finding, judged
 from pipert.check.load import Load
 from pipert.check.models import gpt, language_model
+from pipert.check.values import difference
 from pipert.check.ways import CALL, NEVER, WAYS, Devices, Results, Trial, Way
 
 __all__: list[str] = []
@@ -50,7 +51,7 @@ def _repeat(name: str, trial: Trial, ways: tuple[Way, ...], repeats: int) -> Fin
         for way in ways:
             # All are there before any is read: the host does not wait between two steps.
             first, *others = [_seeded(trial, way) for _ in range(repeats)]
-            differ = sum(not _equal(first, other) for other in others)
+            differ = sum(difference(other, first)[0] > 0.0 for other in others)
             if differ:
                 faults.append(f"{way}: {differ} of {len(others)} repeats have other bits")
     for warning in caught:
@@ -62,8 +63,3 @@ def _repeat(name: str, trial: Trial, ways: tuple[Way, ...], repeats: int) -> Fin
 def _seeded(trial: Trial, way: Way) -> Results:
     torch.manual_seed(7)
     return trial.results(way)
-
-
-def _equal(one: Results, other: Results) -> bool:
-    pairs = [(a, other[name]) for name, a in one.items()]
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)

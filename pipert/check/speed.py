@@ -40,13 +40,17 @@ def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
             **{str(way): partial(trial.step, way) for way in ways},
         }
         taken = _take_turns(devices, steps, seconds)
-    rows = [_row(name, taken, _ideal(name, load, devices)) for name in taken]
+    speed_ups = {name: median(taken[PLAIN]) / median(times) for name, times in taken.items()}
+    rows = []
+    for name, times in taken.items():
+        figures = median(times), min(times), max(times)
+        shown = (*(f"{1e3 * t:.1f}" for t in figures), f"{speed_ups[name]:.2f}")
+        rows.append((name, *shown, _ideal(name, load, devices)))
     columns = ("step", "ms, median", "fastest", "slowest", "speed-up", "ideal")
     title = f"Speed-up over the plain module on {first}: {load}, {len(taken[PLAIN])} rounds"
     yield Measurement(title, columns, tuple(rows))
-    best = min((name for name in taken if name != PLAIN), key=lambda name: median(taken[name]))
-    speedup = median(taken[PLAIN]) / median(taken[best])
-    seen = f"{speedup:.2f} over the plain module on {first}, at best: with {best}"
+    best = max((name for name in taken if name != PLAIN), key=speed_ups.__getitem__)
+    seen = f"{speed_ups[best]:.2f} over the plain module on {first}, at best: with {best}"
     yield Finding("speed-up", REPORTED, seen)
 
 
@@ -65,13 +69,6 @@ def _take_turns(
         for name in order:
             taken[name].append(timed(devices, steps[name]))
     return taken
-
-
-def _row(name: str, taken: dict[str, list[float]], ideal: str) -> tuple[str, ...]:
-    samples = taken[name]
-    speedup = median(taken[PLAIN]) / median(samples)
-    times = [f"{1e3 * t:.1f}" for t in (median(samples), min(samples), max(samples))]
-    return (name, *times, f"{speedup:.2f}", ideal)
 
 
 def _ideal(name: str, load: Load, devices: Devices) -> str:

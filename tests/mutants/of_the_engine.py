@@ -123,8 +123,8 @@ OF_STEPS = [
     Mutant(
         "1f1b-keeps-more", "pipert/schedules/one_f_one_b.py",
         "under 1F1B every partition keeps n micro-batches, and not n - j of them",
-        "_in_turns(m, [n - j for j in range(n)], placement)",
-        "_in_turns(m, [n for j in range(n)], placement)",
+        "_keeping(m, [n - j for j in range(n)], placement)",
+        "_keeping(m, [n for j in range(n)], placement)",
         ("tests/properties/test_any_plan.py", "tests/schedules/test_plan.py"),
     ),
     Mutant(
