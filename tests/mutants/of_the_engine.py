@@ -50,7 +50,7 @@ OF_RUNS = [
         "of several failures the one that came first in time is raised, and not the first one of "
         "the schedule (R3)",
         "errors[min(errors)] if errors", "errors[next(iter(errors))] if errors",
-        ("tests/test_runtime.py",),
+        ("tests/contract/test_first_error.py",),
     ),
     Mutant(
         "tasks-start-after-a-failure", STAGE,
