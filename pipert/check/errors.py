@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from pipert.check.finding import Finding, judged
 from pipert.check.models import Model
 from pipert.check.values import difference
-from pipert.check.ways import CALL, Devices, Trial, Way
+from pipert.check.ways import CALL, Devices, Way
 
 __all__: list[str] = []
 
@@ -57,24 +57,19 @@ def check(devices: Devices) -> Iterator[Finding]:
         before = trial.results(usual)
         for schedule, phase in ((CALL, "forward"), ("1f1b", "forward"), ("1f1b", "backward")):
             failing.phase, failing.calls = phase, 0
-            place = (phase, f"partition {n - 1}", f"micro-batch {AT} of {CHUNKS}")
-            fault = _provoke(trial, Way(schedule, "never"), place)
+            fault = "it did not come out"
+            try:
+                trial.step(Way(schedule, "never"))
+            except _OnPurposeError as error:
+                notes = " ".join(getattr(error, "__notes__", ()))
+                place = (phase, f"partition {n - 1}", f"micro-batch {AT} of {CHUNKS}")
+                missing = ", ".join(words for words in place if words not in notes)
+                fault = missing and f"its note lacks {missing}"
             failing.phase = ""
             amount, name = difference(trial.results(usual), before)
-            if fault is None and amount > 1e-3:
+            if not fault and amount > 1e-3:
                 fault = f"afterwards {name} is wrong by {amount:.1e}"
-            if fault is not None:
+            if fault:
                 faults.append(f"an error in the {phase} with {schedule}: {fault}")
     seen = "in the forward of a call, in both phases of a step: with its place, and usable after"
     yield judged("errors of layers", faults, seen, MEANS)
-
-
-def _provoke(trial: Trial, way: Way, place: tuple[str, ...]) -> str | None:
-    """Returns what is wrong with how the error is raised, if anything."""
-    try:
-        trial.step(way)
-    except _OnPurposeError as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
-        missing = [words for words in place if words not in notes]
-        return f"its note lacks {', '.join(missing)}" if missing else None
-    return "it did not come out"

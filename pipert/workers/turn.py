@@ -22,24 +22,14 @@ A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a 
 from __future__ import annotations
 
 import threading
+import timeit
 from time import perf_counter
 
 __all__: list[str] = []
 
 
-def _interpreter_speed() -> float:
-    """Measures a thousand additions, in seconds: 25 us on the machine used to tune the factors."""
-    shortest = 1.0
-    for _ in range(5):
-        started = perf_counter()
-        total = 0
-        for k in range(1000):
-            total += k
-        shortest = min(shortest, perf_counter() - started)
-    return shortest
-
-
-_UNIT = _interpreter_speed()
+# Seconds for a thousand additions: 25 us on the machine used to tune the factors.
+_UNIT = min(timeit.repeat("for k in range(1000): total += k", "total = 0", number=1))
 _SHORT = 1.2 * _UNIT  # workers whose layers take less take turns
 _LONG = 20 * _UNIT  # layers that take more are clearly long
 _HOLD = 12 * _UNIT  # how long a worker may keep a turn while others wait
