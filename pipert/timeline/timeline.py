@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -169,15 +168,7 @@ class LiveTimeline(Timeline):
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        layers = []
-        seconds = self._recording.layer_seconds()
-        for j, count in enumerate(self._balance):
-            # A failed task did not reach its last layer.
-            whole = [took for took in seconds.get(j, ()) if len(took) == count]
-            if not whole:
-                return None
-            layers.append([median(of_layer) for of_layer in zip(*whole, strict=True)])
-        return layers
+        return self._recording.layer_seconds(self._balance)
 
 
 class Record:
