@@ -35,8 +35,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
@@ -49,15 +48,13 @@ except ImportError as error:
 
 from pipert.pipe import Pipe
 from pipert.seeing.observers import Observer, RunInfo, TaskInfo
-from pipert.status import WAITING, Statistics, WorkerStatistics
+from pipert.status import WAITING, Statistics
 
 __all__ = ["PipeMetrics"]
 
 _BUCKETS = (
     0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0,
 )  # fmt: skip
-
-_Read: TypeAlias = Callable[[Statistics], Mapping[tuple[str, ...], float]]
 
 
 class PipeMetrics(Collector):
@@ -175,40 +172,41 @@ def _merged(of_pipes: Iterable[_Durations]) -> list[Metric]:
     return list(merged.values())
 
 
-def _families(pipes: Sequence[tuple[str, Statistics]]) -> Iterable[Metric]:
+def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
     """Converts ``pipe.statistics()`` of each named pipe to metrics."""
-    for kind, name, what, labels, read in _FIGURES:
-        family = kind(name, what, labels=["pipe", *labels])
-        for pipe, statistics in pipes:
-            for values, figure in read(statistics).items():
-                family.add_metric([pipe, *values], figure)
-        yield family
-
-
-def _age(worker: WorkerStatistics) -> float:
-    doing = worker.doing
-    return 0.0 if doing is None or doing.phase == WAITING else doing.seconds
-
-
-def _of_workers(read: Callable[[WorkerStatistics], float]) -> _Read:
-    return lambda statistics: {(worker.name,): read(worker) for worker in statistics.workers}
-
-
-_FIGURES: list[tuple[type[Any], str, str, list[str], _Read]] = [
-    (CounterMetricFamily, "pipert_runs", "Calls of the pipe that are over.", ["outcome"],
-     lambda s: {("succeeded",): s.succeeded, ("failed",): s.failures,
-                ("cancelled",): s.cancellations}),
-    (GaugeMetricFamily, "pipert_runs_in_flight", "Calls that are not over.", [],
-     lambda s: {(): s.in_flight}),
-    (CounterMetricFamily, "pipert_recomputations", "Tasks recomputed in a backward.", [],
-     lambda s: {(): s.recomputations}),
-    (CounterMetricFamily, "pipert_worker_tasks", "Forward tasks that are over.", ["worker"],
-     _of_workers(lambda worker: worker.tasks)),
-    (CounterMetricFamily, "pipert_worker_busy_seconds", "Time spent on tasks.", ["worker"],
-     _of_workers(lambda worker: worker.busy_seconds)),
-    (GaugeMetricFamily, "pipert_worker_queue_depth", "Forward tasks posted and not begun.",
-     ["worker"], _of_workers(lambda worker: worker.queue_depth)),
-    (GaugeMetricFamily, "pipert_worker_task_age_seconds", "Time the current task has taken.",
-     ["worker"], _of_workers(_age)),
-]  # fmt: skip
-"""For each metric that is read: its kind, name, meaning and labels, and its figures by labels."""
+    runs = CounterMetricFamily(
+        "pipert_runs", "Calls of the pipe that are over.", labels=["pipe", "outcome"]
+    )
+    in_flight = GaugeMetricFamily(
+        "pipert_runs_in_flight", "Calls that are not over.", labels=["pipe"]
+    )
+    recomputations = CounterMetricFamily(
+        "pipert_recomputations", "Tasks recomputed in a backward.", labels=["pipe"]
+    )
+    of_worker = ["pipe", "worker"]
+    tasks = CounterMetricFamily(
+        "pipert_worker_tasks", "Forward tasks that are over.", labels=of_worker
+    )
+    busy = CounterMetricFamily(
+        "pipert_worker_busy_seconds", "Time spent on tasks.", labels=of_worker
+    )
+    depth = GaugeMetricFamily(
+        "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=of_worker
+    )
+    age = GaugeMetricFamily(
+        "pipert_worker_task_age_seconds", "Time the current task has taken.", labels=of_worker
+    )
+    for name, figures in pipes:
+        runs.add_metric([name, "succeeded"], figures.succeeded)
+        runs.add_metric([name, "failed"], figures.failures)
+        runs.add_metric([name, "cancelled"], figures.cancellations)
+        in_flight.add_metric([name], figures.in_flight)
+        recomputations.add_metric([name], figures.recomputations)
+        for worker in figures.workers:
+            labels, doing = [name, worker.name], worker.doing
+            executing = doing is not None and doing.phase != WAITING
+            tasks.add_metric(labels, worker.tasks)
+            busy.add_metric(labels, worker.busy_seconds)
+            depth.add_metric(labels, worker.queue_depth)
+            age.add_metric(labels, doing.seconds if doing is not None and executing else 0.0)
+    return [runs, in_flight, recomputations, tasks, busy, depth, age]
