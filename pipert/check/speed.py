@@ -15,12 +15,11 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
-import torch
 from torch.nn.functional import mse_loss
 
 from pipert.check.finding import REPORTED, Finding, Found, Measurement
 from pipert.check.load import Load, timed
-from pipert.check.ways import CALL, NEVER, Devices, Way
+from pipert.check.ways import CALL, NEVER, Devices, Way, step
 
 __all__: list[str] = []
 
@@ -36,7 +35,7 @@ def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
     ways = [Way(CALL, "never"), Way(CALL, "except_last"), *NEVER[1:]]
     with devices.trial(model) as trial:
         steps: dict[str, Callable[[], object]] = {
-            PLAIN: lambda: torch.autograd.backward(mse_loss(plain(trial.x), target)),
+            PLAIN: lambda: step(plain, trial.x, target, mse_loss),
             **{str(way): partial(trial.step, way) for way in ways},
         }
         taken = _take_turns(devices, steps, seconds)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipert.check.finding import Finding, judged
 from pipert.check.models import Model
-from pipert.check.ways import WAYS, Devices, Results, gradients, leaf
+from pipert.check.ways import WAYS, Devices, Results, gradients, leaf, step
 
 __all__: list[str] = []
 
@@ -55,10 +55,8 @@ def check(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
 def _plain_results(model: Model, device: torch.device) -> Results:
     """Returns the plain module's results for the whole mini-batch."""
     plain, x = copy.deepcopy(model.layers).to(device), leaf(model.x, device)
-    output = plain(x)
-    loss = model.loss_fn(output, model.target.to(device))
-    torch.autograd.backward(loss)
-    return {"output": output.detach(), "loss": loss.detach(), **gradients(plain, x)}
+    loss, output = step(plain, x, model.target.to(device), model.loss_fn)
+    return {"output": output, "loss": loss, **gradients(plain, x)}
 
 
 def difference(found: Results, expected: Results) -> tuple[float, str]:

@@ -52,10 +52,7 @@ class Trial:
         """Runs forward and backward; returns the loss and, if requested, outputs, without graph."""
         self.pipe.checkpoint = way.checkpoint
         if way.schedule == CALL:
-            output = self.pipe(self.x)
-            loss = self.loss_fn(output, self.target)
-            torch.autograd.backward(loss)
-            return loss.detach(), output.detach() if outputs else None
+            return step(self.pipe, self.x, self.target, self.loss_fn)
         found = self.pipe.forward_backward(
             self.x, target=self.target, loss_fn=self.loss_fn, schedule=way.schedule,
             return_outputs=outputs,
@@ -117,6 +114,14 @@ def even(layers: int, n: int) -> list[int]:
 def leaf(x: Tensor, device: torch.device) -> Tensor:
     """Copies an input to ``device`` as a leaf that requires grad if it can."""
     return x.to(device, copy=True).requires_grad_(x.is_floating_point())
+
+
+def step(module: nn.Module, x: Tensor, target: Tensor, loss_fn: Loss) -> tuple[Tensor, Tensor]:
+    """Runs forward and ``loss.backward()``; returns the loss and the output, without graph."""
+    output = module(x)
+    loss = loss_fn(output, target)
+    torch.autograd.backward(loss)
+    return loss.detach(), output.detach()
 
 
 def gradients(module: nn.Module, x: Tensor) -> Results:
