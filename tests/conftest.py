@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from pipert.balance import balance_by_time, layer_times
 from pipert.workers.worker import WorkerThread
 from tests import simulated_gpus
 from tests.simulated_gpus.selection import NAME, Selection
@@ -83,6 +84,14 @@ def no_gc_in_module() -> Iterator[None]:
     """The same for all tests of a file together: a collection takes longer than some of them."""
     with _without_gc():
         yield
+
+
+@pytest.fixture
+def one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever measures layers without saying for how long does so once, and not for a second."""
+    for measures in (balance_by_time, layer_times):
+        assert measures.__kwdefaults__ is not None
+        monkeypatch.setitem(measures.__kwdefaults__, "timeout", 0.0)
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def given(page: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_measurement")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=named)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
@@ -147,6 +148,7 @@ def known(pipe: Pipe) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("one_measurement")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_the_examples_of_the_reference_run(
     example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -170,8 +172,11 @@ def test_the_examples_of_the_reference_run(
 
 
 @pytest.mark.slow
-def test_the_script_makes_every_picture_that_is_shown(tmp_path: Path) -> None:
+def test_the_script_makes_every_picture_that_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib", reason="pictures are drawn with it")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # how long stages are is no matter here
     script = runpy.run_path(str(DOCS / "make_pictures.py"))
     script["main"](["--out", str(tmp_path), "--steps", "1"])
     made = {file.name for file in tmp_path.iterdir()}

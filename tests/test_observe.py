@@ -15,41 +15,10 @@ from torch import Tensor, nn
 
 from pipert import Observer, Pipe, PipeClosedError, RunInfo, TaskInfo, WorkerDiedError
 from tests.layers import Apply
+from tests.observers import Log
 
 CPU = torch.device("cpu")
 X = torch.arange(8.0).reshape(8, 1)
-
-
-class Log(Observer):
-    """Notes everything, with the thread."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[Any, ...]] = []
-        self.threads: list[tuple[str, threading.Thread]] = []
-
-    def note(self, event: str, *what: Any) -> None:
-        self.events.append((event, *what))
-        self.threads.append((event, threading.current_thread()))
-
-    def run_started(self, run: RunInfo) -> None:
-        self.note("run_started", run)
-
-    def run_finished(self, run: RunInfo, seconds: float, outcome: str) -> None:
-        assert seconds >= 0
-        self.note("run_finished", run, outcome)
-
-    def task_started(self, task: TaskInfo) -> None:
-        self.note("task_started", task)
-
-    def task_finished(self, task: TaskInfo, seconds: float) -> None:
-        assert seconds >= 0
-        self.note("task_finished", task)
-
-    def failed(self, task: TaskInfo, error: BaseException) -> None:
-        self.note("failed", task, type(error))
-
-    def of(self, event: str) -> list[Any]:
-        return [what if len(what) > 1 else what[0] for name, *what in self.events if name == event]
 
 
 def pipe_of(*layers: nn.Module, **options: Any) -> Pipe:
@@ -80,28 +49,6 @@ def test_a_run_is_told_with_its_number_and_size() -> None:
     assert log.of("run_finished") == [[run, "succeeded"] for run in runs]
 
 
-def test_each_forward_task_is_told_when_it_begins_and_ends() -> None:
-    log = Log()
-    with pipe_of(linear(), linear(), chunks=2) as pipe:
-        pipe.add_observer(log)
-        pipe(X)
-    tasks = {TaskInfo(0, "forward", j, i, CPU) for i in range(2) for j in range(2)}
-    for event in ("task_started", "task_finished"):
-        assert set(log.of(event)) == tasks and len(log.of(event)) == 4
-    assert log.events[0][0] == "run_started" and log.events[-1][0] == "run_finished"
-
-
-@pytest.mark.parametrize(("checkpoint", "count"), [("always", 4), ("except_last", 2), ("never", 0)])
-def test_each_recomputation_is_told(checkpoint: str, count: int) -> None:
-    log = Log()
-    with pipe_of(linear(), linear(), chunks=2, checkpoint=checkpoint) as pipe:
-        pipe.add_observer(log)
-        pipe(X).sum().backward()
-    again = [task for task in log.of("task_finished") if task.phase == "recomputation"]
-    assert len(set(again)) == len(again) == count
-    assert {task.run for task in again} <= {0}
-
-
 def test_events_of_a_run_come_on_the_callers_thread_and_those_of_a_task_on_its_worker() -> None:
     log = Log()
     with pipe_of(linear(), linear()) as pipe:
@@ -123,25 +70,6 @@ def test_a_failure_is_told_with_the_task_that_raised_it(kind: type[BaseException
     assert log.of("failed") == [[TaskInfo(0, "forward", 1, 0, CPU), kind]]
     assert log.of("run_finished") == [[RunInfo(0, 2, 2), "failed"]]
     assert TaskInfo(0, "forward", 1, 0, CPU) in log.of("task_finished")
-
-
-def test_a_failure_in_a_recomputation_is_told() -> None:
-    calls: list[int] = []
-
-    def second_time(x: Tensor) -> Tensor:
-        calls.append(1)
-        if len(calls) > 1:
-            raise ValueError("no")
-        return x.exp()
-
-    log = Log()
-    with pipe_of(linear(), Apply(second_time), checkpoint="always") as pipe:
-        pipe.add_observer(log)
-        loss = pipe(X).sum()
-        with pytest.raises(ValueError, match="no"):
-            loss.backward()
-    assert log.of("failed") == [[TaskInfo(0, "recomputation", 1, 0, CPU), ValueError]]
-    assert log.of("run_finished") == [[RunInfo(0, 1, 2), "succeeded"]]
 
 
 def test_a_run_that_meets_the_end_of_the_pipe_is_cancelled() -> None:

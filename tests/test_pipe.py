@@ -64,6 +64,7 @@ def test_a_missing_balance_is_answered_with_the_two_lines_to_write() -> None:
         Pipe(layers())
 
 
+@pytest.mark.usefixtures("one_measurement")
 def test_the_lines_that_a_missing_balance_is_answered_with_work() -> None:
     with pytest.raises(ValueError, match="balance_by_time") as error:
         Pipe(layers())

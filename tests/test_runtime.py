@@ -38,6 +38,7 @@ from pipert.stage.outcome import Outcome
 from pipert.workers.worker import WorkerThread
 from tests.activations import Activations
 from tests.callers import Caller
+from tests.failures import Failures
 
 TIMEOUT = 3.0  # s; how long anything here waits before it is taken for a hang
 
@@ -80,23 +81,6 @@ class Events(dict[Task, threading.Event]):
     def __missing__(self, task: Task) -> threading.Event:
         with self._lock:
             return self.setdefault(task, threading.Event())
-
-
-class Failures:
-    """Counts the failures that runs have taken note of, which no layer can see by itself."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._noted = threading.Semaphore(0)
-        fail = Outcome.fail
-
-        def fail_and_count(outcome: Outcome, position: int, error: BaseException) -> None:
-            fail(outcome, position, error)
-            self._noted.release()
-
-        monkeypatch.setattr(Outcome, "fail", fail_and_count)
-
-    def wait(self) -> None:
-        assert self._noted.acquire(timeout=TIMEOUT), "nothing failed"
 
 
 @pytest.fixture
@@ -408,53 +392,6 @@ def test_no_task_of_a_call_that_was_interrupted_runs_later(interrupt: Signal) ->
 
 class StageError(Exception):
     """Says which task raised it."""
-
-
-def test_the_error_is_chosen_by_the_schedule_when_the_later_task_fails_first(
-    failures: Failures,
-) -> None:
-    def act(i: int, j: int) -> None:
-        if (i, j) == (1, 0):
-            failures.wait()
-        if (i, j) in {(1, 0), (0, 1)}:
-            raise StageError(i, j)
-
-    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
-        pipe(rows(2))
-    assert info.value.args == (1, 0)
-
-
-def test_the_error_is_chosen_by_the_schedule_when_the_earlier_task_fails_first(
-    failures: Failures,
-) -> None:
-    started = threading.Event()
-
-    def act(i: int, j: int) -> None:
-        if (i, j) == (0, 1):
-            started.set()
-            failures.wait()
-        if (i, j) == (1, 0):
-            wait(started)
-        if (i, j) in {(1, 0), (0, 1)}:
-            raise StageError(i, j)
-
-    with pipe_of(2, act, chunks=2) as pipe, pytest.raises(StageError) as info:
-        pipe(rows(2))
-    assert info.value.args == (1, 0)
-
-
-def test_the_error_is_chosen_by_the_schedule_when_a_fast_partition_has_run_ahead(
-    failures: Failures,
-) -> None:
-    def act(i: int, j: int) -> None:
-        if (i, j) == (0, 1):
-            failures.wait()  # that of F[3,0], three diagonals further on
-        if (i, j) in {(3, 0), (0, 1)}:
-            raise StageError(i, j)
-
-    with pipe_of(2, act, chunks=4) as pipe, pytest.raises(StageError) as info:
-        pipe(rows(4))
-    assert info.value.args == (0, 1)
 
 
 def test_the_traceback_begins_in_the_caller() -> None:

@@ -59,12 +59,6 @@ def test_runs_and_tasks_are_counted() -> None:
     assert all(worker.busy_seconds > 0 for worker in seen.workers)
 
 
-def test_recomputations_are_counted() -> None:
-    with pipe_of(linear(), linear(), chunks=4) as pipe:
-        pipe(X).sum().backward()
-        assert pipe.statistics().recomputations == 6
-
-
 def test_failures_are_counted() -> None:
     def fail(x: Tensor) -> Tensor:
         raise ValueError

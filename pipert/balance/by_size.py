@@ -13,6 +13,7 @@ from pipert.balance.blocks import minimise_longest_block
 from pipert.balance.by_cost import check_partitions
 from pipert.balance.probe import Probe, micro_batches, probe_layers
 from pipert.batch.tensors import Carried, tensors_of
+from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
 
 __all__ = ["LayerSize", "balance_by_size", "layer_sizes"]
@@ -103,9 +104,8 @@ def layer_sizes(
             uninitialised lazy parameters.
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    if int(chunks) != chunks or chunks < 1:
-        raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
-    measured = probe_layers(module, micro_batches(sample, chunks)[0], device, _measure)
+    first = micro_batches(sample, check_chunks(chunks))[0]
+    measured = probe_layers(module, first, device, _measure)
     known: set[Tensor] = set()
     sizes = []
     for layer, size in zip(module, measured, strict=True):

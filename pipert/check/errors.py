@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from pipert.check.finding import Finding, judged
 from pipert.check.models import Model
 from pipert.check.values import difference
-from pipert.check.ways import CALL, Devices, Trial, Way
+from pipert.check.ways import CALL, Devices, Way
 
 __all__: list[str] = []
 
@@ -25,29 +25,24 @@ class _OnPurposeError(Exception):
 
 
 class _Failing(nn.Module):
-    """Fails in the forward or the backward of micro-batch ``AT`` when armed."""
+    """Fails in the ``phase`` of micro-batch ``AT``, if that is set."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase = ""
-        self.calls = 0
-
-    def arm(self, phase: str) -> None:
-        """Fail in ``phase`` from now on; never if it is empty."""
-        self.phase, self.calls = phase, 0
+    phase = ""
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         if self.calls != AT + 1 or not self.phase:
             return x
         if self.phase == "forward":
-            raise _OnPurposeError
+            _fail()
         x = x.view_as(x)
-        x.register_hook(self._fail)  # type: ignore[no-untyped-call]
+        x.register_hook(_fail)  # type: ignore[no-untyped-call]
         return x
 
-    def _fail(self, grad: Tensor) -> None:
-        raise _OnPurposeError
+
+def _fail(*_: Tensor) -> None:
+    raise _OnPurposeError
 
 
 def check(devices: Devices) -> Iterator[Finding]:
@@ -61,25 +56,20 @@ def check(devices: Devices) -> Iterator[Finding]:
         usual = Way(CALL, "except_last")
         before = trial.results(usual)
         for schedule, phase in ((CALL, "forward"), ("1f1b", "forward"), ("1f1b", "backward")):
-            failing.arm(phase)
-            place = (phase, f"partition {n - 1}", f"micro-batch {AT} of {CHUNKS}")
-            fault = _provoke(trial, Way(schedule, "never"), place)
-            failing.arm("")
+            failing.phase, failing.calls = phase, 0
+            fault = "it did not come out"
+            try:
+                trial.step(Way(schedule, "never"))
+            except _OnPurposeError as error:
+                notes = " ".join(getattr(error, "__notes__", ()))
+                place = (phase, f"partition {n - 1}", f"micro-batch {AT} of {CHUNKS}")
+                missing = ", ".join(words for words in place if words not in notes)
+                fault = missing and f"its note lacks {missing}"
+            failing.phase = ""
             amount, name = difference(trial.results(usual), before)
-            if fault is None and amount > 1e-3:
+            if not fault and amount > 1e-3:
                 fault = f"afterwards {name} is wrong by {amount:.1e}"
-            if fault is not None:
+            if fault:
                 faults.append(f"an error in the {phase} with {schedule}: {fault}")
     seen = "in the forward of a call, in both phases of a step: with its place, and usable after"
     yield judged("errors of layers", faults, seen, MEANS)
-
-
-def _provoke(trial: Trial, way: Way, place: tuple[str, ...]) -> str | None:
-    """Returns what is wrong with how the error is raised, if anything."""
-    try:
-        trial.step(way)
-    except _OnPurposeError as error:
-        notes = " ".join(getattr(error, "__notes__", ()))
-        missing = [words for words in place if words not in notes]
-        return f"its note lacks {', '.join(missing)}" if missing else None
-    return "it did not come out"

@@ -43,8 +43,14 @@ class Load:
     def model(self, name: str = "chain", dropout: float = 0.0) -> Model:
         """Makes the chain, its input and its target, on the CPU."""
         x, target = (torch.randn(self.m * self.rows, self.width) for _ in range(2))
-        layers = chain(self.n, self.layers, self.width, dropout)
+        layers = chain(self.n * self.layers, self.width, dropout)
         return Model(name, layers, x, target, mse_loss, self.m)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n} partitions of {self.layers} x Linear({self.width}), {self.m} micro-batches "
+            f"of {self.rows} rows"
+        )
 
     def fits(self, devices: Devices) -> bool:
         """Whether one GPU has the memory for all activations of the plain module."""
@@ -65,10 +71,10 @@ def busy(load: Load, devices: Devices) -> Load:
 
     Or fewer, so that a step of the plain module, three times its forward, does not take too long.
     """
-    partitions = {d: chain(1, load.layers, load.width).to(d) for d in devices.partitions}
+    partitions = {d: chain(load.layers, load.width).to(d) for d in devices.partitions}
     while True:
         times = [_both_times(devices, *of_device, load) for of_device in partitions.items()]
-        seconds, on_host = (max(of_all) for of_all in zip(*times, strict=True))
+        seconds, on_host = map(max, zip(*times, strict=True))
         more = replace(load, rows=2 * load.rows)
         plain_step = 3 * seconds * load.m * load.n
         is_long = seconds >= LONG_ENOUGH or plain_step >= LONG_STEP or on_host >= LONG_FOR_HOST
@@ -112,9 +118,9 @@ def timed(devices: Devices, task: Callable[[], object]) -> float:
 
 
 def _events(devices: Devices) -> list[torch.cuda.Event]:
-    events = []
-    for device in devices.gpus:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-        events.append(event)
-    return events
+    return [
+        torch.cuda.current_stream(device).record_event(
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        )
+        for device in devices.gpus
+    ]

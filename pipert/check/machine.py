@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -88,11 +89,8 @@ def _said(*command: str) -> str:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search("^model name.*: (.*)", info.read_text() if info.exists() else "", re.M)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 # Settings, restored afterwards -------------------------------------------------------------------

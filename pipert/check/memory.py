@@ -36,8 +36,11 @@ def check(devices: Devices, load: Load, steps: int) -> Iterator[Found]:
         for schedule in SCHEDULES:  # one-time allocations: workspaces of libraries, streams
             _peaks(trial, Way(schedule, "except_last"), devices)
         peaks = {way: _peaks(trial, way, devices) for way in WAYS}
-        yield _table(peaks, devices)
-        calls = [(Way(s, "always"), Way(s, "never")) for s in SCHEDULES if s != "1f1b"]
+        columns = ("schedule", "checkpoint", *map(str, devices.gpus))
+        rows = [(*way, *(f"{peak / 2**20:.1f}" for peak in of)) for way, of in peaks.items()]
+        title = "Peak memory of a step beyond the weights, MiB"
+        yield Measurement(title, columns, tuple(rows))
+        calls = [(Way(s, "always"), Way(s, "never")) for s in (CALL, "gpipe")]
         seen = "'always' below 'never' on each GPU, with loss.backward() and gpipe"
         above = _above(calls, peaks, devices)
         yield judged("peak memory of 'always'", above, seen, MODES_MEAN)
@@ -63,12 +66,6 @@ def _peaks(trial: Trial, way: Way, devices: Devices) -> list[int]:
     devices.synchronize()
     peaks = [torch.cuda.max_memory_allocated(device) for device in devices.gpus]
     return [peak - start for peak, start in zip(peaks, before, strict=True)]
-
-
-def _table(peaks: Peaks, devices: Devices) -> Measurement:
-    columns = ("schedule", "checkpoint", *map(str, devices.gpus))
-    rows = [(*way, *(f"{peak / 2**20:.1f}" for peak in found)) for way, found in peaks.items()]
-    return Measurement("Peak memory of a step beyond the weights, MiB", columns, tuple(rows))
 
 
 def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list[str]:

@@ -72,12 +72,7 @@ def convolutions(n: int) -> nn.Sequential:
     layers: list[nn.Module] = [nn.Conv2d(3, 8, 3, padding=1)]
     for _ in range(max(2, n // 2)):
         layers += [nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.GELU()]
-    return nn.Sequential(*layers, _Mean(), nn.Linear(8, CLASSES))
-
-
-class _Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((2, 3))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, CLASSES))
 
 
 # GPT ----------------------------------------------------------------------------------------------
@@ -163,20 +158,13 @@ class _Concatenate(Skippable):
 # The chain ----------------------------------------------------------------------------------------
 
 
-def chain(n: int, layers: int, width: int, dropout: float = 0.0) -> nn.Sequential:
-    """Makes ``n`` equal partitions of ``layers`` layers: ``[rows, width]`` to the same."""
+def chain(layers: int, width: int, dropout: float = 0.0) -> nn.Sequential:
+    """Makes equal layers: ``[rows, width]`` to the same.
+
+    Without dropout each saves one tensor of its input's size for the backward.
+    """
     torch.manual_seed(0)
-    return nn.Sequential(*[_Linear(width, dropout) for _ in range(n * layers)])
-
-
-class _Linear(nn.Module):
-    """A layer that saves one tensor of its input's size for the backward."""
-
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.linear(x))
-        return F.dropout(y, self.dropout) if self.dropout else y
+    drop = [nn.Dropout(dropout)] if dropout else []
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(width, width), nn.Tanh(), *drop) for _ in range(layers)]
+    )

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from pipert.check.finding import BROKEN, NOT_CHECKED, REPORTED, Finding, Found, Measurement, judged
 from pipert.check.links import links, why_no_links
 from pipert.check.load import Load
-from pipert.check.ways import SCHEDULES, TIMEOUT, Devices, Way
+from pipert.check.ways import NEVER, TIMEOUT, Devices
 from pipert.seeing.event import COMPUTE, COPY, FORWARD
 from pipert.timeline.intervals import length, overlap, times_of, union
 from pipert.timeline.timeline import Timeline
@@ -43,12 +43,8 @@ SLEEP = 50_000_000  # cycles, some 25 to 50 ms
 ATTEMPTS = 4
 LONG_ENOUGH = 1e-3  # seconds per task: clocks of two GPUs agree to some 50 us
 NONE = 0.01  # of the time
-WAYS = [Way(schedule, "never") for schedule in SCHEDULES]
 COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
 PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several of them"
-
-Hook = Callable[[int], None]
-
 
 # Copies beside kernels ----------------------------------------------------------------------------
 
@@ -68,42 +64,28 @@ def check_copies(devices: Devices) -> Iterator[Finding]:
     yield judged(check, faults, seen, COPIES_MEAN)
 
 
-def _nothing(i: int) -> None:
-    """Lets the host go on."""
-
-
 class _Sleeping(nn.Module):
-    """A layer whose kernel sleeps on micro-batch ``at``.
+    """A layer whose kernel sleeps on micro-batch ``at``; the host is held after ``F[0,1]``."""
 
-    The host calls ``before(i)`` and ``after(i)`` around queueing the kernel of each micro-batch.
-    """
-
-    def __init__(self, at: int, before: Hook = _nothing, after: Hook = _nothing) -> None:
+    def __init__(self, at: int, queued: threading.Event) -> None:
         super().__init__()
-        self.at, self.before, self.after = at, before, after
+        self.at, self.queued = at, queued
         self.cycles = self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         i, self.calls = self.calls, self.calls + 1
-        self.before(i)
+        if i == 3:
+            self.queued.set()  # by F[3,0], or too late to matter by F[3,1]
         torch.cuda._sleep(self.cycles if i == self.at else 1)  # type: ignore[no-untyped-call]
-        self.after(i)
+        if i == self.at == 0 and not self.queued.wait(TIMEOUT / 2):
+            raise RuntimeError("F[3,0] did not begin while F[0,1] was under way")
         return x + 1
 
 
 def _overlap(a: torch.device, b: torch.device) -> bool:
     """Whether micro-batch 1 arrives at ``b`` from ``a`` before ``a`` finishes the next one."""
     queued = threading.Event()
-
-    def release(i: int) -> None:
-        if i == 3:
-            queued.set()
-
-    def hold(i: int) -> None:
-        if i == 0 and not queued.wait(TIMEOUT / 2):
-            raise RuntimeError("F[3,0] did not begin while F[0,1] was under way")
-
-    first, second = _Sleeping(2, before=release), _Sleeping(0, after=hold)
+    first, second = _Sleeping(2, queued), _Sleeping(0, queued)
     two = Devices((a, b))
     with two.pipe(nn.Sequential(first, second), 4) as pipe, torch.no_grad():
         x = torch.ones(4, 1 << 16, device=a)
@@ -129,7 +111,7 @@ def check(devices: Devices, load: Load) -> Iterator[Found]:
     """Measure how much of a step partitions compute concurrently, and copy while computing."""
     rows, together, shortest = [], [], []
     with devices.trial(load.model()) as trial:
-        for way in WAYS:
+        for way in NEVER:
             trial.step(way)
             devices.synchronize()
             with trial.pipe.record() as timeline:
@@ -144,21 +126,21 @@ def check(devices: Devices, load: Load) -> Iterator[Found]:
             copies = f"{hidden / copying:.0%} of {1e3 * copying:.1f} ms" if copying else "no copies"
             rows.append((way.schedule, f"{1e3 * shortest[-1]:.2f}", f"{share:.0%}", copies))
     columns = ("schedule", "forward task, ms", "partitions at once", "copies while computing")
-    yield Measurement(_title(load), columns, tuple(rows))
+    title = f"Two steps of a chain: {load}, checkpoint='never'"
+    yield Measurement(title, columns, tuple(rows))
     seen = f"{min(together):.0%} to {max(together):.0%} of the time two or more partitions compute"
     yield _judge_together(devices, max(together), min(shortest), seen)
 
 
 def _judge_together(devices: Devices, share: float, task: float, seen: str) -> Finding:
     check = "partitions at the same time"
-    why_not = why_no_links(devices) if len(devices.gpus) < 2 else None
-    if torch.device("cpu") in devices.partitions:
-        why_not = why_not or "a CPU takes part"
-    if why_not is None and task < LONG_ENOUGH:
-        why_not = "tasks are too short to tell"
-    if why_not is not None:
-        return Finding(check, REPORTED, f"{seen}; not judged: {why_not}")
-    if share < NONE:
+    if len(devices.gpus) < 2:
+        seen += f"; not judged: {why_no_links(devices)}"
+    elif torch.device("cpu") in devices.partitions:
+        seen += "; not judged: a CPU takes part"
+    elif task < LONG_ENOUGH:
+        seen += "; not judged: tasks are too short to tell"
+    elif share < NONE:
         return Finding(check, BROKEN, seen, PARTITIONS_MEAN)
     return Finding(check, REPORTED, seen)
 
@@ -169,13 +151,6 @@ def _why_not_side_by_side() -> str | None:
         if os.environ.get(name) == "1":
             return f"{name}=1 keeps apart what could run side by side"
     return None
-
-
-def _title(load: Load) -> str:
-    return (
-        f"Two steps of a chain: {load.n} partitions of {load.layers} x Linear({load.width}), "
-        f"{load.m} micro-batches of {load.rows} rows, checkpoint='never'"
-    )
 
 
 def _together(timeline: Timeline) -> float:

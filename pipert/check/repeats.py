@@ -18,7 +18,8 @@ import torch
 from pipert.check.finding import NOT_CHECKED, Finding, judged
 from pipert.check.load import Load
 from pipert.check.models import gpt, language_model
-from pipert.check.ways import CALL, WAYS, Devices, Results, Trial, Way
+from pipert.check.values import difference
+from pipert.check.ways import CALL, NEVER, WAYS, Devices, Results, Trial, Way
 
 __all__: list[str] = []
 
@@ -37,7 +38,7 @@ def check(devices: Devices, repeats: int, load: Load) -> Iterator[Finding]:
     model = language_model(gpt(devices.n, DROPOUT, tied=False))
     with devices.trial(model) as trial:
         yield _repeat("GPT with dropout", trial, WAYS, repeats)
-    ways = (Way(CALL, "always"), Way("gpipe", "never"), Way("1f1b", "never"))
+    ways = (Way(CALL, "always"), *NEVER[1:])
     copies = f"{load.micro_batch_bytes / 2**20:.3g} MiB a copy"
     with devices.trial(load.model(dropout=DROPOUT)) as trial:
         yield _repeat(f"chain, {copies}", trial, ways, 2 * repeats)
@@ -50,7 +51,7 @@ def _repeat(name: str, trial: Trial, ways: tuple[Way, ...], repeats: int) -> Fin
         for way in ways:
             # All are there before any is read: the host does not wait between two steps.
             first, *others = [_seeded(trial, way) for _ in range(repeats)]
-            differ = sum(not _equal(first, other) for other in others)
+            differ = sum(difference(other, first)[0] > 0.0 for other in others)
             if differ:
                 faults.append(f"{way}: {differ} of {len(others)} repeats have other bits")
     for warning in caught:
@@ -62,8 +63,3 @@ def _repeat(name: str, trial: Trial, ways: tuple[Way, ...], repeats: int) -> Fin
 def _seeded(trial: Trial, way: Way) -> Results:
     torch.manual_seed(7)
     return trial.results(way)
-
-
-def _equal(one: Results, other: Results) -> bool:
-    pairs = [(a, other[name]) for name, a in one.items()]
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)

@@ -19,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 from pipert.check.finding import REPORTED, Finding, Found, Measurement
 from pipert.check.load import Load, timed
-from pipert.check.ways import CALL, Devices, Way, backward
+from pipert.check.ways import CALL, NEVER, Devices, Way, step
 
 __all__: list[str] = []
 
@@ -32,25 +32,24 @@ def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
     first = devices.partitions[0]
     model = load.model()
     plain, target = copy.deepcopy(model.layers).to(first), model.target.to(first)
-    ways = [Way(CALL, "never"), Way(CALL, "except_last"), Way("gpipe", "never"),
-            Way("1f1b", "never")]  # fmt: skip
+    ways = [Way(CALL, "never"), Way(CALL, "except_last"), *NEVER[1:]]
     with devices.trial(model) as trial:
         steps: dict[str, Callable[[], object]] = {
-            PLAIN: lambda: backward(mse_loss(plain(trial.x), target)),
+            PLAIN: lambda: step(plain, trial.x, target, mse_loss),
             **{str(way): partial(trial.step, way) for way in ways},
         }
         taken = _take_turns(devices, steps, seconds)
-    rows = [_row(name, taken, _ideal(name, load, devices)) for name in taken]
+    speed_ups = {name: median(taken[PLAIN]) / median(times) for name, times in taken.items()}
+    rows = []
+    for name, times in taken.items():
+        figures = median(times), min(times), max(times)
+        shown = (*(f"{1e3 * t:.1f}" for t in figures), f"{speed_ups[name]:.2f}")
+        rows.append((name, *shown, _ideal(name, load, devices)))
     columns = ("step", "ms, median", "fastest", "slowest", "speed-up", "ideal")
-    title = (
-        f"Speed-up over the plain module on {first}: {load.n} partitions of {load.layers} x "
-        f"Linear({load.width}), {load.m} micro-batches of {load.rows} rows, {len(taken[PLAIN])} "
-        "rounds"
-    )
+    title = f"Speed-up over the plain module on {first}: {load}, {len(taken[PLAIN])} rounds"
     yield Measurement(title, columns, tuple(rows))
-    best = min((name for name in taken if name != PLAIN), key=lambda name: median(taken[name]))
-    speedup = median(taken[PLAIN]) / median(taken[best])
-    seen = f"{speedup:.2f} over the plain module on {first}, at best: with {best}"
+    best = max((name for name in taken if name != PLAIN), key=speed_ups.__getitem__)
+    seen = f"{speed_ups[best]:.2f} over the plain module on {first}, at best: with {best}"
     yield Finding("speed-up", REPORTED, seen)
 
 
@@ -69,13 +68,6 @@ def _take_turns(
         for name in order:
             taken[name].append(timed(devices, steps[name]))
     return taken
-
-
-def _row(name: str, taken: dict[str, list[float]], ideal: str) -> tuple[str, ...]:
-    samples = taken[name]
-    speedup = median(taken[PLAIN]) / median(samples)
-    times = [f"{1e3 * t:.1f}" for t in (median(samples), min(samples), max(samples))]
-    return (name, *times, f"{speedup:.2f}", ideal)
 
 
 def _ideal(name: str, load: Load, devices: Devices) -> str:

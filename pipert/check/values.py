@@ -24,7 +24,7 @@ from torch import Tensor
 
 from pipert.check.finding import Finding, judged
 from pipert.check.models import Model
-from pipert.check.ways import WAYS, Devices, Results, backward, gradients, leaf
+from pipert.check.ways import WAYS, Devices, Results, gradients, leaf, step
 
 __all__: list[str] = []
 
@@ -35,34 +35,28 @@ MEANS = "pipert computes something different from the plain module here: do not 
 def check(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
     """Compare each model in each way with the plain module on the first device."""
     for model in models:
-        yield _compare(model, devices)
-
-
-def _compare(model: Model, devices: Devices) -> Finding:
-    expected = _plain_results(model, devices.partitions[0])
-    with devices.trial(model) as trial:
-        with torch.no_grad():
-            evaluated: Results = {"output": trial.pipe(trial.x)}
-        found = {"without gradients": difference(evaluated, {"output": expected["output"]})}
-        for way in WAYS:
-            found[str(way)] = difference(trial.results(way), expected)
-    dtype = next(model.layers.parameters()).dtype
-    faults = [
-        f"{way}: {name} differs by {amount:.1e} of its largest entry"
-        for way, (amount, name) in found.items() if amount > TOLERANCE[dtype]
-    ]  # fmt: skip
-    kind, worst = str(dtype).removeprefix("torch."), max(amount for amount, _ in found.values())
-    seen = f"{len(found)} ways; largest difference {worst:.0e}, allowed {TOLERANCE[dtype]:.0e}"
-    return judged(f"values of the {model.name} ({kind})", faults, seen, MEANS)
+        expected = _plain_results(model, devices.partitions[0])
+        with devices.trial(model) as trial:
+            with torch.no_grad():
+                evaluated: Results = {"output": trial.pipe(trial.x)}
+            found = {"without gradients": difference(evaluated, {"output": expected["output"]})}
+            for way in WAYS:
+                found[str(way)] = difference(trial.results(way), expected)
+        dtype = next(model.layers.parameters()).dtype
+        faults = [
+            f"{way}: {name} differs by {amount:.1e} of its largest entry"
+            for way, (amount, name) in found.items() if amount > TOLERANCE[dtype]
+        ]  # fmt: skip
+        kind, worst = str(dtype).removeprefix("torch."), max(amount for amount, _ in found.values())
+        seen = f"{len(found)} ways; largest difference {worst:.0e}, allowed {TOLERANCE[dtype]:.0e}"
+        yield judged(f"values of the {model.name} ({kind})", faults, seen, MEANS)
 
 
 def _plain_results(model: Model, device: torch.device) -> Results:
     """Returns the plain module's results for the whole mini-batch."""
     plain, x = copy.deepcopy(model.layers).to(device), leaf(model.x, device)
-    output = plain(x)
-    loss = model.loss_fn(output, model.target.to(device))
-    backward(loss)
-    return {"output": output.detach(), "loss": loss.detach(), **gradients(plain, x)}
+    loss, output = step(plain, x, model.target.to(device), model.loss_fn)
+    return {"output": output, "loss": loss, **gradients(plain, x)}
 
 
 def difference(found: Results, expected: Results) -> tuple[float, str]:

@@ -35,6 +35,7 @@ class Way(NamedTuple):
 
 
 WAYS = tuple(Way(schedule, mode) for schedule in SCHEDULES for mode in MODES)
+NEVER = tuple(way for way in WAYS if way.checkpoint == "never")
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,7 @@ class Trial:
         """Runs forward and backward; returns the loss and, if requested, outputs, without graph."""
         self.pipe.checkpoint = way.checkpoint
         if way.schedule == CALL:
-            output = self.pipe(self.x)
-            loss = self.loss_fn(output, self.target)
-            backward(loss)
-            return loss.detach(), output.detach() if outputs else None
+            return step(self.pipe, self.x, self.target, self.loss_fn)
         found = self.pipe.forward_backward(
             self.x, target=self.target, loss_fn=self.loss_fn, schedule=way.schedule,
             return_outputs=outputs,
@@ -118,9 +116,12 @@ def leaf(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, copy=True).requires_grad_(x.is_floating_point())
 
 
-def backward(loss: Tensor) -> None:
-    """``loss.backward()``, which torch does not type."""
-    loss.backward()  # type: ignore[no-untyped-call]
+def step(module: nn.Module, x: Tensor, target: Tensor, loss_fn: Loss) -> tuple[Tensor, Tensor]:
+    """Runs forward and ``loss.backward()``; returns the loss and the output, without graph."""
+    output = module(x)
+    loss = loss_fn(output, target)
+    torch.autograd.backward(loss)
+    return loss.detach(), output.detach()
 
 
 def gradients(module: nn.Module, x: Tensor) -> Results:

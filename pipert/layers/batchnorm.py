@@ -66,25 +66,21 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
                 "BatchNorm, with deferred_batch_norm=True for running statistics of the whole "
                 "mini-batch"
             )
-    names = [name for name, layer in _modules(module) if _is_updated(layer)]
+    names = [
+        name for name, layer in _modules(module)
+        if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
+    ]  # fmt: skip
     if names and deferred is None:
+        shown = ", ".join(map(repr, names[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         warnings.warn(
-            f"the module has BatchNorm layers in training mode ({_some(names)}). In a pipe each "
+            f"the module has BatchNorm layers in training mode ({shown}{more}). In a pipe each "
             "micro-batch is normalised by its own mean and variance, as in data parallelism, and "
             "each updates the running statistics. Choose deferred_batch_norm=True to update them "
             "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to accept "
             "this",
             stacklevel=4,  # Partitioned, Pipe, and the code that makes one
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more
-
-
-def _is_updated(layer: nn.Module) -> bool:
-    return isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
 
 
 def _modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -105,12 +101,14 @@ class _Note(NamedTuple):
     momentum: float
 
 
-class _Statistics(NamedTuple):
-    """Running statistics, and their layer if it is a BatchNorm."""
+class _Call(NamedTuple):
+    """The first, second or later call of a layer in the forward of each micro-batch."""
 
     mean: Tensor
     var: Tensor
     norm: _BatchNorm | None
+    """The layer whose running statistics these are, if it is a BatchNorm."""
+    notes: list[_Note]
 
 
 class PartitionStats:
@@ -133,8 +131,7 @@ class PartitionStats:
             if buffer is not None and not is_lazy(buffer)  # its layer will initialise it
         }
         self.counted: set[_BatchNorm] = set()
-        self.statistics: dict[int, _Statistics] = {}
-        self.notes: dict[tuple[int, int], list[_Note]] = {}
+        self.calls: dict[tuple[int, int], _Call] = {}
 
     def collecting(self) -> AbstractContextManager[object]:
         """Note the statistics of one micro-batch, which is computed in the block."""
@@ -143,20 +140,6 @@ class PartitionStats:
     def discarding(self) -> AbstractContextManager[object]:
         """Update nothing while compiled layers are computed again; their code has no kernels."""
         return _Collect(self, deferring=False)
-
-    def check(self) -> None:
-        """Refuse a layer whose call was counted but whose statistics were not seen.
-
-        Raises:
-            RuntimeError: it normalises by a function unknown here.
-        """
-        for norm in self.counted - {statistics.norm for statistics in self.statistics.values()}:
-            raise _cannot_be_deferred(norm)
-
-    def commit(self) -> None:
-        """Update the running statistics."""
-        for (layer, _), notes in self.notes.items():
-            _update(self.statistics[layer], notes)
 
 
 def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
@@ -213,15 +196,13 @@ class _Collect(TorchFunctionMode):
                 "are deferred; its recomputation would update them, too"
             )
         x = arguments["input"]
-        momentum = arguments.get("momentum", 0.1)
-        scratch = torch.zeros_like(mean), torch.zeros_like(var)
-        note = _Note(x.numel() // x.size(1), *scratch, momentum)
-        output = func(
-            **{**arguments, "running_mean": note.mean, "running_var": note.var, "momentum": 1.0}
-        )
-        call = self._calls[layer] = self._calls.get(layer, -1) + 1
-        self._stats.statistics[layer] = _Statistics(mean, var, self._stats.by_mean.get(layer))
-        self._stats.notes.setdefault((layer, call), []).append(note)
+        of_batch = torch.zeros_like(mean), torch.zeros_like(var)
+        scratch = {"running_mean": of_batch[0], "running_var": of_batch[1], "momentum": 1.0}
+        output = func(**{**arguments, **scratch})
+        number = self._calls[layer] = self._calls.get(layer, -1) + 1
+        call = _Call(mean, var, self._stats.by_mean.get(layer), [])
+        note = _Note(x.numel() // x.size(1), *of_batch, arguments.get("momentum", 0.1))
+        self._stats.calls.setdefault((layer, number), call).notes.append(note)
         return output
 
 
@@ -251,7 +232,12 @@ class DeferredStats:
     """The running statistics of one run. Made and committed in the caller."""
 
     def __init__(self, partitions: Sequence[nn.Sequential]) -> None:
-        self.partitions = [_stats_of(partition) for partition in partitions]
+        self.partitions = [
+            PartitionStats(partition)
+            if any(module.training and module._buffers for _, module in _modules(partition))
+            else None
+            for partition in partitions
+        ]
 
     def commit(self) -> None:
         """The run has succeeded: update the running statistics of all layers, once.
@@ -260,28 +246,24 @@ class DeferredStats:
             RuntimeError: a layer cannot be deferred; nothing is updated.
         """
         partitions = [partition for partition in self.partitions if partition is not None]
-        for partition in partitions:
-            partition.check()
+        calls = [call for partition in partitions for call in partition.calls.values()]
+        counted = {norm for partition in partitions for norm in partition.counted}
+        for norm in counted - {call.norm for call in calls}:  # by a function unknown here
+            raise _cannot_be_deferred(norm)
         with _committing.current:  # nothing here has a graph
-            for partition in partitions:
-                partition.commit()
+            for call in calls:
+                _update(*call)
 
 
-def _stats_of(partition: nn.Sequential) -> PartitionStats | None:
-    may_update = any(module.training and module._buffers for _, module in _modules(partition))
-    return PartitionStats(partition) if may_update else None
-
-
-def _update(statistics: _Statistics, notes: Sequence[_Note]) -> None:
-    norm, factor = statistics.norm, notes[0].momentum
+def _update(mean: Tensor, var: Tensor, norm: _BatchNorm | None, notes: list[_Note]) -> None:
+    factor = notes[0].momentum
     if norm is not None and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
         if norm.momentum is None:
             factor = 1.0 / float(norm.num_batches_tracked)
     if not any(note.rows for note in notes):
         return
-    mean, var = _pooled(notes)
-    for running, new in ((statistics.mean, mean), (statistics.var, var)):
+    for running, new in zip((mean, var), _pooled(notes), strict=True):
         # Through data: torch's kernel does not count it as a modification either, so a graph
         # made earlier in eval mode stays usable.
         running.data.lerp_(new.to(running.dtype), factor)

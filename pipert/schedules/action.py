@@ -70,15 +70,6 @@ class Rule(NamedTuple):
     """What has to be done before it."""
 
 
-def _forward_needs(action: Action, size: Size) -> Iterable[Action]:
-    _, i, j = action
-    return [Action(FORWARD, i, j - 1)] if j > 0 else []
-
-
-def _recompute_needs(action: Action, size: Size) -> Iterable[Action]:
-    return [Action(FORWARD, action.i, action.j)]
-
-
 def _backward_needs(action: Action, size: Size) -> Iterable[Action]:
     _, i, j = action
     needed = [Action(FORWARD, i, j)]
@@ -90,8 +81,13 @@ def _backward_needs(action: Action, size: Size) -> Iterable[Action]:
 
 
 RULES: dict[str, Rule] = {
-    FORWARD: Rule("forward", lambda size: size.m, _forward_needs),
-    RECOMPUTE: Rule("recomputation", lambda size: size.recomputed, _recompute_needs),
+    FORWARD: Rule(
+        "forward", lambda size: size.m,
+        lambda a, _: [Action(FORWARD, a.i, a.j - 1)] if a.j > 0 else [],
+    ),
+    RECOMPUTE: Rule(
+        "recomputation", lambda size: size.recomputed, lambda a, _: [Action(FORWARD, a.i, a.j)]
+    ),
     BACKWARD: Rule("backward", lambda size: size.m, _backward_needs),
 }
 """One row for each kind of action; how it is carried out is a row of ``stage.actions.ACTIONS``."""

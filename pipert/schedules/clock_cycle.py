@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipert.schedules.action import FORWARD, Action, Size
-from pipert.schedules.ticks import Ticks, go_back, lay_out
+from pipert.schedules.ticks import Ticks, in_turns, lay_out
 
 __all__: list[str] = []
 
@@ -32,8 +32,5 @@ def gpipe(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     The order of ``pipe(x)`` and ``loss.backward()`` (section 2.1 of the paper). Every partition
     keeps all micro-batches.
     """
-    sequences = [
-        [*(Action(FORWARD, i, j) for i in range(m)), *go_back(reversed(range(m)), j)]
-        for j in range(n)
-    ]
-    return lay_out(sequences, placement, Size(m, n, m))
+    tasks = [[(i, j) for i in range(m)] for j in range(n)]
+    return lay_out([in_turns(of, of[::-1], m) for of in tasks], placement, Size(m, n, m))

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipert.schedules.action import FORWARD, Action, Size
+from pipert.schedules.action import Action, Size
 from pipert.schedules.one_f_one_b import one_f_one_b
-from pipert.schedules.ticks import Ticks, go_back, lay_out
+from pipert.schedules.ticks import Ticks, in_turns, lay_out
 
 __all__: list[str] = []
 
@@ -60,12 +60,8 @@ def _groups(m: int, d: int) -> list[range]:
 def _sequence(r: int, groups: Sequence[range], v: int, d: int) -> list[Action]:
     """Order the actions of worker ``r``, if each has ``v`` partitions."""
     own = range(r, v * d, d)
-    forwards = [Action(FORWARD, i, j) for group in groups for j in own for i in group]
+    forwards = [(i, j) for group in groups for j in own for i in group]
     backwards = [(i, j) for group in groups for j in reversed(own) for i in group]
     # As many as it has time for between its first input and its first gradient.
     ahead = (v - 1) * max(d, *map(len, groups)) + 2 * (d - r) - 1
-    sequence = forwards[:ahead]
-    for k, (i, j) in enumerate(backwards):
-        sequence += go_back([i], j)
-        sequence += forwards[ahead + k : ahead + k + 1]
-    return sequence
+    return in_turns(forwards, backwards, ahead)

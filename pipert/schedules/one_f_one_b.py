@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipert.schedules.action import FORWARD, Action, Size
-from pipert.schedules.ticks import Ticks, go_back, lay_out
+from pipert.schedules.action import Size
+from pipert.schedules.ticks import Ticks, in_turns, lay_out
 
 __all__: list[str] = []
 
@@ -15,7 +15,7 @@ def one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 
     Partition *j* keeps ``min(m, n - j)`` micro-batches at most.
     """
-    return _in_turns(m, [n - j for j in range(n)], placement)
+    return _keeping(m, [n - j for j in range(n)], placement)
 
 
 def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
@@ -29,18 +29,11 @@ def eager_one_f_one_b(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
 
     Partition *j* keeps ``min(m, 2 * (n - j) - 1)`` micro-batches at most.
     """
-    return _in_turns(m, [2 * (n - j) - 1 for j in range(n)], placement)
+    return _keeping(m, [2 * (n - j) - 1 for j in range(n)], placement)
 
 
-def _in_turns(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
+def _keeping(m: int, most: Sequence[int], placement: tuple[int, ...]) -> Ticks:
     """Go forward and backward in turns, after as many forwards as partition ``j`` keeps at most."""
-    sequences = []
-    for j, kept in enumerate(most):
-        ahead = min(m, kept)
-        sequence = [Action(FORWARD, i, j) for i in range(ahead)]
-        for i in range(m):
-            sequence += go_back([i], j)
-            if i + ahead < m:
-                sequence.append(Action(FORWARD, i + ahead, j))
-        sequences.append(sequence)
+    tasks = [[(i, j) for i in range(m)] for j in range(len(most))]
+    sequences = [in_turns(of, of, ahead) for of, ahead in zip(tasks, most, strict=True)]
     return lay_out(sequences, placement, Size(m, len(most), m))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
 
@@ -42,8 +42,15 @@ def _before(one: Action, other: Action) -> bool:
     return (one.kind == FORWARD, one.i) < (other.kind == FORWARD, other.i)
 
 
-def go_back(micro_batches: Iterable[int], j: int) -> Iterator[Action]:
-    """Recompute and go backward, micro-batch after micro-batch."""
-    for i in micro_batches:
-        yield Action(RECOMPUTE, i, j)
-        yield Action(BACKWARD, i, j)
+def in_turns(
+    forwards: Iterable[tuple[int, int]], backwards: Iterable[tuple[int, int]], ahead: int
+) -> list[Action]:
+    """Do ``ahead`` forwards, then a backward and a forward in turns; each is an ``i`` and a ``j``.
+
+    A recomputation stands before its backward.
+    """
+    left = [Action(FORWARD, i, j) for i, j in forwards]
+    sequence = left[:ahead]
+    for k, (i, j) in enumerate(backwards, start=ahead):
+        sequence += [Action(RECOMPUTE, i, j), Action(BACKWARD, i, j), *left[k : k + 1]]
+    return sequence

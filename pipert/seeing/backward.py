@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -124,19 +123,15 @@ def watch_node(
     ys: Iterable[Tensor], begin: Callable[[], Span], on: torch.cuda.Stream | None
 ) -> None:
     """Record the one node that has made ``ys``, if any, as the span that ``begin`` returns."""
+    spans: list[Span] = []
+
+    def end(*_: Any) -> None:
+        span = spans.pop()
+        span.end = stamp(span.clock, on)
+
     for node in makers(ys):
-        spans: list[Span] = []
-        node.register_prehook(partial(_open, spans, begin))
-        node.register_hook(partial(_close, spans, on))
-
-
-def _open(spans: list[Span], begin: Callable[[], Span], _: Any) -> None:
-    spans.append(begin())
-
-
-def _close(spans: list[Span], on: torch.cuda.Stream | None, *_: Any) -> None:
-    span = spans.pop()
-    span.end = stamp(span.clock, on)
+        node.register_prehook(lambda _: spans.append(begin()))
+        node.register_hook(end)
 
 
 def makers(tensors: Iterable[Tensor]) -> set[Node]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from time import perf_counter
 
@@ -36,7 +37,7 @@ class Counters:
         self._pid = os.getpid()
         self.runs = 0
         self.recomputations = 0
-        self.ended = {"succeeded": 0, "failed": 0}  # what is neither was cancelled
+        self.ended: Counter[str] = Counter()  # what neither succeeded nor failed was cancelled
         self.live: weakref.WeakSet[Told] = weakref.WeakSet()
 
     def _own(self) -> None:
@@ -75,8 +76,7 @@ class Counters:
                 told.recorder.fail()
             with _counting.current:
                 self.live.discard(told)
-                if told.outcome in self.ended:
-                    self.ended[told.outcome] += 1
+                self.ended[told.outcome] += 1
             told.tell(lambda observer: observer.run_finished(told.run, seconds, told.outcome))
 
     def begin(self, plan: Plan) -> Told:

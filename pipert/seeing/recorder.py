@@ -14,10 +14,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 import torch
 
-from pipert.seeing.event import FORWARD, Event
+from pipert.seeing.event import Event
 from pipert.seeing.stamp import Origin, Stamp, stamp
 
 __all__: list[str] = []
@@ -71,15 +73,17 @@ class Recording:
         events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
         return sorted(events, key=lambda event: (event.start, event.end))
 
-    def layer_seconds(self) -> dict[int, list[list[float]]]:
-        """For each partition, how long each of its layers took, for each forward task."""
-        seconds: dict[int, list[list[float]]] = {}
+    def layer_seconds(self, balance: Sequence[int]) -> list[list[float]] | None:
+        """The median of what each of a partition's layers took in a forward task, if all ran."""
+        seconds: list[list[list[float]]] = [[] for _ in balance]
         for span in list(self.spans):
-            if span.kind == FORWARD and span.end is not None and span.layers:
+            # A failed task did not reach its last layer.
+            if span.end is not None and len(span.layers) == balance[span.j] + 1:
                 dates = [self.origin.date(moment, span.clock) for moment in span.layers]
-                took = [after - before for before, after in zip(dates, dates[1:], strict=False)]
-                seconds.setdefault(span.j, []).append(took)
-        return seconds
+                seconds[span.j].append([after - before for before, after in pairwise(dates)])
+        if not all(seconds):
+            return None
+        return [[median(layer) for layer in zip(*tasks, strict=True)] for tasks in seconds]
 
     def close(self) -> None:
         """Keep what is over; note nothing more."""

@@ -53,13 +53,10 @@ def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
                 of_key[j] = of_key.get(j, 0) + (not declared.is_stash)
                 if declared.is_stash:
                     source[declared.key] = j
-    return tuple([_of_partition(j, source, pops) for j in range(len(partitions))])
-
-
-def _of_partition(
-    j: int, source: Mapping[Key, int], pops: Mapping[Key, Mapping[int, int]]
-) -> PartitionSkips:
-    here = {key: by[j] for key, by in pops.items() if j in by}
-    arriving = [(key, source[key]) for key in here if source[key] != j]
-    leaving = [(key, k) for key in here if source[key] == j for k in sorted(pops[key]) if k != j]
-    return PartitionSkips(tuple(arriving), tuple(leaving), here)
+    found = []
+    for j in range(len(partitions)):
+        here = {key: by[j] for key, by in pops.items() if j in by}
+        away = [(key, source[key]) for key in here if source[key] != j]
+        left = [(key, k) for key in here if source[key] == j for k in sorted(pops[key]) if k != j]
+        found.append(PartitionSkips(tuple(away), tuple(left), here))
+    return tuple(found)

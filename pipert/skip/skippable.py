@@ -182,7 +182,7 @@ def _running_generator(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(self: Skippable, *args: Any, **kwargs: Any) -> Value:
-        outer = _running.requests
+        outer: _Requests | None = getattr(_running, "requests", None)
         if outer is not None and outer.layer is self:  # called by the forward of a subclass
             return outer.run(forward(self, *args, **kwargs))
         _running.requests = requests = _Requests(self)
@@ -203,8 +203,7 @@ class _Requests:
     def __init__(self, layer: Skippable) -> None:
         self.layer = layer
         self._kind = type(layer).__qualname__
-        self._to_stash = set(layer.skip_stashes)
-        self._to_pop = set(layer.skip_pops)
+        self._to_do = {stash: {*layer.skip_stashes}, pop: {*layer.skip_pops}}
         self._store = current_store()
 
     def run(self, output: Value | Generator[Any, Any, Value]) -> Value:
@@ -225,33 +224,30 @@ class _Requests:
             return stop.value
 
     def _answer(self, request: object) -> Value:
-        layer = self.layer
-        if isinstance(request, stash):
-            self._claim(request.name, layer.skip_stashes, self._to_stash, "stash")
-            pops = layer.skip_stashes[request.name]
-            self._store.put(layer.skip_key(request.name), request.value, pops)
-            return None
-        if isinstance(request, pop):
-            self._claim(request.name, layer.skip_pops, self._to_pop, "pop")
-            return self._store.take(layer.skip_key(request.name))
-        shown = describe(request) if isinstance(request, Tensor) else repr(request)
-        raise TypeError(
-            f"the forward of {self._kind} must yield stash(name, value) or pop(name), got {shown}; "
-            "call the forward of a base class without 'yield from'"
-        )
-
-    def _claim(self, name: str, declared: Iterable[str], to_do: set[str], verb: str) -> None:
+        if not isinstance(request, stash | pop):
+            shown = describe(request) if isinstance(request, Tensor) else repr(request)
+            raise TypeError(
+                f"the forward of {self._kind} must yield stash(name, value) or pop(name), got "
+                f"{shown}; call the forward of a base class without 'yield from'"
+            )
+        verb, name, layer = type(request), request.name, self.layer
+        declared = layer.skip_stashes if verb is stash else layer.skip_pops
         if name not in declared:
             raise RuntimeError(
-                f"{name!r} has not been declared; write @skippable({verb}=[{name!r}, ...]) above "
-                f"{self._kind}"
+                f"{name!r} has not been declared; write @skippable({verb.__name__}=[{name!r}, ...])"
+                f" above {self._kind}"
             )
-        if name not in to_do:
-            raise RuntimeError(f"{self._kind} can {verb} {name!r} only once in a forward")
-        to_do.remove(name)
+        if name not in self._to_do[verb]:
+            raise RuntimeError(f"{self._kind} can {verb.__name__} {name!r} only once in a forward")
+        self._to_do[verb].remove(name)
+        key = layer.skip_key(name)
+        if isinstance(request, pop):
+            return self._store.take(key)
+        self._store.put(key, request.value, layer.skip_stashes[name])
+        return None
 
     def check_complete(self) -> None:
-        for names, verb in ((self._to_stash, "stashed"), (self._to_pop, "popped")):
+        for names, verb in zip(self._to_do.values(), ("stashed", "popped"), strict=True):
             if names:
                 shown = ", ".join(show(self.layer.skip_key(name)) for name in sorted(names))
                 raise RuntimeError(
@@ -261,10 +257,4 @@ class _Requests:
                 )
 
 
-class _Running(threading.local):
-    """The requests of the innermost layer that is running in a thread."""
-
-    requests: _Requests | None = None
-
-
-_running = _Running()
+_running = threading.local()  # ``requests`` of the innermost layer that is running in a thread

@@ -31,7 +31,7 @@ def declarations(module: nn.Sequential) -> Iterator[list[Declared]]:
     Nested Sequentials run in order. The contents of other modules may run in any order.
     """
     for path, unit in _units(module, ""):
-        yield [d for where, layer in _skippables(unit, path) for d in _of(layer, where)]
+        yield list(_declared_in(unit, path))
 
 
 def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -43,22 +43,18 @@ def _units(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield path, module
 
 
-def _skippables(module: nn.Module, path: str) -> Iterator[tuple[str, Skippable]]:
+def _declared_in(module: nn.Module, path: str) -> Iterator[Declared]:
     if getattr(module, "is_pipe", False):
         return  # a nested pipe's skips are its own
     if isinstance(module, Skippable):
-        yield path, module
+        for name, pops in module.skip_stashes.items():
+            yield Declared(module.skip_key(name), path, True, pops)
+        for name in sorted(module.skip_pops):
+            yield Declared(module.skip_key(name), path, False)
     # Not named_modules: a module that appears twice runs twice.
     for name, child in module._modules.items():
         if child is not None:
-            yield from _skippables(child, f"{path}.{name}".lstrip("."))
-
-
-def _of(layer: Skippable, path: str) -> Iterator[Declared]:
-    for name, pops in layer.skip_stashes.items():
-        yield Declared(layer.skip_key(name), path, True, pops)
-    for name in sorted(layer.skip_pops):
-        yield Declared(layer.skip_key(name), path, False)
+            yield from _declared_in(child, f"{path}.{name}".lstrip("."))
 
 
 def verify_skippables(module: nn.Sequential) -> None:

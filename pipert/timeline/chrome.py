@@ -32,22 +32,23 @@ def chrome_trace(
     """Returns the trace of events, in order of their start, as an object to write as JSON."""
     records: list[Record] = [_name("process_name", "pipert", 0)]
     threads = _threads(events, workers)
-    for worker, copies, track in sorted(set(threads)):
+    numbers = {at: number for number, at in enumerate(sorted(set(threads)))}
+    for (worker, copies, track), number in numbers.items():
         name = lanes[worker] + " copies" * copies + f" ({track + 1})" * bool(track)
-        records.append(_name("thread_name", name, _number(worker, copies, track)))
-    numbers = {id(event): _number(*at) for event, at in zip(events, threads, strict=True)}
-    records += [_slice(event, numbers[id(event)]) for event in events]
+        records.append(_name("thread_name", name, number))
+    tids = {id(event): numbers[at] for event, at in zip(events, threads, strict=True)}
+    records += [_slice(event, tids[id(event)]) for event in events]
     for number, (before, after) in enumerate(_arrows(events)):
         # Inside both boxes, and never backwards: an input may arrive before its maker has ended.
         middle = before.start + before.seconds / 2
         at = max(middle, min(before.end - 1e-7, after.start))
-        shared = {"pid": 0, "id": number, "name": "then", "cat": "order"}
         end = max(at, after.start)
         if end <= after.end:
-            start = {"ph": "s", "ts": _microseconds(at), "tid": numbers[id(before)]}
-            records.append({**shared, **start})
-            finish = {"ph": "f", "bp": "e", "ts": _microseconds(end), "tid": numbers[id(after)]}
-            records.append({**shared, **finish})
+            shared = {"pid": 0, "id": number, "name": "then", "cat": "order"}
+            ends = ({"ph": "s"}, at, before), ({"ph": "f", "bp": "e"}, end, after)
+            for phase, moment, event in ends:
+                when = {"ts": _microseconds(moment), "tid": tids[id(event)]}
+                records.append({**shared, **phase, **when})
     return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
@@ -66,11 +67,6 @@ def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int,
         tracks[track : track + 1] = [event.end]
         threads.append((*key, track))
     return threads
-
-
-def _number(worker: int, copies: bool, track: int) -> int:
-    """Numbers the threads of the trace; those of one device are adjacent."""
-    return 1000 * worker + 500 * copies + track
 
 
 def _name(what: str, name: str, thread: int) -> Record:

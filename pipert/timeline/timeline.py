@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 
 import torch
 
@@ -161,14 +160,12 @@ class LiveTimeline(Timeline):
         super().__init__((), devices, workers, chunks=chunks)
         self._recording = recording
         self._balance = tuple(balance)
-        self._final: tuple[Event, ...] | None = None
+        self._final: tuple[Event, ...] = ()
 
     @property
     def events(self) -> tuple[Event, ...]:
-        if self._final is not None:
-            return self._final
         is_over = not self._recording.is_open
-        events = tuple(self._recording.events())
+        events = self._final or tuple(self._recording.events())
         if is_over:
             self._final = events
         return events
@@ -183,15 +180,7 @@ class LiveTimeline(Timeline):
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        layers = []
-        seconds = self._recording.layer_seconds()
-        for j, count in enumerate(self._balance):
-            # A failed task did not reach its last layer.
-            whole = [took for took in seconds.get(j, ()) if len(took) == count]
-            if not whole:
-                return None
-            layers.append([median(of_layer) for of_layer in zip(*whole, strict=True)])
-        return layers
+        return self._recording.layer_seconds(self._balance)
 
 
 class Record:

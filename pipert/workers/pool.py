@@ -171,7 +171,7 @@ class Pool:
         """
         for thread in self._threads[worker : worker + 1]:
             stack = stack_of(thread)
-            of_task = list(itertools.dropwhile(_leads_to_a_layer, stack))
+            of_task = list(itertools.dropwhile(lambda f: f.filename.startswith(_OURS), stack))
             return "".join(traceback.format_list(of_task or stack))
         return ""
 
@@ -188,10 +188,6 @@ class Pool:
 _resetting = ProcessLock(reentrant=True)
 
 _OURS = (str(Path(__file__).parents[1]), threading.__file__)
-
-
-def _leads_to_a_layer(frame: traceback.FrameSummary) -> bool:
-    return frame.filename.startswith(_OURS)
 
 
 _exiting: list[bool] = []  # not empty once the threads of the process have been ended

@@ -17,7 +17,7 @@ import traceback
 __all__: list[str] = []
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
 
 
 def stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
@@ -28,14 +28,12 @@ def stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        lines = file.read().decode(errors="replace").splitlines()
-    stack: list[traceback.FrameSummary] = []
-    inside = False
-    for line in lines:
-        head, frame = _THREAD.match(line), _FRAME.match(line)
-        if head:
-            inside = int(head[1], 16) == thread.ident
-        elif inside and frame:
-            name = frame[3].rpartition(".")[2]
-            stack.insert(0, traceback.FrameSummary(frame[1], int(frame[2]), name))
-    return stack
+        text = file.read().decode(errors="replace")
+    for stack in text.split("\n\n"):
+        head = _THREAD.match(stack)
+        if head and int(head[1], 16) == thread.ident:
+            return [
+                traceback.FrameSummary(path, int(line), name.rpartition(".")[2])
+                for path, line, name in reversed(_FRAME.findall(stack))
+            ]
+    return []

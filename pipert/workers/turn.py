@@ -23,6 +23,7 @@ execute Python at the same time, nobody takes one.
 from __future__ import annotations
 
 import threading
+import timeit
 from time import perf_counter
 
 from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
@@ -30,19 +31,8 @@ from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 __all__: list[str] = []
 
 
-def _interpreter_speed() -> float:
-    """Measures a thousand additions, in seconds: 25 us on the machine used to tune the factors."""
-    shortest = 1.0
-    for _ in range(5):
-        started = perf_counter()
-        total = 0
-        for k in range(1000):
-            total += k
-        shortest = min(shortest, perf_counter() - started)
-    return shortest
-
-
-_UNIT = _interpreter_speed()
+# Seconds for a thousand additions: 25 us on the machine used to tune the factors.
+_UNIT = min(timeit.repeat("for k in range(1000): total += k", "total = 0", number=1))
 _SHORT = 1.2 * _UNIT  # workers whose layers take less take turns
 _LONG = 20 * _UNIT  # layers that take more are clearly long
 _HOLD = 12 * _UNIT  # how long a worker may keep a turn while others wait

@@ -81,6 +81,7 @@ def test_recomputation_costs_a_forward_and_less_in_a_step(figures: dict[str, Any
     assert speed_ups(figures, "always")["pipert"] < speed_ups(figures, "except_last")["pipert"]
 
 
+@pytest.mark.sweep
 def test_the_simulator_predicts_what_runs() -> None:
     shown = run("simulator.py", "--short", "--check")
     assert "sleeping, n=8 m=16, always" in shown

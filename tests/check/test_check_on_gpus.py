@@ -221,7 +221,7 @@ def test_partitions_that_take_turns_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 
     for of, name in ((recorded, "_compute"), (backward, "_backward")):
         monkeypatch.setattr(of, name, after_the_last(getattr(of, name)))
-    monkeypatch.setattr(overlap, "WAYS", [Way("gpipe", "never"), Way("1f1b", "never")])
+    monkeypatch.setattr(overlap, "NEVER", [Way("gpipe", "never"), Way("1f1b", "never")])
     found = overlapping()
     assert found.outcome == BROKEN
     assert found.seen.startswith("0% to 0% of the time")

@@ -23,6 +23,7 @@ from tests.contract.ways import (
     same,
     take_step,
 )
+from tests.layers import product
 
 Hook = Callable[[Tensor], Tensor | None]
 
@@ -222,20 +223,6 @@ def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> 
 # Where nothing can stand in for the parameter.
 
 
-class Product(torch.autograd.Function):
-    """Multiplies, unseen by torch functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0)
-
-
 class Custom(nn.Module):
     """A layer around a custom function."""
 
@@ -243,9 +230,8 @@ class Custom(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
 
-    def forward(self, x: Tensor) -> Tensor:
-        product: Tensor = Product.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return product
+    def forward(self, x: Tensor) -> Any:
+        return product(x, self.weight)
 
 
 class Hands(Custom):

@@ -33,7 +33,7 @@ from tests.contract.ways import (
     take_step,
     ways,
 )
-from tests.layers import Apply
+from tests.layers import Apply, product
 
 
 class With(nn.Module):
@@ -374,24 +374,6 @@ def test_a_layer_that_is_there_twice(way: Way) -> None:
 def test_a_layer_may_go_through_a_custom_function(way: Way) -> None:
     module = nn.Sequential(linear(3, 3), With(product), linear(3, 2))
     assert_equal(module, [1, 2], way, batch(7))
-
-
-def product(x: Tensor, w: Tensor) -> Any:
-    return Product.apply(x, w)  # type: ignore[no-untyped-call]
-
-
-class Product(torch.autograd.Function):
-    """Multiplies, unseen by torch functions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        return x * w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad * w, (grad * x).sum(0, keepdim=True)
 
 
 # Kinds of numbers and layouts.

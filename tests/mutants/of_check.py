@@ -8,7 +8,7 @@ __all__ = ["MUTANTS"]
 
 LOAD, WAYS = "pipert/check/load.py", "pipert/check/ways.py"
 
-_RECORD = "event.record(torch.cuda.current_stream(device))"
+_RECORD = "torch.cuda.current_stream(device).record_event("
 
 MUTANTS = [
     Mutant(
@@ -20,11 +20,11 @@ MUTANTS = [
         "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
     ),
     Mutant(
-        "check-not-stamped", LOAD, "the event's place in a stream", _RECORD, "pass",
+        "check-not-stamped", LOAD, "the event's place in a stream", _RECORD, "(",
     ),
     Mutant(
         "check-stamps-current-device", LOAD, "the device that an event is of",
-        _RECORD, "event.record()",
+        _RECORD, "torch.cuda.current_stream().record_event(",
     ),
     Mutant(
         "check-while-busy", WAYS, "times begin and end when devices are idle",

@@ -32,7 +32,7 @@ OF_WORKERS = [
         "autocast-lost", CONTEXT,
         "tasks run without the caller's autocast, in float32 (W4)",
         "stack.enter_context(autocast(self._autocast, clear_cache))", "pass",
-        ("tests/workers/test_context.py",),
+        ("tests/contract/test_callers_context.py",),
     ),
 ]  # fmt: skip
 
@@ -50,7 +50,7 @@ OF_RUNS = [
         "of several failures the one that came first in time is raised, and not the first one of "
         "the schedule (R3)",
         "errors[min(errors)] if errors", "errors[next(iter(errors))] if errors",
-        ("tests/test_runtime.py",),
+        ("tests/contract/test_first_error.py",),
     ),
     Mutant(
         "tasks-start-after-a-failure", STAGE,
@@ -142,8 +142,8 @@ OF_STEPS = [
     Mutant(
         "1f1b-keeps-more", "pipert/schedules/one_f_one_b.py",
         "under 1F1B every partition keeps n micro-batches, and not n - j of them",
-        "_in_turns(m, [n - j for j in range(n)], placement)",
-        "_in_turns(m, [n for j in range(n)], placement)",
+        "_keeping(m, [n - j for j in range(n)], placement)",
+        "_keeping(m, [n for j in range(n)], placement)",
         ("tests/properties/test_any_plan.py", "tests/schedules/test_plan.py"),
     ),
     Mutant(

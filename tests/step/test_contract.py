@@ -1,11 +1,9 @@
-"""What holds for ``forward`` and holds for a step: the caller's context, modes of checkpoint."""
+"""What holds for ``forward`` and holds for a step: grad mode, modes of checkpoint."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -21,108 +19,13 @@ from tests.contract.ways import (
     assert_equal,
     batch,
     each_way,
-    grads_of,
     linear,
     mean,
     piped,
-    same,
     take_step,
     ways,
 )
 from tests.layers import Apply
-
-# The caller's context.
-
-
-class _Notes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, note: Callable[[str], None]) -> Tensor:
-        ctx.note = note
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.note("B")
-        return grad, None
-
-
-def notes_of(way: Way, look: Callable[[], Any]) -> set[tuple[str, Any]]:
-    """What ``look`` finds in F, R and B of each partition, and in the loss."""
-    found: set[tuple[str, Any]] = set()
-
-    def note(phase: str) -> None:
-        found.add((phase, look()))
-
-    def layer(x: Tensor) -> Tensor:
-        note("R" if is_recomputing() else "F")
-        y: Tensor = _Notes.apply(x, note)  # type: ignore[no-untyped-call]
-        return y
-
-    def loss(y: Tensor, target: Any) -> Tensor:
-        note("loss")
-        return y.square().mean()
-
-    with torch.device("cpu"):  # for what the test itself makes
-        module = nn.Sequential(linear(3, 3), Apply(layer), linear(3, 3), Apply(layer))
-        x = batch(4)
-    with piped(module, [2, 2], way, chunks=2) as pipe:
-        pipe.forward_backward(x, loss_fn=loss, schedule=way.schedule)
-    return found
-
-
-def phases(way: Way) -> list[str]:
-    return ["F", "B", "loss"] + ([] if way.checkpoint == "never" else ["R"])
-
-
-@ways
-def test_context_variables_are_the_callers(way: Way) -> None:
-    variable: ContextVar[int] = ContextVar("variable", default=0)
-    token = variable.set(5)
-    try:
-        assert notes_of(way, variable.get) == {(phase, 5) for phase in phases(way)}
-    finally:
-        variable.reset(token)
-
-
-@ways
-def test_the_default_device_is_the_callers(way: Way) -> None:
-    """But for functions of a backward, which torch hides it from."""
-    with torch.device("meta"):
-        found = notes_of(way, lambda: torch.empty(1).device.type)
-    assert found == {(phase, "cpu" if phase == "B" else "meta") for phase in phases(way)}
-
-
-@ways
-def test_the_number_of_intra_op_threads_is_shared_out(way: Way) -> None:
-    torch.set_num_threads(2)
-    try:
-        found = notes_of(way, torch.get_num_threads)
-    finally:
-        torch.set_num_threads(1)
-    assert {(phase, count) for phase, count in found if phase != "R"} == {
-        (phase, 1) for phase in ("F", "B", "loss")
-    }
-
-
-@ways
-def test_saved_tensor_hooks_of_the_caller_pack_and_unpack(way: Way) -> None:
-    module, x = nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), nn.Tanh()), batch(6)
-    plain, calls = copy.deepcopy(module), {"pack": 0, "unpack": 0}
-
-    def pack(tensor: Tensor) -> Tensor:
-        calls["pack"] += 1
-        return tensor * 2
-
-    def unpack(tensor: Tensor) -> Tensor:
-        calls["unpack"] += 1
-        return tensor / 2
-
-    with piped(module, [2, 2], way, chunks=3) as pipe:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            pipe.forward_backward(x, loss_fn=mean, schedule=way.schedule)
-    mean(plain(x), None).backward()
-    same(grads_of(module), grads_of(plain))
-    assert calls["pack"] >= calls["unpack"] > 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

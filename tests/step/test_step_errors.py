@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -54,48 +53,6 @@ class Steps:
 
 def sum_of_squares(y: Tensor, target: Any) -> Tensor:
     return y[:, 1:].square().sum()
-
-
-# Which one is raised ------------------------------------------------------------------------------
-
-
-def fails_late_at(first: tuple[str, int, int], later: tuple[str, int, int], schedule: str) -> str:
-    """What a step raises where ``first`` waits until ``later`` has failed, if that runs at all."""
-    failed = threading.Event()
-
-    def act(*task: Any) -> None:
-        if task == later:
-            failed.set()
-            raise ValueError("later")
-        if task == first:
-            failed.wait(0.2)
-            raise ValueError("first")
-
-    steps = Steps(act)
-    with steps.pipe, pytest.raises(ValueError) as caught:
-        steps.step(schedule)
-    return str(caught.value)
-
-
-PAIRS = [
-    (("forward", 1, 0), ("backward", 0, 1), "1f1b"),
-    (("forward", 2, 0), ("forward", 1, 1), "gpipe"),
-    (("backward", 0, 0), ("backward", 1, 1), "1f1b"),
-    (("backward", 3, 0), ("backward", 2, 1), "gpipe"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("one", "other", "schedule"), PAIRS)
-def test_of_two_failures_the_first_in_the_schedule_is_raised_though_the_other_came_first(
-    one: tuple[str, int, int], other: tuple[str, int, int], schedule: str
-) -> None:
-    letters = {"forward": "F", "backward": "B"}
-    order = [str(action) for action in plan(schedule, 4, 2).order]
-    first, later = sorted(
-        (one, other), key=lambda task: order.index(f"{letters[task[0]]}[{task[1]},{task[2]}]")
-    )
-    assert fails_late_at(first, later, schedule) == "first"
 
 
 @schedules

@@ -19,9 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from pipert import Event, Observer, Pipe, RunInfo, TaskInfo, Timeline, is_recomputing
 from pipert.schedules import plan
 from tests.layers import Apply
+from tests.observers import Log
 from tests.pipes import pipe_of_layers
 from tests.step.faulty import acting
-from tests.test_observe import Log
 
 CPU = torch.device("cpu")
 M, N = 4, 3
@@ -64,28 +64,6 @@ def raising(phase: str) -> nn.Module:
 # Observers ----------------------------------------------------------------------------------------
 
 
-@modes
-@schedules
-def test_each_task_is_told_once_when_it_begins_and_ends(
-    checkpoint: str, recomputed: int, schedule: str
-) -> None:
-    log = Log()
-    with three(checkpoint) as pipe:
-        pipe.add_observer(log)
-        step(pipe, schedule=schedule)
-    again = {(i, j) for i, j in EACH if i < recomputed}
-    expected = Counter(
-        TaskInfo(0, phase, j, i, CPU)
-        for phase, tasks in (("forward", EACH), ("recomputation", again), ("backward", EACH))
-        for i, j in tasks
-    )
-    for event in ("task_started", "task_finished"):
-        assert Counter(log.of(event)) == expected
-    assert log.of("run_started") == [RunInfo(0, M, N)]
-    assert log.of("run_finished") == [[RunInfo(0, M, N), "succeeded"]]
-    assert log.events[0][0] == "run_started" and log.events[-1][0] == "run_finished"
-
-
 def test_tasks_are_told_on_the_worker_of_their_partition() -> None:
     class Threads(Observer):
         def __init__(self) -> None:
@@ -113,18 +91,6 @@ def test_a_worker_is_told_of_its_tasks_in_the_order_of_the_schedule(schedule: st
     for k in range(N):
         told = [(t.phase, t.micro_batch) for t in log.of("task_started") if t.partition == k]
         assert told == [(phases[kind], i) for kind, i, j in order if j == k]
-
-
-@pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
-def test_a_failure_is_told_once_with_its_phase(phase: str) -> None:
-    log = Log()
-    with pipe_of(nn.Linear(3, 3), raising(phase), checkpoint="always") as pipe:
-        pipe.add_observer(log)
-        with pytest.raises(ValueError, match="no"):
-            step(pipe)
-    assert log.of("failed") == [[TaskInfo(0, phase, 1, 0, CPU), ValueError]]
-    assert log.of("run_finished") == [[RunInfo(0, M, 2), "failed"]]
-    assert TaskInfo(0, phase, 1, 0, CPU) in log.of("task_finished")
 
 
 @pytest.mark.parametrize("event", ["task_started", "task_finished"])
@@ -236,27 +202,6 @@ def test_a_call_whose_last_task_failed_is_left_out_of_the_report() -> None:
 
 
 # Statistics ---------------------------------------------------------------------------------------
-
-
-@modes
-def test_tasks_of_all_kinds_are_counted(checkpoint: str, recomputed: int) -> None:
-    with three(checkpoint) as pipe:
-        step(pipe)
-        step(pipe)
-        seen = pipe.statistics()
-    assert (seen.runs, seen.succeeded, seen.in_flight, seen.failures) == (2, 2, 0, 0)
-    assert [worker.tasks for worker in seen.workers] == [2 * (2 * M + recomputed)] * N
-    assert seen.recomputations == 2 * recomputed * N
-    assert all(worker.busy_seconds > 0 and worker.doing is None for worker in seen.workers)
-
-
-@pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
-def test_a_failure_is_counted(phase: str) -> None:
-    with pipe_of(nn.Linear(3, 3), raising(phase), checkpoint="always") as pipe:
-        with pytest.raises(ValueError):
-            step(pipe)
-        seen = pipe.statistics()
-    assert (seen.runs, seen.failures, seen.cancellations, seen.in_flight) == (1, 1, 0, 0)
 
 
 def test_a_worker_that_waits_for_a_gradient_waits_for_input() -> None:

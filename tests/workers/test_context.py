@@ -1,8 +1,7 @@
 """W4: a task runs under its caller's context and leaves none of it behind.
 
-A *row* is one of the table in ``pipert/workers/context.py``: a block that puts something on, and
-what a layer that looks for it sees. ``F`` runs on workers; ``R`` runs in a backward outside the
-block.
+``F`` runs on workers; ``R`` runs in a backward outside the block that puts something on. That each
+task sees what is put on is in ``tests/contract/test_callers_context.py``.
 """
 
 from __future__ import annotations
@@ -10,121 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert import Pipe, TransformError, is_recomputing
+from tests.contexts import ONE, ROWS, VARIABLE, Block, Hooks, NoNegation, Row, deterministic
 
-Block = Callable[[], contextlib.AbstractContextManager[Any]]
-
-ONE = torch.ones(())
-
-
-# Rows
-
-
-class Plus41(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        return result + 41 if func is torch.numel else result
-
-
-class NoNegation(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.neg.default:
-            return args[0].clone()
-        return func(*args, **kwargs or {})
-
-
-VARIABLE: ContextVar[str] = ContextVar("VARIABLE", default="nobody's")
-
-
-@contextlib.contextmanager
-def variable() -> Iterator[None]:
-    token = VARIABLE.set("the caller's")
-    try:
-        yield
-    finally:
-        VARIABLE.reset(token)
-
-
-@contextlib.contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def autocast_on_xpu() -> Iterator[None]:
-    """``torch.autocast`` would turn itself off where there is no such device."""
-    torch.set_autocast_enabled("xpu", True)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled("xpu", False)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def half_autocast() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", torch.float16)
-
-
-def autocast_without_cache() -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast("cpu", cache_enabled=False)
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    block: Block
-    see: Callable[[], object]
-    inside: object
-    """What ``see`` returns inside the block."""
-
-
-ROWS = [
-    Row("grad mode", torch.no_grad, torch.is_grad_enabled, False),
-    Row("inference mode", torch.inference_mode, torch.is_inference_mode_enabled, True),
-    Row(
-        "autocast enabled",
-        lambda: torch.autocast("cpu"),
-        lambda: torch.is_autocast_enabled("cpu"),
-        True,
-    ),
-    Row("autocast dtype", half_autocast, lambda: torch.get_autocast_dtype("cpu"), torch.float16),
-    Row("autocast cache", autocast_without_cache, torch.is_autocast_cache_enabled, False),
-    Row("autocast xpu", autocast_on_xpu, lambda: torch.is_autocast_enabled("xpu"), True),
-    Row("device", lambda: torch.device("meta"), lambda: str(torch.empty(()).device), "meta"),
-    Row("default device", default_device, lambda: str(torch.get_default_device()), "meta"),
-    Row("function modes", Plus41, lambda: torch.numel(ONE), 42),
-    Row("dispatch modes", NoNegation, lambda: torch.neg(ONE).item(), 1.0),
-    Row("context variables", variable, VARIABLE.get, "the caller's"),
-    Row("deterministic", deterministic, torch.are_deterministic_algorithms_enabled, True),
-]
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 rows_with_graph = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)
 """Inside the others there is no graph to run backward."""
-rows_for_R = pytest.mark.parametrize("row", ROWS[2:-1], ids=lambda row: row.name)
-"""Without the deterministic flag, which is the process's, so that R sees it as it is then."""
 rows_for_backward = pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: row.name)
 
 
@@ -220,18 +117,11 @@ def test_the_row_can_be_seen(row: Row) -> None:
     assert (inside, row.see() != inside) == (row.inside, True)
 
 
-@rows
+@pytest.mark.parametrize("row", ROWS[:2], ids=lambda row: row.name)  # without a graph
 def test_pitfall_1_F_sees_the_callers(row: Row) -> None:
     with Observed(row.see) as observed:
         observed.train(row.block)
         assert observed.take("F") == [row.inside] * 4
-
-
-@rows_for_R
-def test_pitfall_1_R_sees_the_callers(row: Row) -> None:
-    with Observed(row.see) as observed:
-        observed.train(row.block)
-        assert observed.take("R") == [row.inside] * 4
 
 
 def test_R_sees_the_flag_for_deterministic_algorithms_as_it_is_then() -> None:
@@ -418,29 +308,6 @@ def test_R_does_not_see_the_changes_that_F_made_to_a_variable() -> None:
 # Saved-tensor hooks
 
 
-class Hooks:
-    """Keeps what is saved in bfloat16, and notes where it did so."""
-
-    def __init__(self) -> None:
-        self.threads: list[int] = []
-        self.recomputing: list[bool] = []
-        self.packed = 0
-        self.unpacked = 0
-
-    def pack(self, tensor: Tensor) -> tuple[torch.dtype, Tensor]:
-        self.threads.append(threading.get_ident())
-        self.recomputing.append(is_recomputing())
-        self.packed += 1
-        return tensor.dtype, tensor.detach().to(torch.bfloat16)
-
-    def unpack(self, packed: tuple[torch.dtype, Tensor]) -> Tensor:
-        self.unpacked += 1
-        return packed[1].to(packed[0])
-
-    def __call__(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-
-
 def whole_numbers() -> tuple[nn.Sequential, Tensor]:
     """A model whose sums are exact in any order, and whose activations bfloat16 cannot hold."""
     module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -517,30 +384,11 @@ def test_the_hooks_of_these_tests_do_lose_something() -> None:
 
 
 @checkpoints
-def test_gradients_under_hooks_for_forward_and_backward_are_those_of_the_plain_module(
-    checkpoint: str,
-) -> None:
-    module, x = whole_numbers()
-    hooks = Hooks()
-    plain = gradients(module, x, hooks, hooks)
-    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
-        assert same(gradients(pipe, x, hooks, hooks), plain)
-
-
-@checkpoints
 def test_hooks_for_the_backward_alone_change_nothing(checkpoint: str) -> None:
     module, x = whole_numbers()
     plain = gradients(module, x, contextlib.nullcontext)
     with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
         assert same(gradients(pipe, x, contextlib.nullcontext, Hooks()), plain)
-
-
-@checkpoints
-def test_gradients_under_save_on_cpu_are_those_of_the_plain_module(checkpoint: str) -> None:
-    module, x = whole_numbers()
-    plain = gradients(module, x, torch.autograd.graph.save_on_cpu)
-    with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:
-        assert same(gradients(pipe, x, torch.autograd.graph.save_on_cpu), plain)
 
 
 def test_F_leaves_no_hooks_on_its_worker() -> None:

@@ -1,0 +1,135 @@
+"""What the caller has put on is put on in each task: of a call and of a step alike.
+
+That nothing of it is left behind is in ``tests/workers/test_context.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert import is_recomputing
+from tests.contexts import ROWS, Block, Hooks, Row
+from tests.contract.ways import (
+    CALL,
+    Way,
+    batch,
+    each_way,
+    grads_of,
+    linear,
+    mean,
+    piped,
+    same,
+    seven_layers,
+    take_step,
+    ways,
+)
+from tests.layers import Apply
+
+rows = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)
+"""But those without a graph, which a step is refused in."""
+
+
+class _Notes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Callable[[str], None]) -> Tensor:
+        ctx.note = note
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.note("B")
+        return grad, None
+
+
+def notes_of(way: Way, block: Block, look: Callable[[], Any]) -> dict[str, set[Any]]:
+    """What ``look`` finds in each phase inside of ``block``, which is around the forward."""
+    found: dict[str, set[Any]] = {}
+
+    def note(phase: str) -> None:
+        found.setdefault(phase, set()).add(look())
+
+    def layer(x: Tensor) -> Tensor:
+        note("R" if is_recomputing() else "F")
+        y: Tensor = _Notes.apply(x, note)  # type: ignore[no-untyped-call]
+        return y
+
+    def loss(y: Tensor, target: Any) -> Any:
+        note("loss")
+        return y.square().mean()
+
+    module, x = nn.Sequential(linear(3, 3), Apply(layer), linear(3, 3), Apply(layer)), batch(4)
+    with piped(module, [2, 2], way, chunks=2) as pipe:
+        if way.schedule == CALL:
+            with block():
+                computed = loss(pipe(x), None)
+            computed.backward()
+        else:
+            with block():
+                pipe.forward_backward(x, loss_fn=loss, schedule=way.schedule)
+    assert ("R" in found) == (way.checkpoint != "never")
+    return found
+
+
+@pytest.mark.pairwise
+@each_way
+@rows
+def test_tasks_and_the_loss_see_what_the_caller_has_put_on(way: Way, row: Row) -> None:
+    if row.name == "deterministic" and way.schedule == CALL:
+        pytest.skip("the process has it, so a recomputation outside of the block does without")
+    found = notes_of(way, row.block, row.see)
+    assert [found.get(phase, {row.inside}) for phase in ("F", "R", "loss")] == [{row.inside}] * 3
+
+
+@pytest.mark.pairwise
+@ways
+@rows
+def test_a_function_in_the_backward_of_a_step_sees_what_torch_shows_it(way: Way, row: Row) -> None:
+    """Casts of the forward are cast back by the graph, and torch hides function modes."""
+    shown = ("dispatch modes", "context variables", "deterministic")
+    plain = row.see()
+    found = notes_of(way, row.block, row.see)
+    assert found["B"] == {row.inside if row.name in shown else plain}
+
+
+@contextlib.contextmanager
+def two_threads() -> Iterator[None]:
+    torch.set_num_threads(2)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+@ways
+def test_the_number_of_intra_op_threads_is_shared_out_in_all_tasks(way: Way) -> None:
+    found = notes_of(way, two_threads, torch.get_num_threads)
+    assert [found[phase] for phase in ("F", "B", "loss")] == [{1}] * 3
+
+
+@each_way
+@pytest.mark.parametrize("hooks", [Hooks(), torch.autograd.graph.save_on_cpu], ids=["lossy", "cpu"])
+def test_gradients_under_saved_tensor_hooks_are_those_of_the_plain_module(
+    way: Way, hooks: Block
+) -> None:
+    module, x = seven_layers(), batch(7)
+    plain = copy.deepcopy(module)
+    with hooks():
+        mean(plain(x), None).backward()
+    with piped(module, [3, 4], way) as pipe, hooks():
+        take_step(pipe, way, x)
+    same(grads_of(module), grads_of(plain))
+
+
+@each_way
+def test_all_that_saved_tensor_hooks_have_packed_they_unpack(way: Way) -> None:
+    hooks = Hooks()
+    with piped(seven_layers(), [3, 4], way) as pipe, hooks():
+        take_step(pipe, way, batch(7))
+    assert hooks.unpacked == hooks.packed > 0

@@ -1,0 +1,30 @@
+"""Seeing that a failure was noted, which no layer can see by itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pipert.stage.outcome import Outcome
+
+__all__ = ["Failures"]
+
+TIMEOUT = 20.0  # s
+
+
+class Failures:
+    """Counts the failures that runs have taken note of."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._noted = threading.Semaphore(0)
+        fail = Outcome.fail
+
+        def fail_and_count(outcome: Outcome, position: int, error: BaseException) -> None:
+            fail(outcome, position, error)
+            self._noted.release()
+
+        monkeypatch.setattr(Outcome, "fail", fail_and_count)
+
+    def wait(self) -> None:
+        assert self._noted.acquire(timeout=TIMEOUT), "nothing failed"
