@@ -226,6 +226,13 @@ def test_a_layout_that_cannot_be_split_is_refused_by_name(layout: str) -> None:
     assert scatter((rows(4),), {"a": Replicate(tensor)}, 2)[1].kwargs["a"] is tensor
 
 
+def test_nested_outputs_are_not_joined() -> None:
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(ValueError, match=r"output\['y'\] is a nested tensor.*padded rows"):
+        gather([{"y": nested}, {"y": nested}], [2, 2])
+    assert gather([nested], [2]) is nested
+
+
 # Packed sequences, which are named tuples.
 
 

@@ -48,6 +48,11 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
     if len(column) == 1 and not isinstance(first, Tensor):
         return first
     if all(isinstance(leaf, Tensor) for leaf in column):
+        if len(column) > 1 and any(leaf.is_nested for leaf in column):
+            raise ValueError(
+                f"{_path(outputs[0], k)} is a nested tensor, which pipert cannot join; let the last"
+                " layer return its padded rows, or use one chunk"
+            )
         if sizes and len(column) > 1 and all(leaf.dim() > 0 for leaf in column):
             _require_rows(column, outputs, k, sizes)
         kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}

@@ -24,7 +24,7 @@ from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
 from pipert.layers.generators import DRAWING
-from pipert.layers.place import Place
+from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
@@ -214,16 +214,13 @@ class Layers:
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.
         action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
-        layers = [
-            f"layer {name!r} ({type(layer).__qualname__})"
-            for name, layer in self._partition._modules.items()
-        ]
+        layers = [describe_layer(*item) for item in self._partition._modules.items()]
         if done == len(layers):
             return self._place.describe(action)
         note = f"{self._place.describe(action, f', {layers[done]}')}, input {describe(value)}"
-        if value is not None or not (done or self._place.j):
+        before = layers[done - 1] if done else self._place.before
+        if value is not None or not before:
             return note
-        before = layers[done - 1] if done else f"the last layer of partition {self._place.j - 1}"
         return f"{note}, because {before} returned None; does it lack a return?"
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from pipert.errors import add_note
 from pipert.schedules.action import Action
@@ -20,6 +21,8 @@ class Place(NamedTuple):
     n: int
     m: int
     device: torch.device
+    before: str = ""
+    """The layer that its input comes from, as errors call it; empty for the caller."""
 
     def number(self, i: int) -> int:
         """Number micro-batch ``i`` here, unlike any other in the run, for its random numbers."""
@@ -52,3 +55,14 @@ class Place(NamedTuple):
 
     def __str__(self) -> str:
         return f"partition {self.j} on {self.device}"
+
+
+def last_layer(partition: nn.Sequential) -> str:
+    """What errors call the last layer of a partition."""
+    name, layer = next(reversed(partition._modules.items()))
+    return describe_layer(name, layer)
+
+
+def describe_layer(name: str, layer: nn.Module | None) -> str:
+    """What errors call a layer."""
+    return f"layer {name!r} ({type(layer).__qualname__})"

@@ -16,7 +16,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.buffers import kept_counters
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
-from pipert.layers.place import Place
+from pipert.layers.place import Place, last_layer
 from pipert.layers.tied import Weights, borrowed, hooked
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS
@@ -49,7 +49,8 @@ def assemble(
     """
     n = len(model.partitions)
     weights = _borrowed(run, model, step)
-    places = [Place(j, n, run.plan.m, run.devices[j]) for j in range(n)]
+    before = ["", *map(last_layer, model.partitions)]
+    places = [Place(j, n, run.plan.m, run.devices[j], before[j]) for j in range(n)]
     end = to_caller(run.outputs) if step is None else NOWHERE
     there = [from_caller(inputs), *(_between(run, receiver) for receiver in places[1:]), end]
     back = [NOWHERE] * (n + 1)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
+from pipert.skip import pop, skippable, stash
 from tests.contract.ways import (
     Way,
     assert_equal,
@@ -147,8 +148,6 @@ def test_a_change_behind_a_copy_is_refused(kind: str, guard: Any) -> None:
 
 @each_way
 def test_a_skip_may_be_one_tensor_twice(way: Way) -> None:
-    from pipert.skip import pop, skippable, stash
-
     @skippable(stash=["pair"])
     class Stash(nn.Module):
         def forward(self, x: Tensor) -> Any:

@@ -192,9 +192,9 @@ def test_a_note_names_the_layer_before_that_returned_none() -> None:
     )
 
 
-def test_a_note_names_the_partition_before_that_returned_none() -> None:
+def test_a_note_names_the_layer_of_the_partition_before_that_returned_none() -> None:
     model = nn.Sequential(nn.Identity(), Apply(lambda x: None), Apply(fail))
-    assert "because the last layer of partition 0 returned None" in note_of(model, torch.ones(4, 3))
+    assert "because layer '1' (Apply) returned None" in note_of(model, torch.ones(4, 3))
 
 
 def test_none_from_the_caller_is_nobodys_fault() -> None:
