@@ -254,6 +254,7 @@ def train_scaled(module: nn.Module, poisoned: int, step: Any) -> list[float]:
 
 @pytest.mark.pairwise
 @ways
+@pytest.mark.filterwarnings("ignore:the loss is .* for micro-batch:RuntimeWarning")
 @pytest.mark.parametrize("poisoned", [-1, 0, 2])
 def test_a_grad_scaler_scales_skips_and_grows_as_without_a_pipe(poisoned: int, way: Way) -> None:
     module, plain = perceptron(), perceptron()
