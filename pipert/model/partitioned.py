@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device
+from pipert.autograd.order import leave_turns
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.buffers import KEEPING
 from pipert.layers.generators import DRAWING
@@ -148,6 +149,7 @@ class Partitioned(nn.Module):
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         self._chunks = check_chunks(chunks)
+        leave_turns(self._chunks)  # to what the caller does before the first call
 
     @property
     def checkpoint(self) -> str:

@@ -46,7 +46,7 @@ def leaf() -> Tensor:
 
 
 def fork(ys: tuple[Tensor, ...], token: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
-    token, *rest = order.fork(token, *ys)
+    token, *rest = order.fork(None, token, *ys)
     assert token is not None
     return tuple(rest), token
 
