@@ -107,7 +107,7 @@ class NestedCheckpointError(PipertError):
 
 class TransformError(PipertError):
     """A pipe was called inside a ``torch.func`` transform, forward-mode differentiation, or code
-    that torch.compile compiles.
+    that torch.compile, torch.export, torch.jit or torch.fx makes a graph of.
 
     These apply only to the thread that began them, not to the workers. Use
     ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.

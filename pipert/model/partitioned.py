@@ -7,7 +7,7 @@ with the module that it was made of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from pipert._typing import Device
 from pipert.autograd.order import leave_turns
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.buffers import KEEPING
+from pipert.layers.compiling import not_traced
 from pipert.layers.generators import DRAWING
 from pipert.model.devices import (
     assign_workers,
@@ -214,6 +215,10 @@ class Partitioned(nn.Module):
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks for what to compile."""
+        raise not_traced("torch.jit.script")
 
     def extra_repr(self) -> str:
         return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
