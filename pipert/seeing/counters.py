@@ -71,6 +71,8 @@ class Counters:
             yield told
         finally:
             seconds = perf_counter() - started
+            if told.recorder is not None and told.outcome != "succeeded":
+                told.recorder.fail()
             with _counting.current:
                 self.live.discard(told)
                 if told.outcome in self.ended:

@@ -63,6 +63,7 @@ class Recording:
         self.origin = Origin(devices)
         self.spans: list[Span] = []
         self.steps: set[int] = set()  # the runs whose backward is done by the workers
+        self.failed: set[int] = set()  # runs that did not succeed
         self.is_open = True
 
     def events(self) -> list[Event]:
@@ -110,6 +111,11 @@ class Recorder:
     def knows(self, device: torch.device) -> bool:
         """Whether stamps of ``device`` can be dated."""
         return all(recording.origin.knows(device) for recording in self._recordings)
+
+    def fail(self) -> None:
+        """The run has failed, or was cancelled."""
+        for recording in self._recordings:
+            recording.failed.add(self.run)
 
     def begin(
         self, kind: str, i: int, j: int, device: torch.device,

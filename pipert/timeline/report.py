@@ -89,9 +89,10 @@ def make_report(
     layers: Sequence[Sequence[float]] | None,
     chunks: int | None,
     steps: frozenset[int],
+    failed: frozenset[int],
 ) -> Report:
     """See :meth:`Timeline.report`."""
-    sizes, broken = _calls(events, len(devices), steps)
+    sizes, broken = _calls(events, len(devices), steps, failed)
     events = [event for event in events if event.run in sizes]
     if not events:
         raise ValueError(
@@ -131,12 +132,12 @@ def make_report(
 
 
 def _calls(
-    events: Sequence[Event], n: int, steps: frozenset[int]
+    events: Sequence[Event], n: int, steps: frozenset[int], failed: frozenset[int]
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the micro-batches of each complete call, and the incomplete calls.
 
-    A complete call has all its forward tasks; a complete step also their backwards, down to the
-    first partition.
+    A complete call has not failed and has all its forward tasks; a complete step also their
+    backwards, as far down as there is something to differentiate.
     """
     forward: dict[int, set[tuple[int, int]]] = {}
     for event in events:
@@ -147,7 +148,8 @@ def _calls(
     whole = {
         run: m
         for run, m in sizes.items()
-        if len(forward[run]) == m * n
+        if run not in failed
+        and len(forward[run]) == m * n
         and (run not in steps or all((run, i) in back for i in range(m)))
     }
     return whole, {event.run for event in events} - set(whole)

@@ -97,6 +97,11 @@ class Timeline:
         return self._steps
 
     @property
+    def failed(self) -> frozenset[int]:
+        """The calls that failed or were cancelled, if known: the report leaves them out."""
+        return frozenset()
+
+    @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
         """The median seconds of each partition's layers in a forward task, if known."""
         return self._layers
@@ -111,7 +116,7 @@ class Timeline:
         """
         return make_report(
             self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
-            self._chunks, self.steps,
+            self._chunks, self.steps, self.failed,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -168,6 +173,10 @@ class LiveTimeline(Timeline):
     @property
     def steps(self) -> frozenset[int]:
         return frozenset(self._recording.steps)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        return frozenset(self._recording.failed)
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
