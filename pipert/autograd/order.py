@@ -98,6 +98,14 @@ def enter(xs: Tensors) -> Tensors:
     return entered
 
 
+class _Count(torch.autograd.Function):
+    """Makes a node, under whatever mode the caller is in; no operation of torch does."""
+
+    @staticmethod
+    def forward(ctx: Any) -> None:
+        pass
+
+
 class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *xs: Tensor) -> Tensor:
@@ -116,7 +124,7 @@ that was not joined before goes in; ``None`` for none. The turn is the number of
 join = applied(_Join)
 """``xs = join(token, *xs)``: tie ``token`` into ``xs``, differentiable all."""
 
-_apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
+_apply_enter, _apply_anchor, _apply_count = applied(_Enter), applied(_Anchor), applied(_Count)
 
 
 def leave_turns(m: int) -> None:
@@ -124,9 +132,8 @@ def leave_turns(m: int) -> None:
 
     Those of a worker do anyway: it has made a node at least for each micro-batch before.
     """
-    with torch.enable_grad():
-        while node_count() < m:
-            ENTRANCE.view_as(ENTRANCE)
+    for _ in range(node_count(), m):
+        _apply_count()
 
 
 def edge_of(x: Tensor) -> GradientEdge:
