@@ -70,7 +70,7 @@ def _with(of: object, name: str, value: object) -> Iterator[None]:
         setattr(of, name, before)
 
 
-def _no_fork(token: None, *ys: Tensor) -> tuple[Tensor | None, ...]:
+def _no_fork(turn: int | None, token: None, *ys: Tensor) -> tuple[Tensor | None, ...]:
     return None, *ys
 
 

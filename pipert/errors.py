@@ -107,7 +107,8 @@ class NestedCheckpointError(PipertError):
 
 
 class TransformError(PipertError):
-    """A ``torch.func`` transform, forward-mode differentiation or compiled code called a pipe.
+    """A ``torch.func`` transform, forward-mode differentiation, or code that torch.compile,
+    torch.export, torch.jit or torch.fx makes a graph of, called a pipe.
 
     These apply only to the thread that began them, not to the workers. Use
     ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.

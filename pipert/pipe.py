@@ -23,7 +23,7 @@ from pipert.layers.compiling import refuse_compilation
 from pipert.model.partitioned import Partitioned
 from pipert.model.settings import check_timeout, recomputed, refuse_keywords_of
 from pipert.model.split import require_balance
-from pipert.schedules.plan import BOUNDED, Schedule, plan
+from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan
 from pipert.seeing.observers import Observer
 from pipert.stage.loss import LossFunction, scale_of, split_step
 from pipert.stage.step import Step
@@ -278,7 +278,7 @@ class Pipe(Partitioned):
             scale_of(loss_scale, self._devices[-1:]),
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
-        chosen = self._checkpoint or ("never" if schedule in BOUNDED else "except_last")
+        chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
         checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(loss, return_outputs)

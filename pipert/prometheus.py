@@ -65,12 +65,18 @@ class PipeMetrics(Collector):
         buckets: upper bounds of the histograms, in seconds.
 
     Raises:
-        ValueError: the registry already has metrics of these names.
+        TypeError: ``registry`` is none.
+        ValueError: it already has metrics of these names.
     """
 
     def __init__(
         self, registry: CollectorRegistry = REGISTRY, buckets: Sequence[float] = _BUCKETS
     ) -> None:
+        if not hasattr(registry, "register"):
+            raise TypeError(
+                f"registry must be a CollectorRegistry, got a {type(registry).__name__}; for a "
+                "pipe make metrics once, metrics = PipeMetrics(), and metrics.add(pipe, name)"
+            )
         self._buckets = tuple(buckets)
         self._lock = threading.Lock()
         self._pipes: dict[str, tuple[weakref.ref[Pipe], _Durations]] = {}

@@ -1,4 +1,4 @@
-"""``python -m pipert trace script.py ...``: records the pipes of an unmodified script.
+"""``python -m pipert trace script.py ...``, or ``-m module ...``: records an unmodified script.
 
 Its pipes are recorded from outside, and the report is printed when the script ends.
 """
@@ -10,10 +10,12 @@ import atexit
 import contextlib
 import importlib.util
 import os
+import runpy
 import sys
 import types
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipert.pipe import Pipe, when_made
 from pipert.seeing.observers import Observer, RunInfo
@@ -70,6 +72,9 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--plot", type=Path, help="a picture too: .png, .svg or .pdf")
     parser.add_argument("--skip", type=int, default=2, help="calls not to record, to warm up (2)")
     parser.add_argument("--calls", type=int, default=10, help="calls to record (10)")
+    parser.add_argument(
+        "-m", action="store_true", dest="is_module", help="SCRIPT is a module, as for python -m"
+    )
     parser.add_argument("script", help="a Python file; the rest are its arguments")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     parser.set_defaults(run=lambda arguments: _trace(arguments, parser))
@@ -77,7 +82,10 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse paths up front that could not be read now or written at the end."""
-    if not Path(arguments.script).is_file():
+    if arguments.is_module:
+        if not _is_module(arguments.script):
+            parser.error(f"there is no module {arguments.script}")
+    elif not Path(arguments.script).is_file():
         parser.error(f"there is no script {arguments.script}")
     if arguments.skip < 0 or arguments.calls < 1:
         parser.error("--skip must not be negative, and --calls must be positive")
@@ -89,6 +97,13 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
             parser.error(f"--plot must end with .png, .svg or .pdf, not {arguments.plot.name}")
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("--plot needs matplotlib: pip install matplotlib")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ModuleNotFoundError, ValueError):  # of a package that is not there; a wrong name
+        return False
 
 
 def _numbered(path: Path, number: int) -> Path:
@@ -135,10 +150,14 @@ def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     # After the threads that the script leaves behind, and without affecting how it ends.
     atexit.register(finish)
     sys.argv = [arguments.script, *arguments.arguments]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module  # where pickle and later processes look
+    if arguments.is_module:  # sys.path begins with the working directory, as it does there
+        run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
+        run_as_main(arguments.script)
+        return 0
     script = Path(arguments.script).absolute()
     sys.path[0] = str(script.parent)
-    module = types.ModuleType("__main__")
     module.__file__ = str(script)
-    sys.modules["__main__"] = module  # where pickle and later processes look
     exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
     return 0

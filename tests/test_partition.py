@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,21 @@ def test_layer_named_like_an_attribute_of_sequential_keeps_its_name() -> None:
     module._modules["train"] = nn.ReLU()
     (partition,) = split_to(module, [1], [CPU])
     assert list(partition._modules) == ["train"]
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        nn.Module.register_forward_hook, nn.Module.register_forward_pre_hook,
+        nn.Module.register_full_backward_hook, nn.Module.register_full_backward_pre_hook,
+        nn.Module.register_backward_hook,
+    ],
+)  # fmt: skip
+def test_a_hook_of_a_partition_is_refused_and_one_of_a_layer_is_not(register: Any) -> None:
+    first, _ = split(layers(), [1, 3])
+    getattr(first[0], register.__name__)(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"never be called.* pipe\.partitions\[j\]\[0\]"):
+        getattr(first, register.__name__)(lambda *_: None)
 
 
 def test_layer_that_occurs_twice_is_in_both_partitions() -> None:

@@ -350,6 +350,11 @@ def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
                 assert values == sorted(values), f"{key} has fallen"
 
 
+def test_a_pipe_in_place_of_a_registry_is_refused_with_what_to_write() -> None:
+    with two() as pipe, pytest.raises(TypeError, match=r"got a Pipe; .*metrics.add\(pipe, name"):
+        PipeMetrics(pipe)  # type: ignore[arg-type]
+
+
 # The package
 
 

@@ -45,17 +45,15 @@ node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
 def begin_numbers(after: int) -> int:
     """Let the current thread count nodes from ``after`` on; return what the next one gets.
 
-    A thread that is far behind stays there: it would take long, and nodes of another thread that
-    have such numbers are from long ago.
+    A thread that is far behind comes nearer with each call, and does not get there at once.
     """
-    behind = after - node_count()
-    if 0 < behind <= _FAR:
-        for _ in range(behind):
-            _Node()
+    most = _SLOW if torch.is_anomaly_enabled() else _FAST
+    for _ in range(min(after - node_count(), most)):
+        _Node()
     return node_count()
 
 
-_FAR = 1_000_000  # nodes, which take 0.1 s
+_FAST, _SLOW = 1_000_000, 1_000  # nodes, which take 0.1 s; each has a stack in anomaly detection
 _Node: Callable[[], object] = torch._C._functions.UndefinedGrad
 
 

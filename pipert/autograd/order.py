@@ -4,7 +4,7 @@ The micro-batches of one partition share no tensor, so autograd may run their ba
 order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of ``F[i,j]``, and
 ``Join`` ties it into the values of ``F[i+1,j]``::
 
-    token, y = fork(None, y)    # at the end of F[i,j]
+    token, y = fork(i, None, y)    # at the end of F[i,j]
     (x,) = join(token, x)       # at the start of F[i+1,j]
 
 In the backward, ``Join'`` is the end of ``B[i+1,j]``, and ``Fork'``, the start of ``B[i,j]``,
@@ -17,6 +17,14 @@ the previous token itself. ``Fork'`` of ``i+1`` then releases ``Fork'`` of ``i``
 is over, but the engine still runs ``B[i+1,j]`` first: among ready nodes it picks the one created
 last, and the same thread created the nodes of ``F[i+1,j]`` after the fork of ``i``
 (``test_backward_runs_in_reverse_order_without_differentiable_input``).
+
+What the backward adds up, such as the gradient of a weight that several partitions use, it adds in
+the order in which nodes run. Of those that are ready it runs the one with the highest number, and
+each thread counts its nodes up for itself: the order of two workers' nodes would depend on all that
+they have ever done. Where one thread goes backward through all partitions, a task therefore takes
+its *turn* at its fork, whose number is that of the micro-batch, and lower than those of all nodes
+beside it. So what has begun ends before the next task begins, and what the caller has done with the
+outputs comes before the first; of two tasks that could begin, that of the later micro-batch does.
 
 Outputs are detached tensors rather than the inputs themselves: torch forbids in-place operations
 on those, and the next layer may work in place.
@@ -40,13 +48,17 @@ _EMPTY = torch.empty(0, device="cpu")
 
 class _Fork(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor | None, *ys: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, turn: int | None, token: Tensor | None, *ys: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
+        if turn is not None:
+            ctx._set_sequence_nr(turn)
         return (_EMPTY.detach(), *map(Tensor.detach, ys))
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *grads)
+        return (None, None, *grads)
 
 
 class _Join(torch.autograd.Function):
@@ -96,8 +108,9 @@ class _Anchor(torch.autograd.Function):
 
 
 fork = applied(_Fork)
-"""``token, *ys = fork(token, *ys)``: take a token out of ``ys``, differentiable all. A token that
-was not joined before goes in; ``None`` for none."""
+"""``token, *ys = fork(turn, token, *ys)``: take a token out of ``ys``, differentiable all. A token
+that was not joined before goes in; ``None`` for none. The turn is the number of the micro-batch, or
+``None``."""
 
 join = applied(_Join)
 """``xs = join(token, *xs)``: tie ``token`` into ``xs``, differentiable all."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
+from pipert.autograd.leaves import begin_numbers
 from pipert.autograd.streams import CopyStreams, devices_with_own_streams
 from pipert.batch.tensors import differentiable
 from pipert.engine.clock import Posting
@@ -90,6 +91,7 @@ class Runtime:
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
         """
+        begin_numbers(len(inputs))  # so what the caller does with the outputs comes before turns
         plan = plan_call(len(inputs), len(self._partitions), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as told:

@@ -141,18 +141,27 @@ class Waiting:
     def _call_off(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> None:
-        """R2 for an interrupted caller: the layers that are executing cannot be interrupted."""
-        interrupts = 0
+        """R2 for an interrupted caller: the layers that are executing cannot be interrupted.
+
+        They are waited for, until the time limit or the third interrupt.
+        """
+        interrupts, began = 0, monotonic()
         while True:
             try:
                 run.outcome.cancel()
                 if interrupts == 1:  # once: it may be the log's own handler that raises
-                    _log.warning("interrupted again; waiting for the layers that are executing")
+                    _log.warning(
+                        "interrupted again; waiting for the layers that are executing, until you "
+                        "interrupt a third time"
+                    )
                 # Again, since nobody knows how far the interrupted call came. It posts once.
                 self._pool.put(self._clock, posting)
-                if not self._wait(run, posting, threads, timeout):
+                if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):
+                    is_known = run.outcome in self._given_up
                     self._give_up(run, posting)
-                    _log.warning("an interrupted call leaves a layer behind that does not return")
+                    if not is_known:  # once, as above
+                        what = "layers of an interrupted call had not returned"
+                        _log.warning("%s", self.timed_out(what, monotonic() - began))
                 return
             except BaseException:  # noqa: B036  the first interrupt is being raised
                 interrupts += 1

@@ -9,8 +9,8 @@ threads get there at the same moment. The rules:
 3. pipert leaves the default generators alone during a compilation. dynamo saves their states before
    it compiles and restores them afterwards, even if others drew meanwhile. So pipert holds dynamo's
    lock, before its own, while it draws a run's seed or lends a default generator.
-4. A pipe is not compiled. Its layers run on threads that torch.compile does not see, so it
-   would compile only pipert itself.
+4. A pipe is not compiled, and neither exported, traced nor scripted. Its layers run on threads that
+   others do not see, so they would get pipert itself.
 
 Importing dynamo takes seconds, so this file does not: dynamo is loaded once something has compiled.
 """
@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.fx import _symbolic_trace as symbolic_trace
 
 from pipert.errors import TransformError
 
@@ -69,11 +70,17 @@ class CompileLock:
 
 
 def refuse_compilation() -> None:
-    """Refuse a call that torch.compile is tracing, or a thread that it watches.
+    """Refuse a call that is traced, or is on a thread that torch.compile watches.
 
     Raises:
-        TransformError: it does.
+        TransformError: it is.
     """
+    if torch.compiler.is_exporting():
+        raise not_traced("torch.export")
+    if _is_traced_by_jit():
+        raise not_traced("torch.jit.trace")
+    if symbolic_trace._is_fx_tracing_flag and _proxy_mode(_PROXY) is None:  # not make_fx
+        raise not_traced("torch.fx.symbolic_trace")
     if torch.compiler.is_dynamo_compiling() or callable(_watcher()):
         raise TransformError(
             "a pipe was called inside of torch.compile, which does not see the threads of the pipe "
@@ -83,4 +90,15 @@ def refuse_compilation() -> None:
         )
 
 
+def not_traced(by: str) -> TransformError:
+    """The error for a pipe that something else was to make a graph of."""
+    return TransformError(
+        f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain module, or "
+        "nn.Sequential(*pipe), after moving them to one device if there are several"
+    )
+
+
+_is_traced_by_jit = torch._C._is_tracing
+_proxy_mode: Any = torch._C._get_dispatch_mode
+_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
 _watcher = torch._C._dynamo.eval_frame.get_eval_frame_callback

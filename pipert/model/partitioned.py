@@ -7,14 +7,16 @@ with the module that it was made of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, overload
+from typing import Any, NoReturn, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from pipert._typing import Device
+from pipert.autograd.leaves import begin_numbers
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.buffers import KEEPING
+from pipert.layers.compiling import not_traced
 from pipert.layers.generators import DRAWING
 from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.devices import (
@@ -150,6 +152,7 @@ class Partitioned(nn.Module):
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         self._chunks = check_chunks(chunks)
+        begin_numbers(self._chunks)  # what the caller does before the first call comes before turns
 
     @property
     def checkpoint(self) -> str:
@@ -214,6 +217,10 @@ class Partitioned(nn.Module):
                 )
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks for what to compile."""
+        raise not_traced("torch.jit.script")
 
     def extra_repr(self) -> str:
         return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"

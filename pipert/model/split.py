@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from pipert.layers.tied import Weights, borrowed, check_borrowers
+from pipert.model.partition import Partition
 
 __all__: list[str] = []
 
@@ -87,14 +88,19 @@ def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential,
     partitions = []
     start = 0
     for count in balance:
-        partitions.append(sequential(dict(named[start : start + count]), module.training))
+        partition = sequential(dict(named[start : start + count]), module.training, Partition)
+        partitions.append(partition)
         start += count
     return tuple(partitions)
 
 
-def sequential(layers: Mapping[str, nn.Module | None], training: bool = True) -> nn.Sequential:
-    """Makes an ``nn.Sequential`` of these layers under these names."""
-    module = nn.Sequential()
+def sequential(
+    layers: Mapping[str, nn.Module | None],
+    training: bool = True,
+    kind: type[nn.Sequential] = nn.Sequential,
+) -> nn.Sequential:
+    """Makes a ``kind`` of these layers under these names."""
+    module = kind()
     # add_module refuses names that are attributes, such as a layer called 'train'.
     module._modules.update(layers)  # type: ignore[arg-type]
     module.training = training

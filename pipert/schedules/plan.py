@@ -21,10 +21,11 @@ w=1           F[0,1]  B[0,1]  F[1,1]  B[1,1]  F[2,1]  B[2,1]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
+from typing import Any
 
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, RULES, Action, Size
 from pipert.schedules.clock_cycle import clock_cycle, gpipe
@@ -43,8 +44,10 @@ NAMED: dict[str, Schedule] = {
     "eager-1f1b": eager_one_f_one_b,
     "interleaved": interleaved,
 }
-BOUNDED = ("1f1b", "eager-1f1b", "interleaved")
+BOUNDED = (one_f_one_b, eager_one_f_one_b, interleaved)
 """Those that keep a number of micro-batches which does not grow with ``m``."""
+
+Made = tuple[tuple[Action, ...], ...]
 
 CALL = (FORWARD,)
 STEP = (FORWARD, RECOMPUTE, BACKWARD)
@@ -169,7 +172,8 @@ def plan(
     Args:
         schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, or a function from
             ``m``, ``n`` and the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and
-            ``B`` of each micro-batch and partition. It must be pure: its result is kept.
+            ``B`` of each micro-batch and partition. It is called for each plan; ticks that were
+            planned before are not checked again. Names may be in any case.
         m: the number of micro-batches.
         n: the number of partitions.
         placement: the worker of each partition; default one for each.
@@ -180,24 +184,67 @@ def plan(
         ValueError: there is no schedule of that name, or it breaks a rule.
         TypeError: ``schedule`` is neither a name nor a function, or its result is not ticks.
     """
-    if isinstance(schedule, str) and schedule not in NAMED:
+    maker = maker_of(schedule)
+    placement = tuple(range(n) if placement is None else placement)
+    if maker in NAMED.values():
+        return _named(maker, m, n, placement, recomputed, STEP)
+    return _plan(_made(maker, m, n, placement), m, n, placement, recomputed, STEP)
+
+
+def maker_of(schedule: str | Schedule) -> Schedule:
+    """Return the function that makes a schedule, which may be given by its name."""
+    if isinstance(schedule, str):
+        if schedule.lower() in NAMED:
+            return NAMED[schedule.lower()]
         raise ValueError(
             f"schedule must be one of {list(NAMED)}, or a function that makes one, got "
             f"{schedule!r}"
         )
-    maker = NAMED[schedule] if isinstance(schedule, str) else schedule
-    if not callable(maker) or not isinstance(maker, Hashable):
+    if not callable(schedule):
         raise TypeError(f"schedule must be a name or a function that makes one, got {schedule!r}")
-    return _plan(maker, m, n, tuple(range(n) if placement is None else placement), recomputed, STEP)
+    return schedule
 
 
 def plan_call(m: int, n: int, placement: Sequence[int], recomputed: int = 0) -> Plan:
     """Plan a call: the clock-cycle, whose backward is left to autograd."""
-    return _plan(clock_cycle, m, n, tuple(placement), recomputed, CALL)
+    return _named(clock_cycle, m, n, tuple(placement), recomputed, CALL)
+
+
+def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
+    """The ticks that a function makes. What it raises itself is raised as it is."""
+    _check_size(m, n)
+    made = maker(m, n, placement)
+    return tuple([tuple(map(_action, _listed(tick))) for tick in _listed(made)])
+
+
+def _listed(made: Any) -> list[Any]:
+    if not isinstance(made, Iterable):
+        raise TypeError(f"{_RETURNS}, got {made!r}")
+    return list(made)
+
+
+def _action(made: Any) -> Action:
+    try:
+        action = Action(*made)
+        hash(action)
+    except TypeError as error:
+        raise TypeError(f"{_RETURNS}, got {made!r}") from error
+    return action
+
+
+_RETURNS = "a function that makes a schedule returns ticks, each a list of Action(kind, i, j)"
+
+
+def _check_size(m: int, n: int, recomputed: int = 0) -> None:
+    if m < 1 or n < 1 or not 0 <= recomputed <= m:
+        raise ValueError(
+            "m and n must be positive and recomputed at most m, got "
+            f"m={m}, n={n} and recomputed={recomputed}"
+        )
 
 
 @lru_cache(maxsize=64)
-def _plan(
+def _named(
     maker: Schedule,
     m: int,
     n: int,
@@ -205,17 +252,20 @@ def _plan(
     recomputed: int,
     kinds: tuple[str, ...],
 ) -> Plan:
-    if m < 1 or n < 1 or not 0 <= recomputed <= m:
-        raise ValueError(
-            "m and n must be positive and recomputed at most m, got "
-            f"m={m}, n={n} and recomputed={recomputed}"
-        )
-    try:
-        ticks = tuple([tuple([Action(*a) for a in tick]) for tick in maker(m, n, placement)])
-    except TypeError as error:
-        raise TypeError(
-            "a function that makes a schedule returns ticks, each a list of Action(kind, i, j)"
-        ) from error
+    """The plan of a schedule of ours. Others' functions are in no cache, as they hold anything."""
+    return _plan(_made(maker, m, n, placement), m, n, placement, recomputed, kinds)
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    ticks: Made,
+    m: int,
+    n: int,
+    placement: tuple[int, ...],
+    recomputed: int,
+    kinds: tuple[str, ...],
+) -> Plan:
+    _check_size(m, n, recomputed)
     if RECOMPUTE not in kinds:
         return Plan(m, n, placement, recomputed, ticks, kinds)
     whole = Plan(m, n, placement, m, ticks, kinds)  # checked before anything is left out of it
@@ -224,5 +274,5 @@ def _plan(
     kept = [a for a in whole.order if a.kind != RECOMPUTE or a.i < recomputed]
     workers = sorted(set(placement))
     orders = [[a for a in kept if placement[a.j] == worker] for worker in workers]
-    ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, Size(m, n, recomputed))])
-    return Plan(m, n, placement, recomputed, ticks, kinds)
+    fewer = tuple([tuple(tick) for tick in lay_out(orders, workers, Size(m, n, recomputed))])
+    return Plan(m, n, placement, recomputed, fewer, kinds)

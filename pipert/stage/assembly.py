@@ -97,7 +97,11 @@ def _transport(run: Run, place: Place, step: Step | None) -> Transport:
 def _ends(run: Run, place: Place, copies: Copies, step: Step | None) -> InGraph | Cut:
     if step is None:
         grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
-        return InGraph(place.device, place.m - 1, grad, hooks, copies)
+        in_turn = len(set(run.devices)) == 1
+        # The last micro-batch goes back first. Beside it are the caller's nodes where it begins,
+        # and others of its own where no join is behind them.
+        forks_last = in_turn and (place.m == 1 or place.j == place.n - 1)
+        return InGraph(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
     return Cut(step, run, place, copies)
 
 

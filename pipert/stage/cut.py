@@ -180,8 +180,8 @@ class Cut:
         return [None if gradient is None else next(here) for gradient in gradients]
 
     def numbers(self) -> range:
-        """Of the nodes that were made here, none of which a caller's tensor has."""
-        return range(self._first or 0, node_count())
+        """Of nodes that were made here, as far as none that the caller has made may have them."""
+        return range(max(self._first or 0, self._callers), node_count())
 
     def let_others_copy(self, i: int) -> None:
         """Let others copy the gradients that are there now."""

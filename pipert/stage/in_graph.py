@@ -15,7 +15,8 @@
     send      y to stage j+1                     Copy'      dy arrives from stage j+1
 
 What does nothing is left out: on CPU there are no copies and waits, without grad no autograd pieces
-at all, and the first and last micro-batch have nothing to join and nobody to fork for.
+at all, and the first and last micro-batch have nothing to join and nobody to fork for. Where one
+thread goes backward, some of the last fork to wait for their turn.
 
 The skips that a partition pops from others are further values beside ``x`` all the way, copied from
 the device of the partition that stashed them; those that others pop are further values beside ``y``
@@ -48,12 +49,16 @@ class InGraph:
 
     _device: torch.device
     _last: int
-    """The micro-batch that nobody is forked for."""
+    """The micro-batch that no token is for."""
     _grad_enabled: bool
     """Whether there is a graph."""
     _hooks: Hooks
     """The caller's saved-tensor hooks."""
     _copies: Copies
+    _in_turn: bool
+    """Whether tasks go backward in turn: one thread does so through all partitions."""
+    _forks_last: bool
+    """Whether the last micro-batch is forked, too, to wait for its turn."""
     _token: Tensor | None = None
     _checkpoint: Checkpoint | None = None
     """Of the micro-batch that is at work."""
@@ -89,8 +94,8 @@ class InGraph:
             return y
         if checkpoint is not None:
             ys = recompute_before(ys, checkpoint)
-        if i != self._last or self._token is not None:
-            token, *ys = order.fork(self._token, *ys)
+        if i != self._last or self._token is not None or self._forks_last:
+            token, *ys = order.fork(i if self._in_turn else None, self._token, *ys)
             self._token = token if i != self._last else None
         return rebuild(ys)
 

@@ -4,11 +4,14 @@ A step is predicted from what its tasks take. Forward tasks are done in the cloc
 its input is there and its worker free. A backward goes the opposite way: each device does its part
 when it is free, or, on CPU, one thread of autograd does the parts of all partitions, one after the
 other. A step that goes forward and back at once takes as long as one that does so in turn, if
-partitions are alike. Copies are free. The loss, the optimizer and the data are not in it.
+partitions are alike. CPU workers do no more at a time than their cores can. Copies are free. The
+loss, the optimizer and the data are not in it.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -24,6 +27,13 @@ __all__ = ["Advice", "Costs"]
 _WORTH = 0.05  # smaller savings are within the noise of the measurements
 _MUCH_OUTSIDE = 0.3
 _SHORT = 300e-6  # s; such a task takes little longer than the overhead of running it
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +67,8 @@ class Advice:
     """One suggestion for a faster step."""
 
     kind: str
-    """``'balance'``, ``'chunks'``, ``'checkpoint'``, ``'short tasks'`` or ``'outside'``."""
+    """``'balance'``, ``'chunks'``, ``'checkpoint'``, ``'short tasks'``, ``'cores'`` or
+    ``'outside'``."""
     text: str
     gain: float = 0.0
     """The predicted saving as a share of a step, from 0 to 1; 0 if unknown."""
@@ -82,14 +93,25 @@ class Seen:
     """The share of time in which the pipe was not at work."""
     one_thread: bool
     """Whether one thread runs the backward of all partitions."""
+    cores: int
+    """How many this process may use."""
+
+    @property
+    def at_once(self) -> float:
+        """How many workers can compute at the same time, each on its share of threads."""
+        if any(device.type != "cpu" for device in self.devices):
+            return math.inf
+        return max(1.0, self.cores / max(1, torch.get_num_threads() // len(self.lanes)))
 
     def step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
         """Predicts the seconds from the first forward to the last backward task of a step."""
         m, costs = m or self.m, costs or self.costs
-        there = _last_end(m, [cost.forward for cost in costs], self.workers)
+        there = [cost.forward for cost in costs]
         back = [cost.recompute + cost.backward for cost in costs]
         workers = [0] * len(costs) if self.one_thread else self.workers
-        return there + _last_end(m, back[::-1], workers[::-1])
+        ends = _last_end(m, there, self.workers), _last_end(m, back[::-1], workers[::-1])
+        least = [m * sum(seconds) / self.at_once for seconds in (there, back)]
+        return sum(map(max, ends, least))
 
 
 def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float:
@@ -104,7 +126,7 @@ def advise(seen: Seen) -> tuple[Advice, ...]:
     if all(cost.forward > 0 for cost in seen.costs):  # each partition has run
         found += [*_balance(seen), *_checkpoint(seen)]
         short = list(_short_tasks(seen))
-        found += short or _chunks(seen)
+        found += [*(short or _chunks(seen)), *_cores(seen)]
     return tuple(sorted(found, key=lambda one: -one.gain))
 
 
@@ -174,6 +196,15 @@ def _short_tasks(seen: Seen) -> Iterator[Advice]:
             f"interpreter 50 to 200: {fewer} may be faster"
         )
         yield Advice("short tasks", text)
+
+
+def _cores(seen: Seen) -> Iterator[Advice]:
+    if len(seen.lanes) > seen.at_once:
+        text = (
+            f"{len(seen.lanes)} CPU workers share {seen.cores} core{'s' * (seen.cores != 1)}: as "
+            "many partitions as cores may be faster, or more cores"
+        )
+        yield Advice("cores", text)
 
 
 def _checkpoint(seen: Seen) -> Iterator[Advice]:

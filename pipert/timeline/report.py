@@ -10,14 +10,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median, median_low
+from textwrap import wrap
 
 import torch
 
 from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Costs, Seen, advise
+from pipert.timeline.advice import Advice, Costs, Seen, advise, cores
 from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 
 __all__ = ["DeviceTimes", "Report"]
+
+_COLUMNS = 100  # of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,10 @@ class Report:
     """Suggestions, largest predicted gain first."""
 
     def __str__(self) -> str:
-        lines = [_headline(self), "", *_table(self), "", _bubble_line(self)]
-        return "\n".join([*lines, *(f"* {one.text}" for one in self.advice)])
+        lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), "", _bubble_line(self)]
+        for one in self.advice:
+            lines += wrap(f"* {one.text}", _COLUMNS, subsequent_indent="  ")
+        return "\n".join(lines)
 
     __repr__ = __str__
 
@@ -109,6 +114,7 @@ def make_report(
     of_forward = length(union(forward)) / (length(work) or 1.0)
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
     back = (n - 1) / n if one_thread else (n - 1) / (m + n - 1)
+    seen = Seen(m, chunks, costs, lanes, workers, devices, layers, share, one_thread, cores())
     return Report(
         calls=len(sizes),
         incomplete=len(broken),
@@ -121,7 +127,7 @@ def make_report(
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
         ideal_bubble=of_forward * (n - 1) / (m + n - 1) + (1 - of_forward) * back,
         costs=costs,
-        advice=advise(Seen(m, chunks, costs, lanes, workers, devices, layers, share, one_thread)),
+        advice=advise(seen),
     )
 
 
@@ -130,8 +136,8 @@ def _calls(
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the micro-batches of each complete call, and the incomplete calls.
 
-    A complete call did not fail and has all its forward tasks; a complete step also a backward of
-    each micro-batch.
+    A complete call has not failed and has all its forward tasks; a complete step also their
+    backwards, as far down as there is something to differentiate.
     """
     forward: dict[int, set[tuple[int, int]]] = {}
     for event in events:
@@ -226,11 +232,12 @@ def _count(number: int, what: str, plural: str = "s") -> str:
 def _table(report: Report) -> Iterator[str]:
     columns = ("busy", "forward", "recomputing", "backward", "waiting", "for input", "copying")
     width = max(len(times.name) for times in report.devices)
-    yield " " * width + "".join(f"{column:>13}" for column in columns)
+    cell = min(13, max(12, (_COLUMNS - width) // len(columns)))
+    yield " " * width + "".join(f"{column:>{cell}}" for column in columns)
     work = report.seconds - report.outside
     for times in report.devices:
-        cells = [getattr(times, column.replace(" ", "_")) for column in columns]
-        shares = "".join(f"{_percent(cell, work):>12}%" for cell in cells)
+        parts = [getattr(times, column.replace(" ", "_")) for column in columns]
+        shares = "".join(f"{_percent(part, work):>{cell - 1}}%" for part in parts)
         yield f"{times.name:<{width}}{shares}"
 
 

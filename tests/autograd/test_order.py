@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
 from pipert.autograd import order
+from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.autograd.order import edge_of, enter
+from tests.callers import Caller
 
 MODES = ["always", "except_last", "never"]
 
@@ -46,7 +48,7 @@ def leaf() -> Tensor:
 
 
 def fork(ys: tuple[Tensor, ...], token: Tensor | None = None) -> tuple[tuple[Tensor, ...], Tensor]:
-    token, *rest = order.fork(token, *ys)
+    token, *rest = order.fork(None, token, *ys)
     assert token is not None
     return tuple(rest), token
 
@@ -322,3 +324,18 @@ def test_an_edge_keeps_its_place_in_the_graph_and_not_the_value(layout: str) -> 
     assert value() is None
     (found,) = torch.autograd.grad([edge], [edge], [given])
     assert found is not None and found.layout == given.layout
+
+
+# Turns.
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_numbers_of_turns_are_left_under_any_mode(mode: Callable[[], Any]) -> None:
+    def first_nodes() -> tuple[int, int]:
+        with mode():
+            begin_numbers(7)
+            before = node_count()
+            begin_numbers(7)  # which there are
+        return before, node_count()
+
+    assert Caller(first_nodes).result() == (7, 7)  # a new thread counts from 0

@@ -24,18 +24,21 @@ logging.getLogger("pipert").addHandler(logging.NullHandler())
 logging.getLogger("pipert").propagate = False
 threading.excepthook = lambda args: None
 
+PATIENCE = 20  # s; a busy machine takes its time
+HANGS = "a hang"
+
 class Thrown(BaseException):
     pass
 
 def outcome(seconds, function):
-    '''What function returns or raises; None if that takes longer.'''
+    '''What function returns or raises; HANGS if that takes longer.'''
     def call():
         try:
             return [function()]
         except BaseException as error:
             return [type(error).__name__]
     result = within(seconds, call)
-    return result and result[0]
+    return HANGS if result is None else result[0]
 
 def gradients(pipe):
     return torch.cat([grad.reshape(-1) for grad in grads(pipe)])
@@ -70,27 +73,27 @@ def sweep_of_deaths(name, block=contextlib.nullcontext):
         options = {"chunks": 2, "checkpoint": "always"} if HOW == "call" else {"chunks": 1}
         pipe = two(nn.Linear(1, 1), nn.Linear(1, 1), **options)
         threading.settrace(raiser.trace)
-        found = outcome(2, lambda: under(block, lambda: trained(pipe)))
+        found = outcome(PATIENCE, lambda: under(block, lambda: trained(pipe)))
         threading.settrace(None)
         where = raiser.where
         if where is None:
-            outcome(2, pipe.close)
+            outcome(PATIENCE, pipe.close)
             break
-        if found is None:
+        if found is HANGS:
             problems.append(f"the call hangs after {where}")
         elif isinstance(found, str):
             if found not in ("Thrown", "WorkerDiedError"):
                 problems.append(f"the call raises {found} after {where}")
         elif not is_right(found, pipe, block):
             problems.append(f"the call is wrong after {where}")
-        if found is not None:
+        if found is not HANGS:
             for _ in range(10):
-                found = outcome(20, lambda: trained(pipe))  # a busy machine takes its time
+                found = outcome(PATIENCE, lambda: trained(pipe))
                 if found != "WorkerDiedError":  # as when the worker is about to end
                     break
             if not is_right(found, pipe, contextlib.nullcontext):
                 problems.append(f"the next call is {found} after {where}")
-            if outcome(2, pipe.close) is not None or not within(2, lambda: [pipe.close()]):
+            if any(outcome(PATIENCE, pipe.close) is not None for _ in range(2)):
                 problems.append(f"close hangs after {where}")
         k += STRIDE
     print(k > 20, *problems, sep="\\n")

@@ -134,44 +134,72 @@ pipe.close()
     assert run(sweep(stride) + script, STEP).stdout == "True\n"
 
 
-def test_a_ctrl_c_while_the_one_before_is_logged_does_not_end_a_call_before_its_layers() -> None:
-    script = """
-entered, logged, go_on = threading.Event(), threading.Event(), threading.Event()
-executing = []
+INTERRUPTED_AGAIN = """
+entered, gave_up, go_on = threading.Event(), threading.Event(), threading.Event()
+executing, messages = [], []
 
 def before(x):
+    if go_on.is_set():
+        return
     executing.append(True)
     entered.set()
-    go_on.wait(10)
+    go_on.wait(20)
     executing.pop()
 
-class Interrupts(logging.Handler):
+class Keeps(logging.Handler):
     def emit(self, record):
-        logged.set()
-        threading.Timer(0.1, go_on.set).start()  # what is left of the layer takes a while
-        signal.raise_signal(signal.SIGINT)
+        messages.append(record.getMessage())
+        if "What the workers were doing" in messages[-1]:
+            gave_up.set()
+        elif LOG_IS_INTERRUPTED:
+            signal.raise_signal(signal.SIGINT)
+
+def interrupt(*_):
+    if not gave_up.is_set():
+        raise KeyboardInterrupt
 
 def send():
     entered.wait()
-    while not logged.wait(0.02):  # the first one is raised, one after it is logged
+    while not gave_up.wait(0.02):
         os.kill(os.getpid(), signal.SIGINT)
 
 log = logging.getLogger("pipert")
-log.addHandler(Interrupts())
+log.addHandler(Keeps())
 log.propagate = False
-pipe = two(first=Double(before), chunks=1)
+signal.signal(signal.SIGINT, interrupt)
+pipe = two(nn.Linear(1, 1), Double(before), chunks=1)
 sender = threading.Thread(target=send)
 sender.start()
 try:
-    pipe(ROWS)
+    train(pipe, ROWS)
 except KeyboardInterrupt:
-    print(executing)
+    print(len(executing), len(messages), messages[0][:18])
 sender.join()
+table = messages[-1].splitlines()
+print(table[0].split(" after ")[0], "in before" in messages[-1])
+print([line.split()[:2] for line in table[4:5]])
+try:
+    train(pipe, ROWS)
+except RuntimeError as error:
+    print(type(error).__name__)
 go_on.set()
+while pipe.statistics().workers[1].doing is not None:
+    time.sleep(1e-3)
+train(pipe, ROWS)
 pipe.close()
 """
-    result = run(script, STEP)
-    assert (result.returncode, result.stdout) == (0, "[]\n")
+
+
+@pytest.mark.parametrize("log_is_interrupted", [False, True])
+@pytest.mark.parametrize("how", HOWS)
+def test_the_third_ctrl_c_gives_up_like_a_time_limit(how: str, log_is_interrupted: bool) -> None:
+    script = f"LOG_IS_INTERRUPTED = {log_is_interrupted}\n{INTERRUPTED_AGAIN}"
+    text = """1 2 interrupted again;
+layers of an interrupted call had not returned True
+[['pipert-cpu-1', '1']]
+WorkerBusyError
+"""
+    assert ends(script, how) == (0, text, "")
 
 
 # Like a script's ``sweep``, but for what is raised, and for what is kept with the collector off.
@@ -278,7 +306,7 @@ executing = []
 def act(where):
     if where == "backward" and not executing:
         executing.append(True)
-        for _ in range(3):
+        for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
         executing.append(True)

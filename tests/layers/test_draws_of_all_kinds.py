@@ -111,6 +111,22 @@ def test_a_recomputation_draws_the_same_and_the_generator_moves_by_one_draw(
     assert torch.equal(outcome(*layers)[0], y)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")  # dynamo's
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_of_an_eager_layer_draws_the_same_again(
+    backend: str, one_draw: bytes
+) -> None:
+    torch._dynamo.reset()
+    drop = torch.compile(lambda x: F.dropout(x, 0.5, True), backend=backend)
+    layers = Apply(drop), nn.Identity()
+    outcome(*layers)  # compiles
+    y, gradient, after = outcome(*layers)
+    assert torch.equal(gradient, y) and len(set(y.flatten().tolist())) > 1
+    assert after == one_draw
+    assert torch.equal(outcome(*layers)[0], y)
+
+
 def test_a_mode_of_the_caller_s_sees_draws_as_they_are(one_draw: bytes) -> None:
     with Through():
         y, gradient, after = outcome(nn.Dropout(), Apply(WAYS["native"]()))

@@ -59,6 +59,13 @@ OF_GRAPHS = [
         ("tests/autograd/test_order.py",),
     ),
     Mutant(
+        "tasks-take-no-turns", ORDER,
+        "what partitions add to one gradient is summed in the order of numbers that workers count "
+        "up for themselves, another one in each call",
+        "ctx._set_sequence_nr(turn)", "pass",
+        ("tests/contract/test_order_of_sums.py",),
+    ),
+    Mutant(
         "inputs-changed-unnoticed", "pipert/autograd/again.py",
         "an input that was modified between forward and recomputation is recomputed from",
         "if version(tensor) != before:", "if False:",

@@ -19,6 +19,7 @@ from pipert.seeing.recorder import Span
 from pipert.skip import pop, skippable, stash
 from pipert.stage.recorded import RecordedTransport
 from tests.layers import Apply
+from tests.step.faulty import acting
 
 M, N = 4, 3
 
@@ -332,6 +333,24 @@ def test_of_a_call_that_fails_is_recorded_what_ran() -> None:
             pipe(torch.ones(2, 4))
     assert (0, 1) in tasks(timeline, "forward")
     assert timeline.layer_seconds is None  # of no task of partition 1 all layers ran
+
+
+def test_a_report_leaves_out_a_step_that_failed_when_all_but_its_last_task_were_done() -> None:
+    def act() -> None:
+        if fails:
+            raise ZeroDivisionError
+
+    fails = False
+    first = Apply(lambda x: acting(x, act))
+    module = nn.Sequential(nn.Linear(4, 4), first, nn.Linear(4, 4))
+    with Pipe(module, [2, 1], devices=["cpu"] * 2) as pipe, pipe.record() as timeline:
+        pipe.forward_backward(batch(), loss_fn=lambda y, _: y.sum())
+        fails = True
+        with pytest.raises(ZeroDivisionError):
+            pipe.forward_backward(batch(), loss_fn=lambda y, _: y.sum())
+    assert tasks(timeline, "backward")[0, 1] == 2
+    report = timeline.report()
+    assert (report.calls, report.incomplete) == (1, 1)
 
 
 def test_a_pipe_that_is_not_recorded_has_plain_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -343,8 +344,35 @@ def test_a_schedule_of_ones_own_is_checked_before_recomputations_are_left_out() 
         plan(without, 1, 1)
 
 
-def test_the_result_of_a_function_is_kept() -> None:
-    assert plan(one_by_one, 3, 2) is plan(one_by_one, 3, 2)
+def test_the_same_ticks_are_checked_once_whoever_makes_them() -> None:
+    again = [plan(lambda *args: one_by_one(*args), 3, 2) for _ in range(2)]  # another each time
+    assert again[0] is again[1] is plan(one_by_one, 3, 2)
+
+
+class Trainer:
+    def schedule(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
+        return one_by_one(m, n, placement)
+
+
+def test_nothing_holds_a_function_or_what_it_belongs_to() -> None:
+    trainer = Trainer()
+    there = weakref.ref(trainer)
+    plan(trainer.schedule, 3, 2)
+    del trainer
+    assert there() is None
+
+
+class Unhashable(Trainer):
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_what_a_function_belongs_to_needs_no_hash() -> None:
+    assert plan(Unhashable().schedule, 3, 2) == plan(one_by_one, 3, 2)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "Eager-1F1B", "Interleaved"])
+def test_a_name_may_be_in_any_case(name: str) -> None:
+    assert plan(name, 4, 2, (0, 0)) is plan(name.lower(), 4, 2, (0, 0))
 
 
 # Refusals.
@@ -360,6 +388,28 @@ def test_what_is_neither_a_name_nor_a_function_is_refused(given: Any) -> None:
 def test_a_function_that_makes_something_else_is_refused(made: Any) -> None:
     with pytest.raises(TypeError, match=r"returns ticks, each a list of Action\(kind, i, j\)"):
         plan(lambda m, n, placement: made, 1, 1)
+
+
+def raises_in_the_call(m: int, n: int, placement: tuple[int, ...]) -> Any:
+    return m + "1"  # type: ignore[operator]
+
+
+def raises_on_the_way(m: int, n: int, placement: tuple[int, ...]) -> Any:
+    yield [Action("F", 0, 0)]
+    yield [len(m)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("maker", "text"),
+    [
+        (raises_in_the_call, "unsupported operand"), (raises_on_the_way, "has no len"),
+        (lambda m, n: [], "positional arguments? but 3 were given"),
+    ],
+)  # fmt: skip
+def test_an_error_of_the_function_itself_is_raised_as_it_is(maker: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text) as caught:
+        plan(maker, 1, 1)
+    assert "ticks" not in str(caught.value)
 
 
 def test_plain_tuples_are_made_actions() -> None:

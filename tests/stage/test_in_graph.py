@@ -12,9 +12,9 @@ from tests.stage.graphs import all_nodes, chain, inputs_of, scale
 from tests.stages import Driven
 
 
-def test_a_single_micro_batch_has_the_plain_graph() -> None:
+def test_a_single_micro_batch_waits_for_its_turn_and_has_the_plain_graph_behind() -> None:
     (y,) = Driven([[scale()]], inputs_of(1)).go()
-    assert chain(y) == ["Mul0"]
+    assert chain(y) == ["_Fork", "Mul0"] and "_Join" not in all_nodes(y)
 
 
 def test_the_first_of_several_micro_batches_has_a_fork() -> None:
@@ -27,9 +27,14 @@ def test_a_micro_batch_in_the_middle_has_a_fork_and_a_join() -> None:
     assert chain(y) == ["_Fork", "Mul0"] and "_Join" in all_nodes(y)
 
 
-def test_the_last_micro_batch_has_a_join_alone() -> None:
+def test_the_last_micro_batch_has_a_join_and_behind_the_last_partition_its_turn() -> None:
     _, _, y = Driven([[scale()]], inputs_of(3)).go()
-    assert chain(y) == ["Mul0"] and "_Join" in all_nodes(y)
+    assert chain(y) == ["_Fork", "Mul0"] and "_Join" in all_nodes(y)
+
+
+def test_turns_are_the_numbers_of_the_micro_batches() -> None:
+    outputs = Driven([[scale()]], inputs_of(3)).go()
+    assert [y.grad_fn._sequence_nr() for y in outputs] == [0, 1, 2]
 
 
 def test_without_a_differentiable_input_the_token_goes_from_fork_to_fork() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe, RecomputationError, is_recomputing
+from pipert.schedules.plan import NAMED
 from tests.contract.ways import (
     CALL,
     SCHEDULES,
@@ -164,7 +165,8 @@ def test_the_mode_that_was_chosen_says_what_is_recomputed(
     chosen: str | None, schedule: str, expected: int
 ) -> None:
     with counting(checkpoint=chosen) as pipe:
-        assert recomputed(pipe, schedule=schedule) == expected
+        for way in (schedule, schedule.upper(), NAMED[schedule]):
+            assert recomputed(pipe, schedule=way) == expected
 
 
 @pytest.mark.parametrize(("chosen", "schedule", "expected"), CHOICES)

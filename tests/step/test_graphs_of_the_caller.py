@@ -241,7 +241,28 @@ def test_a_thread_begins_where_the_caller_is() -> None:
     behind = node_count() + 1000
     assert begin_numbers(behind) == behind == node_count()
     assert begin_numbers(behind - 10) == behind  # it goes only on
-    assert begin_numbers(behind + 10**9) == behind  # and not as far as that
+
+
+def test_a_thread_that_makes_slow_nodes_comes_nearer_step_by_step() -> None:
+    """In anomaly detection each has a stack, and so far would take minutes."""
+    before = node_count()
+    with torch.autograd.set_detect_anomaly(True):
+        assert before < begin_numbers(before + 10**6) < begin_numbers(before + 10**6)
+    assert node_count() < before + 10**5
+
+
+def test_graphs_of_the_caller_are_left_as_they_are_while_numbers_are_behind() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    scale = leaf(1)
+    for _ in nodes(3000):
+        pass
+    with (
+        piped(module, [1, 1], Way("1f1b", "never"), chunks=CHUNKS) as pipe,
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        used = scale.exp()
+        pipe.forward_backward(batch(8, 4), loss_fn=lambda y, _: (y * used).square().mean())
+    assert scale.grad is not None
 
 
 def test_a_graph_that_goes_on_in_another_one_is_known_by_its_numbers() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipert import Event, Timeline
+from pipert.timeline import report
 from pipert.timeline.intervals import length, overlap, union
 
 CPU = torch.device("cpu")
@@ -135,6 +136,24 @@ def test_more_chunks_are_advised_while_they_pay() -> None:
     assert not Timeline(grid([1.0, 1.0], 32), CUDA[:2]).report().advice
 
 
+@pytest.mark.parametrize(("cores", "kinds"), [(4, ["chunks"]), (2, ["cores"]), (1, ["cores"])])
+def test_no_more_chunks_are_advised_to_workers_that_share_cores(
+    cores: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "cores", lambda: cores)
+    events = on_cpu(grid([1.0] * 4, 4))
+    advice = Timeline(events, [f"cpu:{k}" for k in range(4)]).report().advice
+    assert [one.kind for one in advice] == kinds
+    assert cores == 4 or f"4 CPU workers share {cores} core" in advice[-1].text
+
+
+def test_a_text_fits_a_hundred_columns() -> None:
+    costs = [1.0, 3.0, 1.0, 1.0]
+    text = str(Timeline(grid(costs, 4), CUDA, layers=[[cost] for cost in costs]).report())
+    assert "no other balance of these layers" in " ".join(text.split())
+    assert max(map(len, text.splitlines())) <= 100
+
+
 def test_much_recomputation_is_named() -> None:
     events = [*grid([1.0], 2), *grid([1.0], 2, "recompute", 5.0), *grid([2.0], 2, "backward", 7.0)]
     (advice,) = Timeline(events, CUDA[:1]).report().advice
@@ -222,7 +241,7 @@ def test_partitions_on_one_device_share_a_line() -> None:
 
 def test_the_text_has_a_line_for_each_device_and_the_bubble_beside_the_ideal() -> None:
     text = str(Timeline(grid([1.0, 1.0, 1.0], 4), CUDA[:3]).report())
-    assert [line.split()[0] for line in text.splitlines()[3:6]] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [line.split()[0] for line in text.splitlines()[4:7]] == ["cuda:0", "cuda:1", "cuda:2"]
     bubble = "Bubble: 33% of the devices' time (forward 33%); equal partitions would leave 33%."
     assert bubble in text
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,15 @@ if __name__ == "__main__":
 
 
 def run_traced(
-    folder: Path, *options: str, pipes: int = 1, fresh: bool = False
+    folder: Path,
+    *options: str,
+    what: Sequence[str] = ("script.py",),
+    pipes: int = 1,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """``python -m pipert trace``."""
     (folder / "script.py").write_text(SCRIPT)
-    arguments = ["trace", *options, "script.py", str(pipes), "--own", "option"]
+    arguments = ["trace", *options, *what, str(pipes), "--own", "option"]
     script = f"""
 import os, runpy, sys, warnings
 os.chdir({str(folder)!r})
@@ -215,6 +220,28 @@ runpy.run_module("pipert", run_name="__main__", alter_sys=True)
         command, cwd=folder, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, timeout=60,
         capture_output=True, text=True,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_module_is_traced_and_finds_what_it_would_find_by_itself(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "beside.py").write_text("HERE = 'beside'\n")
+    own = "from .beside import HERE\nprint(HERE, __name__, __spec__.name)"
+    (tmp_path / "package" / "training.py").write_text(f"{own}\n{SCRIPT}")
+    ended = run_traced(tmp_path, "--out", "here.json", what=["-m", "package.training"], fresh=True)
+    assert ended.returncode == 3
+    there = tmp_path / "package" / "training.py"
+    assert "beside __main__ package.training" in ended.stdout
+    assert f"done ['{there}', '1', '--own', 'option']" in ended.stdout
+    assert runs_in(tmp_path / "here.json") == {2, 3, 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nowhere", "nowhere.training", "script.py"])
+def test_a_module_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
+    ended = run_traced(tmp_path, what=["-m", name])
+    assert ended.returncode == 2 and f"there is no module {name}" in ended.stderr
 
 
 def runs_in(path: Path) -> set[int]:
