@@ -146,9 +146,11 @@ class Step:
     chunks: int
     checkpoint: str
     schedule: Any
-    mean: bool
+    kind: str
+    """Of the loss: a mean over rows, a sum, or a sum and a count."""
     input_requires_grad: bool
     of_a_graph: bool
+    """Whether the input, and what the loss uses for all micro-batches, come from operations."""
 
 
 steps = st.builds(
@@ -157,7 +159,7 @@ steps = st.builds(
     chunks=st.integers(1, 5),
     checkpoint=st.sampled_from(["always", "except_last", "never"]),
     schedule=st.one_of(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"]), orders()),
-    mean=st.booleans(),
+    kind=st.sampled_from(["mean", "sum", "counted"]),
     input_requires_grad=st.booleans(),
     of_a_graph=st.booleans(),
 )
@@ -171,20 +173,25 @@ def balances(draw: st.DrawFn, layers: int) -> list[int]:
     return [end - start for start, end in zip(ends, ends[1:], strict=False)]
 
 
-def loss_of(mean: bool, always: Tensor, output: Tensor, target: Tensor) -> Tensor:
+def loss_of(kind: str, always: Tensor, output: Tensor, target: Any) -> Any:
     """Depends on ``always``, so there is something to go backward through."""
-    rows = (output * target).square().sum(1) * always
-    return rows.mean() if mean else rows.sum()
+    values, counts = target
+    rows = (output * values).square().sum(1) * always
+    if kind == "counted":
+        return rows[counts].sum(), counts.sum()
+    return rows.mean() if kind == "mean" else rows.sum()
 
 
-def outcome(step: Step, run: Callable[[Tensor, Tensor, Any], Tensor]) -> list[Any]:
+def outcome(step: Step, run: Callable[[Tensor, Any, Any], Tensor]) -> list[Any]:
     """Loss and gradients of a step that ``run`` does."""
     always = torch.ones((), dtype=torch.float64, requires_grad=True)
     x = torch.linspace(-1, 1, 3 * step.rows, dtype=torch.float64).reshape(step.rows, 3)
     target = torch.linspace(1, 2, 3 * step.rows, dtype=torch.float64).reshape(step.rows, 3)
+    counts = torch.arange(step.rows) % 3 != 1
     x.requires_grad_(step.input_requires_grad)
     given = x.exp() if step.of_a_graph else x * 1  # an in-place layer may not change a leaf
-    loss = run(given * 1, target, functools.partial(loss_of, step.mean, always))
+    used = always.exp().sin() if step.of_a_graph else always
+    loss = run(given * 1, (target, counts), functools.partial(loss_of, step.kind, used))
     return [loss.detach(), x.grad, always.grad]
 
 
@@ -203,10 +210,12 @@ def test_every_step_is_the_plain_modules(
             for parameter in hooked_ones:
                 parameter.register_hook(lambda grad: grad.clamp(max=0.3) * 2)
 
-    def without(x: Tensor, target: Tensor, loss_fn: Any) -> Tensor:
-        loss: Tensor = loss_fn(plain(x), target)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss
+    def without(x: Tensor, target: Any, loss_fn: Any) -> Tensor:
+        loss: Any = loss_fn(plain(x), target)
+        if isinstance(loss, tuple):
+            loss = loss[0] / loss[1]
+        loss.backward()
+        return loss  # type: ignore[no-any-return]
 
     with Pipe(model, balance, devices=["cpu"] * len(balance)) as pipe:
         for step in several:
@@ -217,9 +226,9 @@ def test_every_step_is_the_plain_modules(
                 same(ours.grad, theirs.grad)
 
 
-def _in_pipe(pipe: Pipe, step: Step, x: Tensor, target: Tensor, loss_fn: Any) -> Tensor:
+def _in_pipe(pipe: Pipe, step: Step, x: Tensor, target: Any, loss_fn: Any) -> Tensor:
     loss: Tensor = pipe.forward_backward(
         x, target=target, loss_fn=loss_fn, schedule=step.schedule,
-        reduction="mean" if step.mean else "sum",
+        reduction="sum" if step.kind == "sum" else "mean",
     )  # fmt: skip
     return loss
