@@ -86,6 +86,10 @@ class _Enter(torch.autograd.Function):
 ENTRANCE = torch.empty(0, device="cpu", requires_grad=True)
 """The leaf behind everything that has entered. It never gets a gradient."""
 
+_held = ENTRANCE.view_as(ENTRANCE)
+"""Holds its ``AccumulateGrad``, since functions of ours are applied to it on several threads: the
+deadlock of ``autograd.leaves``. In anomaly detection, to make one takes the interpreter's lock."""
+
 
 def enter(xs: Tensors) -> Tensors:
     """Returns ``xs`` as results of an operation, which may be changed in place.

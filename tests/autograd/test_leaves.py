@@ -39,3 +39,27 @@ def test_gradients_are_delivered_while_another_thread_begins_to_use_their_leaves
 ) -> None:
     done = scripts.run(f"SECONDS = {seconds}\n{SCRIPT}")
     assert done.stdout == "nobody waits\n", done.stderr
+
+
+STEPS = """
+import faulthandler, sys
+faulthandler.dump_traceback_later(40, exit=True)
+sys.setswitchinterval(1e-5)
+import torch
+from torch import nn
+from pipert import Pipe
+
+layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+x = torch.rand(8, 4)
+with Pipe(layers, [1] * 4, devices=["cpu"] * 4, chunks=4, checkpoint="always") as pipe:
+    with torch.autograd.set_detect_anomaly(True):
+        for _ in range(20):
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.sum())
+print("nobody waits")
+"""
+
+
+def test_workers_that_begin_graphs_in_anomaly_detection_do_not_wait_for_each_other() -> None:
+    """To make an ``AccumulateGrad`` takes the interpreter's lock then, for its stack."""
+    done = scripts.run(STEPS)
+    assert done.stdout == "nobody waits\n", done.stderr

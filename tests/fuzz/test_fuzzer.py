@@ -88,7 +88,7 @@ def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
 
 def test_a_wrong_value_is_found_and_the_case_made_small() -> None:
     right = gather
-    with seeded_fault(pipert.pipe, "gather", lambda outputs: right(outputs[::-1])):
+    with seeded_fault(pipert.pipe, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
         case, kind = found()
         assert kind == "differs"
         small = shrink(case, kind, seconds=20, tries=1)
