@@ -99,8 +99,9 @@ COLUMNS = _columns()
 def collect() -> None:
     """Collect garbage, and what is garbage only after that; forget plans that are kept for later.
 
-    There are 64 of them at most, each with as many objects as it has actions.
+    There are 64 of them at most in each cache, each with as many objects as it has actions.
     """
+    _PLANS._named.cache_clear()
     _PLANS._plan.cache_clear()
     while gc.collect():
         pass
