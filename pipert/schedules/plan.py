@@ -253,7 +253,8 @@ def _named(
     kinds: tuple[str, ...],
 ) -> Plan:
     """The plan of a schedule of ours. Others' functions are in no cache, as they hold anything."""
-    return _plan(_made(maker, m, n, placement), m, n, placement, recomputed, kinds)
+    make = _plan.__wrapped__  # one cache is enough
+    return make(_made(maker, m, n, placement), m, n, placement, recomputed, kinds)
 
 
 @lru_cache(maxsize=64)
