@@ -198,7 +198,7 @@ _ABOUT = frozenset(
     for name in (
         "shape", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim",
         "output_nr", "_version", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested",
-        "is_mkldnn", "is_cpu", "retains_grad", "names", "nbytes", "itemsize",
+        "is_mkldnn", "is_cpu", "retains_grad", "nbytes", "itemsize",
     )
 ) | {
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
