@@ -35,6 +35,9 @@ class Layer(NamedTuple):
     name: str
     home: int
     """The partition whose device its parameters are on."""
+    is_in_place: bool
+    """Whether it is one operation, which changes its argument: it is not worth to be recomputed,
+    and the change is known to the graph only if the operation is in it."""
 
 
 class Journey:
@@ -53,7 +56,8 @@ class Journey:
         self.layers = layers
         self.n = run.plan.n
         self.step = step
-        self.stages: list[Stage] = []
+        self.draws = False
+        """Whether tasks have random numbers of their own."""
         self.moves = len(set(run.devices)) > 1
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -75,30 +79,28 @@ class Journey:
 
     def around(self) -> AbstractContextManager[object]:
         """What is on from the beginning of a passage to its end."""
-        draws = any(stage.layers.draws for stage in self.stages)
-        return DRAWING.included() if draws else contextlib.nullcontext()
+        return DRAWING.included() if self.draws else _NOTHING
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
-        stage = self.stages[0]
         if self.step is not None or self.moves:
-            passage.crossing = Crossing(passage.i, self.stages, self.step is not None)
+            passage.crossing = Crossing(passage.i, self.step is not None)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
-        self.begin(passage, stage)
+        self.begin(passage, passage.stage)
         crossing = passage.crossing
         if crossing is None:
             y = passage.forward(x)
-            self.end(passage, self.stages[-1])
-            return self.stages[-1].ends.leave(passage.i, y)
+            self.end(passage, passage.stage)
+            return passage.stage.ends.leave(passage.i, y)
         x = crossing.enter_inputs(x)
         with crossing.glue:
             y = passage.forward(x)
-            cut = self.stages[-1].cut
+            cut = passage.stage.cut
             assert cut is not None
             loss = cut.compute_loss(passage.i, y)
         crossing.finish(loss)
-        self.end(passage, self.stages[-1])
+        self.end(passage, passage.stage)
         return ()
 
     def begin(self, passage: Passage, stage: Stage) -> None:
@@ -130,13 +132,15 @@ class Journey:
         """Call a layer, in the partition that is current."""
         crossing = passage.crossing
         if crossing is None:
-            return self._call(passage, call, args, kwargs)
+            return self._call(passage, layer, call, args, kwargs)
         with crossing.outside_of_glue():
             args = swapped(args, crossing.bring)
             kwargs = swapped(kwargs, crossing.bring)
-            return self._call(passage, call, args, kwargs)
+            return self._call(passage, layer, call, args, kwargs)
 
-    def _call(self, passage: Passage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(
+        self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         stage = passage.stage
         passage.calls += 1
         around = None
@@ -144,7 +148,7 @@ class Journey:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
-        if tape is not None and torch.is_grad_enabled():
+        if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
             return tape.call(call, around, args, kwargs)
         with _NOTHING if around is None else around():
             return call(*args, **kwargs)
@@ -163,6 +167,8 @@ class Journey:
             for passage in passages:
                 passage.wait()
         self._passages.clear()
+        self.crossings.clear()
+        self.tapes.clear()
 
 
 @contextlib.contextmanager

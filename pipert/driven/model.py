@@ -34,7 +34,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(name, j)
+            layer: Layer(name, j, _is_in_place(layer))
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None
@@ -46,11 +46,16 @@ class DrivenModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         journey = Journey(run, self.module, self.layers, self.drivers, step)
-        journey.stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.over
-        return journey.stages
+        return stages
 
     def release(self) -> None:
         """Intercept no calls any more, and let the drivers end."""
         self.drivers.close()
         release(self.layers)
+
+
+def _is_in_place(layer: nn.Module) -> bool:
+    return not layer._modules and bool(getattr(layer, "inplace", False))
