@@ -189,7 +189,7 @@ def test_a_cut_inside_of_a_compiled_module_is_refused(whole: bool) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_a_cut_inside_of_a_scripted_module_is_refused() -> None:
     model = Model()
-    model.scripted = torch.jit.trace(nn.Sequential(nn.Linear(4, 4)), torch.ones(1, 4))
+    model.scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))
     assert "inside 'scripted', which is compiled or scripted" in refused(["scripted.0"], model)
     assert Cuts(model, ["scripted"]) == ("scripted",)
     assert "no module 'scripted.1'" in refused(["scripted.1"], model)
