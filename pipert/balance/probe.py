@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from pipert._typing import Device, Value
 from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import Carried, tensors_of
+from pipert.model.calls import settled
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
@@ -103,7 +104,7 @@ def probe_layers(
     results = []
     generators = [where.index] if where.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.inference_mode(False), torch.enable_grad():
-        value = _settled(value, where)
+        value = settled(value, where)
         for (name, layer), skips in zip(named, alone, strict=True):
             arriving = tuple([stashed[key] for key, _ in skips.arriving])
             try:
@@ -112,9 +113,9 @@ def probe_layers(
                 error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
                 raise
             results.append(result)
-            value = _settled(output.value, where)
+            value = settled(output.value, where)
             for (key, _), left in zip(skips.leaving, output.skips, strict=True):
-                stashed[key] = _settled(left, where)
+                stashed[key] = settled(left, where)
             del output
             torch.clear_autocast_cache()  # it would keep the layer alive
     return results
@@ -126,12 +127,6 @@ def _parse(device: Device | None) -> torch.device:
     if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
         return torch.device("meta")
     return where_tensors_are(parse_devices([device]))[0]
-
-
-def _settled(value: Value, device: torch.device) -> Value:
-    """Moves ``value`` to the device, without the graph that made it."""
-    tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]))
 
 
 def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
