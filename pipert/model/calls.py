@@ -123,14 +123,14 @@ def intercepted(
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Put back the buffers of the model, and torch's random state where the model is."""
+def unchanged(model: nn.Module, *devices: torch.device) -> Iterator[None]:
+    """Put back the buffers of the model, and torch's random state there and on the devices."""
     places = [b for b in (m._buffers for m in modules_of(model)) if isinstance(b, dict)]
     before = [(buffers, dict(buffers)) for buffers in places]
     copies = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
-    tensors = (*model.parameters(), *model.buffers())
-    indices = {t.device.index for t in tensors if t.device.type == "cuda"}
-    with torch.random.fork_rng([index for index in indices if index is not None]):
+    used = {*devices, *(t.device for t in (*model.parameters(), *model.buffers()))}
+    indices = [device.index for device in used if device.type == "cuda"]
+    with torch.random.fork_rng(indices):
         try:
             yield
         finally:
