@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -111,6 +112,13 @@ def test_own_code_goes_back_to_parameters_of_layers() -> None:
 
 def test_own_code_without_a_gradient_has_no_backward() -> None:
     assert times(lambda m, x: m.a(spend(x, 100, 200))) == {"a": 103}
+
+
+def test_without_own_code_nothing_but_layers_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = Mock(wraps=torch.autograd.grad)
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    assert times(lambda m, x: (m.c(m.b(m.a(x))), 3)) == {"a": 3, "b": 12, "c": 48}
+    assert backward.call_count == 3
 
 
 def test_any_kind_of_output_goes_back() -> None:

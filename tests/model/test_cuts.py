@@ -286,7 +286,7 @@ def test_a_layer_that_is_not_called_lives_with_the_one_before_it() -> None:
     cuts = ["b", "d"]
     layers = layers_of(nn.ModuleDict({name: Block() for name in "abcde"}), cuts)
     assert homes(layers, cuts, ["a", "b", "d", "e"])["c"] == 1
-    assert homes(layers, cuts, ["b", "c", "d"]) == {"a": 1, "b": 1, "c": 1, "d": 2, "e": 2}
+    assert homes(layers, cuts, ["c", "b", "d"]) == {"a": 1, "b": 1, "c": 0, "d": 2, "e": 2}
 
 
 def test_cuts_in_another_order_than_they_are_called_are_refused() -> None:
@@ -298,6 +298,11 @@ def test_cuts_in_another_order_than_they_are_called_are_refused() -> None:
 def test_a_cut_that_is_not_called_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the cuts \['head'\] were not called"):
         homes(layers_of(Model(), ["head"]), ["head"], ORDER[:-1])
+
+
+def test_a_cut_before_everything_is_refused() -> None:
+    with pytest.raises(ValueError, match="'embed' is the first .* partition 0 would have none"):
+        homes(layers_of(Model(), ["embed"]), ["embed"], ORDER)
 
 
 # What belongs to no layer
