@@ -278,19 +278,79 @@ def test_parameters_without_values_are_refused() -> None:
         choose_cuts(Stack(takes(1)).to("meta"), 2, X, device="cpu")
 
 
+# On a GPU
+
+
+@pytest.mark.cuda
+def test_a_model_on_the_cpu_is_measured_on_the_first_gpu() -> None:
+    seen = set()
+
+    class Looks(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x * self.last.weight)
+            seen.add((x.device, y.device))
+            return y
+
+    assert choose_cuts(Looks(takes(1, 3, 2, 1, 1)), 2, X, timeout=0) == ["layers.2"]
+    assert seen == {(torch.device("cuda", 0), torch.device("cuda", 0))}
+
+
 # Models of transformers
+
+
+TEXT = torch.arange(16).view(2, 8)
+FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
+    "Llama": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 2, "num_key_value_heads": 1},
+        {"input_ids": TEXT, "labels": TEXT},
+    ),
+    "Mixtral": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2,
+         "output_router_logits": True},
+        {"input_ids": TEXT, "labels": TEXT},
+    ),
+    "T5": (
+        {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2,
+         "decoder_start_token_id": 0, "pad_token_id": 0},
+        {"input_ids": TEXT, "labels": TEXT},
+    ),
+    "Bert": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 2},
+        (TEXT,),
+    ),
+}  # fmt: skip
+HEADS = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}
+
+
+def made(family: str) -> tuple[Any, Any]:
+    """A tiny model of transformers and an example."""
+    transformers = pytest.importorskip("transformers")
+    options, example = FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64, bos_token_id=1, eos_token_id=2, **options
+    )
+    return getattr(transformers, family + HEADS.get(family, "ForCausalLM"))(config), example
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_are_cut(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # by the real clock
+    model, example = made(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert len(chosen(model, 3, example)) == 2
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.slow
 def test_candidates_are_what_the_plan_of_transformers_names(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1,
-    )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model, example = made("Llama")
     blocks: list[str] = []
 
     def measure(*args: Any) -> dict[str, float]:
@@ -299,6 +359,5 @@ def test_candidates_are_what_the_plan_of_transformers_names(
         return found
 
     monkeypatch.setattr(by_calls, "block_times", measure)
-    ids = torch.arange(16).view(2, 8)
-    assert len(chosen(model, 2, {"input_ids": ids, "labels": ids})) == 1
+    assert len(chosen(model, 2, example)) == 1
     assert {re.sub(r"\.\d+", "", name) for name in blocks} == set(model._pp_plan)
