@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules import module as all_modules
 
+from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
@@ -42,7 +43,7 @@ def is_compiled_itself(module: nn.Module) -> bool:
     # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
     return (
         type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
-        or getattr(module, "_compiled_call_impl", None) is not None
+        or compiled_call(module) is not None
     )
 
 
