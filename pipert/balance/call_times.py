@@ -39,7 +39,7 @@ from pipert.balance.by_time import now
 from pipert.balance.probe import copied
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import differentiable, tensors_of
-from pipert.model.calls import Call, call_model, intercepted, settled, unchanged
+from pipert.model.calls import call_model, intercepted, settled, unchanged
 
 __all__: list[str] = []
 
@@ -64,14 +64,14 @@ def block_times(
         device: where to measure.
     """
     own = (*model.parameters(), *model.buffers())
-    trial = _Trial(begins, device)
     gathering = _Gathering(device, own)
+    trial = _Trial(layers, begins, device, gathering)
     elsewhere = any(tensor.device != device for tensor in own)
     with (
         unchanged(model, device),
         torch.inference_mode(False),
         torch.enable_grad(),
-        intercepted(layers, partial(trial.measured, gathering)),
+        intercepted(layers.values(), trial),
     ):
         args, kwargs = trial.inputs(example)
         with gathering if elsewhere else contextlib.nullcontext():
@@ -85,9 +85,17 @@ def block_times(
 class _Trial:
     """One forward of the model, and its backward piece by piece."""
 
-    def __init__(self, begins: Collection[str], device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, nn.Module],
+        begins: Collection[str],
+        device: torch.device,
+        gathering: _Gathering,
+    ) -> None:
+        self._names = {layer: name for name, layer in layers.items()}
         self._begins = begins
         self._device = device
+        self._gathering = gathering
         self._seconds: dict[str | None, float] = {None: 0.0}
         self._current: str | None = None
         """The current block; none before the first."""
@@ -121,26 +129,25 @@ class _Trial:
             found[name] += early
         return found
 
-    def measured(self, gathering: _Gathering, name: str, layer: nn.Module, _: Call) -> Call:
-        """Make what is called instead of a layer."""
-
-        def measure(*args: Any, **kwargs: Any) -> Any:
-            self.charge()
-            if name in self._begins and name not in self._seconds:
-                self._current = name
-                self._seconds[name] = 0.0
-            try:
-                with gathering.paused(), without_hooks():  # of a checkpoint around layers
-                    output = self._measure(layer, Arguments(args, kwargs))
-            except Exception as error:
-                error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
-                raise
-            self._marks.append((_next_number(), self._current))
-            output = self._cut_off(output)
-            self.resume()
-            return output
-
-        return measure
+    def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Measure a layer by a copy, and return what it does."""
+        name = self._names.get(module)
+        if name is None:  # one of a pipe
+            return call(*args, **kwargs)
+        self.charge()
+        if name in self._begins and name not in self._seconds:
+            self._current = name
+            self._seconds[name] = 0.0
+        try:
+            with self._gathering.paused(), without_hooks():  # of a checkpoint around layers
+                output = self._measure(module, Arguments(args, kwargs))
+        except Exception as error:
+            error.add_note(f"while layer {name!r} ({type(module).__qualname__}) was measured")
+            raise
+        self._marks.append((_next_number(), self._current))
+        output = self._cut_off(output)
+        self.resume()
+        return output
 
     def _measure(self, layer: nn.Module, arguments: Arguments) -> Value:
         self._note_roots(arguments)

@@ -1,15 +1,14 @@
 """Runs a model once, as it is, to see which modules it calls in which order.
 
 Nothing but the forward can say that: modules are called in another order than they are registered,
-twice, or not at all. A module's ``__call__`` looks first for what ``torch.compile`` may have put in
-its place, so that is where calls are seen: hooks run as they always do, and a compiled module does
-not have to be compiled again for one more hook.
+twice, or not at all. Calls are seen by interception, as those of a pipe: hooks run as they always
+do, and a compiled module does not have to be compiled again for one more hook.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,12 +18,10 @@ from torch.nn.parameter import is_lazy
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import tensors_of
+from pipert.layers.intercepted import Interceptor, here, intercept, release
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
-
-Call = Callable[..., Any]
-_SLOT = "_compiled_call_impl"
 
 
 def order_of_calls(
@@ -46,22 +43,27 @@ def order_of_calls(
         Exception: whatever the model raises, with a note that says what it was called for.
     """
     check_initialised(model)
-    found: dict[str, None] = {}
-
-    def noting(name: str, module: nn.Module, call: Call) -> Call:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            found.setdefault(name)
-            return call(*args, **kwargs)
-
-        return noted
-
+    noting = _Noting(layers)
     where = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     args, kwargs = arguments_of(example)
     if where is not None:
         args, kwargs = settled(Arguments(args, kwargs), where)
-    with intercepted(layers, noting), unchanged(model), torch.no_grad():
+    with intercepted(layers.values(), noting), unchanged(model), torch.no_grad():
         call_model(model, args, kwargs)
-    return list(found)
+    return list(noting.found)
+
+
+class _Noting:
+    """Notes which layers are called."""
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.found: dict[str, None] = {}
+        self._names = {layer: name for name, layer in layers.items()}
+
+    def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if module in self._names:  # else one of a pipe
+            self.found.setdefault(self._names[module])
+        return call(*args, **kwargs)
 
 
 def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -102,24 +104,19 @@ def check_initialised(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def intercepted(
-    layers: Mapping[str, nn.Module], make: Callable[[str, nn.Module, Call], Call]
-) -> Iterator[None]:
-    """Have calls of ``layers`` go to ``make(name, layer, call)``, where ``call`` is the old way.
+def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iterator[None]:
+    """Have the calls of ``layers`` on this thread go to ``interceptor``.
 
-    On all threads: the model must not be in use.
+    Those of layers of a pipe go there, too.
     """
-    before = [(module, vars(module).get(_SLOT)) for module in layers.values()]
+    before = here.interceptor
+    intercept(layers)
+    here.interceptor = interceptor
     try:
-        for (name, module), (_, old) in zip(layers.items(), before, strict=True):
-            vars(module)[_SLOT] = make(name, module, old or module._call_impl)
         yield
     finally:
-        for module, old in before:
-            if old is None:
-                vars(module).pop(_SLOT, None)
-            else:
-                vars(module)[_SLOT] = old
+        here.interceptor = before
+        release(layers)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.batch.microbatch import Arguments
+from pipert.layers.intercepted import intercept
 from pipert.model.calls import arguments_of, order_of_calls
 from pipert.model.cuts import homes, layers_of
 
@@ -117,6 +118,15 @@ def test_a_compiled_layer_is_called_as_it_was_compiled() -> None:
     assert order(model, X) == CALLED
     assert calls == ["compiled"]
     assert model.b._compiled_call_impl is compiled
+
+
+def test_layers_of_a_pipe_are_called_as_ever() -> None:
+    model = Backwards()
+    intercept([model.b])  # as a pipe does
+    before = model.b._compiled_call_impl
+    assert order_of_calls(model, {"a": model.a}, X) == ["a"]
+    assert order(model, X) == CALLED
+    assert model.b._compiled_call_impl is before
 
 
 def test_hooks_run() -> None:
