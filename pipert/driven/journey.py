@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from pipert._typing import Value
+from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
 from pipert.driven.passage import Passage
 from pipert.driven.tape import Tape
-from pipert.layers.dispatch_keys import stash, stashed
+from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
@@ -33,6 +34,7 @@ class Layer(NamedTuple):
     """A module that is called as a whole, in one partition."""
 
     name: str
+    """As errors call it."""
     home: int
     """The partition whose device its parameters are on."""
     is_in_place: bool
@@ -56,6 +58,7 @@ class Journey:
         self.layers = layers
         self.n = run.plan.n
         self.step = step
+        self._callers = node_count()  # what the caller makes has numbers below that
         self.draws = False
         """Whether tasks have random numbers of their own."""
         self.moves = len(set(run.devices)) > 1
@@ -87,6 +90,7 @@ class Journey:
             passage.crossing = Crossing(passage.i, self.step is not None)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
+        begin_numbers(self._callers)
         self.begin(passage, passage.stage)
         crossing = passage.crossing
         if crossing is None:
@@ -94,7 +98,7 @@ class Journey:
             self.end(passage, passage.stage)
             return passage.stage.ends.leave(passage.i, y)
         x = crossing.enter_inputs(x)
-        with crossing.glue:
+        with crossing:
             y = passage.forward(x)
             cut = passage.stage.cut
             assert cut is not None
@@ -149,7 +153,7 @@ class Journey:
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
         if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
-            return tape.call(call, around, args, kwargs)
+            return tape.call(layer.name, call, around, args, kwargs)
         with _NOTHING if around is None else around():
             return call(*args, **kwargs)
 
