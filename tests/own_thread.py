@@ -36,7 +36,7 @@ def _on_new_thread(test: Callable[..., None]) -> Callable[..., None]:
         def target() -> None:
             try:
                 test(**arguments)
-            except BaseException as error:  # also pytest's own, such as of pytest.skip
+            except BaseException as error:  # noqa: B036  raised below, such as of pytest.skip
                 raised.append(error)
 
         thread = threading.Thread(target=target, name="test", daemon=True)
