@@ -2,11 +2,11 @@
 
 Importing torch takes a second or two, most of what such a test would take. One process has
 imported it, has started no thread and computed nothing; each script runs in a fork of it as
-``__main__``, and the interpreter ends afterwards as it does after ``python -c``: threads are joined,
-functions of ``atexit`` called, modules torn down. Then the process is gone, without the destructors
-of torch's libraries, which would take longer than most scripts. A script that is about the end of a
-process asks for its ``whole_end``; one about the imports, or about the end of an interpreter that
-was started for it, for a ``fresh`` one, whose end is whole.
+``__main__``, and the interpreter ends afterwards as it does after ``python -c``: threads are
+joined, functions of ``atexit`` called, modules torn down. The destructors of torch's libraries,
+which take longer than most scripts, are left out. A script that is about the end of a process asks for its
+``whole_end``; one about the imports, or about the end of an interpreter that was started for it,
+for a ``fresh`` one, whose end is whole.
 """
 
 from __future__ import annotations
