@@ -1,12 +1,12 @@
 """Runs scripts in processes of their own, which begin where ``import torch`` has ended.
 
-Importing torch takes a second or two, most of what such a test would take. One process has
-imported it, has started no thread and computed nothing; each script runs in a fork of it as
-``__main__``, and the interpreter ends afterwards as it does after ``python -c``: threads are
-joined, functions of ``atexit`` called, modules torn down. The destructors of torch's libraries,
-which take longer than most scripts, are left out. A script that is about the end of a process asks for its
-``whole_end``; one about the imports, or about the end of an interpreter that was started for it,
-for a ``fresh`` one, whose end is whole.
+Importing torch takes a second or two, most of what such a test would take, and the first pipe of a
+process a tenth. One process has imported it and made a pipe, has started no thread and computed
+nothing; each script runs in a fork of it as ``__main__``, and the interpreter ends afterwards as it
+does after ``python -c``: threads are joined, functions of ``atexit`` called, modules torn down. The
+destructors of torch's libraries, which take longer than most scripts, are left out. A script that
+is about the end of a process asks for its ``whole_end``; one about the imports, or about the end of
+an interpreter that was started for it, for a ``fresh`` one, whose end is whole.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ libc = ctypes.CDLL(None)
 
 def next_script():
     '''What is to be run; returns in a fork. The process itself ends when nobody asks any more.'''
+    pipert.Pipe(torch.nn.Sequential(torch.nn.Identity()), [1], devices=["cpu"]).close()
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()  # what a fork would look at once more when it ends
