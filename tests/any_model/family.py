@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
-    "ROWS", "Family", "Made", "Whole", "everything", "images", "library", "made", "own_loss", "pixels",
-    "tokens",
+    "ROWS", "Family", "Made", "Whole", "everything", "images", "library", "made", "own_loss",
+    "pixels", "tokens",
 ]  # fmt: skip
 
 ROWS = 8

@@ -76,7 +76,7 @@ def split(batch: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def join(outputs: list[Any]) -> Any:
-    """The output of the batch: rows one after the other, scalars as a vector, others as they are."""
+    """The output of the batch: rows one after the other, scalars as a vector, others as is."""
     spec = tree_flatten(outputs[0])[1]
     columns = zip(*map(tree_leaves, outputs), strict=True)
     return tree_unflatten([_join(column) for column in columns], spec)

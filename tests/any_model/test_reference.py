@@ -42,7 +42,8 @@ def test_partitions_are_first_called_in_their_order(family: Family) -> None:
     model, batch = copy.deepcopy(made(family))
     called: list[str] = []
     for name in family.cuts:
-        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: called.append(name))
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
     reference(model, batch, family.loss, 1)
     assert list(dict.fromkeys(called)) == list(family.cuts)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
-
 from tests.any_model.family import VOCABULARY, Family, own_loss, tokens
 from tests.any_model.hugging import hugging
 
@@ -53,7 +51,9 @@ DECODERS: list[Family] = [
     ),
     hugging(
         "gemma3", "Gemma3ForCausalLM", ("model.layers.2", "lm_head"), tokens,
-        config=LLAMA | {"sliding_window": 3, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+        config=LLAMA | {
+            "sliding_window": 3, "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        },
         notes=TIED + "; two kinds of rotary tables",
     ),
     hugging("phi3", "Phi3ForCausalLM", ("model.layers.2",), tokens, config=LLAMA),

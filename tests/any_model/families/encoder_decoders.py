@@ -59,7 +59,8 @@ ENCODER_DECODERS: list[Family] = [
         config=T5, loss=own_loss, notes="five partitions",
     ),
     hugging(
-        "bart", "BartForConditionalGeneration", ("model.encoder.layers.1", "model.decoder.layers.1"),
+        "bart", "BartForConditionalGeneration",
+        ("model.encoder.layers.1", "model.decoder.layers.1"),
         lambda: tokens(6, "decoder_input_ids", padded=True),
         config=LAYERS | NO_DROPOUT | {
             "vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 16,

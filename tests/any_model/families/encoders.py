@@ -92,7 +92,8 @@ ENCODERS: list[Family] = [
         notes=TIED + "; an early hidden state skips to the decoder",
     ),
     hugging(
-        "perceiver", "PerceiverForMaskedLM", ("perceiver.encoder.self_attends.1", "perceiver.decoder"),
+        "perceiver", "PerceiverForMaskedLM",
+        ("perceiver.encoder.self_attends.1", "perceiver.decoder"),
         padded,
         config={
             "vocab_size": VOCABULARY, "num_latents": 4, "d_latents": 16, "d_model": 16,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.any_model.families.decoders import LLAMA
-from tests.any_model.family import ROWS, VOCABULARY, Family, images, own_loss, pixels, tokens
+from tests.any_model.family import ROWS, VOCABULARY, Family, images, own_loss, tokens
 from tests.any_model.hugging import hugging
 
 __all__ = ["SPEECH_AND_VISION"]

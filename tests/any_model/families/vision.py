@@ -118,7 +118,8 @@ class ConvNeXtBlock(nn.Module):
         super().__init__()
         self.dwconv = nn.Conv2d(width, width, 3, padding=1, groups=width)
         self.norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        hidden = 2 * width
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
         self.gamma = nn.Parameter(torch.full((width,), 1e-6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +188,8 @@ class DenseNet(nn.Module):
         features = [self.stem(x)]
         for layer in self.layers:
             features.append(layer(torch.cat(features, 1)))
-        return {"logits": self.classifier(torch.cat(features, 1).mean((2, 3))), "features": features}
+        logits = self.classifier(torch.cat(features, 1).mean((2, 3)))
+        return {"logits": logits, "features": features}
 
 
 VISION: list[Family] = [
