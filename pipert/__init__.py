@@ -21,6 +21,7 @@ from pipert.errors import (
 )
 from pipert.layers.call import is_checkpointing, is_recomputing
 from pipert.pipe import Pipe
+from pipert.pipeline import ModulePipe, pipeline
 from pipert.seeing.event import Event
 from pipert.seeing.observers import Observer, RunInfo, TaskInfo
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Event",
+    "ModulePipe",
     "NestedCheckpointError",
     "NotBatchFirstWarning",
     "Observer",
@@ -52,4 +54,5 @@ __all__ = [
     "__version__",
     "is_checkpointing",
     "is_recomputing",
+    "pipeline",
 ]

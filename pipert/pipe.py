@@ -2,44 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import Any, Self
+from collections.abc import Iterable
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pipert._typing import Device, Value
-from pipert.batch.joining import gather
-from pipert.batch.microbatch import scatter_with_sizes
-from pipert.engine.runtime import Runtime
-from pipert.engine.timeout import still_busy
-from pipert.errors import PipelineTimeout
-from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.call import is_recomputing
-from pipert.layers.compiling import refuse_compilation
+from pipert._typing import Device
 from pipert.model.partitioned import Partitioned
-from pipert.model.settings import check_timeout, recomputed, refuse_keywords_of
 from pipert.model.split import require_balance
-from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan
-from pipert.seeing.observers import Observer
-from pipert.stage.loss import LossFunction, scale_of, split_step
-from pipert.stage.step import Step
-from pipert.status import Statistics
-from pipert.timeline.timeline import Record, Timeline
-from pipert.workers.context import refuse_transforms
+from pipert.pipelined import Pipelined
+from pipert.skip.routes import routes
+from pipert.stage.assembly import Layered
 
 __all__ = ["Pipe"]
 
-_log = logging.getLogger("pipert")
 
-when_made: list[Callable[[Pipe], None]] = []
-"""Called with each pipe that is made. For programs that start others, see ``traced_script``."""
-
-
-class Pipe(Partitioned):
+class Pipe(Pipelined, Partitioned):
     """Runs an ``nn.Sequential`` over several devices, one worker thread for each.
 
     A call splits its arguments into micro-batches, passes them through the partitions in the order
@@ -77,9 +54,7 @@ class Pipe(Partitioned):
         IndexError: there are more partitions than devices.
     """
 
-    _own = Partitioned._own | {"_runtime", "_stop"}
-
-    is_pipe = True  # for a pipe around this one: skips and statistics in here are not its business
+    _own = Pipelined._own | Partitioned._own
 
     def __init__(
         self,
@@ -99,202 +74,11 @@ class Pipe(Partitioned):
         super().__init__(module, balance, devices, deferred_batch_norm)
         self._start()
 
-    def _start(self) -> None:
-        self._runtime = Runtime(self._partitions, self._devices, self._workers)
-        # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
-        self._stop = weakref.finalize(self, self._runtime.pool.stop)
-        self._stop.atexit = False
-        for tell in when_made:
-            tell(self)
-
-    def forward(self, *args: Any, timeout: float | None = None, **kwargs: Any) -> Value:
-        """Run a mini-batch through all partitions.
-
-        Args:
-            *args: go to the first layer; each later layer gets the value of the one before. Any
-                pytree. Tensors with at least one dimension are split along dimension 0, into
-                ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
-                else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
-            **kwargs: likewise.
-            timeout: seconds, in place of the pipe's for this call; ``math.inf`` for no limit. The
-                first layer does not get it.
-
-        Returns:
-            The last layer's value on the last device: tensors concatenated along dimension 0,
-            0-dimensional ones stacked to ``(micro-batches,)``, equal other leaves once.
-
-        Raises:
-            ValueError: arguments disagree on the number of rows, or outputs cannot be joined.
-            TypeError: an argument hides rows that cannot be split.
-            PipeClosedError: after :meth:`close`.
-            PipelineTimeout: the outputs were not there in time.
-            WorkerBusyError: a layer of a call that timed out has not returned yet.
-            TransformError: inside of a ``torch.func`` transform or forward-mode differentiation.
-            Exception: whatever a layer raises, with a note that says where.
-        """
-        refuse_compilation()
-        refuse_transforms()
-        seconds = self._timeout
-        if timeout is not None:
-            seconds = check_timeout(timeout)
-            refuse_keywords_of(next(iter(self), None), {"timeout": timeout}, len(args))
-        if not self._partitions:
-            if len(args) != 1 or kwargs:
-                raise TypeError("a pipe without layers takes one positional argument")
-            return args[0]
-        inputs, sizes = scatter_with_sizes(args, kwargs, self._chunks)
-        deferred = self._deferred_batch_norm and not is_recomputing()
-        stats = DeferredStats(self._partitions) if deferred else None
-        checkpointed = recomputed(self.checkpoint, len(inputs))
-        outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds), sizes)
-        if stats is not None:
-            stats.commit()
-        return outputs
-
-    def record(self) -> AbstractContextManager[Timeline, None]:
-        """Record what each device does in the calls that begin inside of the block.
-
-        >>> with pipe.record() as timeline:  # doctest: +SKIP
-        ...     loss_fn(pipe(x), target).backward()
-        >>> print(timeline.report())  # doctest: +SKIP
-
-        Forward, recomputation and backward, on any thread, as long as the block is open. On CUDA
-        the devices are waited for once, at its beginning; the calls are not synchronised. Each
-        task is kept, about a kilobyte with its backward, so record some steps, not a training.
-        """
-        runtime = self._runtime
-        of_pipe = runtime.devices, runtime.workers, self._balance, self._chunks
-        return Record(runtime.counters, *of_pipe)
-
-    def statistics(self) -> Statistics:
-        """Return counts of what the pipe has done, and what its workers do now. On any thread."""
-        return self._runtime.statistics()
-
-    def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` about all calls from now on. A copy of the pipe has no observers."""
-        if not isinstance(observer, Observer):
-            raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
-        self._runtime.counters.observers[id(observer)] = observer
-
-    def remove_observer(self, observer: Observer) -> None:
-        """Stop telling ``observer`` about calls."""
-        self._runtime.counters.observers.pop(id(observer), None)
-
-    def close(self, timeout: float | None = None) -> None:
-        """End the threads and wait for them. Calls are refused from then on; closing again is fine.
-
-        May be called from any thread; a call that is running is cancelled and raises
-        :class:`PipeClosedError`. From inside a layer the threads are ended, but not waited for. The
-        layers and their parameters remain usable.
-
-        Args:
-            timeout: seconds to wait at most; default the pipe's.
-
-        Raises:
-            PipelineTimeout: a layer has not returned in that time. Its thread ends when it does.
-        """
-        self._runtime.close(self._timeout if timeout is None else check_timeout(timeout))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        stuck = self._runtime.waiting.stuck()
-        if error is not None and stuck:
-            self._stop()  # the layer that does not return must not keep the error from being seen
-            _log.warning("%s", still_busy(stuck))
-            return
-        try:
-            self.close()
-        except PipelineTimeout as timed_out:
-            if error is None:
-                raise
-            _log.warning("%s", timed_out)  # what is being raised matters more
-
-    def forward_backward(
-        self,
-        *args: Any,
-        loss_fn: LossFunction,
-        target: Value = None,
-        schedule: str | Schedule = "1f1b",
-        reduction: str = "mean",
-        loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
-        return_outputs: bool = False,
-        timeout: float | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a mini-batch forward and backward, and add the gradients of the loss to ``.grad``.
-
-        The backward goes through the workers like the forward, so a micro-batch can go back while
-        others still go forward. With ``'1f1b'`` partition *j* keeps the activations of ``n - j``
-        micro-batches at most; on CPU, partitions go backward at the same time.
-
-        >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
-        >>> optimizer.step()  # doctest: +SKIP
-
-        Gradients are added to ``.grad`` when all tasks have succeeded: a step that fails changes
-        none, unless it is a hook of a parameter that fails while they are added. Hooks see the
-        whole gradient, once. Inputs that require grad get theirs through the caller's graph.
-
-        Args:
-            *args: as in :meth:`forward`.
-            **kwargs: likewise.
-            loss_fn: called with the output and the target of each micro-batch, on the last worker;
-                returns a tensor of one element, or a pair: a sum, and the count to divide it by.
-            target: any pytree; split like the arguments, and moved to the last device.
-            schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps ``2 * (n - j) - 1`` and
-                waits for no copies; ``'interleaved'``, for devices with several partitions;
-                ``'gpipe'``, which fills and drains; or a function: :func:`pipert.schedules.plan`.
-            reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
-                loss is that of the mini-batch, however it was split. Where rows count differently,
-                as with ``ignore_index``, return the pair. ``'sum'`` adds up.
-            loss_scale: gradients are those of the loss times this; or the ``GradScaler`` that
-                knows. Default: not scaled.
-            return_outputs: whether to return the outputs, too; default no.
-            timeout: as in :meth:`forward`.
-
-        Returns:
-            The loss of the mini-batch, unscaled and without a graph, on the last device; with
-            ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph.
-
-        Which micro-batches are recomputed is up to :attr:`checkpoint`. If that was never chosen,
-        none is, but with ``'gpipe'`` and schedules of your own all except the last are.
-
-        Raises:
-            ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
-            TypeError: as :meth:`forward`; or ``loss_fn`` returned anything else.
-            RuntimeError: gradients are disabled, or the loss does not require any.
-            Exception: as :meth:`forward`; whatever a layer raises on its way back, too.
-        """
-        refuse_compilation()
-        refuse_transforms()
-        seconds = self._timeout if timeout is None else check_timeout(timeout)
-        own = {"loss_fn": loss_fn, "target": target, "timeout": timeout}
-        refuse_keywords_of(next(iter(self), None), own, len(args))
-        if not self._partitions:
-            raise ValueError("a pipe without layers has nothing to go backward through")
-        inputs, loss = split_step(
-            args, kwargs, target, self._chunks, loss_fn, reduction,
-            scale_of(loss_scale, self._devices[-1:]),
-        )  # fmt: skip
-        m, n = len(inputs), len(self._partitions)
-        chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")
-        checkpointed = recomputed(chosen, m)
-        planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
-        step = Step(loss, return_outputs)
-        stats = DeferredStats(self._partitions) if self._deferred_batch_norm else None
-        total = self._runtime.step(inputs, planned, step, stats, seconds)
-        if stats is not None:
-            stats.commit()
-        return (total, step.output) if return_outputs else total
-
     def _layers_changed(self) -> None:
-        self._runtime.route_skips()
+        self._runtime.model = self._model()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Threads are not copied; a copy starts its own."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_runtime", "_stop")}
+    def _model(self) -> Layered:
+        return Layered(self._partitions, routes(self._partitions))
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._start()
+    def _takes_arguments(self) -> nn.Module | None:
+        return next(iter(self), None)

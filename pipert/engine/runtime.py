@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd.leaves import begin_numbers
@@ -32,8 +32,7 @@ from pipert.schedules.plan import Plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.told import Told
 from pipert.skip import store
-from pipert.skip.routes import routes
-from pipert.stage.assembly import Model, assemble
+from pipert.stage.assembly import Model
 from pipert.stage.cut import leaf_inputs
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
@@ -55,15 +54,14 @@ class Runtime:
 
     def __init__(
         self,
-        partitions: Sequence[nn.Sequential],
+        model: Model,
         devices: Sequence[torch.device],
         workers: Sequence[int],
     ) -> None:
-        self._partitions = tuple(partitions)
+        self.model = model
         self.devices = tuple(devices)
         self.workers = tuple(workers)
         self._streams = CopyStreams()
-        self.route_skips()
         self._identity = object()
         self.counters = Counters()
         served = [devices[self.workers.index(w)] for w in range(len(set(self.workers)))]
@@ -71,10 +69,6 @@ class Runtime:
         self._cpu_workers = sum(device.type == "cpu" for device in served)
         self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
         self.waiting = Waiting(self.pool, len(names))
-
-    def route_skips(self) -> None:
-        """Find out where skips go: again when a layer was replaced."""
-        self._model = Model(self._partitions, routes(self._partitions))
 
     def call(
         self,
@@ -92,11 +86,11 @@ class Runtime:
             timeout: seconds after which the call gives up.
         """
         begin_numbers(len(inputs))  # so what the caller does with the outputs comes before turns
-        plan = plan_call(len(inputs), len(self._partitions), self.workers, recomputed)
+        plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as told:
             run = self._run(plan, told)
-            self._go(run, assemble(run, self._model, inputs, None, stats), threads, timeout)
+            self._go(run, self.model.assemble(run, inputs, None, stats), threads, timeout)
             told.outcome = "succeeded"
             return run.outputs
 
@@ -114,11 +108,11 @@ class Runtime:
         """
         threads = self._threads()
         with self.counters.open(plan) as told:
-            compute_cached(self._partitions)
+            compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
             run = self._run(plan, told)
-            stages = assemble(run, self._model, leaves, step, stats)
+            stages = self.model.assemble(run, leaves, step, stats)
             self._go(run, stages, threads, timeout)
             try:
                 step.check()
@@ -156,6 +150,8 @@ class Runtime:
         try:
             self.waiting.execute(run, posting, threads, timeout)
         finally:
+            if run.at_end is not None:
+                run.at_end()
             run.return_what_was_read()
             run.seed.settle()
         told, error = run.told, run.outcome.take_error()
@@ -184,4 +180,4 @@ class Runtime:
             raise self.waiting.timed_out("the threads of the pipe had not ended", timeout)
 
     def __repr__(self) -> str:
-        return f"<Runtime of {len(self._partitions)} partitions, {self.pool!r}>"
+        return f"<Runtime of {len(self.devices)} partitions, {self.pool!r}>"

@@ -28,6 +28,7 @@ from pipert.batch.tensors import version
 from pipert.errors import RecomputationError
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import Key, operations
+from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
@@ -180,7 +181,7 @@ def _runs_compiled_code(module: nn.Module) -> bool:
     """Whether torch.compile has made it, its call, or the ``forward`` of its class."""
     return (
         type(module).__module__.startswith("torch._dynamo")
-        or getattr(module, "_compiled_call_impl", None) is not None
+        or compiled_call(module) is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
 

@@ -72,6 +72,9 @@ class Layers:
         told: who hears of recomputations.
     """
 
+    draws = False
+    """Whether tasks have random numbers of their own."""
+
     __slots__ = (
         "_compiled", "_context", "_partition", "_place", "_skips", "_snapshot", "_substitutes",
         "_told", "took",
@@ -232,6 +235,8 @@ class RandomLayers(Layers):
 
     Also those of a run inside of another one's recomputation, which leaves their buffers alone.
     """
+
+    draws = True
 
     __slots__ = ("_is_recomputed", "_seed")
 

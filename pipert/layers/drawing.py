@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules import module as all_modules
 
+from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
@@ -34,11 +35,15 @@ def draws(partition: nn.Sequential) -> bool:
 
 def is_compiled(layer: nn.Module) -> bool:
     """Whether torch.compile or torch.jit made or changed any part of the layer."""
+    return any(map(is_compiled_itself, modules_of(layer)))
+
+
+def is_compiled_itself(module: nn.Module) -> bool:
+    """The same of a module without the modules inside of it."""
     # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
-    return any(
+    return (
         type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
-        or getattr(module, "_compiled_call_impl", None) is not None
-        for module in modules_of(layer)
+        or compiled_call(module) is not None
     )
 
 

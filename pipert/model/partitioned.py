@@ -1,22 +1,19 @@
 """``Partitioned``: an ``nn.Sequential`` that is split and placed, and still looks like one.
 
-This is all of a pipe that does not run anything: layers, devices, hooks, settings, what it shares
-with the module that it was made of.
+This is all of its pipe that does not run anything: layers, devices, hooks, what it shares with the
+module that it was made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn, Self, overload
+from collections.abc import Iterable, Iterator
+from typing import Any, Self, overload
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert._typing import Device
-from pipert.autograd.leaves import begin_numbers
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.buffers import KEEPING
-from pipert.layers.compiling import not_traced
 from pipert.layers.generators import DRAWING
 from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.devices import (
@@ -25,7 +22,8 @@ from pipert.model.devices import (
     parse_devices,
     where_tensors_are,
 )
-from pipert.model.settings import check_checkpoint, check_chunks, check_timeout, whole
+from pipert.model.placed import Placed
+from pipert.model.settings import whole
 from pipert.model.split import check_balance, check_module, place, sequential, split
 from pipert.skip.verify import verify_skippables
 
@@ -40,16 +38,8 @@ _SHARED_WITH_MODULE = (
 )  # fmt: skip
 
 
-class Partitioned(nn.Module):
+class Partitioned(Placed):
     """The layers of an ``nn.Sequential`` on their devices; its arguments are ``Pipe``'s."""
-
-    # What is set on this object itself, and is no layer.
-    _own = frozenset(
-        {
-            "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
-            "_timeout", "_workers", "checkpoint", "chunks", "timeout", "training",
-        }  # fmt: skip
-    )
 
     def __init__(
         self,
@@ -134,49 +124,6 @@ class Partitioned(nn.Module):
         """The number of layers in each partition."""
         return list(self._balance)
 
-    @property
-    def devices(self) -> list[torch.device]:
-        """The device of each partition, as torch names it: logical CPU devices are ``cpu``."""
-        return list(self._devices)
-
-    @property
-    def partitions(self) -> tuple[nn.Sequential, ...]:
-        """The partitions, each an ``nn.Sequential`` of the module's own layers."""
-        return self._partitions
-
-    @property
-    def chunks(self) -> int:
-        """The number of micro-batches, at most. May be assigned between calls."""
-        return self._chunks
-
-    @chunks.setter
-    def chunks(self, chunks: int) -> None:
-        self._chunks = check_chunks(chunks)
-        begin_numbers(self._chunks)  # what the caller does before the first call comes before turns
-
-    @property
-    def checkpoint(self) -> str:
-        """Which micro-batches are recomputed. May be assigned between calls."""
-        return self._checkpoint or "except_last"
-
-    @checkpoint.setter
-    def checkpoint(self, checkpoint: str | None) -> None:
-        self._checkpoint = check_checkpoint(checkpoint)  # None: not chosen
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds that a call may take, or ``None``. May be assigned between calls."""
-        return self._timeout
-
-    @timeout.setter
-    def timeout(self, timeout: float | None) -> None:
-        self._timeout = check_timeout(timeout)
-
-    @property
-    def deferred_batch_norm(self) -> bool:
-        """Whether running statistics are updated once for each call."""
-        return self._deferred_batch_norm
-
     def __len__(self) -> int:
         return sum(self._balance)
 
@@ -204,26 +151,6 @@ class Partitioned(nn.Module):
         for partition in self._partitions:
             partition.training = mode
         return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and the like."""
-        for device in set(self._devices):
-            moved = fn(torch.empty(0, device=device)).device
-            if moved != device:
-                raise RuntimeError(
-                    f"the layers of a Pipe live on its devices {list(map(str, self._devices))} and "
-                    f"cannot be moved to {moved}; make a new Pipe of the module with other devices,"
-                    " or move the layers one by one after close()"
-                )
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """torch.jit.script asks for what to compile."""
-        raise not_traced("torch.jit.script")
-
-    def extra_repr(self) -> str:
-        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
 
     def __repr__(self) -> str:
         lines = [f"Pipe({self.extra_repr()}"]

@@ -20,7 +20,9 @@ def _forward(stage: Stage) -> How:
     return recorded_forward(stage)
 
 
-ACTIONS: dict[str, Callable[[Stage], How]] = {
+Actions = dict[str, Callable[[Stage], How]]
+
+ACTIONS: Actions = {
     FORWARD: _forward,
     RECOMPUTE: recompute,
     BACKWARD: backward,

@@ -7,7 +7,7 @@ first or last, on one device or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
@@ -19,7 +19,7 @@ from pipert.layers.drawing import draws
 from pipert.layers.place import Place, last_layer
 from pipert.layers.tied import Weights, borrowed, hooked
 from pipert.skip.routes import PartitionSkips
-from pipert.stage.actions import ACTIONS
+from pipert.stage.actions import ACTIONS, Actions
 from pipert.stage.copies import Copies, CutTransport, InGraphTransport, Transport
 from pipert.stage.cut import Cut
 from pipert.stage.in_graph import InGraph
@@ -32,20 +32,43 @@ from pipert.stage.step import Step
 __all__: list[str] = []
 
 
-class Model(NamedTuple):
-    """What a pipe runs: layers, and where their skips go."""
+class Model(Protocol):
+    """What a pipe runs."""
+
+    partitions: tuple[nn.Sequential, ...]
+    """The layers of each partition."""
+
+    def assemble(
+        self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
+    ) -> list[Stage]:
+        """Make the stages of a run, as :func:`assemble`."""
+
+
+class Layered(NamedTuple):
+    """A model whose layers are called one by one."""
 
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
+    """Where the skips of each partition come from and go to."""
+
+    def assemble(
+        self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
+    ) -> list[Stage]:
+        return assemble(run, self, inputs, step, stats)
 
 
 def assemble(
-    run: Run, model: Model, inputs: list[Value], step: Step | None, stats: DeferredStats | None
+    run: Run,
+    model: Layered,
+    inputs: list[Value],
+    step: Step | None,
+    stats: DeferredStats | None,
+    actions: Actions = ACTIONS,
 ) -> list[Stage]:
     """Make the stages of ``run``, which goes backward as well if it has a ``step``.
 
     It empties ``inputs``, one for each micro-batch, as it goes on. Running statistics are noted in
-    ``stats`` if they are deferred.
+    ``stats`` if they are deferred. ``actions`` carry the stages out.
     """
     n = len(model.partitions)
     weights = _borrowed(run, model, step)
@@ -65,7 +88,7 @@ def assemble(
         of_stage = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step)
         stage = Stage(run, place, layers, skips or None, links, ends, weights[j], of_stage)
-        stage.how = {kind: ACTIONS[kind](stage) for kind in run.plan.kinds_there_are}
+        stage.how = {kind: actions[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
 
@@ -105,7 +128,7 @@ def _ends(run: Run, place: Place, copies: Copies, step: Step | None) -> InGraph 
     return Cut(step, run, place, copies)
 
 
-def _borrowed(run: Run, model: Model, step: Step | None) -> Sequence[Weights]:
+def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     """The parameters of each partition that something else stands for."""
     elsewhere = borrowed(model.partitions, run.devices)
     if step is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,8 @@ class Run:
     """The streams that something was copied from, by device and micro-batch."""
     handed_on: dict[tuple[int, int], Shared] = field(default_factory=dict)
     """By micro-batch and stage the tensors of its input that shared memory before; ints alone."""
+    at_end: Callable[[], None] | None = None
+    """Called in the caller when the run is over, in whatever way."""
     dropped: bool = False
     """Whether nobody waits for it any more."""
 

@@ -1,0 +1,207 @@
+"""Values that cross from partition to partition, wherever the model uses them.
+
+What a partition passes to a later one is nowhere listed: arguments of layers, of course, but also
+what the model's own code between them (its *glue*) has kept in a variable. So a tensor is looked at
+when it is used: in the arguments of an intercepted call, and in those of each torch function that
+glue calls. All nodes of a micro-batch are made by one thread, which numbers them. So a tensor whose
+node has a number from before the partition began is of an earlier one, and crosses:
+
+* in a step the graph is cut there: what is used is a tensor without the graph, and what gradient it
+  gets in ``B[i,j]`` waits for the ``B`` of the partition that made it;
+* if it is on another device it is copied, over the copy streams of both; in a call inside the
+  graph.
+
+Within a partition a tensor crosses once, whoever uses it how often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+from pipert._typing import Value
+from pipert.autograd import order
+from pipert.autograd.again import edges_of
+from pipert.autograd.leaves import node_count
+from pipert.batch.tensors import differentiable
+from pipert.stage.stage import Stage
+
+__all__: list[str] = []
+
+
+class Source:
+    """A tensor that later partitions have used, and the gradients that they have sent for it."""
+
+    __slots__ = ("edge", "gradients")
+
+    def __init__(self, edge: GradientEdge | None) -> None:
+        self.edge = edge
+        """``None`` for an input of the model."""
+        self.gradients: list[tuple[Tensor, int]] = []
+        """Each with the partition that it comes from."""
+
+
+class Part:
+    """What ``B[i,j]`` needs of ``F[i,j]``."""
+
+    __slots__ = ("entries", "first", "last", "loss", "sources")
+
+    def __init__(self, first: int) -> None:
+        self.first = self.last = first
+        """The numbers of the nodes that were made in it: from the first to before the last."""
+        self.entries: list[tuple[GradientEdge, Source]] = []
+        """Where each tensor of an earlier partition has entered."""
+        self.sources: dict[tuple[Node, int], Source] = {}
+        """What was made in it and used later, by its place in the graph."""
+        self.loss: Tensor | None = None
+
+
+class Crossing:
+    """The crossings of micro-batch ``i``. Its driver's, and then of the worker whose turn it is.
+
+    Args:
+        i: the micro-batch.
+        stages: of the run.
+        cuts: whether the graph is cut, as in a step.
+    """
+
+    def __init__(self, i: int, stages: Sequence[Stage], cuts: bool) -> None:
+        self.i = i
+        self.parts: dict[int, Part] = {}
+        self._stages = stages
+        self._cuts = cuts
+        self._starts: list[int] = []
+        self._order: list[int] = []  # the partition that each start is of
+        self._start = 0
+        self._part: Part = Part(0)
+        self._entered: dict[tuple[Node, int], Tensor] = {}
+        self.glue = Glue(self.bring)
+
+    def begin(self, stage: Stage) -> None:
+        """A partition begins."""
+        self._start = node_count()
+        self._part = self.parts[stage.place.j] = Part(self._start)
+        self._starts.append(self._start)
+        self._order.append(stage.place.j)
+
+    def end(self) -> None:
+        """It ends: what has entered it is used no more."""
+        self._part.last = node_count()
+        self._entered.clear()
+
+    def enter_inputs(self, x: Value) -> Value:
+        """Let the inputs of the model enter."""
+        xs, rebuild = differentiable(x)
+        if not xs or not self._cuts:
+            return x
+        entered = order.enter(xs)
+        self._part.entries += [(edge, Source(None)) for edge in edges_of(entered)]
+        return rebuild(entered)
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """What stands for a tensor in the partition that is current."""
+        node = tensor.grad_fn
+        if node is None:
+            return tensor
+        number = node._sequence_nr()
+        if number >= self._start or number < self._starts[0]:
+            return tensor  # its own, or the caller's
+        key = node, tensor.output_nr
+        entered = self._entered.get(key)
+        if entered is None:
+            made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
+            entered = self._entered[key] = self._enter(tensor, key, made_in)
+        return entered
+
+    def _enter(self, tensor: Tensor, key: tuple[Node, int], made_in: Part) -> Tensor:
+        source = made_in.sources.get(key)
+        if source is None:
+            source = made_in.sources[key] = Source(order.edge_of(tensor))
+        (entered,) = order.enter((tensor,))
+        entered.grad_fn.of = self  # type: ignore[union-attr]
+        self._part.entries.append((order.edge_of(entered), source))
+        return entered
+
+    @contextlib.contextmanager
+    def outside_of_glue(self) -> Iterator[None]:
+        """Let the functions of a layer alone."""
+        modes = _get_current_function_mode_stack()
+        if modes and modes[-1] is self.glue:
+            _pop_mode()
+            try:
+                yield
+            finally:
+                _push_mode(self.glue)
+            return
+        aside, self.glue.is_on = self.glue.is_on, False
+        try:
+            yield
+        finally:
+            self.glue.is_on = aside
+
+    def finish(self, loss: Tensor | None) -> None:
+        """The micro-batch has come to its end; in the last partition with its loss."""
+        self._part.loss = loss
+        self.end()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self.parts.clear()
+        self._entered.clear()
+
+
+class Glue(TorchFunctionMode):
+    """Brings what the model's own code uses between layers."""
+
+    def __init__(self, bring: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._bring = bring
+        self.is_on = True
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ABOUT or not self.is_on:
+            return func(*args, **kwargs or {})
+        args = tuple([swapped(a, self._bring) for a in args])
+        if kwargs:
+            kwargs = {name: swapped(value, self._bring) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+        return func(*args)
+
+
+def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+    """The same with what stands for its tensors, in tuples, lists and dicts as well."""
+    if isinstance(value, Tensor):
+        return bring(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([swapped(item, bring) for item in value])
+    if kind is dict:
+        return {key: swapped(item, bring) for key, item in value.items()}
+    return value
+
+
+_ABOUT = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim",
+        "output_nr", "_version", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested",
+        "is_mkldnn", "is_cpu", "retains_grad", "nbytes", "itemsize",
+    )
+) | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
+}  # fmt: skip
+"""Functions that look at a tensor and not at its values."""

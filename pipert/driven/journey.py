@@ -1,0 +1,147 @@
+"""A journey: what the passages of one run share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from pipert._typing import Value
+from pipert.driven.crossing import Crossing, swapped
+from pipert.driven.drivers import Drivers
+from pipert.driven.passage import Passage
+from pipert.layers.dispatch_keys import stash, stashed
+from pipert.layers.generators import DRAWING
+from pipert.layers.random_numbers import Stream
+from pipert.stage.run import Run
+from pipert.stage.stage import Stage
+from pipert.stage.step import Step
+
+__all__: list[str] = []
+
+
+_CALLS = 1 << 32  # more than tasks of a run
+
+
+class Layer(NamedTuple):
+    """A module that is called as a whole, in one partition."""
+
+    name: str
+    home: int
+    """The partition whose device its parameters are on."""
+
+
+class Journey:
+    """What the passages of one run share. Made in the caller."""
+
+    def __init__(
+        self,
+        run: Run,
+        module: nn.Module,
+        layers: Mapping[nn.Module, Layer],
+        drivers: Drivers,
+        step: Step | None,
+    ) -> None:
+        self.run = run
+        self.module = module
+        self.layers = layers
+        self.n = run.plan.n
+        self.step = step
+        self.stages: list[Stage] = []
+        self.moves = len(set(run.devices)) > 1
+        self._drivers = drivers
+        self.crossings: dict[int, Crossing] = {}
+        self._passages: dict[int, Passage] = {}
+        self._threads: dict[int, Any] = {}
+
+    # On workers.
+
+    def lend(self, stage: Stage, i: int, x: Value) -> Value:
+        """Lend micro-batch ``i`` the turn of a stage; the first one gets the input."""
+        if stage.place.j == 0:
+            passage = self._passages[i] = Passage(self, i, x)
+            self._threads[i] = self._drivers.start(passage)
+        return self._passages[i].lend(stage)
+
+    # On drivers.
+
+    def around(self) -> AbstractContextManager[object]:
+        """What is on from the beginning of a passage to its end."""
+        draws = any(stage.layers.draws for stage in self.stages)
+        return DRAWING.included() if draws else contextlib.nullcontext()
+
+    def pass_through(self, passage: Passage, x: Value) -> Value:
+        """Let micro-batch ``i`` go through the model; return what is sent at the end."""
+        stage = self.stages[0]
+        if self.step is not None or self.moves:
+            passage.crossing = Crossing(passage.i, self.stages, self.step is not None)
+            if self.step is not None:
+                self.crossings[passage.i] = passage.crossing
+        self.begin(passage, stage)
+        crossing = passage.crossing
+        if crossing is None:
+            return self.stages[-1].ends.leave(passage.i, passage.forward(x))
+        x = crossing.enter_inputs(x)
+        with crossing.glue:
+            y = passage.forward(x)
+            cut = self.stages[-1].cut
+            assert cut is not None
+            loss = cut.compute_loss(passage.i, y)
+        crossing.finish(loss)
+        return ()
+
+    def begin(self, passage: Passage, stage: Stage) -> None:
+        """The turn of a partition has come."""
+        if stage.place.device.type == "cuda":
+            torch.cuda.set_device(stage.place.device)
+        if stage.layers.draws:
+            stash(Stream(self.run.seed, stage.place.number(passage.i)))
+        if passage.crossing is not None:
+            passage.crossing.begin(stage)
+
+    def end(self, passage: Passage, stage: Stage) -> None:
+        """The turn of a partition goes back."""
+        if passage.crossing is not None:
+            passage.crossing.end()
+
+    def call(
+        self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a layer, in the partition that is current."""
+        stage = passage.stage
+        passage.calls += 1
+        before = None
+        if stage.layers.draws:
+            before = stashed()
+            number = passage.calls * _CALLS + stage.place.number(passage.i)
+            stash(Stream(self.run.seed, number))
+        crossing = passage.crossing
+        try:
+            if crossing is None:
+                return call(*args, **kwargs)
+            with crossing.outside_of_glue():
+                args = swapped(args, crossing.bring)
+                kwargs = swapped(kwargs, crossing.bring)
+                return call(*args, **kwargs)
+        finally:
+            if before is not None:
+                stash(before)
+
+    def rests(self, passage: Passage) -> None:
+        self._drivers.rests(self._threads.pop(passage.i))
+
+    # In the caller.
+
+    def over(self) -> None:
+        """The run is over, in whatever way: let all passages end, and wait for them (H3)."""
+        passages = list(self._passages.values())
+        for passage in passages:
+            passage.unwind()
+        if not self.run.dropped:
+            for passage in passages:
+                passage.wait()
+        self._passages.clear()

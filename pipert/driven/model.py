@@ -1,0 +1,56 @@
+"""A model that is pipelined as it is: its layers, where they are at home, and its drivers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from pipert._typing import Value
+from pipert.driven.drivers import Drivers
+from pipert.driven.journey import Journey, Layer
+from pipert.driven.stages import actions
+from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.intercepted import intercept, release
+from pipert.skip.routes import routes
+from pipert.stage.assembly import Layered, assemble
+from pipert.stage.run import Run
+from pipert.stage.stage import Stage
+from pipert.stage.step import Step
+
+__all__: list[str] = []
+
+
+class DrivenModel:
+    """The model of a pipe whose ``forward`` is its own.
+
+    Args:
+        module: the model.
+        partitions: the layers of each partition, by name.
+    """
+
+    def __init__(self, module: nn.Module, partitions: Sequence[nn.Sequential]) -> None:
+        self.module = module
+        self.partitions = tuple(partitions)
+        self.drivers = Drivers()
+        self.layers = {
+            layer: Layer(name, j)
+            for j, partition in enumerate(partitions)
+            for name, layer in partition._modules.items()
+            if layer is not None
+        }
+        self._model = Layered(self.partitions, routes(self.partitions))
+        intercept(self.layers)
+
+    def assemble(
+        self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
+    ) -> list[Stage]:
+        journey = Journey(run, self.module, self.layers, self.drivers, step)
+        journey.stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        run.at_end = journey.over
+        return journey.stages
+
+    def release(self) -> None:
+        """Intercept no calls any more, and let the drivers end."""
+        self.drivers.close()
+        release(self.layers)

@@ -1,0 +1,222 @@
+"""A passage: one micro-batch on its way through the model, and the hand-over of its turn.
+
+The model's own ``forward`` runs once for each micro-batch, from beginning to end, on a driver
+thread. It gets on while a worker lends it the turn, in ``F[i,j]`` of the plan's order::
+
+    worker 0 (F[i,0])        driver of micro-batch i          worker 1 (F[i,1])
+    -----------------        -----------------------          -----------------
+    lend the turn    ----->  code before the first cut
+    wait                     layers of partition 0
+                     <-----  a layer of partition 1 is called
+    F[i,0] is done           wait                     <-----  lend the turn
+                             that layer, and what follows     wait
+                             ... forward returns      ----->  F[i,1] is done, with the output
+
+Guarantees:
+
+* **H1** a driver executes only between the loan of a turn and its return. Each loan is returned
+  once, whatever the ``forward`` raises, and whoever is not waiting for it any more.
+* **H2** partitions go on and never back: ``F[i,j]`` lends its turn if the micro-batch waits for
+  partition *j*; if it waits for a later one, or has ended, ``F[i,j]`` has nothing to do. A layer
+  of an earlier partition runs where the micro-batch is.
+* **H3** an error is raised by the ``F`` that has lent the turn. The passages that nobody will lend
+  a turn to any more are unwound: what their ``forward`` waits in raises :class:`Unwound`, which is
+  no ``Exception``. When the call returns, raises or is interrupted, all have ended (**R2**), but
+  for those of a run that was given up while one is in the middle of a turn: that one is unwound
+  when it comes to wait, and its worker is busy until then.
+* **H4** a driver at rest references nothing of its last passage, and has none of its context on.
+* **H5** drivers end with the pipe, and when it is closed. A forked child starts its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pipert._typing import Value
+from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import describe
+from pipert.errors import add_note
+from pipert.layers.intercepted import here
+from pipert.layers.place import describe_layer
+from pipert.queues.latch import Latch
+from pipert.schedules.action import FORWARD, Action
+from pipert.stage.stage import Stage
+from pipert.workers.worker import NOT_RUN
+
+if TYPE_CHECKING:
+    from pipert.driven.crossing import Crossing
+    from pipert.driven.journey import Journey
+
+__all__: list[str] = []
+
+
+class Unwound(BaseException):
+    """Raised inside of a ``forward`` whose run is over, to end it."""
+
+
+class Passage:
+    """Micro-batch ``i`` of a journey: the task of a driver."""
+
+    def __init__(self, journey: Journey, i: int, x: Value) -> None:
+        self.what = journey.run.number, None
+        self.layers_took: float | None = None
+        self.i = i
+        self.j = 0
+        """The partition that it is in, or waits for; *n* when it has ended."""
+        self._journey = journey
+        self._x = x
+        self.crossing: Crossing | None = None
+        self.calls = 0
+        """How many calls of layers there were."""
+        self._stage: Stage | None = None
+        self._loans: SimpleQueue[Stage | None] = SimpleQueue()
+        self._returns: SimpleQueue[tuple[Value, BaseException | None]] = SimpleQueue()
+        self._ended = Latch(1)
+        self._is_inside = False
+
+    # On a worker.
+
+    def lend(self, stage: Stage) -> Value:
+        """Lend the turn for ``F[i,j]``, and wait until it is returned (H1, H2).
+
+        Returns:
+            The output of the model, if it came to its end; else an empty tuple.
+        """
+        if self.j > stage.place.j:
+            return ()
+        started = perf_counter()
+        self._loans.put(stage)
+        value, error = self._returns.get()
+        stage.layers.took = perf_counter() - started
+        if error is None:
+            return value
+        try:
+            raise error
+        finally:
+            del error  # it references this frame
+
+    # In the caller, when the run is over.
+
+    def unwind(self) -> None:
+        """Let it end: nobody lends it a turn any more. Any thread; again: no-op."""
+        self._loans.put(None)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended; return whether it has."""
+        return self._ended.wait(timeout)
+
+    # On its driver.
+
+    def receive(self, before_waiting: Callable[[], None]) -> Any:
+        stage = self._loans.get()
+        return NOT_RUN if stage is None else stage
+
+    def execute(self, stage: Stage) -> Any:
+        self._stage = stage
+        context = self._journey.run.context
+        value, failed = (), None
+        try:
+            with context.on_worker:
+                value = context.variables.copy().run(self._pass)
+        except Unwound:
+            pass
+        except BaseException as error:  # noqa: B036  raised on the worker
+            failed = error
+        self.j = self._journey.n
+        if self._stage is not None:
+            self._stage = None
+            self._returns.put((value, failed))
+        del failed, value
+        return ()
+
+    def _pass(self) -> Value:
+        here.interceptor = self
+        try:
+            with self._journey.around():
+                return self._through_the_model()
+        finally:
+            here.interceptor = None
+
+    def _through_the_model(self) -> Value:
+        journey = self._journey
+        x, self._x = self._x, None
+        try:
+            return journey.pass_through(self, x)
+        except BaseException as error:
+            if self._stage is not None:
+                self._stage.place.note(error, Action(FORWARD, self.i, self.j))
+            raise
+
+    def forward(self, x: Value) -> Value:
+        """Call the model, and come to the last partition with what it returns."""
+        module = self._journey.module
+        y = module(*x.args, **x.kwargs) if isinstance(x, Arguments) else module(x)
+        if self.j < self._journey.n - 1:
+            self._hand_over(self._journey.n - 1)
+        return y
+
+    def call(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a layer, in its partition if that comes later."""
+        journey = self._journey
+        layer = journey.layers.get(module)
+        if self._is_inside or layer is None:
+            return call(*args, **kwargs)
+        if layer.home > self.j:
+            self._hand_over(layer.home)
+        self._is_inside = True
+        try:
+            return journey.call(self, layer, call, args, kwargs)
+        except BaseException as error:
+            add_note(error, partial(self._note_of_layer, layer.name, module, args, kwargs))
+            raise
+        finally:
+            self._is_inside = False
+
+    def _note_of_layer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> str:
+        place, action = self.stage.place, Action(FORWARD, self.i, self.j)
+        where = place.describe(action, f", {describe_layer(name, module)}")
+        given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
+        return f"{where}, input {describe(given)}"
+
+    def _hand_over(self, j: int) -> None:
+        """Return the turn, and wait for that of partition ``j``."""
+        self._journey.end(self, self.stage)
+        self.j, self._stage = j, None
+        self._returns.put(((), None))
+        stage = self._loans.get()
+        if stage is None:
+            self._loans.put(None)  # for whoever catches this, and calls the next layer
+            raise Unwound
+        self._stage = stage
+        self._journey.begin(self, stage)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that has lent the turn."""
+        assert self._stage is not None
+        return self._stage
+
+    def send(self, result: Any) -> None:
+        self._settle()
+
+    def abandon(self, error: BaseException) -> None:
+        """Its driver was ended from outside, or would not take it."""
+        self.j = self._journey.n
+        self._returns.put(((), error))
+        self._settle()
+
+    def _settle(self) -> None:
+        if not self._ended.is_open():
+            self._journey.rests(self)
+            self._ended.arrive()
+
+    def __repr__(self) -> str:
+        return f"<Passage of micro-batch {self.i}, at partition {self.j}>"

@@ -1,0 +1,129 @@
+"""What a stage of a driven model does: ``F[i,j]`` lends a turn, ``B[i,j]`` is a step's own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipert._typing import Value
+from pipert.autograd import order
+from pipert.autograd.leaves import leaves_behind
+from pipert.driven.crossing import Crossing, Part
+from pipert.driven.journey import Journey
+from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
+from pipert.stage.actions import Actions
+from pipert.stage.backward import alone
+from pipert.stage.cut import Cut
+from pipert.stage.links import NOWHERE
+from pipert.stage.stage import How, Stage
+
+__all__: list[str] = []
+
+
+def actions(journey: Journey) -> Actions:
+    """The rows for each kind of action."""
+
+    def forward(stage: Stage) -> How:
+        body = partial(_forward, journey)
+        return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
+
+    def recompute(stage: Stage) -> How:
+        body = partial(_recompute, journey)
+        return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send)
+
+    def backward(stage: Stage) -> How:
+        context = stage.run.context.going_back_on_worker
+        body = partial(_backward, journey)
+        return How(stage.links.dy.receive, context, body, stage.links.dx.send)
+
+    return {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
+
+
+@contextlib.contextmanager
+def _seen(stage: Stage, action: Action) -> Iterator[None]:
+    """Tell those who look about the action in the block."""
+    told, device = stage.run.told, stage.place.device
+    with contextlib.ExitStack() as stack:
+        if told.is_observed:
+            stack.enter_context(told.observed(action, device))
+        if told.recorder is not None:
+            stack.enter_context(told.recorded(action, device))
+        yield
+
+
+def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
+    if stage.borrowed:
+        stage.borrow(i)
+    if not stage.run.told.looks:
+        return journey.lend(stage, i, x)
+    with _seen(stage, Action(FORWARD, i, stage.place.j)):
+        return journey.lend(stage, i, x)
+
+
+def _recompute(journey: Journey, stage: Stage, i: int, _: Value) -> None:
+    pass
+
+
+def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
+    crossing, cut, j = journey.crossings.get(i), stage.cut, stage.place.j
+    assert cut is not None
+    part = crossing.parts.pop(j, None) if crossing is not None else None
+    if part is None:
+        return ()
+    with _seen(stage, Action(BACKWARD, i, j)):
+        stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
+    return ()
+
+
+def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Part) -> None:
+    j = stage.place.j
+    ys: list[Any] = []
+    dys = []
+    if part.loss is not None and part.loss.requires_grad:
+        ys.append(order.edge_of(part.loss))
+        dys.append(cut.step.loss.gradient_of(i, part.loss))
+    for source in part.sources.values():
+        gradient = _sum(cut, i, source.gradients)
+        if gradient is not None:
+            ys.append(source.edge)
+            dys.append(gradient)
+    xs = [edge for edge, _ in part.entries]
+    found: Sequence[Tensor | None] = (None,) * len(xs)
+    leaves: list[Tensor] = []
+    if ys:
+        ours = range(part.first, part.last)
+        leaves, has_others = leaves_behind([y.node for y in ys], [order.ENTRANCE], ours)
+        try:
+            found = torch.autograd.grad(
+                ys, [*xs, *leaves], dys, retain_graph=has_others, allow_unused=True
+            )
+        except BaseException as error:
+            torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
+            if isinstance(error, RuntimeError):
+                refuse_reentrant_checkpoint(error)
+            raise
+    inputs = []
+    for (_, source), dx in zip(part.entries, found, strict=False):
+        if source.edge is None:
+            inputs.append(None if dx is None else alone(dx))
+        elif dx is not None:
+            source.gradients.append((alone(dx), j))
+    if j == 0:
+        cut.step.input_gradients[i] = inputs
+    cut.let_others_copy(i)
+    weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves] if cut.stand_ins else leaves
+    cut.gradients.add(weights, found[len(xs) :])
+
+
+def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:
+    total = None
+    for gradient, origin in gradients:
+        (here,) = cut.bring_gradients(i, [gradient], origin)
+        total = here if total is None else total + here  # type: ignore[operator]
+    return total

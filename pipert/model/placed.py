@@ -1,0 +1,95 @@
+"""``Placed``: the settings of a pipe, and the devices that its model is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipert.autograd.leaves import begin_numbers
+from pipert.layers.compiling import not_traced
+from pipert.model.settings import check_checkpoint, check_chunks, check_timeout
+
+__all__: list[str] = []
+
+
+class Placed(nn.Module):
+    """A model that is split and placed: all of a pipe that does not run anything."""
+
+    # What is set on this object itself, and is no layer.
+    _own = frozenset(
+        {
+            "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
+            "_timeout", "_workers", "checkpoint", "chunks", "timeout", "training",
+        }  # fmt: skip
+    )
+
+    _devices: list[torch.device]
+    _workers: list[int]
+    _partitions: tuple[nn.Sequential, ...]
+    _deferred_batch_norm: bool
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of each partition, as torch names it: logical CPU devices are ``cpu``."""
+        return list(self._devices)
+
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """The partitions, each an ``nn.Sequential`` of the module's own layers."""
+        return self._partitions
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches, at most. May be assigned between calls."""
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._chunks = check_chunks(chunks)
+        begin_numbers(self._chunks)  # what the caller does before the first call comes before turns
+
+    @property
+    def checkpoint(self) -> str:
+        """Which micro-batches are recomputed. May be assigned between calls."""
+        return self._checkpoint or "except_last"
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str | None) -> None:
+        self._checkpoint = check_checkpoint(checkpoint)  # None: not chosen
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds that a call may take, or ``None``. May be assigned between calls."""
+        return self._timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float | None) -> None:
+        self._timeout = check_timeout(timeout)
+
+    @property
+    def deferred_batch_norm(self) -> bool:
+        """Whether running statistics are updated once for each call."""
+        return self._deferred_batch_norm
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and the like."""
+        for device in set(self._devices):
+            moved = fn(torch.empty(0, device=device)).device
+            if moved != device:
+                raise RuntimeError(
+                    f"the layers of a Pipe live on its devices {list(map(str, self._devices))} and "
+                    f"cannot be moved to {moved}; make a new Pipe of the module with other devices,"
+                    " or move the layers one by one after close()"
+                )
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script asks for what to compile."""
+        raise not_traced("torch.jit.script")
+
+    def extra_repr(self) -> str:
+        return f"chunks={self._chunks}, checkpoint={self.checkpoint!r}"
