@@ -41,7 +41,8 @@ HOWS = [
 def pipeline(model: nn.Module, family: Family, checkpoint: str, **more: Any) -> Any:
     devices = ["cpu"] * (len(family.cuts) + 1)
     return pipert.pipeline(
-        model, list(family.cuts), devices=devices, chunks=CHUNKS, checkpoint=checkpoint, **more
+        model, list(family.cuts), devices=devices, chunks=CHUNKS, checkpoint=checkpoint,
+        deferred_batch_norm=False, **more,
     )
 
 
