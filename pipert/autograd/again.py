@@ -19,7 +19,7 @@ which costs as much as a small operation does. So:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from operator import attrgetter
@@ -105,12 +105,9 @@ class Again:
             unpack: gets the number of a saved tensor, if the graph is gone through after all.
         """
         tensors, self._rebuild = tensors_of(value)
-        self._tensors, self._versions, self._wanting = [], [], []
-        own, xs, begins = [], list[Tensor](), list[Node]()
+        self._wanting = []
+        own, xs, begins = self._keep(tensors), list[Tensor](), list[Node]()
         for k, tensor in enumerate(tensors):
-            self._tensors.append(tensor.detach())
-            self._versions.append(-1 if tensor.is_inference() else tensor._version)
-            own.append(tensor.clone())
             if (node := own[k].grad_fn) is not None:
                 self._wanting.append(k)
                 xs.append(tensor)
@@ -129,6 +126,10 @@ class Again:
         self._nodes, self.saves, self._looks = len(nodes), next(saved), list(map(_look, ys))
         return First(tuple(xs), begins, ys, rebuild, nodes)
 
+    def connections(self, xs: Tensors) -> Tensors:
+        """What is kept of inputs that want a gradient, for the sake of their graph."""
+        return xs
+
     def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
         """Return the input with copies, no leaves, which layers may change in place.
 
@@ -139,14 +140,7 @@ class Again:
         Raises:
             RuntimeError: an input was changed in place.
         """
-        for tensor, before in zip(self._tensors, self._versions, strict=True):
-            if version(tensor) != before:
-                raise RuntimeError(
-                    "an input of a checkpointed partition was modified in place between its "
-                    f"forward and its recomputation: {describe(tensor)}; clone it before "
-                    "modifying it"
-                )
-        tensors = [tensor.detach() for tensor in self._tensors]
+        tensors = self._kept()
         wanting = tuple([tensors[k] for k in self._wanting])
         if begin is None:
             for tensor in wanting:
@@ -154,7 +148,23 @@ class Again:
         elif wanting:
             for k, tensor in zip(self._wanting, begin(wanting), strict=True):
                 tensors[k] = tensor
-        return self._rebuild(tuple(map(Tensor.clone, tensors)))
+        return self._rebuild(self._given(tensors))
+
+    def _keep(self, tensors: Tensors) -> list[Tensor]:
+        """Keep the inputs as they are now; return what the layers get, which is no leaf."""
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._versions = [version(tensor) for tensor in tensors]
+        return [tensor.clone() for tensor in tensors]
+
+    def _kept(self) -> list[Tensor]:
+        """The inputs, without a graph."""
+        for tensor, before in zip(self._tensors, self._versions, strict=True):
+            refuse_changed(tensor, before)
+        return [tensor.detach() for tensor in self._tensors]
+
+    def _given(self, tensors: Sequence[Tensor]) -> Tensors:
+        """What the layers get when they compute again."""
+        return tuple(map(Tensor.clone, tensors))
 
     def compute(
         self, on_worker: bool, begin: Callable[[Tensors], Tensors] = order.enter
@@ -188,7 +198,7 @@ class Again:
             self._count_what_is_saved(on_worker)
         return Graph(xs, ys)
 
-    def saved(self) -> dict[int, tuple[Any, int]]:
+    def saved(self, on_worker: bool) -> dict[int, tuple[Any, int]]:
         """Compute again, and return what it saves, by number: packed by the caller, and versions.
 
         Raises:
@@ -205,7 +215,7 @@ class Again:
             self._check(differentiable(y)[0])
             self._check_count(len(found))
 
-        self._replay_under(Forget(keep), check, False)
+        self._replay_under(Forget(keep), check, on_worker)
         return found
 
     def _count_what_is_saved(self, on_worker: bool) -> None:
@@ -247,6 +257,15 @@ class Forget(partial[Any]):
     """
 
     hooks: Hooks
+
+
+def refuse_changed(tensor: Tensor, before: int) -> None:
+    """Refuse an input that was changed since it had the version ``before``."""
+    if version(tensor) != before:
+        raise RuntimeError(
+            "an input of a checkpointed partition was modified in place between its forward and "
+            f"its recomputation: {describe(tensor)}; clone it before modifying it"
+        )
 
 
 def refuse(_: Any) -> Tensor:

@@ -31,15 +31,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.autograd.again import Again, Forget, Graph, Hook, Hooks, Replay, refuse
+from pipert.autograd.again import Again, Forget, Graph, Hook, Hooks, refuse
 from pipert.autograd.function import applied
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe
@@ -50,20 +51,33 @@ __all__: list[str] = []
 _FEW = 32  # saved tensors, to fill in which takes less than the pair does
 
 
+class Whole(Protocol):
+    """Several checkpoints that are computed again together, in one ``R[i,j]``."""
+
+    def recompute(self, on_worker: bool) -> None:
+        """Refill all of them."""
+
+    def of(self, again: Again) -> Again:
+        """Make ready what the computation of one of them needs of the others; return it."""
+
+
 class Checkpoint:
     """The shared memory of one checkpointed task.
 
     Owned by the graph: by the node of the pair, or by what ``F`` has saved in place of tensors.
 
     Args:
-        replay: computes the task again, as of :class:`Again`.
-        hooks: the caller's saved-tensor hooks.
+        again: computes the task again.
+        whole: computes it again together with others, by :meth:`refill`; ``None`` if it is alone.
     """
 
-    __slots__ = ("__weakref__", "_again", "_graph", "_is_pair", "_recording", "_saved", "_xs")
+    __slots__ = (
+        "__weakref__", "_again", "_graph", "_is_pair", "_recording", "_saved", "_whole", "_xs",
+    )  # fmt: skip
 
-    def __init__(self, replay: Replay, hooks: Hooks) -> None:
-        self._again = Again(replay, hooks)
+    def __init__(self, again: Again, whole: Whole | None = None) -> None:
+        self._again = again
+        self._whole = whole
         self._graph: Graph | None = None  # of R, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # of R, if F's graph was kept
         self._xs: Tensors = ()
@@ -79,32 +93,47 @@ class Checkpoint:
         if self._again.saves > _FEW and not _shares_casts() and not torch.is_anomaly_enabled():
             leaves = origins(ys, begins, nodes)
             if leaves is not None:
-                self._is_pair, self._xs = True, xs
+                self._is_pair, self._xs = True, self._again.connections(xs)
                 ys = _apply_checkpoint(self, ys, *xs, *leaves)
         return rebuild(ys)
 
     def recompute(self) -> None:
         """Compute again what the backward needs that comes now."""
+        if not self._is_pair or not torch.is_grad_enabled():  # else it takes another (rule 2)
+            self._recompute()
+
+    def _recompute(self) -> None:
+        if self._whole is None:
+            self.refill(False)
+        elif not (self._graph or self._saved):
+            self._whole.recompute(False)
+
+    def _ready(self) -> Again:
+        return self._again if self._whole is None else self._whole.of(self._again)
+
+    def refill(self, on_worker: bool) -> None:
+        """Compute again, and keep what the next backward needs."""
         if self._is_pair:
-            if not torch.is_grad_enabled():  # else it takes another graph (rule 2)
-                self._graph = self._again.compute(False)
+            self._graph = self._again.compute(on_worker)
         else:
-            self._saved = self._again.saved()
+            self._saved = self._again.saved(on_worker)
 
     def differentiate(
         self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """The gradients of inputs and leaves, as far as needed, by those of the outputs."""
         create_graph = torch.is_grad_enabled()
+        if self._graph is None and not create_graph:  # a second backward
+            self._recompute()
         graph, self._graph = self._graph, None
         for leaf in leaves:
             if leaf._backward_hooks:  # since the forward
                 _keep_from_parts(leaf._backward_hooks)
         gate = Gate()
         if create_graph:
-            graph = self._again.compute(False, lambda _: _apply_gate(gate, *self._xs))
-        elif graph is None:  # a second backward
-            graph = self._again.compute(False)
+            connect = partial(_connect, gate, self._xs)
+            graph = self._ready().compute(False, connect)
+        assert graph is not None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
         # A leaf that was frozen since the forward gets none, as without checkpointing.
@@ -128,7 +157,10 @@ class Checkpoint:
         if number not in self._saved:
             if self._recording:
                 refuse(number)
-            self._saved = self._again.saved()
+            if self._is_pair or self._whole is None:
+                self._saved = self._ready().saved(False)
+            else:
+                self._whole.recompute(False)
         value, version = self._saved.pop(number)
         if self._again.hooks is not None:
             return self._again.hooks[1](value)  # type: ignore[no-any-return]
@@ -246,14 +278,20 @@ class _Gate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gate: Gate, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gate: Gate, values: Tensors, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.gate = gate
-        return tuple(map(Tensor.detach, xs))
+        return tuple(map(Tensor.detach, values))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, *grads) if ctx.gate.is_open else (None,) * (1 + len(grads))
+        return (None, None, *grads) if ctx.gate.is_open else (None,) * (2 + len(grads))
+
+
+def _connect(gate: Gate, xs: Tensors, values: Tensors) -> Tensors:
+    """Give ``values`` the graph of ``xs``."""
+    connected: Tensors = _apply_gate(gate, values, *xs)
+    return connected
 
 
 class _Recompute(torch.autograd.Function):

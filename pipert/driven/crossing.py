@@ -153,7 +153,6 @@ class Crossing:
     def finish(self, loss: Tensor | None) -> None:
         """The micro-batch has come to its end; in the last partition with its loss."""
         self._part.loss = loss
-        self.end()
 
     def clear(self) -> None:
         """Drop everything."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,10 @@ from pipert._typing import Value
 from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
 from pipert.driven.passage import Passage
+from pipert.driven.tape import Tape
 from pipert.layers.dispatch_keys import stash, stashed
 from pipert.layers.generators import DRAWING
-from pipert.layers.random_numbers import Stream
+from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -55,6 +57,8 @@ class Journey:
         self.moves = len(set(run.devices)) > 1
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
+        self.tapes: dict[tuple[int, int], Tape] = {}
+        """In a step, until they were recomputed."""
         self._passages: dict[int, Passage] = {}
         self._threads: dict[int, Any] = {}
 
@@ -84,7 +88,9 @@ class Journey:
         self.begin(passage, stage)
         crossing = passage.crossing
         if crossing is None:
-            return self.stages[-1].ends.leave(passage.i, passage.forward(x))
+            y = passage.forward(x)
+            self.end(passage, self.stages[-1])
+            return self.stages[-1].ends.leave(passage.i, y)
         x = crossing.enter_inputs(x)
         with crossing.glue:
             y = passage.forward(x)
@@ -92,6 +98,7 @@ class Journey:
             assert cut is not None
             loss = cut.compute_loss(passage.i, y)
         crossing.finish(loss)
+        self.end(passage, self.stages[-1])
         return ()
 
     def begin(self, passage: Passage, stage: Stage) -> None:
@@ -100,11 +107,20 @@ class Journey:
             torch.cuda.set_device(stage.place.device)
         if stage.layers.draws:
             stash(Stream(self.run.seed, stage.place.number(passage.i)))
+        if passage.i < stage.recomputed:
+            stage.layers.take_snapshot()
+            hooks = self.run.context.saved_tensor_hooks
+            passage.tape = Tape(stage.layers, passage.i, hooks, self.step is None)
+            if self.step is not None:
+                self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
             passage.crossing.begin(stage)
 
     def end(self, passage: Passage, stage: Stage) -> None:
         """The turn of a partition goes back."""
+        if passage.tape is not None:
+            passage.tape.end()
+            passage.tape = None
         if passage.crossing is not None:
             passage.crossing.end()
 
@@ -112,24 +128,26 @@ class Journey:
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a layer, in the partition that is current."""
+        crossing = passage.crossing
+        if crossing is None:
+            return self._call(passage, call, args, kwargs)
+        with crossing.outside_of_glue():
+            args = swapped(args, crossing.bring)
+            kwargs = swapped(kwargs, crossing.bring)
+            return self._call(passage, call, args, kwargs)
+
+    def _call(self, passage: Passage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         stage = passage.stage
         passage.calls += 1
-        before = None
+        around = None
         if stage.layers.draws:
-            before = stashed()
             number = passage.calls * _CALLS + stage.place.number(passage.i)
-            stash(Stream(self.run.seed, number))
-        crossing = passage.crossing
-        try:
-            if crossing is None:
-                return call(*args, **kwargs)
-            with crossing.outside_of_glue():
-                args = swapped(args, crossing.bring)
-                kwargs = swapped(kwargs, crossing.bring)
-                return call(*args, **kwargs)
-        finally:
-            if before is not None:
-                stash(before)
+            around = partial(_drawing, self.run.seed, number)
+        tape = passage.tape
+        if tape is not None and torch.is_grad_enabled():
+            return tape.call(call, around, args, kwargs)
+        with _NOTHING if around is None else around():
+            return call(*args, **kwargs)
 
     def rests(self, passage: Passage) -> None:
         self._drivers.rests(self._threads.pop(passage.i))
@@ -145,3 +163,13 @@ class Journey:
             for passage in passages:
                 passage.wait()
         self._passages.clear()
+
+
+@contextlib.contextmanager
+def _drawing(seed: RunSeed, number: int) -> Iterator[None]:
+    """Let the operations in the block draw the random numbers of one call."""
+    with Stream(seed, number), DRAWING.included():
+        yield
+
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -51,7 +51,8 @@ from pipert.workers.worker import NOT_RUN
 
 if TYPE_CHECKING:
     from pipert.driven.crossing import Crossing
-    from pipert.driven.journey import Journey
+    from pipert.driven.journey import Journey, Layer
+    from pipert.driven.tape import Tape
 
 __all__: list[str] = []
 
@@ -72,6 +73,8 @@ class Passage:
         self._journey = journey
         self._x = x
         self.crossing: Crossing | None = None
+        self.tape: Tape | None = None
+        """Of the partition that it is in, if the micro-batch is checkpointed."""
         self.calls = 0
         """How many calls of layers there were."""
         self._stage: Stage | None = None

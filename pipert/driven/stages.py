@@ -67,7 +67,9 @@ def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
 
 
 def _recompute(journey: Journey, stage: Stage, i: int, _: Value) -> None:
-    pass
+    tape = journey.tapes.pop((i, stage.place.j), None)
+    if tape is not None:
+        tape.recompute(True)
 
 
 def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:

@@ -7,7 +7,7 @@ the partition and what must be the same the second time, but neither the run nor
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
@@ -59,6 +59,16 @@ def is_recomputing() -> bool:
     A layer with side effects, such as counting its calls, can skip them here.
     """
     return _recomputing.get()
+
+
+@contextlib.contextmanager
+def checkpointing() -> Iterator[None]:
+    """What is computed in the block will be recomputed."""
+    before = _checkpointing.set(True)
+    try:
+        yield
+    finally:
+        _checkpointing.reset(before)
 
 
 class Layers:
@@ -122,8 +132,7 @@ class Layers:
             value: the input.
         """
         if checkpointed:
-            if self._snapshot is None:
-                self._snapshot = Snapshot(self._partition)
+            self.take_snapshot()
             _checkpointing.set(True)
         store = None
         if self._skips is not None:
@@ -156,6 +165,11 @@ class Layers:
             if store is not None:
                 store.clear()
 
+    def take_snapshot(self) -> None:
+        """Note what must be the same when the layers compute again. Before the first time."""
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._partition)
+
     def recompute(
         self,
         i: int,
@@ -171,34 +185,44 @@ class Layers:
             check: called with the output at the end, and may raise.
             on_worker: whether this is a worker, or a thread of autograd.
         """
+        self.again(i, lambda: partial(self.forward, i, False, None, get_value()), check, on_worker)
+
+    def again(
+        self,
+        i: int,
+        begin: Callable[[], Callable[[], Value]],
+        check: Callable[[Value], None],
+        on_worker: bool,
+    ) -> None:
+        """Do ``R[i,j]``; ``begin`` returns what computes it. As :meth:`recompute` else."""
         told, action = self._told, Action(RECOMPUTE, i, self._place.j)
         told.count_recomputation()
         if not told.looks:
-            self._recompute(action, get_value, check, on_worker)
+            self._again(action, begin, check, on_worker)
             return
         with told.recomputing(action, self._place.device):
-            self._recompute(action, get_value, check, on_worker)
+            self._again(action, begin, check, on_worker)
 
-    def _recompute(
+    def _again(
         self,
         action: Action,
-        get_value: Callable[[], Value],
+        begin: Callable[[], Callable[[], Value]],
         check: Callable[[Value], None],
         on_worker: bool,
     ) -> None:
         context = self._context
         try:
             if on_worker:  # as a task, under the caller's context already
-                y = self._forward_again(action.i, get_value)
+                y = self._compute_again(begin)
             else:
                 with context.on_any_thread():
-                    y = context.variables.copy().run(self._forward_again, action.i, get_value)
+                    y = context.variables.copy().run(self._compute_again, begin)
             check(y)
         except BaseException as error:
             self._place.note(error, action)
             raise
 
-    def _forward_again(self, i: int, get_value: Callable[[], Value]) -> Value:
+    def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
         assert self._snapshot is not None
         if not self._snapshot.is_current():
             raise RuntimeError(
@@ -207,7 +231,7 @@ class Layers:
                 "optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
-        again, buffers = partial(self.forward, i, False, None, get_value()), self._snapshot.buffers
+        again, buffers = begin(), self._snapshot.buffers
         return again() if buffers is None else buffers.keep_during(again)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:

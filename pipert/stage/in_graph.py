@@ -33,7 +33,7 @@ from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.again import Hooks, Replay
+from pipert.autograd.again import Again, Hooks, Replay
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import Carried, differentiable
@@ -76,7 +76,7 @@ class InGraph:
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
         """Compute ``x`` without keeping what the backward needs: ``again`` computes it again."""
-        self._checkpoint = Checkpoint(again, self._hooks)
+        self._checkpoint = Checkpoint(Again(again, self._hooks))
         return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:

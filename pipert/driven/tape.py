@@ -1,0 +1,264 @@
+"""Checkpointing of a driven model: calls of layers are recorded, and recomputed together.
+
+The stack of a ``forward`` cannot be replayed from the middle, so what is computed again are the
+calls of layers: ``R[i,j]`` repeats those of partition *j*, one after the other, and the model's own
+code between them keeps what it saves, as without checkpointing. An argument that is the output of
+an earlier call of the same partition, unchanged, is not kept, but taken from the repetition of that
+one. So a chain of layers keeps what a partition of an ``nn.Sequential`` keeps: its first input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipert._typing import Tensors, Value
+from pipert.autograd.again import Again, Hooks, refuse_changed
+from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.function import applied
+from pipert.batch.microbatch import Arguments
+from pipert.batch.tensors import describe, tensors_of, version
+from pipert.layers.call import Layers, checkpointing
+from pipert.workers.thread_state import Autocast, autocast, get_autocast
+
+__all__: list[str] = []
+
+Compute = Callable[..., Value]
+Around = Callable[[], AbstractContextManager[object]] | None
+
+
+class Tape:
+    """The calls of layers in partition *j*, of a micro-batch that is checkpointed.
+
+    Owned by the graph; references neither the run nor a queue. Its calls reference those before
+    them, and the checkpoints reference the tape, so there is no cycle.
+
+    Args:
+        layers: of the partition.
+        i: the micro-batch.
+        hooks: the caller's saved-tensor hooks.
+        is_whole: whether the graph is, as in a call; in a step nobody asks for a graph of
+            gradients.
+    """
+
+    __slots__ = ("__weakref__", "_calls", "_hooks", "_i", "_is_whole", "_layers", "_made")
+
+    def __init__(self, layers: Layers, i: int, hooks: Hooks, is_whole: bool) -> None:
+        self._layers = layers
+        self._i = i
+        self._hooks = hooks
+        self._is_whole = is_whole
+        self._calls: list[tuple[Call, weakref.ref[Checkpoint]]] = []
+        self._made: dict[int, _Made] | None = {}
+
+    def call(self, compute: Compute, around: Around, args: Any, kwargs: Any) -> Value:
+        """Call a layer, and record it.
+
+        Args:
+            compute: calls it.
+            around: makes a block that is on around that, each time; ``None`` for nothing.
+            args: what it gets.
+            kwargs: likewise.
+
+        Raises:
+            RuntimeError: it has changed an argument in place.
+        """
+        made = self._made
+        assert made is not None
+        call = Call(compute, around, made, self._hooks, self._is_whole)
+        checkpoint = Checkpoint(call, self)
+        with checkpointing():
+            y = checkpoint.record(call.first_time, Arguments(args, kwargs))
+        call.refuse_changes()
+        self._calls.append((call, weakref.ref(checkpoint)))
+        for k, tensor in enumerate(tensors_of(y)[0]):
+            made[id(tensor)] = _Made(weakref.ref(tensor), version(tensor), call, k)
+        return y
+
+    def end(self) -> None:
+        """No further call is recorded."""
+        self._made = None
+
+    def recompute(self, on_worker: bool) -> None:
+        """Compute all calls again: ``R[i,j]``."""
+        try:
+            self._layers.again(self._i, lambda: self._refill, lambda _: None, on_worker)
+        finally:
+            self._forget()
+
+    def of(self, again: Again) -> Again:
+        """Make ready what ``again`` needs of the calls before it."""
+        before = [call for call, _ in self._calls]
+        before = before[: before.index(again)]  # type: ignore[arg-type]
+
+        def compute() -> None:
+            for call in before:
+                if call.is_used:
+                    call.compute(True)
+
+        self._forget()
+        self._layers.again(self._i, lambda: compute, lambda _: None, False)
+        return again
+
+    def _refill(self) -> None:
+        for call, weak in self._calls:
+            checkpoint = weak()
+            if checkpoint is not None:
+                checkpoint.refill(True)
+            elif call.is_used:
+                call.compute(True)
+
+    def _forget(self) -> None:
+        for call, _ in self._calls:
+            call.outputs = None
+
+    def __repr__(self) -> str:
+        return f"<Tape of {len(self._calls)} calls of micro-batch {self._i}>"
+
+
+class _Made(NamedTuple):
+    """An output of a call."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    call: Call
+    k: int
+    """Which of the call's tensors."""
+
+
+class Call(Again):
+    """One call of a layer.
+
+    Args:
+        compute: calls the layer.
+        around: makes what is on around that, if anything.
+        made: the outputs of the calls before, by id.
+        hooks: as of :class:`Again`.
+        is_connected: whether a graph of gradients may be asked for.
+    """
+
+    __slots__ = (
+        "_around", "_autocast", "_compute", "_from", "_is_connected", "_made", "_watched",
+        "is_used", "outputs",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        compute: Compute,
+        around: Around,
+        made: dict[int, _Made],
+        hooks: Hooks,
+        is_connected: bool,
+    ) -> None:
+        super().__init__(self._repeat, hooks)
+        self._compute = compute
+        self._around = around
+        self._made: dict[int, _Made] = made
+        self._is_connected = is_connected
+        self._autocast: Autocast = get_autocast()
+        self._from: list[tuple[Call, int] | None] = []
+        self._watched: list[tuple[Tensor, int]] = []
+        self.outputs: Tensors | None = None
+        """Of the present repetition."""
+        self.is_used = False
+        """Whether a later call takes an output of it from there."""
+
+    def first_time(self, value: Arguments) -> Value:
+        """Call the layer."""
+        with _NOTHING if self._around is None else self._around():
+            return self._compute(*value.args, **value.kwargs)
+
+    def refuse_changes(self) -> None:
+        """Refuse a layer that has changed an argument in place, whose graph does not know it."""
+        watched, self._watched = self._watched, []
+        for tensor, before in watched:
+            if version(tensor) != before:
+                raise RuntimeError(
+                    f"a layer changes its argument in place ({describe(tensor)}), which cannot be "
+                    "undone when it is recomputed; use inplace=False there, a cut outside of the "
+                    "module that calls it, or checkpoint='never'"
+                )
+
+    def _repeat(
+        self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
+    ) -> None:
+        value = get_value()
+        if get_autocast() == self._autocast:
+            y = self.first_time(value)
+        else:  # the model's own code has put it on
+            with autocast(self._autocast, False):
+                y = self.first_time(value)
+        if self.is_used:
+            self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
+        check(y)
+
+    def connections(self, xs: Tensors) -> Tensors:
+        if not self._is_connected:
+            return (_EMPTY,) * len(xs)
+        wanting = [self._from[k] for k in self._wanting]
+        return tuple(
+            [x if of is None else _apply_proxy(x) for x, of in zip(xs, wanting, strict=True)]
+        )
+
+    def _keep(self, tensors: Tensors) -> list[Tensor]:
+        made, self._made = self._made, {}
+        self._tensors, self._versions = [], []
+        own = []
+        for tensor in tensors:
+            found = made.get(id(tensor))
+            now = version(tensor)
+            if found is not None and found.tensor() is tensor and found.version == now:
+                found.call.is_used = True
+                self._from.append((found.call, found.k))
+            else:
+                self._from.append(None)
+                self._tensors.append(tensor.detach())
+                self._versions.append(now)
+            leaf = tensor.is_leaf and tensor.requires_grad
+            own.append(tensor.clone() if leaf else tensor)
+            self._watched.append((tensor, now))
+        return own
+
+    def _kept(self) -> list[Tensor]:
+        own = zip(self._tensors, self._versions, strict=True)
+        kept = []
+        for of in self._from:
+            if of is None:
+                tensor, before = next(own)
+                refuse_changed(tensor, before)
+            else:
+                call, k = of
+                assert call.outputs is not None
+                tensor = call.outputs[k]
+            kept.append(tensor.detach())
+        return kept
+
+    def _given(self, tensors: Sequence[Tensor]) -> Tensors:
+        return tuple(tensors)
+
+    def __repr__(self) -> str:
+        return f"<Call of {self._compute!r}>"
+
+
+class _Proxy(torch.autograd.Function):
+    """Stands for a tensor in the graph, and takes no memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.materialize_grads = False
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
+        return gradient
+
+
+_apply_proxy = applied(_Proxy)
+_EMPTY = torch.empty(0, device="cpu")
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
