@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from pipert.layers.call import Layers, checkpointing
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 Compute = Callable[..., Value]
 Around = Callable[[], AbstractContextManager[object]] | None
@@ -92,19 +94,23 @@ class Tape:
         finally:
             self._forget()
 
-    def of(self, again: Again) -> Again:
-        """Make ready what ``again`` needs of the calls before it."""
+    def one(self, again: Again, compute: Callable[[], T]) -> T:
+        """Let ``compute`` compute one call again, after those before it whose outputs it takes."""
         before = [call for call, _ in self._calls]
         before = before[: before.index(again)]  # type: ignore[arg-type]
+        found: list[T] = []
 
-        def compute() -> None:
+        def both() -> None:
             for call in before:
                 if call.is_used:
                     call.compute(True)
+            found.append(compute())
 
-        self._forget()
-        self._layers.again(self._i, lambda: compute, lambda _: None, False)
-        return again
+        try:
+            self._layers.again(self._i, lambda: both, lambda _: None, False)
+        finally:
+            self._forget()
+        return found[0]
 
     def _refill(self) -> None:
         for call, weak in self._calls:
