@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipert._typing import Value
+from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
 from pipert.driven.passage import Passage
@@ -54,6 +55,8 @@ class Journey:
         self.n = run.plan.n
         self.step = step
         self.stages: list[Stage] = []
+        # The numbers of nodes below that are the caller's, and the turns of micro-batches (order).
+        self._below = max(node_count(), run.plan.m)
         self.moves = len(set(run.devices)) > 1
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -80,6 +83,7 @@ class Journey:
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
+        begin_numbers(self._below)
         stage = self.stages[0]
         if self.step is not None or self.moves:
             passage.crossing = Crossing(passage.i, self.stages, self.step is not None)
