@@ -36,6 +36,8 @@ class Layer(NamedTuple):
     name: str
     home: int
     """The partition whose device its parameters are on."""
+    changes_input: bool
+    """Whether it works in place, like an activation with ``inplace=True``."""
 
 
 class Journey:
@@ -134,13 +136,15 @@ class Journey:
         """Call a layer, in the partition that is current."""
         crossing = passage.crossing
         if crossing is None:
-            return self._call(passage, call, args, kwargs)
+            return self._call(passage, layer, call, args, kwargs)
         with crossing.outside_of_glue():
             args = swapped(args, crossing.bring)
             kwargs = swapped(kwargs, crossing.bring)
-            return self._call(passage, call, args, kwargs)
+            return self._call(passage, layer, call, args, kwargs)
 
-    def _call(self, passage: Passage, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _call(
+        self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
         stage = passage.stage
         passage.calls += 1
         around = None
@@ -148,7 +152,7 @@ class Journey:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
-        if tape is not None and torch.is_grad_enabled():
+        if tape is not None and not layer.changes_input and torch.is_grad_enabled():
             return tape.call(call, around, args, kwargs)
         with _NOTHING if around is None else around():
             return call(*args, **kwargs)

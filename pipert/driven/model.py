@@ -34,7 +34,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(name, j)
+            layer: Layer(name, j, getattr(layer, "inplace", False) is True)
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None

@@ -5,6 +5,9 @@ calls of layers: ``R[i,j]`` repeats those of partition *j*, one after the other,
 code between them keeps what it saves, as without checkpointing. An argument that is the output of
 an earlier call of the same partition, unchanged, is not kept, but taken from the repetition of that
 one. So a chain of layers keeps what a partition of an ``nn.Sequential`` keeps: its first input.
+
+A layer that changes its argument in place cannot be undone. One that says so (``inplace=True``) is
+no call to be recorded: it keeps what it saves, like the model's own code. Others are refused.
 """
 
 from __future__ import annotations
