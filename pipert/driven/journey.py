@@ -33,6 +33,7 @@ _CALLS = 1 << 32  # more than tasks of a run
 class Layer(NamedTuple):
     """A module that is called as a whole, in one partition."""
 
+    module: nn.Module
     name: str
     home: int
     """The partition whose device its parameters are on."""
@@ -59,6 +60,8 @@ class Journey:
         self.stages: list[Stage] = []
         # The numbers of nodes below that are the caller's, and the turns of micro-batches (order).
         self._below = max(node_count(), run.plan.m)
+        self.draws = False
+        """Whether any layer might draw random numbers: where it is called is not known."""
         self.moves = len(set(run.devices)) > 1
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -80,8 +83,7 @@ class Journey:
 
     def around(self) -> AbstractContextManager[object]:
         """What is on from the beginning of a passage to its end."""
-        draws = any(stage.layers.draws for stage in self.stages)
-        return DRAWING.included() if draws else contextlib.nullcontext()
+        return DRAWING.included()  # the model's own code may draw
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
@@ -111,8 +113,7 @@ class Journey:
         """The turn of a partition has come."""
         if stage.place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        if stage.layers.draws:
-            stash(Stream(self.run.seed, stage.place.number(passage.i)))
+        stash(Stream(self.run.seed, stage.place.number(passage.i)))
         if passage.i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = self.run.context.saved_tensor_hooks
@@ -148,11 +149,13 @@ class Journey:
         stage = passage.stage
         passage.calls += 1
         around = None
-        if stage.layers.draws:
+        if self.draws:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
         if tape is not None and not layer.changes_input and torch.is_grad_enabled():
+            if layer.home != stage.place.j:
+                stage.layers.take_snapshot(layer.module)
             return tape.call(call, around, args, kwargs)
         with _NOTHING if around is None else around():
             return call(*args, **kwargs)

@@ -34,7 +34,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(name, j, getattr(layer, "inplace", False) is True)
+            layer: Layer(layer, name, j, getattr(layer, "inplace", False) is True)
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None
@@ -47,6 +47,7 @@ class DrivenModel:
     ) -> list[Stage]:
         journey = Journey(run, self.module, self.layers, self.drivers, step)
         journey.stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        journey.draws = any(stage.layers.draws for stage in journey.stages)
         run.at_end = journey.over
         return journey.stages
 
