@@ -38,7 +38,7 @@ class Layer(NamedTuple):
     home: int
     """The partition whose device its parameters are on."""
     changes_input: bool
-    """Whether it works in place, like an activation with ``inplace=True``."""
+    """Whether it works in place, or begins so, like an activation with ``inplace=True``."""
 
 
 class Journey:

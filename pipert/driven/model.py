@@ -34,7 +34,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(layer, name, j, getattr(layer, "inplace", False) is True)
+            layer: Layer(layer, name, j, _changes_input(layer))
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None
@@ -55,3 +55,10 @@ class DrivenModel:
         """Intercept no calls any more, and let the drivers end."""
         self.drivers.close()
         release(self.layers)
+
+
+def _changes_input(layer: nn.Module) -> bool:
+    """Whether it says that it works in place, or begins with a layer that does."""
+    while isinstance(layer, nn.Sequential) and len(layer) > 0:
+        layer = layer[0]
+    return getattr(layer, "inplace", False) is True

@@ -6,8 +6,9 @@ code between them keeps what it saves, as without checkpointing. An argument tha
 an earlier call of the same partition, unchanged, is not kept, but taken from the repetition of that
 one. So a chain of layers keeps what a partition of an ``nn.Sequential`` keeps: its first input.
 
-A layer that changes its argument in place cannot be undone. One that says so (``inplace=True``) is
-no call to be recorded: it keeps what it saves, like the model's own code. Others are refused.
+A layer that changes its argument in place cannot be undone. One that says so (``inplace=True``, or
+an ``nn.Sequential`` that begins with one) is no call to be recorded: it keeps what it saves, like
+the model's own code. Others are refused.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ class Family:
     """Why what a row gets depends on the others, so that a micro-batch is not a part of a batch."""
     whole_rows: str = ""
     """Why micro-batches of unequal size cannot be joined."""
+    never_drops: str = ""
+    """Why nothing in it may draw random numbers."""
     why_not: str = ""
     """It cannot run."""
     notes: str = ""

@@ -19,6 +19,7 @@ class InPlace(nn.Module):
         super().__init__()
         self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
         self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Sequential(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)))
         self.many = nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 20, nn.Linear(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ class InPlace(nn.Module):
         y = self.second(x) + x
         y = y + self.relu(y)
         z: Tensor = self.third(y)
-        return self.relu(z) * x
+        return self.relu(z) * x + self.head(z + x)
 
 
 def family(cuts: tuple[str, ...], model: nn.Module) -> Family:

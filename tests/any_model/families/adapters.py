@@ -36,6 +36,7 @@ ADAPTED: list[Family] = [
     Family(
         "llama that checkpoints its layers", _checkpointing_itself,
         ("model.layers.1", "model.layers.3"), "transformers",
+        never_drops="torch's checkpoint would draw others again, and is refused",
         notes="activation_checkpointing_enable(), which was gradient_checkpointing_enable()",
     ),
 ]  # fmt: skip
