@@ -181,14 +181,19 @@ class Glue(TorchFunctionMode):
 
 
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same with what stands for its tensors, in tuples, lists and dicts as well."""
+    """The same with what stands for its tensors, in tuples, lists and dicts as well.
+
+    Lists and dicts stay the same objects: who is given one may add to it.
+    """
     if isinstance(value, Tensor):
         return bring(value)
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([swapped(item, bring) for item in value])
-    if kind is dict:
-        return {key: swapped(item, bring) for key, item in value.items()}
+    if kind is tuple:
+        return tuple([swapped(item, bring) for item in value])
+    if kind is list:
+        value[:] = [swapped(item, bring) for item in value]
+    elif kind is dict:
+        value.update({key: swapped(item, bring) for key, item in value.items()})
     return value
 
 

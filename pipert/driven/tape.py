@@ -28,6 +28,7 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.function import applied
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
+from pipert.driven.objects import Objects
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
 
@@ -73,15 +74,22 @@ class Tape:
             kwargs: likewise.
 
         Raises:
-            RuntimeError: it has changed an argument in place.
+            RuntimeError: it has changed an argument.
         """
         made = self._made
         assert made is not None
         call = Call(compute, around, made, self._hooks, self._is_whole)
         checkpoint = Checkpoint(call, self)
+        given, objects = Arguments(args, kwargs), Objects((*args, *kwargs.values()))
+
+        def first_time(value: Arguments) -> Value:
+            # A list or a dict is the caller's own: the layer may add to it.
+            return call.first_time(given if call.has_callers_tensors else value)
+
         with checkpointing():
-            y = checkpoint.record(call.first_time, Arguments(args, kwargs))
+            y = checkpoint.record(first_time, given)
         call.refuse_changes()
+        objects.refuse_changes()
         self._calls.append((call, weakref.ref(checkpoint)))
         for k, tensor in enumerate(tensors_of(y)[0]):
             made[id(tensor)] = _Made(weakref.ref(tensor), version(tensor), call, k)
@@ -155,7 +163,7 @@ class Call(Again):
 
     __slots__ = (
         "_around", "_autocast", "_compute", "_from", "_is_connected", "_made", "_watched",
-        "is_used", "outputs",
+        "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -178,6 +186,8 @@ class Call(Again):
         """Of the present repetition."""
         self.is_used = False
         """Whether a later call takes an output of it from there."""
+        self.has_callers_tensors = True
+        """Whether the layer gets what the caller has given, and no copy of a leaf."""
 
     def first_time(self, value: Arguments) -> Value:
         """Call the layer."""
@@ -231,6 +241,7 @@ class Call(Again):
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
             leaf = tensor.is_leaf and tensor.requires_grad
+            self.has_callers_tensors &= not leaf
             own.append(tensor.clone() if leaf else tensor)
             self._watched.append((tensor, now))
         return own
