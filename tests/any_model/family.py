@@ -89,7 +89,7 @@ def library(name: str) -> Any:
     return pytest.importorskip(name, reason=f"the model is one of {name}")
 
 
-def made(model: nn.Module, dtype: torch.dtype = torch.float64, **batch: Any) -> Made:
+def made(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float64) -> Made:
     """The model without the symmetry of its initialisation, in which gradients vanish.
 
     Weights of zero, biases of zero and scales of one hide what is lost on the way.

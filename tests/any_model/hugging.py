@@ -33,4 +33,4 @@ def _make(
     model: str, config: dict[str, Any], batch: Callable[[], dict[str, Tensor]], dtype: torch.dtype
 ) -> Made:
     kind = getattr(library("transformers"), model)
-    return made(kind(kind.config_class(**config)), dtype, **batch())
+    return made(kind(kind.config_class(**config)), batch(), dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,10 @@ from tests.any_model.family import ROWS, Family, Made, Whole
 from tests.any_model.reference import Result, first_rows, loss_of, reference, sizes_of, state_of
 from tests.any_model.same import assert_same, tolerance_of
 
-__all__ = ["CHUNKS", "HOWS", "How", "assert_equal", "pipeline", "results", "step"]
+__all__ = [
+    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "found_and_plain", "made",
+    "pipeline", "results", "step",
+]  # fmt: skip
 
 CHUNKS = 4
 
@@ -70,6 +74,19 @@ def results(made: Made, family: Family, how: How) -> tuple[Result, Result]:
         copy.deepcopy(model), first_rows(batch, how.rows), family.loss, CHUNKS
     )
     return step(copy.deepcopy(model), batch, family, how), plain
+
+
+@cache
+def made(family: Family) -> Made:
+    """Its model and batch, each time the same; who changes them copies them."""
+    torch.manual_seed(0)
+    return family.make()
+
+
+@cache
+def found_and_plain(family: Family, how: How) -> tuple[Result, Result]:
+    """The results of its own model."""
+    return results(made(family), family, how)
 
 
 def assert_equal(found: Result, plain: Result) -> None:

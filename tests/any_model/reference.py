@@ -8,6 +8,7 @@ gradients are added up, each micro-batch's by its share of the rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,20 +70,22 @@ def split(batch: dict[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     parts = []
     for start, size in zip(starts, sizes, strict=True):
-        rows = slice(start, start + size)
-        part = _map(batch, lambda leaf, rows=rows: leaf[rows].clone())
-        parts.append(tree_map(_unwrap, part))
+        parts.append(tree_map(_unwrap, _map(batch, partial(_slice, start, start + size))))
     return parts
+
+
+def _slice(start: int, end: int, leaf: Tensor) -> Tensor:
+    return leaf[start:end].clone()
 
 
 def join(outputs: list[Any]) -> Any:
     """The output of the batch: rows one after the other, scalars as a vector, others as is."""
     spec = tree_flatten(outputs[0])[1]
     columns = zip(*map(tree_leaves, outputs), strict=True)
-    return tree_unflatten([_join(column) for column in columns], spec)
+    return tree_unflatten([_join(list(column)) for column in columns], spec)
 
 
-def _join(column: Sequence[Any]) -> Any:
+def _join(column: list[Any]) -> Any:
     if not isinstance(column[0], Tensor):
         return column[0]
     return torch.cat(column) if column[0].dim() else torch.stack(column)
@@ -123,4 +126,7 @@ def _unwrap(leaf: Any) -> Any:
 
 def _map(batch: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Changes what has rows."""
-    return tree_map(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, batch)
+    return {
+        name: tree_map(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, value)
+        for name, value in batch.items()
+    }

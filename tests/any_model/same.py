@@ -8,6 +8,7 @@ rounding has the size of the rounding errors of others: there is one absolute to
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ def assert_same(
             tolerance = tolerance_of(gradient) * slack
             torch.testing.assert_close(
                 found, gradient, rtol=tolerance, atol=tolerance * scale,
-                msg=lambda text, name=name: f"{name}: {text}",
+                msg=partial("{}: {}".format, name),
             )  # fmt: skip
 
 

@@ -46,7 +46,8 @@ class Capturing(nn.Module):
             block.get_submodule(name).register_forward_hook(_capture)
 
     def forward(self, x: Tensor) -> Any:
-        token = captured.set(kept := [])
+        kept: list[Tensor] = []
+        token = captured.set(kept)
         try:
             for block in self.blocks:
                 x = block(x)

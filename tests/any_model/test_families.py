@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from tests.any_model.family import Family, Made
-from tests.any_model.piped import CHUNKS, HOWS, How, assert_equal, pipeline, results, step
+from tests.any_model.piped import (
+    CHUNKS,
+    HOWS,
+    How,
+    assert_equal,
+    found_and_plain,
+    made,
+    pipeline,
+    step,
+)
 from tests.any_model.reference import Result, reference
 from tests.any_model.zoo import ZOO
 
@@ -22,18 +31,12 @@ each_family = pytest.mark.parametrize(
 each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
-@cache
-def made(family: Family) -> Made:
-    torch.manual_seed(0)
-    return family.make()
-
-
 @each_how
 @each_family
 def test_a_step_is_the_plain_models(family: Family, how: How) -> None:
     if how.rows % CHUNKS and family.whole_rows:
         pytest.skip(family.whole_rows)
-    assert_equal(*results(made(family), family, how))
+    assert_equal(*found_and_plain(family, how))
 
 
 @each_family

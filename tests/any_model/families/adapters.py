@@ -17,14 +17,14 @@ def _adapted() -> Made:
     with warnings.catch_warnings():  # it calls what transformers is going to rename
         warnings.simplefilter("ignore", FutureWarning)
         adapted = peft.get_peft_model(llama, lora)
-    return made(adapted, **labelled())
+    return made(adapted, labelled())
 
 
 def _checkpointing_itself() -> Made:
     transformers = library("transformers")
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     llama.activation_checkpointing_enable()
-    return made(llama, **tokens())
+    return made(llama, tokens())
 
 
 ADAPTED: list[Family] = [

@@ -24,7 +24,7 @@ LLAMA = SIZES | {
     "max_position_embeddings": 32,
     "pad_token_id": 0,
 }
-TIED = "tied: the head is the embedding"
+TIED = "the head has the embedding's weight"
 
 
 def labelled() -> dict[str, Any]:

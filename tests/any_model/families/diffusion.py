@@ -24,7 +24,7 @@ def _unet() -> Made:
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
     )  # fmt: skip
-    return made(unet, **noisy(8, 3))
+    return made(unet, noisy(8, 3))
 
 
 def _conditioned_unet() -> Made:
@@ -34,7 +34,7 @@ def _conditioned_unet() -> Made:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )  # fmt: skip
     text = torch.randn(ROWS, 5, 8)
-    return made(unet, sample=pixels(8, 4), timestep=7, encoder_hidden_states=text)
+    return made(unet, {"sample": pixels(8, 4), "timestep": 7, "encoder_hidden_states": text})
 
 
 def _dit() -> Made:
@@ -42,11 +42,11 @@ def _dit() -> Made:
         num_attention_heads=2, attention_head_dim=8, in_channels=4, num_layers=4, sample_size=4,
         num_embeds_ada_norm=10, norm_num_groups=4,
     )  # fmt: skip
-    noise = {"hidden_states": pixels(4, 4), "timestep": torch.arange(ROWS)}
+    rows = torch.arange(ROWS)
     # Labels that are dropped for guidance are drawn: with the probability of zero none is.
     for block in dit.transformer_blocks:
         block.norm1.emb.class_embedder.dropout_prob = 0.0
-    return made(dit, **noise, class_labels=torch.arange(ROWS))
+    return made(dit, {"hidden_states": pixels(4, 4), "timestep": rows, "class_labels": rows})
 
 
 def _autoencoder() -> Made:
@@ -54,7 +54,7 @@ def _autoencoder() -> Made:
         latent_channels=4, sample_size=8, **BLOCKS,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
     )  # fmt: skip
-    return made(vae, sample=pixels(8))
+    return made(vae, {"sample": pixels(8)})
 
 
 diffusers = partial(Family, library="diffusers")

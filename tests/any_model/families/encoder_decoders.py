@@ -50,8 +50,8 @@ ENCODER_DECODERS: list[Family] = [
     hugging(
         "t5", "T5ForConditionalGeneration", ("encoder.block.2", "decoder.block.1"), translated,
         config=T5, loss=own_loss, seldom=False,
-        notes=BOTH + "; tied: both embeddings and the head; the first layers' position bias goes "
-        "to all",
+        notes=BOTH + "; embeddings and head have one weight; the first layers' position bias "
+        "goes to all",
     ),
     hugging(
         "t5, cut in two places of the encoder and two of the decoder", "T5ForConditionalGeneration",
@@ -66,7 +66,7 @@ ENCODER_DECODERS: list[Family] = [
             "vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": 16,
             "use_cache": False,
         },
-        notes=BOTH + "; tied: both embeddings and the head",
+        notes=BOTH + "; embeddings and head have one weight",
     ),
     hugging(
         "whisper", "WhisperForConditionalGeneration",
@@ -77,6 +77,6 @@ ENCODER_DECODERS: list[Family] = [
             "decoder_start_token_id": 1, "use_cache": False, "suppress_tokens": None,
             "begin_suppress_tokens": None,
         },
-        notes=BOTH + "; tied: the head is the decoder's embedding",
+        notes=BOTH + "; the head has the embedding's weight",
     ),
 ]  # fmt: skip

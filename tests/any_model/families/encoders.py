@@ -23,7 +23,7 @@ BERT = NO_DROPOUT | {
 }
 LAYERS = ("bert.encoder.layer.1", "bert.encoder.layer.3")
 padded = partial(tokens, padded=True)
-TIED = "tied: the decoder is the embedding"
+TIED = "the decoder has the embedding's weight"
 
 
 def with_positions() -> dict[str, Any]:

@@ -15,7 +15,7 @@ NORMALISED = "batch normalisation uses the statistics of the micro-batch"
 
 
 def seen(model: nn.Module, size: int = 8) -> Made:
-    return made(model, x=pixels(size))
+    return made(model, {"x": pixels(size)})
 
 
 def convolution(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
@@ -123,7 +123,7 @@ class ConvNeXtBlock(nn.Module):
         self.gamma = nn.Parameter(torch.full((width,), 1e-6))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.mlp(self.norm(self.dwconv(x).permute(0, 2, 3, 1)))
+        y: Tensor = self.mlp(self.norm(self.dwconv(x).permute(0, 2, 3, 1)))
         return x + (self.gamma * y).permute(0, 3, 1, 2)
 
 
