@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -72,14 +72,12 @@ class Crossing:
 
     Args:
         i: the micro-batch.
-        stages: of the run.
         cuts: whether the graph is cut, as in a step.
     """
 
-    def __init__(self, i: int, stages: Sequence[Stage], cuts: bool) -> None:
+    def __init__(self, i: int, cuts: bool) -> None:
         self.i = i
         self.parts: dict[int, Part] = {}
-        self._stages = stages
         self._cuts = cuts
         self._starts: list[int] = []
         self._order: list[int] = []  # the partition that each start is of

@@ -37,8 +37,9 @@ class Layer(NamedTuple):
     name: str
     home: int
     """The partition whose device its parameters are on."""
-    changes_input: bool
-    """Whether it works in place, or begins so, like an activation with ``inplace=True``."""
+    is_in_place: bool
+    """Whether it says that it changes its argument: the change is known to the graph only if the
+    operation is in it, so this one is not recomputed."""
 
 
 class Journey:
@@ -57,7 +58,6 @@ class Journey:
         self.layers = layers
         self.n = run.plan.n
         self.step = step
-        self.stages: list[Stage] = []
         # The numbers of nodes below that are the caller's, and the turns of micro-batches (order).
         self._below = max(node_count(), run.plan.m)
         self.draws = False
@@ -88,25 +88,24 @@ class Journey:
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
         begin_numbers(self._below)
-        stage = self.stages[0]
         if self.step is not None or self.moves:
-            passage.crossing = Crossing(passage.i, self.stages, self.step is not None)
+            passage.crossing = Crossing(passage.i, self.step is not None)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
-        self.begin(passage, stage)
+        self.begin(passage, passage.stage)
         crossing = passage.crossing
         if crossing is None:
             y = passage.forward(x)
-            self.end(passage, self.stages[-1])
-            return self.stages[-1].ends.leave(passage.i, y)
+            self.end(passage, passage.stage)
+            return passage.stage.ends.leave(passage.i, y)
         x = crossing.enter_inputs(x)
         with crossing.glue:
             y = passage.forward(x)
-            cut = self.stages[-1].cut
+            cut = passage.stage.cut
             assert cut is not None
             loss = cut.compute_loss(passage.i, y)
         crossing.finish(loss)
-        self.end(passage, self.stages[-1])
+        self.end(passage, passage.stage)
         return ()
 
     def begin(self, passage: Passage, stage: Stage) -> None:
@@ -153,7 +152,7 @@ class Journey:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
-        if tape is not None and not layer.changes_input and torch.is_grad_enabled():
+        if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
             if layer.home != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             return tape.call(call, around, args, kwargs)
@@ -174,6 +173,8 @@ class Journey:
             for passage in passages:
                 passage.wait()
         self._passages.clear()
+        self.crossings.clear()
+        self.tapes.clear()
 
 
 @contextlib.contextmanager

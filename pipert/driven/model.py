@@ -34,7 +34,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(layer, name, j, _changes_input(layer))
+            layer: Layer(layer, name, j, _is_in_place(layer))
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None
@@ -46,10 +46,10 @@ class DrivenModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         journey = Journey(run, self.module, self.layers, self.drivers, step)
-        journey.stages = assemble(run, self._model, inputs, step, stats, actions(journey))
-        journey.draws = any(stage.layers.draws for stage in journey.stages)
+        stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.over
-        return journey.stages
+        return stages
 
     def release(self) -> None:
         """Intercept no calls any more, and let the drivers end."""
@@ -57,7 +57,7 @@ class DrivenModel:
         release(self.layers)
 
 
-def _changes_input(layer: nn.Module) -> bool:
+def _is_in_place(layer: nn.Module) -> bool:
     """Whether it says that it works in place, or begins with a layer that does."""
     while isinstance(layer, nn.Sequential) and len(layer) > 0:
         layer = layer[0]

@@ -150,8 +150,7 @@ class Runtime:
         try:
             self.waiting.execute(run, posting, threads, timeout)
         finally:
-            if run.at_end is not None:
-                run.at_end()
+            run.end()
             run.return_what_was_read()
             run.seed.settle()
         told, error = run.told, run.outcome.take_error()

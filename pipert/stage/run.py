@@ -71,6 +71,12 @@ class Run:
         for (device, _), source in list(self.sources.items()):
             wait(compute_stream(device), source)
 
+    def end(self) -> None:
+        """In the caller: it is over, in whatever way."""
+        at_end, self.at_end = self.at_end, None
+        if at_end is not None:
+            at_end()
+
     def drop(self) -> None:
         """Keep no values: nobody waits for them any more, though an action may be executing."""
         self.dropped = True
