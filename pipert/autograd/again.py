@@ -192,7 +192,7 @@ class Again:
             self._check(outputs)
             ys = edges_of(outputs)
 
-        with contextlib.nullcontext() if on_worker else _without_hooks():
+        with contextlib.nullcontext() if on_worker else without_hooks():
             self._replay(enter, leave, on_worker)
         if nodes != self._nodes:
             self._count_what_is_saved(on_worker)
@@ -293,7 +293,7 @@ def _refuse_transform(error: RuntimeError) -> None:
 
 
 @contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
+def without_hooks() -> Iterator[None]:
     """Put aside the saved-tensor hooks around a backward, which are not for what it computes."""
     hooks: Any = torch._C._autograd
     aside = []

@@ -55,6 +55,17 @@ def balance_by_cost(
 
 def check_partitions(partitions: object, layers: int) -> int:
     """``partitions``, which must be a whole number from 1 up to the number of layers."""
+    n = check_count(partitions)
+    if n > layers:
+        raise ValueError(
+            f"each partition needs a layer, got {n} partitions and {layers} layers; use fewer "
+            "partitions"
+        )
+    return n
+
+
+def check_count(partitions: object) -> int:
+    """``partitions``, which must be a whole number from 1."""
     if isinstance(partitions, bool) or not isinstance(partitions, SupportsIndex):
         raise TypeError(
             f"partitions must be a whole number, got {partitions!r}; give the number of devices"
@@ -62,11 +73,6 @@ def check_partitions(partitions: object, layers: int) -> int:
     n = index(partitions)
     if n < 1:
         raise ValueError(f"partitions must be 1 or more, got {n}; give the number of devices")
-    if n > layers:
-        raise ValueError(
-            f"each partition needs a layer, got {n} partitions and {layers} layers; use fewer "
-            "partitions"
-        )
     return n
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from time import perf_counter
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,6 +17,8 @@ from pipert.batch.tensors import Carried, differentiable
 from pipert.model.split import check_module
 
 __all__ = ["balance_by_time", "layer_times"]
+
+T = TypeVar("T")
 
 
 def balance_by_time(
@@ -71,14 +75,25 @@ def layer_times(
             uninitialised lazy parameters.
         Exception: whatever a layer raises, with a note that names the layer.
     """
+    check_timeout(timeout)
+    (value,) = micro_batches(sample, 1)
+    rounds = rounds_of(lambda: probe_layers(module, value, device, _time), timeout)
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+
+def check_timeout(timeout: float) -> None:
+    """Refuse what is no time to spend."""
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
+
+
+def rounds_of(measure: Callable[[], T], timeout: float) -> list[T]:
+    """What ``measure`` returns, once and again until ``timeout`` seconds are over."""
     deadline = perf_counter() + timeout
-    (value,) = micro_batches(sample, 1)
-    rounds: list[list[float]] = []
-    while not rounds or perf_counter() < deadline:
-        rounds.append(probe_layers(module, value, device, _time))
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    rounds = [measure()]
+    while perf_counter() < deadline:
+        rounds.append(measure())
+    return rounds
 
 
 def _time(probe: Probe) -> tuple[float, Carried]:
@@ -89,18 +104,19 @@ def _time(probe: Probe) -> tuple[float, Carried]:
 def _time_once(probe: Probe) -> tuple[float, Carried]:
     probe.layer.zero_grad(set_to_none=True)
     inputs = probe.inputs()
-    started = _now(probe.device)
+    started = now(probe.device)
     output = probe.forward(inputs)
-    forward = _now(probe.device) - started
+    forward = now(probe.device) - started
     roots, _ = differentiable(output)
     grads = [torch.ones_like(root) for root in roots]
-    started = _now(probe.device)
+    started = now(probe.device)
     if roots:
         torch.autograd.backward(roots, grads)
-    return forward + _now(probe.device) - started, output
+    return forward + now(probe.device) - started, output
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
+    """Read the clock when the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()

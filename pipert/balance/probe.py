@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from pipert._typing import Device, Value
 from pipert.batch.microbatch import Arguments, scatter
 from pipert.batch.tensors import Carried, tensors_of
+from pipert.model.calls import settled
 from pipert.model.devices import default_devices, parse_devices, where_tensors_are
 from pipert.model.split import check_module
 from pipert.skip.namespace import Key
@@ -91,36 +92,33 @@ def probe_layers(
     """
     check_module(module)
     verify_skippables(module)
-    where = _parse(device)
-    if where.type != "meta" and any(p.is_meta for p in module.parameters()):
-        raise ValueError(
-            f"the module is on 'meta' and cannot be measured on {str(where)!r}; materialise it, or "
-            "count sizes with device='meta'"
-        )
+    where = parse(device)
+    check_not_meta(module, where)
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
     alone = routes([nn.Sequential(layer) for _, layer in named])
     stashed: dict[Key, Value] = {}
     results = []
     generators = [where.index] if where.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.inference_mode(False), torch.enable_grad():
-        value = _settled(value, where)
+        value = settled(value, where)
         for (name, layer), skips in zip(named, alone, strict=True):
             arriving = tuple([stashed[key] for key, _ in skips.arriving])
             try:
-                result, output = measure(Probe(_copy(layer, where), where, value, skips, arriving))
+                result, output = measure(Probe(copied(layer, where), where, value, skips, arriving))
             except Exception as error:
                 error.add_note(f"while layer {name!r} ({type(layer).__qualname__}) was measured")
                 raise
             results.append(result)
-            value = _settled(output.value, where)
+            value = settled(output.value, where)
             for (key, _), left in zip(skips.leaving, output.skips, strict=True):
-                stashed[key] = _settled(left, where)
+                stashed[key] = settled(left, where)
             del output
             torch.clear_autocast_cache()  # it would keep the layer alive
     return results
 
 
-def _parse(device: Device | None) -> torch.device:
+def parse(device: Device | None) -> torch.device:
+    """The device to measure on."""
     if device is None:
         return default_devices(1)[0]
     if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
@@ -128,14 +126,21 @@ def _parse(device: Device | None) -> torch.device:
     return where_tensors_are(parse_devices([device]))[0]
 
 
-def _settled(value: Value, device: torch.device) -> Value:
-    """Moves ``value`` to the device, without the graph that made it."""
-    tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]))
+def check_not_meta(module: nn.Module, where: torch.device) -> None:
+    """Refuse parameters without values, unless only their sizes matter."""
+    if where.type != "meta" and any(p.is_meta for p in module.parameters()):
+        raise ValueError(
+            f"the module is on 'meta' and cannot be measured on {str(where)!r}; materialise it, or "
+            "count sizes with device='meta'"
+        )
 
 
-def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
-    """Copies ``layer`` with its parameters directly onto the device."""
+def copied(layer: nn.Module, device: torch.device, *, hooked: bool = False) -> nn.Module:
+    """Copies ``layer`` with its parameters directly onto the device.
+
+    With ``hooked`` its forward hooks are the copy's, too: the same, as a copy of them could be one
+    of whatever they belong to.
+    """
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
         if is_lazy(tensor):
@@ -146,24 +151,28 @@ def _copy(layer: nn.Module, device: torch.device) -> nn.Module:
         elif type(tensor) is Tensor:
             memo[id(tensor)] = moved
     for module in layer.modules():
-        for name in _HOOKS:
+        for name in (*_BACKWARD_HOOKS, *_FORWARD_HOOKS):
             memo[id(getattr(module, name))] = OrderedDict()
+        for name in (*_FORWARD_HOOKS, *_PRE_HOOKS) if hooked else ():
+            hooks = getattr(module, name)
+            memo[id(hooks)] = hooks
         for value in vars(module).values():  # computed tensors, which deepcopy refuses
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().to(device, copy=True)
     try:
-        copied: nn.Module = copy.deepcopy(layer, memo).to(device)
+        result: nn.Module = copy.deepcopy(layer, memo).to(device)
     except Exception as error:
         error.add_note(
             "a layer that cannot be copied cannot be measured; measure it yourself, and pass the "
             "costs of all layers to balance_by_cost"
         )
         raise
-    copied.zero_grad(set_to_none=True)
-    return copied
+    result.zero_grad(set_to_none=True)
+    return result
 
 
-_HOOKS = (
+_FORWARD_HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
-    "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")

@@ -200,14 +200,15 @@ def homes(
             where the last cut before it begins.
 
     Raises:
-        ValueError: the cuts are not in the order of their first calls, or one was never called.
+        ValueError: the cuts are not in the order of their first calls, one was never called, or
+            no layer is called before the first.
     """
     begins = {name: j for j, name in enumerate(cuts, 1)}
     if order is None:
         called = list(layers)
     else:
         called = list(dict.fromkeys(order))
-        _check_order(cuts, [name for name in called if name in begins])
+        _check_order(cuts, called)
     found: dict[str, int] = {}
     current = 0
     for name in called:
@@ -224,11 +225,17 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
         raise ValueError(
             f"the cuts {missing} were not called, so no partition begins there; give modules that "
             "the model calls with arguments like these, by module(...) and not by a method of "
-            "theirs"
+            "theirs, and does not skip at random as LayerDrop does"
         )
-    if list(cuts) != called:
+    own = [name for name in called if name in cuts]
+    if list(cuts) != own:
         raise ValueError(
-            f"cuts must be in the order of their first calls, which is {called}, got {list(cuts)}"
+            f"cuts must be in the order of their first calls, which is {own}, got {list(cuts)}"
+        )
+    if cuts and called[0] == cuts[0]:
+        raise ValueError(
+            f"the cut {cuts[0]!r} is the first layer that is called, so partition 0 would have "
+            "none; leave it out, as that partition begins with the model"
         )
 
 

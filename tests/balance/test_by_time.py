@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,33 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert.balance import balance_by_time, by_time, layer_times
+from tests.spending import CLOCK, Clock, spend
 
-
-class Clock:
-    """Stands still unless a layer moves it."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.extra: Iterator[float] = iter(())
-
-    def __call__(self) -> float:
-        return self.now
-
-
-CLOCK = Clock()
-
-
-class _Spend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
-        ctx.backward_takes = backward
-        CLOCK.now += forward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        CLOCK.now += ctx.backward_takes
-        return grads[0], None, None
+EXTRA: list[float] = []
+"""What each disturbed call takes beyond its time."""
 
 
 class Takes(nn.Module):
@@ -54,15 +30,15 @@ class Takes(nn.Module):
             forward += 100.0
             self.cold = False
         elif self.disturbed:
-            forward += next(CLOCK.extra, 0.0)
-        y: Tensor = _Spend.apply(x, forward, backward)  # type: ignore[no-untyped-call]
-        return y
+            forward += EXTRA.pop(0) if EXTRA else 0.0
+        return spend(x, forward, backward)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(by_time, "perf_counter", CLOCK)
     CLOCK.now = 0.0
+    EXTRA.clear()
     return CLOCK
 
 
@@ -84,7 +60,7 @@ def test_pitfall_33_the_first_run_of_a_layer_does_not_count(clock: Clock) -> Non
 
 
 def test_a_minority_of_disturbed_rounds_does_not_count(clock: Clock) -> None:
-    clock.extra = iter([0, 50, 0, 50, 0])
+    EXTRA[:] = [0, 50, 0, 50, 0]
     module = nn.Sequential(Takes(1, 1), Takes(2, 1, disturbed=True))
     assert layer_times(module, SAMPLE, timeout=1000) == [2, 3]
 

@@ -92,9 +92,28 @@ OF_MODELS = [
         "        if others:\n", "        if False:\n",
         ("tests/test_partition.py",),
     ),
+    Mutant(
+        "containers-are-layers", "pipert/model/cuts.py",
+        "a list of layers that is never called counts as one, and its elements live nowhere",
+        "        if is_called(module) and not _has_inside", "        if not _has_inside",
+        ("tests/model/test_cuts.py",),
+    ),
 ]  # fmt: skip
 
 OF_MEASURES = [
+    Mutant(
+        "own-code-for-nothing", "pipert/balance/call_times.py",
+        "the backward of a loss inside the model counts for no partition",
+        "        self._note_roots(output)\n", "",
+        ("tests/balance/test_call_times.py",),
+    ),
+    Mutant(
+        "back-to-other-layers", "pipert/balance/call_times.py",
+        "a layer that uses what another has kept goes back through that one, too, and fails",
+        "torch.autograd.grad(roots, wanted, ones, allow_unused=True)",
+        "torch.autograd.backward(roots, ones)",
+        ("tests/balance/test_call_times.py",),
+    ),
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",
         "the search for a balance ends at one that is not the best",

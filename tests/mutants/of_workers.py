@@ -95,4 +95,8 @@ MUTANTS = [
         "probe-moves-generator", "pipert/balance/probe.py", "the device's generator is put back",
         "torch.random.fork_rng(generators)", "torch.random.fork_rng([])",
     ),
+    Mutant(
+        "dry-run-moves-generator", "pipert/model/calls.py", "the device's generator is put back",
+        "torch.random.fork_rng(indices)", "torch.random.fork_rng([])",
+    ),
 ]  # fmt: skip

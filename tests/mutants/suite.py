@@ -41,6 +41,7 @@ FIRST = {
     ),
     "pipert/check/": ("tests/check/test_check_on_gpus.py",),
     "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
+    "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/generators.py": ("tests/cuda/test_cuda.py",),
 }
 """What comes before that for a mutant of some files: nothing else can see it."""

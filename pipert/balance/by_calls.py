@@ -1,0 +1,153 @@
+"""Chooses where to cut a model that is no Sequential, by measured times.
+
+Candidates are the layers between which the model could be cut at most: the elements of its lists,
+and what is beside these, such as an embedding and a head. Which lists these are is not asked of the
+model (``_pp_plan`` of transformers names the same): they are the outermost ``ModuleList``s, since
+what is inside of an element, such as experts, is no way to cut unless the element takes more than
+a partition's share. Then it is cut, too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from torch import nn
+
+from pipert._typing import Device, Value
+from pipert.balance.by_cost import balance_by_cost, check_count
+from pipert.balance.by_time import check_timeout, rounds_of
+from pipert.balance.call_times import block_times
+from pipert.balance.probe import check_not_meta, parse
+from pipert.layers.drawing import is_compiled_itself
+from pipert.model.calls import arguments_of, check_initialised
+from pipert.model.cuts import is_called, layers_of
+
+__all__: list[str] = []
+
+Times = dict[str, float]
+
+
+def choose_cuts(
+    model: nn.Module,
+    partitions: int,
+    example: Value,
+    *,
+    timeout: float = 1.0,
+    device: Device | None = None,
+) -> list[str]:
+    """Returns the cuts that minimise the slowest partition's time.
+
+    Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
+    if it has none, or else its children; what else has parameters beside them; and what is inside
+    of a candidate that takes longer than a partition should. Each takes the time from its first
+    call to that of the next one, forward and backward, the model's own code included; what comes
+    before the first belongs to it.
+
+    What is measured are copies of layers, one at a time, so that one device can measure a model
+    that fits on none (``call_times.py``). Parameters, gradients, buffers, mode and torch's random
+    state stay unchanged; forward hooks run.
+
+    Args:
+        model: on any device, in the mode to measure.
+        partitions: the number of devices.
+        example: the arguments of one micro-batch, on any device: a dict (any mapping) of keyword
+            arguments, a tuple of positional ones, or the only one.
+        timeout: seconds to spend, after two or more forwards to warm up.
+        device: where to measure. Default: the first CUDA device, or the CPU if there is none.
+
+    Returns:
+        The names of ``partitions - 1`` modules, in the order of their first calls.
+
+    Raises:
+        ValueError: the model calls fewer candidates than there are partitions; ``partitions`` is
+            less than 1, ``timeout`` is negative, the device does not exist, or a parameter has no
+            value yet.
+        TypeError: ``partitions`` is no whole number.
+        Exception: whatever the model raises, with a note that names the layer.
+    """
+    n = check_count(partitions)
+    check_timeout(timeout)
+    where = parse(device)
+    check_initialised(model)
+    check_not_meta(model, where)
+    if n == 1:
+        return []
+    arguments = arguments_of(example)
+
+    def measure(cuts: set[str]) -> Times:
+        layers = layers_of(model, cuts)
+        begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
+        return block_times(model, layers, begins, arguments, where)
+
+    cuts, names = _fine_enough(model, n, measure)
+    if len(names) < n:
+        raise ValueError(
+            f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "
+            f"at which the model can be cut, {names}; use fewer partitions, or pass cuts"
+        )
+    rounds = rounds_of(lambda: measure(cuts), timeout)
+    times = [statistics.median([times[name] for times in rounds]) for name in names]
+    return [names[k] for k in accumulate(balance_by_cost(times, n)[:-1])]
+
+
+def _fine_enough(
+    model: nn.Module, n: int, measure: Callable[[set[str]], Times]
+) -> tuple[set[str], list[str]]:
+    """The cuts at which no block takes more than its share that could be split, and the blocks."""
+    cuts, whole = set(_pieces(model, "")), set[str]()
+    split: dict[str, set[str]] = {}
+    measure(cuts)  # what comes first is slow the first time, whatever it is
+    while True:
+        times = measure(cuts)
+        share = sum(times.values()) / n
+        # What is inside of a layer may not be called: it takes the parameters and does the rest.
+        useless = {name for name, pieces in split.items() if not pieces & times.keys()}
+        cuts = cuts.union(useless).difference(*(split[name] for name in useless))
+        whole |= useless
+        long = [name for name, seconds in times.items() if seconds > share and name not in whole]
+        split = {name: pieces for name in long if (pieces := set(_pieces(model, name)))}
+        if not split and not useless:
+            return cuts, list(times)
+        cuts = cuts.difference(split).union(*split.values())
+
+
+def _pieces(model: nn.Module, name: str) -> list[str]:
+    """The names of the modules into which the one called ``name`` could be split."""
+    known = {name for name, _ in model.named_modules()}  # of a shared module the first
+    module = model.get_submodule(name)
+    if is_compiled_itself(module):
+        return []
+    found: list[str] = []
+    for kind in (nn.ModuleList, nn.Sequential):
+        found = found or [piece for piece in _elements(name, module, kind) if piece in known]
+    return found or [piece for piece in _children(name, module) if piece in known]
+
+
+def _elements(name: str, module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
+    """The elements of the outermost modules of a kind inside."""
+    if isinstance(module, kind):
+        yield from _children(name, module)
+    elif not is_compiled_itself(module):
+        for inner, child in _named(name, module):
+            yield from _elements(inner, child, kind)
+
+
+def _children(name: str, module: nn.Module) -> Iterator[str]:
+    """The children, and those of children that are never called instead of these."""
+    for inner, child in _named(name, module):
+        if is_called(child):
+            yield inner
+        else:
+            yield from _children(inner, child)
+
+
+def _named(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for own, child in module._modules.items():
+        if child is not None:
+            yield (f"{name}.{own}" if name else own), child
+
+
+def _has_parameters(layer: nn.Module) -> bool:
+    return next(layer.parameters(), None) is not None

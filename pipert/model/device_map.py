@@ -1,0 +1,132 @@
+"""Models that came with a ``device_map``: their cuts and devices, and the hooks of accelerate.
+
+``from_pretrained(device_map="auto")`` spreads a model over devices and leaves behind a map, from
+names of modules to devices, and hooks, which copy the arguments of each module to where its
+parameters are. One device computes then, and the others wait. The map says where to cut; the
+hooks have to go, since they would copy on their own. Neither accelerate nor transformers is
+imported here: a model that has hooks has brought what takes them off.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipert._typing import Device
+from pipert.layers.modules import modules_of
+from pipert.model.cuts import is_called
+
+__all__: list[str] = []
+
+_MAP = "hf_device_map"
+
+
+def cuts_of_device_map(model: nn.Module) -> tuple[list[str], list[torch.device]]:
+    """Return the cuts of a ``device_map``, and the devices of the partitions, one more.
+
+    A cut is where the device changes, in the order in which modules are registered; a module
+    without parameters, such as a rotary table, has nothing that would have to be on a device, and
+    none begins with it. A device comes again if the map comes back to it, as for a head that is
+    tied to the embedding.
+
+    Args:
+        model: one that was loaded with a ``device_map``, or has one inside, as those of peft do.
+
+    Raises:
+        ValueError: there is no map, it offloads modules, or leaves out some that have parameters.
+    """
+    prefix, owner = _owner(model)
+    given: Mapping[str, Device] = getattr(owner, _MAP)
+    _refuse_offloading(given)
+    known = dict(model.named_modules())  # a shared module under its first name
+    placed = [entry for entry in _entries(prefix, owner, prefix, given, None) if entry[0] in known]
+    if missing := [name for name, device in placed if device is None]:
+        raise ValueError(f"the device map has no device for {missing}; add them, or pass cuts")
+    devices = [_parse(device) for _, device in placed if device is not None]
+    changes = [k for k, (a, b) in enumerate(pairwise(devices), 1) if a != b]
+    return [placed[k][0] for k in changes], [devices[k] for k in (0, *changes)]
+
+
+def _owner(model: nn.Module) -> tuple[str, nn.Module]:
+    for name, module in model.named_modules():
+        if vars(module).get(_MAP):
+            return name, module
+    raise ValueError(
+        f"the model has no {_MAP}, so it was not loaded with a device_map; pass cuts, or "
+        "partitions and an example"
+    )
+
+
+def _refuse_offloading(given: Mapping[str, Device]) -> None:
+    offloaded = {name: device for name, device in given.items() if str(device) in ("cpu", "disk")}
+    if len(offloaded) == len(given) and set(map(str, given.values())) == {"cpu"}:
+        return  # not offloaded: computed there
+    if offloaded:
+        names = ", ".join(f"{name!r} to {str(device)!r}" for name, device in offloaded.items())
+        raise ValueError(
+            f"the device map offloads {names}, but a pipe computes each layer where it is kept; "
+            "load the model without a device_map and pass devices with enough memory together, or "
+            "load it with max_memory that has no 'cpu'"
+        )
+
+
+def _entries(
+    name: str, module: nn.Module, prefix: str, given: Mapping[str, Device], device: Device | None
+) -> Iterator[tuple[str, Device | None]]:
+    """The modules with parameters, as large as the map has them, and their devices.
+
+    Each by the name of the first one inside that can be called, which is mostly itself.
+    """
+    own = name[len(prefix) :].removeprefix(".")
+    device = given.get(own, device)
+    inside = [key for key in given if key != own and (key.startswith(f"{own}.") or not own)]
+    if inside and module._modules:
+        for child_name, child in module._modules.items():
+            if child is not None:
+                inner = f"{name}.{child_name}" if name else child_name
+                yield from _entries(inner, child, prefix, given, device)
+    elif next(module.parameters(), None) is not None:
+        first = next((at for at, inner in module.named_modules() if is_called(inner)), None)
+        if first is not None:
+            at = f"{name}.{first}" if first else name
+            yield at, given[inside[0]] if inside else device  # the keys inside are parameters
+
+
+def _parse(device: Device) -> torch.device:
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+def remove_hooks(model: nn.Module) -> None:
+    """Take off accelerate's hooks that move arguments to devices, if there are any.
+
+    Parameters stay where they are.
+
+    Raises:
+        ValueError: a hook does something else, such as offloading, which would be lost.
+    """
+    hooked = {module: vars(module)["_hf_hook"] for module in _hooked(model)}
+    if not hooked:
+        return
+    accelerate: Any = sys.modules["accelerate.hooks"]
+    for module, hook in hooked.items():
+        for one in hook.hooks if isinstance(hook, accelerate.SequentialHook) else (hook,):
+            if type(one) is not accelerate.AlignDevicesHook or one.offload:
+                raise ValueError(
+                    f"{type(module).__qualname__} has the hook {one!r}, which a pipe would have to "
+                    "take off, and which does more than to move arguments; remove it before by "
+                    "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+                )
+    accelerate.remove_hook_from_module(model, recurse=True)
+    for module in hooked:
+        forward = vars(module).get("forward")  # what accelerate leaves: the method of the class
+        if getattr(forward, "__func__", None) is type(module).forward:
+            del module.forward
+
+
+def _hooked(model: nn.Module) -> list[nn.Module]:
+    return [module for module in modules_of(model) if "_hf_hook" in vars(module)]

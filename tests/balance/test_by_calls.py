@@ -1,0 +1,363 @@
+"""Where a model is cut for the slowest partition to be the fastest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.balance import by_calls, by_time
+from pipert.balance.by_calls import choose_cuts
+from pipert.balance.call_times import block_times
+from pipert.model.calls import order_of_calls
+from pipert.model.cuts import Cuts, homes, layers_of
+from tests.spending import CLOCK, spend
+
+X = torch.ones(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+
+
+class Takes(nn.Module):
+    """Takes so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return spend(x * self.weight, self.seconds / 4, self.seconds * 3 / 4)
+
+
+def takes(*seconds: float) -> list[Takes]:
+    return [Takes(s) for s in seconds]
+
+
+class Stack(nn.Module):
+    """A list of layers with something before and after; what comes before is registered last."""
+
+    def __init__(self, layers: Sequence[nn.Module], first: float = 0, last: float = 0) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.unused = Takes(1000)
+        self.last = Takes(last)
+        self.first = Takes(first)
+        self.table = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(self.table(x))
+        y: Tensor = self.last(x)
+        return y
+
+
+def chosen(model: nn.Module, n: int, example: Any = X, **options: Any) -> list[str]:
+    options = {"timeout": 0, "device": "cpu", **options}
+    cuts = choose_cuts(model, n, example, **options)
+    layers = layers_of(model, Cuts(model, cuts))
+    assert len(set(homes(layers, cuts, order_of_calls(model, layers, example)).values())) == n
+    return cuts
+
+
+# What is chosen
+
+
+def test_the_cuts_are_the_best_for_the_times() -> None:
+    assert chosen(Stack(takes(1, 1, 1, 5, 2, 2, 1)), 3) == ["layers.3", "layers.4"]
+
+
+def test_what_is_before_and_after_a_list_counts_and_may_be_cut_off() -> None:
+    layers = takes(1, 1, 1, 1)
+    assert chosen(Stack(layers, first=4), 2) == ["layers.0"]
+    assert chosen(Stack(layers, last=4), 2) == ["last"]
+    assert chosen(Stack(layers, first=2, last=2), 2) == ["layers.2"]
+
+
+def test_a_models_own_code_counts_where_it_runs() -> None:
+    class Model(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            return spend(super().forward(x), 2, 6)
+
+    assert chosen(Model(takes(2, 2, 2, 2)), 2) == ["last"]
+
+
+def test_one_partition_has_no_cuts_and_takes_no_time() -> None:
+    model = Stack(takes(1, 1))
+    calls: list[nn.Module] = []
+    model.register_forward_pre_hook(lambda *_: calls.append(model))
+    assert choose_cuts(model, 1, X) == []
+    assert calls == []
+
+
+@pytest.mark.parametrize("example", [X, (X,), {"x": X}])
+def test_an_example_is_given_like_that_of_a_dry_run(example: Any) -> None:
+    assert chosen(Stack(takes(1, 1, 1, 1)), 2, example) == ["layers.2"]
+
+
+def test_rounds_go_on_until_the_time_is_over_and_their_median_counts() -> None:
+    slow = iter([0.0, 0, 0, 100, 0, 0, 0])
+    rounds: list[float] = []
+
+    class Disturbed(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            rounds.append(next(slow, 0.0))
+            return spend(super().forward(x), rounds[-1], 0)
+
+    model = Stack([*takes(1, 1), Disturbed(1), *takes(1)])
+    # One to warm up, one to look at how fine the cuts are, then of 4 s, 104 s and 4 s.
+    assert choose_cuts(model, 2, X, timeout=110, device="cpu") == ["layers.2"]
+    assert rounds == [0, 0, 0, 100, 0]
+
+
+# Candidates
+
+
+def test_an_encoder_and_a_decoder_are_cut_as_one() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = Stack(takes(1, 1))
+            self.encoder = Stack(takes(1, 1, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.decoder(self.encoder(x))
+            return y
+
+    assert chosen(Both(), 3) == ["encoder.layers.2", "decoder.first"]
+
+
+def test_without_lists_candidates_are_what_sequentials_have() -> None:
+    class Stages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = Takes(1)
+            self.stage1 = nn.Sequential(*takes(1, 1))
+            self.stage2 = nn.Sequential(*takes(1, 1, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.stage2(self.stage1(self.stem(x)))
+            return y
+
+    assert chosen(Stages(), 2) == ["stage2.0"]
+    assert chosen(Stages(), 3) == ["stage1.1", "stage2.1"]
+    assert chosen(nn.Sequential(*takes(1, 2, 3)), 2) == ["2"]
+
+
+def test_without_either_candidates_are_the_children() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.c, self.b, self.a = takes(1, 1, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.c(self.b(self.a(x)))
+            return y
+
+    assert chosen(Plain(), 2) == ["b"]
+
+
+def test_a_wrapper_is_looked_through() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.model(x)
+            return y
+
+    assert chosen(Wrapper(), 2) == ["model.out"]
+
+
+class Block(nn.Module):
+    """Two parts without a list."""
+
+    def __init__(self, seconds: float = 1) -> None:
+        super().__init__()
+        self.attention, self.out = takes(seconds / 2, seconds / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.attention(x))
+        return y
+
+
+def test_an_element_is_cut_inside_only_if_it_takes_more_than_its_share() -> None:
+    assert chosen(Stack([Block(), Block(), Block()]), 2)[0] in ("layers.1", "layers.2")
+    assert chosen(Stack([Block(2), Block(5), Block(1)]), 2) == ["layers.1.out"]
+
+
+def test_lists_inside_of_elements_are_cut_only_then() -> None:
+    experts = [Stack(takes(0.25, 0.25, 0.25, 0.25)) for _ in range(4)]
+    assert chosen(Stack(experts), 2) == ["layers.2"]
+    assert chosen(Stack([Stack(takes(1, 1, 1, 1)), *takes(1, 1)]), 2) == ["layers.0.layers.3"]
+
+
+def test_what_is_inside_but_never_called_is_no_candidate() -> None:
+    class TakesParameters(nn.Module):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self.out = Takes(seconds)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return spend(x * self.out.weight, self.out.seconds, 0)
+
+    model = Stack([TakesParameters(1), TakesParameters(6), *takes(1, 1)])
+    assert chosen(model, 2) == ["layers.2"]
+    assert chosen(model, 3) == ["layers.1", "layers.2"]
+
+
+def test_a_compiled_layer_is_not_cut_inside() -> None:
+    model = Stack([Stack(takes(1, 1, 1, 1)), *takes(1)])
+    model.layers[0]._compiled_call_impl = model.layers[0]._call_impl
+    assert chosen(model, 2) == ["layers.1"]
+
+
+def test_elements_that_are_no_modules_to_call_are_looked_into() -> None:
+    class Level(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.down = nn.ModuleList(takes(1, 1)), Takes(1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.levels = nn.ModuleList([Level(), Level()])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for level in self.levels:
+                for block in level.block:  # type: ignore[union-attr]
+                    x = block(x)
+                x = level.down(x)  # type: ignore[operator]
+            return x
+
+    assert chosen(Model(), 3) == ["levels.0.down", "levels.1.block.1"]
+
+
+def test_a_layer_that_is_shared_is_one_candidate() -> None:
+    shared = Takes(1)
+    model = Stack([shared, *takes(1), shared, *takes(1)])
+    assert chosen(model, 2) == ["layers.1"]
+
+
+# What is refused
+
+
+def test_more_partitions_than_candidates_are_refused_with_their_number() -> None:
+    told = r"at most 2, got 3: the example calls .*\['first', 'last'\]; use fewer"
+    with pytest.raises(ValueError, match=told):
+        choose_cuts(Stack([]), 3, X, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "told"),
+    [
+        ({"partitions": 0}, ValueError, "partitions must be 1 or more, got 0"),
+        ({"partitions": 1.5}, TypeError, "partitions must be a whole number, got 1.5"),
+        ({"timeout": -1}, ValueError, "timeout must be a number of seconds, 0 or more, got -1"),
+        ({"device": "cuda:99"}, ValueError, "cuda:99"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: Any, kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        choose_cuts(**{"model": Stack([]), "partitions": 2, "example": X, **options})
+
+
+def test_parameters_without_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="'layers.0.weight' is not initialised"):
+        choose_cuts(Stack([nn.LazyLinear(3)]), 2, X)
+    with pytest.raises(ValueError, match="on 'meta' and cannot be measured on 'cpu'"):
+        choose_cuts(Stack(takes(1)).to("meta"), 2, X, device="cpu")
+
+
+# On a GPU
+
+
+@pytest.mark.cuda
+def test_a_model_on_the_cpu_is_measured_on_the_first_gpu() -> None:
+    seen = set()
+
+    class Looks(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x * self.last.weight)
+            seen.add((x.device, y.device))
+            return y
+
+    assert choose_cuts(Looks(takes(1, 3, 2, 1, 1)), 2, X, timeout=0) == ["layers.2"]
+    assert seen == {(torch.device("cuda", 0), torch.device("cuda", 0))}
+
+
+# Models of transformers
+
+
+TEXT = torch.arange(16).view(2, 8)
+FAMILIES: dict[str, tuple[dict[str, Any], Any]] = {
+    "Llama": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 2, "num_key_value_heads": 1},
+        {"input_ids": TEXT, "labels": TEXT},
+    ),
+    "Mixtral": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+         "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2,
+         "output_router_logits": True},
+        {"input_ids": TEXT, "labels": TEXT},
+    ),
+    "T5": (
+        {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 3, "num_heads": 2,
+         "decoder_start_token_id": 0, "pad_token_id": 0},
+        {"input_ids": TEXT, "labels": TEXT},
+    ),
+    "Bert": (
+        {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+         "num_attention_heads": 2},
+        (TEXT,),
+    ),
+}  # fmt: skip
+HEADS = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}
+
+
+def made(family: str) -> tuple[Any, Any]:
+    """A tiny model of transformers and an example."""
+    transformers = pytest.importorskip("transformers")
+    options, example = FAMILIES[family]
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64, bos_token_id=1, eos_token_id=2, **options
+    )
+    return getattr(transformers, family + HEADS.get(family, "ForCausalLM"))(config), example
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_transformers_are_cut(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # by the real clock
+    model, example = made(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert len(chosen(model, 3, example)) == 2
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_candidates_are_what_the_plan_of_transformers_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, example = made("Llama")
+    blocks: list[str] = []
+
+    def measure(*args: Any) -> dict[str, float]:
+        found = block_times(*args)
+        blocks[:] = found
+        return found
+
+    monkeypatch.setattr(by_calls, "block_times", measure)
+    assert len(chosen(model, 2, example)) == 1
+    assert {re.sub(r"\.\d+", "", name) for name in blocks} == set(model._pp_plan)

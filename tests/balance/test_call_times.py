@@ -1,0 +1,301 @@
+"""What a model takes between the first calls of its modules, by a clock that operations advance."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipert.balance import by_time
+from pipert.balance.call_times import block_times
+from pipert.model.calls import arguments_of
+from tests.spending import CLOCK, spend
+
+CPU = torch.device("cpu")
+X = torch.ones(2, 3)
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(by_time, "perf_counter", CLOCK)
+
+
+class Takes(nn.Module):
+    """Takes so many seconds, forward and backward."""
+
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.takes = forward, backward
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return spend(x * self.weight, *self.takes)
+
+
+class Calls(nn.Module):
+    """Calls its modules a, b and c as it is told."""
+
+    def __init__(self, how: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b, self.c = Takes(1, 2), Takes(4, 8), Takes(16, 32)
+        self.own = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.how(self, x)
+
+
+def times(how: Callable[[Any, Any], Any] | nn.Module, begins: str = "abc", x: Any = X) -> Any:
+    model = how if isinstance(how, nn.Module) else Calls(how)
+    layers = {name: getattr(model, name) for name in "abc"}
+    return block_times(model, layers, begins, arguments_of(x), CPU)
+
+
+def test_a_block_takes_its_forward_and_its_backward() -> None:
+    assert times(lambda m, x: m.c(m.b(m.a(x)))) == {"a": 3, "b": 12, "c": 48}
+
+
+def test_blocks_are_in_the_order_of_first_calls() -> None:
+    assert list(times(lambda m, x: m.a(m.c(m.b(m.a(m.c(x))))))) == ["c", "a", "b"]
+
+
+def test_a_layer_that_begins_no_block_counts_for_the_one_that_is_current() -> None:
+    assert times(lambda m, x: m.c(m.b(m.a(x))), "ac") == {"a": 15, "c": 48}
+
+
+def test_what_comes_first_counts_for_the_first_block() -> None:
+    assert times(lambda m, x: m.c(m.b(m.a(spend(x, 100, 0)))), "c") == {"c": 163}
+
+
+def test_a_layer_that_is_called_again_counts_where_it_is_called() -> None:
+    assert times(lambda m, x: m.a(m.b(m.a(x)))) == {"a": 3, "b": 15}
+
+
+def test_a_layer_that_is_not_called_is_no_block() -> None:
+    assert times(lambda m, x: m.b(x)) == {"b": 12}
+
+
+def test_a_model_that_calls_no_layer_has_no_blocks() -> None:
+    assert times(lambda m, x: x * m.own) == {}
+
+
+# The model's own code
+
+
+def test_own_code_counts_for_the_block_before_it_forward_and_backward() -> None:
+    def how(m: Calls, x: Tensor) -> Tensor:
+        x = m.a(spend(x * m.own, 100, 200))
+        x = m.b(spend(spend(x, 1000, 2000), 0, 4000))
+        return spend(m.c(x), 10000, 20000)
+
+    assert times(how) == {"a": 7303, "b": 12, "c": 30048}
+
+
+def test_own_code_that_skips_blocks_counts_where_it_is() -> None:
+    def how(m: Calls, x: Tensor) -> Tensor:
+        early = spend(m.a(x), 100, 200)
+        late = m.c(m.b(m.a(x)))
+        return spend(early + late, 1000, 2000)
+
+    assert times(how) == {"a": 306, "b": 12, "c": 3048}
+
+
+def test_own_code_goes_back_to_parameters_of_layers() -> None:
+    assert times(lambda m, x: m.b(m.a(x)) + spend(m.a.weight * 1, 0, 200)) == {"a": 3, "b": 212}
+
+
+def test_own_code_without_a_gradient_has_no_backward() -> None:
+    assert times(lambda m, x: m.a(spend(x, 100, 200))) == {"a": 103}
+
+
+def test_without_own_code_nothing_but_layers_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    backward = Mock(wraps=torch.autograd.grad)
+    monkeypatch.setattr(torch.autograd, "grad", backward)
+    assert times(lambda m, x: (m.c(m.b(m.a(x))), 3)) == {"a": 3, "b": 12, "c": 48}
+    assert backward.call_count == 3
+
+
+def test_any_kind_of_output_goes_back() -> None:
+    out: Any = lambda m, x: {"loss": (spend(m.a(x), 0, 200),), "other": [3]}  # noqa: E731
+    assert times(out) == {"a": 203}
+
+
+# Backwards
+
+
+def test_a_layer_under_no_grad_has_no_backward() -> None:
+    def how(m: Calls, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = m.a(x)
+        y: Tensor = m.b(x)
+        return y
+
+    assert times(how) == {"a": 1, "b": 12}
+
+
+def test_a_frozen_layer_has_a_backward_only_if_its_input_needs_one() -> None:
+    model = Calls(lambda m, x: m.c(m.b(m.a(x))))
+    model.a.requires_grad_(False)
+    model.c.requires_grad_(False)
+    assert times(model) == {"a": 1, "b": 12, "c": 48}
+
+
+def test_an_example_that_needs_a_gradient_gets_none() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    assert times(lambda m, x: m.a(spend(x, 0, 100)), x=x) == {"a": 103}
+    assert x.grad is None
+
+
+def test_a_checkpoint_around_layers_makes_no_layer_compute_again() -> None:
+    def how(m: Calls, x: Tensor) -> Any:
+        return m.c(checkpoint(lambda x: m.b(m.a(x)), x, use_reentrant=False))
+
+    assert times(how) == {"a": 3, "b": 12, "c": 48}
+
+
+# What models do
+
+
+def test_a_layer_computes_once_for_each_call_since_its_arguments_may_remember_it() -> None:
+    class Remembers(Takes):
+        def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+            cache.kept.append(x * self.weight)
+            return super().forward(sum(cache.kept))
+
+    class Cache:
+        def __init__(self) -> None:
+            self.kept: list[Tensor] = []
+
+    caches = []
+
+    def how(m: Calls, x: Tensor) -> Any:
+        caches.append(Cache())
+        return m.b(m.a(x, caches[0]), caches[0])
+
+    model = Calls(how)
+    model.a, model.b = Remembers(1, 2), Remembers(4, 8)
+    # The second uses what the first has kept, whose graph has gone backward.
+    assert times(model) == {"a": 3, "b": 12}
+    assert len(caches[0].kept) == 2
+
+
+def test_outputs_may_be_changed_in_place() -> None:
+    assert times(lambda m, x: m.b(m.a(x).add_(1))) == {"a": 3, "b": 12}
+
+
+def test_arguments_may_be_changed_in_place() -> None:
+    class InPlace(Takes):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    model = Calls(lambda m, x: m.b(m.a(x)))
+    model.b = InPlace(4, 8)
+    assert times(model) == {"a": 3, "b": 12}
+
+
+def test_forward_hooks_run_and_may_be_needed() -> None:
+    seen: list[nn.Module] = []
+    model: Any = Calls(lambda m, x: m.b(m.a(x)) * len(seen))
+    model.a.register_forward_hook(lambda module, args, output: seen.append(module))
+    inner = nn.Sequential(Takes(4, 8))
+    inner[0].register_forward_pre_hook(lambda module, args: (spend(args[0], 100, 0),))
+    model.b = inner
+    assert times(model) == {"a": 3, "b": 112}
+    assert len(seen) == 1
+    assert seen[0] is not model.a
+
+
+# What is as before
+
+
+def test_the_model_is_as_before() -> None:
+    class Norm(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(nn.functional.dropout(x))
+
+    def how(m: Any, x: Tensor) -> Any:
+        m.calls.add_(1)
+        return m.b(m.a(x) * m.own + torch.rand(3))
+
+    model: Any = Calls(how)
+    model.a = Norm(3)
+    model.register_buffer("calls", torch.zeros(()))
+    model.own.grad = torch.ones(3)
+    hooked: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda grad, name=name: hooked.append(name))
+    model.b.register_full_backward_hook(lambda *_: hooked.append("b"))
+    tensors = [*model.parameters(), *model.buffers()]
+    before, state = [t.clone() for t in tensors], torch.get_rng_state()
+    times(model)
+    after = [*model.parameters(), *model.buffers()]
+    for tensor, old, new in zip(tensors, before, after, strict=True):
+        assert new is tensor
+        assert new.equal(old)
+    assert model.own.grad.equal(torch.ones(3))
+    assert [p.grad for p in (*model.a.parameters(), *model.b.parameters())] == [None] * 3
+    assert model.training and model.b.training
+    assert torch.get_rng_state().equal(state)
+    assert hooked == []
+
+
+def test_a_layer_that_fails_is_named_and_calls_go_their_old_way() -> None:
+    model = Calls(lambda m, x: m.b(m.a(x)[0], 3))
+    with pytest.raises(TypeError) as error:
+        times(model)
+    notes = error.value.__notes__
+    assert notes[0] == "while layer 'b' (Takes) was measured"
+    assert "while the model was called with the example" in notes[1]
+    assert not any("_compiled_call_impl" in vars(module) for module in model.modules())
+
+
+def test_copies_are_dropped_one_by_one(no_gc: None) -> None:
+    alive: list[weakref.ref[nn.Module]] = []
+    most = []
+
+    def look(module: nn.Module, args: Any) -> None:
+        alive.append(weakref.ref(module))
+        most.append(sum(ref() is not None for ref in alive))
+
+    model = Calls(lambda m, x: m.c(m.b(m.a(x))))
+    for name in "abc":
+        getattr(model, name).register_forward_pre_hook(look)
+    times(model)
+    assert most == [1, 1, 1]
+    assert not any(ref() for ref in alive)
+
+
+# On another device than the model's
+
+
+@pytest.mark.cuda
+def test_a_model_is_measured_on_a_device_it_is_not_on() -> None:
+    gpu, seen = torch.device("cuda", 0), []
+
+    def how(m: Calls, x: Tensor) -> Tensor:
+        mask = torch.ones(3, device=m.own.device) * torch.arange(3)
+        x = m.b(spend(m.a(x * m.own + mask), 100, 200))
+        x = nn.functional.linear(x, torch.stack([m.a.weight, m.own]))
+        seen.append(x.device)
+        return spend(x, 1000, 2000)
+
+    model = Calls(how)
+    layers = {name: getattr(model, name) for name in "abc"}
+    assert block_times(model, layers, "ab", arguments_of(X), gpu) == {"a": 303, "b": 3012}
+    assert seen == [gpu]
+    assert {p.device for p in model.parameters()} == {CPU}
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.cuda
+def test_the_random_numbers_of_the_device_are_as_before() -> None:
+    state = torch.cuda.get_rng_state()
+    model = Calls(lambda m, x: m.a(nn.functional.dropout(x)))
+    block_times(model, {"a": model.a}, "a", arguments_of(X), torch.device("cuda", 0))
+    assert torch.cuda.get_rng_state().equal(state)

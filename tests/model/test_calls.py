@@ -1,0 +1,153 @@
+"""A dry run: the order in which a model calls its modules, and nothing left behind of it."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipert.batch.microbatch import Arguments
+from pipert.layers.intercepted import intercept
+from pipert.model.calls import arguments_of, order_of_calls
+from pipert.model.cuts import homes, layers_of
+
+
+class Backwards(nn.Module):
+    """Calls its modules in the reverse order, the first of them twice, and one never."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(4, 4))
+        self.b = nn.BatchNorm1d(4)
+        self.never = nn.Linear(4, 4)
+        self.c = nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.seen.append((x.device, torch.is_grad_enabled(), self.training))
+        self.count = self.count + 1
+        self.register_buffer("late", torch.ones(1))
+        x = self.c(x * scale)
+        y: Tensor = self.a(self.b(self.a(x)))
+        return y
+
+
+CALLED = ["c", "a", "b"]
+X = torch.ones(3, 4)
+
+
+def order(model: nn.Module, example: Any, cuts: tuple[str, ...] = ("b",)) -> list[str]:
+    return order_of_calls(model, layers_of(model, cuts), example)
+
+
+def test_the_order_is_that_of_first_calls() -> None:
+    assert order(Backwards(), X) == CALLED
+
+
+def test_only_the_layers_given_are_in_it() -> None:
+    model = Backwards()
+    assert order_of_calls(model, {"b": model.b, "": model}, X) == ["", "b"]
+
+
+def test_homes_follow_the_calls() -> None:
+    model = Backwards()
+    layers = layers_of(model, ["a"])
+    assert homes(layers, ["a"], order(model, X)) == {"a": 1, "b": 1, "never": 1, "c": 0}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [X, (X,), {"x": X}, UserDict({"x": X}), {"x": X, "scale": 2.0}, Arguments((X,), {"scale": 2})],
+)
+def test_an_example_is_a_tensor_or_a_tuple_or_keyword_arguments(example: Any) -> None:
+    assert order(Backwards(), example) == CALLED
+
+
+def test_a_list_is_the_only_argument() -> None:
+    assert arguments_of([1, 2]) == Arguments(([1, 2],))
+
+
+def test_the_model_runs_once_in_its_mode_without_gradients() -> None:
+    for mode in (True, False):
+        model = Backwards().train(mode)
+        order(model, X)
+        assert model.seen == [(torch.device("cpu"), False, mode)]
+        assert model.training == model.b.training == mode
+
+
+def test_buffers_and_random_numbers_are_as_before() -> None:
+    model = Backwards()
+    count = model.count
+    before = {name: (b, b.clone()) for name, b in model.named_buffers()}
+    state = torch.get_rng_state()
+    order(model, X)
+    assert dict(model.named_buffers()).keys() == before.keys()
+    assert all(model.get_buffer(name) is b and b.equal(old) for name, (b, old) in before.items())
+    assert model.count is count
+    assert torch.get_rng_state().equal(state)
+
+
+def test_what_a_forward_that_fails_has_changed_is_put_back() -> None:
+    model = Backwards()
+    with pytest.raises(TypeError, match="scales") as error:
+        order(model, {"x": X, "scales": 2})
+    assert any("called with the example" in note for note in error.value.__notes__)
+    broken = Backwards()
+    broken.a = nn.Sequential(nn.Linear(5, 4))
+    with pytest.raises(RuntimeError, match="shapes"):
+        order(broken, X)
+    assert broken.count == 0
+    assert not any("_compiled_call_impl" in vars(module) for module in broken.modules())
+
+
+def test_a_compiled_layer_is_called_as_it_was_compiled() -> None:
+    model = Backwards()
+    calls: list[str] = []
+
+    def compiled(x: Tensor) -> Tensor:
+        calls.append("compiled")
+        return x
+
+    model.b._compiled_call_impl = compiled
+    assert order(model, X) == CALLED
+    assert calls == ["compiled"]
+    assert model.b._compiled_call_impl is compiled
+
+
+def test_layers_of_a_pipe_are_called_as_ever() -> None:
+    model = Backwards()
+    intercept([model.b])  # as a pipe does
+    before = model.b._compiled_call_impl
+    assert order_of_calls(model, {"a": model.a}, X) == ["a"]
+    assert order(model, X) == CALLED
+    assert model.b._compiled_call_impl is before
+
+
+def test_hooks_run() -> None:
+    model = Backwards()
+    hooked: list[str] = []
+    model.a.register_forward_hook(lambda *_: hooked.append("a"))
+    order(model, X)
+    assert hooked == ["a", "a"]
+
+
+def test_lazy_parameters_are_refused() -> None:
+    model = Backwards()
+    model.a = nn.Sequential(nn.LazyLinear(4))
+    with pytest.raises(ValueError, match="'a.0.weight' is not initialised; call the model once"):
+        order(model, X)
+
+
+@pytest.mark.cuda
+def test_the_example_goes_where_the_model_is() -> None:
+    model = Backwards().cuda()
+    state = torch.cuda.get_rng_state()
+    order(model, X)
+    assert model.seen == [(torch.device("cuda", 0), False, True)]
+    assert torch.cuda.get_rng_state().equal(state)
