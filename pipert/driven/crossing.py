@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import (
@@ -126,7 +127,8 @@ class Crossing:
         source = made_in.sources.get(key)
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor))
-        (entered,) = order.enter((tensor,))
+        with torch.enable_grad():  # it may be used again where gradients are enabled
+            (entered,) = order.enter((tensor,))
         entered.grad_fn.of = self  # type: ignore[union-attr]
         self._part.entries.append((order.edge_of(entered), source))
         return entered
