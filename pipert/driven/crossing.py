@@ -36,6 +36,7 @@ from pipert.autograd import order
 from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import differentiable
+from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
@@ -84,7 +85,7 @@ class Crossing:
         self._order: list[int] = []  # the partition that each start is of
         self._start = 0
         self._part: Part = Part(0)
-        self._entered: dict[tuple[Node, int], Tensor] = {}
+        self._stand_ins = StandIns()
         self.glue = Glue(self.bring)
 
     def begin(self, stage: Stage) -> None:
@@ -97,7 +98,7 @@ class Crossing:
     def end(self) -> None:
         """It ends: what has entered it is used no more."""
         self._part.last = node_count()
-        self._entered.clear()
+        self._stand_ins.end(self._start)
 
     def enter_inputs(self, x: Value) -> Value:
         """Let the inputs of the model enter."""
@@ -114,13 +115,22 @@ class Crossing:
         if node is None:
             return tensor
         number = node._sequence_nr()
-        if number >= self._start or number < self._starts[0]:
-            return tensor  # its own, or the caller's
+        if number >= self._start:
+            if self._cuts and tensor._is_view():
+                refuse_old_base(tensor, range(self._starts[0], self._start))
+            return tensor
+        if number < self._starts[0]:
+            return tensor  # the caller's
         key = node, tensor.output_nr
-        entered = self._entered.get(key)
-        if entered is None:
-            made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
-            entered = self._entered[key] = self._enter(tensor, key, made_in)
+        entered = self._stand_ins.find(key)
+        if entered is not None:
+            return entered
+        if (changed := self._stand_ins.changed(key)) is not None:
+            return self.bring(changed)
+        self._stand_ins.refuse_stale(tensor, number)
+        made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
+        entered = self._enter(tensor, key, made_in)
+        self._stand_ins.add(key, tensor, entered)
         return entered
 
     def _enter(self, tensor: Tensor, key: tuple[Node, int], made_in: Part) -> Tensor:
@@ -157,7 +167,7 @@ class Crossing:
     def clear(self) -> None:
         """Drop everything."""
         self.parts.clear()
-        self._entered.clear()
+        self._stand_ins.clear()
 
 
 class Glue(TorchFunctionMode):

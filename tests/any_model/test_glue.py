@@ -93,30 +93,30 @@ class ChangingInPlace(Three):
         return self.c(y.mul(2)) + rows[:, :4] * rows[:, 4:]
 
 
-class ChangingAView(Three):
+class FillingWhatIsOld(Three):
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
-        left = y[:, :2]
+        rows = y.new_zeros(len(x), 8)
+        rows[:, :4] = y
+        rows[:, 4:] = self.b(y)
+        last = self.c(rows[:, 4:])
+        return last + rows[:, :4] * rows[:, 4:]
+
+
+class ChangingUnderTwoNames(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        kept = [y]
         z = self.b(y.clone())
-        left.mul_(z[:, :2])
-        return self.c(y) + left.sum(1, keepdim=True)
+        y += z
+        return self.c(z) + kept[0] * y
 
 
 class ScalingByParameters(Three):
     def forward(self, x: Tensor) -> Any:
         z = self.b(self.a(x) * self.scale)
-        first = self.c[0]
-        return self.c(z * self.scale) + F.linear(z, first.weight, first.bias) @ self.scale.diag()
-
-
-class KeepingInAClosure(Three):
-    """A layer may use what it is not given."""
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        handle = self.c.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-        handle.remove()
-        return self.c(self.b(y) * y)
+        weight = self.c.get_parameter("0.weight")
+        return self.c(z * self.scale) + F.linear(z, weight) @ self.scale.diag()
 
 
 # Gradients ----------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ class _Exp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return gradients[0] * x.exp()
+        dx: Tensor = gradients[0] * x.exp()
+        return dx
 
 
 class ApplyingAFunction(Three):
@@ -189,11 +190,15 @@ class HookingModules(Three):
     def __init__(self) -> None:
         super().__init__()
         self.a.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
-        self.b.register_full_backward_hook(lambda module, inputs, outputs: (2 * inputs[0],))
+        self.b.register_full_backward_hook(_double)
         self.b[4].register_forward_hook(lambda module, args, output: output * 1.5)
 
     def forward(self, x: Tensor) -> Any:
         return self.c(self.b(self.a(x)))
+
+
+def _double(module: nn.Module, dx: Any, dy: Any) -> Any:
+    return tuple(2 * d for d in dx)
 
 
 class Frozen(Three):
@@ -218,3 +223,52 @@ def test_a_model_gives_what_it_gives_without_a_pipe(model: type[Three], how: How
         pytest.skip("cannot be recomputed")
     own = family(model)
     assert_equal(*results(own.make(), own, how))
+
+
+# What a step cannot follow ------------------------------------------------------------------------
+
+NAMES = ["base", "view", "view of the base"]
+
+
+class ChangingViews(nn.Module):
+    """Changes a tensor of an earlier partition, and uses it under another name, or when it is late.
+
+    Args:
+        changed: the name that it is changed by.
+        used: the name that it is used by.
+        later: whether in a later partition.
+    """
+
+    def __init__(self, changed: int, used: int, later: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.changed, self.used, self.later = changed, used, later
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x) * 1
+        names = [y, y[:, :2], y[:, 1:]]
+        z = self.b(x)
+        names[self.changed].mul_(z[:, :1])
+        if self.later:
+            z = self.c(z)
+        last: Tensor = z + names[self.used].sum(1, keepdim=True)
+        if not self.later:
+            last = self.c(last)
+        return last
+
+
+@each_how
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("used", range(3), ids=lambda k: f"used-{NAMES[k]}")
+@pytest.mark.parametrize("changed", range(3), ids=lambda k: f"changed-{NAMES[k]}")
+def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
+    changed: int, used: int, later: bool, how: How
+) -> None:
+    model = ChangingViews(changed, used, later).double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("views", lambda: Made(model, batch), ("b", "c"))
+    if not how.schedule or changed == used == 0:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
+        results(own.make(), own, how)
