@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -83,6 +83,9 @@ class ModulePipe(Pipelined):
 
     def _model(self) -> DrivenModel:
         return DrivenModel(self.module, self._partitions)
+
+    def _normalised_together(self) -> Sequence[nn.Module]:
+        return [self.module]  # a layer may be called in any partition
 
     def _takes_arguments(self) -> nn.Module:
         return self.module

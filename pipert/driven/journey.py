@@ -17,6 +17,7 @@ from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
 from pipert.driven.passage import Passage
 from pipert.driven.tape import Tape
+from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import stash, stashed
 from pipert.layers.generators import DRAWING
 from pipert.layers.random_numbers import RunSeed, Stream
@@ -62,6 +63,8 @@ class Journey:
         self._below = max(node_count(), run.plan.m)
         self.draws = False
         """Whether any layer might draw random numbers: where it is called is not known."""
+        self.stats: PartitionStats | None = None
+        """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
         self.moves = len(set(run.devices)) > 1
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -81,9 +84,12 @@ class Journey:
 
     # On drivers.
 
-    def around(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
         """What is on from the beginning of a passage to its end."""
-        return DRAWING.included()  # the model's own code may draw
+        notes = _NOTHING if self.stats is None else self.stats.collecting()
+        with DRAWING.included(), notes:  # the model's own code may draw
+            yield
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""

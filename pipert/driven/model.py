@@ -46,7 +46,8 @@ class DrivenModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         journey = Journey(run, self.module, self.layers, self.drivers, step)
-        stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        journey.stats = None if stats is None else stats.partitions[0]
+        stages = assemble(run, self._model, inputs, step, None, actions(journey))
         journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.over
         return stages

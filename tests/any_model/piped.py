@@ -44,16 +44,17 @@ HOWS = [
 
 def pipeline(model: nn.Module, family: Family, checkpoint: str, **more: Any) -> Any:
     devices = ["cpu"] * (len(family.cuts) + 1)
-    return pipert.pipeline(
-        model, list(family.cuts), devices=devices, chunks=CHUNKS, checkpoint=checkpoint,
-        deferred_batch_norm=False, **more,
-    )
+    options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": checkpoint}
+    options |= {"deferred_batch_norm": False} | more
+    return pipert.pipeline(model, list(family.cuts), devices=devices, **options)
 
 
-def step(model: nn.Module, batch: dict[str, Any], family: Family, how: How) -> Result:
+def step(
+    model: nn.Module, batch: dict[str, Any], family: Family, how: How, **more: Any
+) -> Result:
     """One of a pipe."""
     given = tree_map(_replicated, first_rows(batch, how.rows))
-    with pipeline(model, family, how.checkpoint) as pipe:
+    with pipeline(model, family, how.checkpoint, **more) as pipe:
         if how.schedule:
             loss, output = pipe.forward_backward(
                 **given, loss_fn=lambda output, _: family.loss(output), target=None,
