@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 from torch import nn
@@ -123,6 +123,9 @@ class ModulePipe(Pipelined):
         self._release = weakref.finalize(self, model.end)
         self._release.atexit = False
         return model
+
+    def _normalised_together(self) -> Sequence[nn.Module]:
+        return [self.module]  # a layer may be called in any partition
 
     def _takes_arguments(self) -> nn.Module:
         return self.module

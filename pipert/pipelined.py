@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -55,6 +55,10 @@ class Pipelined(Placed):
     def _takes_arguments(self) -> nn.Module | None:
         """What the arguments of a call go to."""
 
+    def _normalised_together(self) -> Sequence[nn.Module]:
+        """The parts whose running statistics are noted by one worker each."""
+        return self._partitions
+
     def _start(self) -> None:
         self._runtime = Runtime(self._model(), self._devices, self._workers)
         # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
@@ -100,7 +104,7 @@ class Pipelined(Placed):
             return args[0]
         inputs, sizes = scatter_with_sizes(args, kwargs, self._chunks)
         deferred = self._deferred_batch_norm and not is_recomputing()
-        stats = DeferredStats(self._partitions) if deferred else None
+        stats = DeferredStats(self._normalised_together()) if deferred else None
         checkpointed = recomputed(self.checkpoint, len(inputs))
         outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds), sizes)
         if stats is not None:
@@ -238,7 +242,8 @@ class Pipelined(Placed):
         checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(loss, return_outputs)
-        stats = DeferredStats(self._partitions) if self._deferred_batch_norm else None
+        deferred = self._deferred_batch_norm
+        stats = DeferredStats(self._normalised_together()) if deferred else None
         total = self._runtime.step(inputs, planned, step, stats, seconds)
         if stats is not None:
             stats.commit()

@@ -33,7 +33,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -48,6 +48,8 @@ from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
 
+T = TypeVar("T")
+
 _FEW = 32  # saved tensors, to fill in which takes less than the pair does
 
 
@@ -57,8 +59,8 @@ class Whole(Protocol):
     def recompute(self, on_worker: bool) -> None:
         """Refill all of them."""
 
-    def of(self, again: Again) -> Again:
-        """Make ready what the computation of one of them needs of the others; return it."""
+    def one(self, again: Again, compute: Callable[[], T]) -> T:
+        """Let ``compute`` compute one of them again, by :class:`Again`, as in ``R[i,j]``."""
 
 
 class Checkpoint:
@@ -108,8 +110,8 @@ class Checkpoint:
         elif not (self._graph or self._saved):
             self._whole.recompute(False)
 
-    def _ready(self) -> Again:
-        return self._again if self._whole is None else self._whole.of(self._again)
+    def _one(self, compute: Callable[[], T]) -> T:
+        return compute() if self._whole is None else self._whole.one(self._again, compute)
 
     def refill(self, on_worker: bool) -> None:
         """Compute again, and keep what the next backward needs."""
@@ -132,7 +134,7 @@ class Checkpoint:
         gate = Gate()
         if create_graph:
             connect = partial(_connect, gate, self._xs)
-            graph = self._ready().compute(False, connect)
+            graph = self._one(lambda: self._again.compute(False, connect))
         assert graph is not None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
@@ -158,7 +160,7 @@ class Checkpoint:
             if self._recording:
                 refuse(number)
             if self._is_pair or self._whole is None:
-                self._saved = self._ready().saved(False)
+                self._saved = self._one(lambda: self._again.saved(False))
             else:
                 self._whole.recompute(False)
         value, version = self._saved.pop(number)

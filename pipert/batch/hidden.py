@@ -24,22 +24,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipert.batch.tensors import version
 from pipert.batch.trees import ORDINARY
 
 __all__: list[str] = []
 
 _MOST = 10_000  # places
 
-_CLOSED = (
+CLOSED = (
     type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Tensor,
 )  # fmt: skip
+"""What it does not look into."""
 
 
 def has_rows(value: Any) -> bool:
     """Whether it is a tensor or an array with a dimension."""
     if isinstance(value, Tensor):
         return value.dim() > 0
-    if type(value) in ORDINARY or isinstance(value, _CLOSED):
+    if type(value) in ORDINARY or isinstance(value, CLOSED):
         return False
     own = getattr(value, "__dict__", ())
     is_array = all(name in own or hasattr(type(value), name) for name in ("ndim", "shape"))
@@ -55,7 +57,7 @@ def registered(leaf: Any) -> str:
 
 def find(value: Any, wanted: Callable[[Any], bool]) -> str | None:
     """Returns where in an object something ``wanted`` is, such as ``.pair[0]``; else ``None``."""
-    if type(value) in ORDINARY or isinstance(value, _CLOSED):
+    if type(value) in ORDINARY or isinstance(value, CLOSED):
         return None
     met = {id(value): value}
     left, looked = deque([("", value)]), 0
@@ -65,11 +67,24 @@ def find(value: Any, wanted: Callable[[Any], bool]) -> str | None:
             looked += 1
             if wanted(part):
                 return path + name
-            ordinary = type(part) in ORDINARY or isinstance(part, _CLOSED)
+            ordinary = type(part) in ORDINARY or isinstance(part, CLOSED)
             if not ordinary and id(part) not in met:
                 met[id(part)] = part
                 left.append((path + name, part))
     return None
+
+
+def versions(value: Any) -> list[tuple[Tensor, int]]:
+    """The tensors inside of an object, each with how often it was modified in place."""
+    found: list[tuple[Tensor, int]] = []
+
+    def note(part: Any) -> bool:
+        if isinstance(part, Tensor):
+            found.append((part, version(part)))
+        return False
+
+    find(value, note)
+    return found
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import (
@@ -38,6 +39,7 @@ from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
+from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
@@ -89,10 +91,10 @@ class Crossing(TorchFunctionMode):
         self._order: list[int] = []  # the partition that each start is of
         self._start = 0
         self._part: Part = Part(0)
-        self._entered: dict[tuple[Node, int], Tensor] = {}
+        self._stand_ins = StandIns()
+        self._is_glue = True
         self.mark = object()
         """On all nodes behind which the graph of a partition begins: whose they are."""
-        self._is_glue = True
 
     def begin(self, stage: Stage) -> None:
         """A partition begins."""
@@ -104,7 +106,7 @@ class Crossing(TorchFunctionMode):
     def end(self) -> None:
         """It ends: what has entered it is used no more."""
         self._part.last = node_count()
-        self._entered.clear()
+        self._stand_ins.end(self._start)
 
     def enter_inputs(self, x: Value) -> Value:
         """Let the inputs of the model enter."""
@@ -121,20 +123,30 @@ class Crossing(TorchFunctionMode):
         if node is None:
             return tensor
         number = node._sequence_nr()
-        if number >= self._start or number < self._starts[0]:
-            return tensor  # its own, or the caller's
+        if number >= self._start:
+            if self._cuts and tensor._is_view():
+                refuse_old_base(tensor, range(self._starts[0], self._start))
+            return tensor
+        if number < self._starts[0]:
+            return tensor  # the caller's
         key = node, tensor.output_nr
-        entered = self._entered.get(key)
-        if entered is None:
-            made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
-            entered = self._entered[key] = self._enter(tensor, key, made_in)
+        entered = self._stand_ins.find(key)
+        if entered is not None:
+            return entered
+        if (changed := self._stand_ins.changed(key)) is not None:
+            return self.bring(changed)
+        self._stand_ins.refuse_stale(tensor, number)
+        made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
+        entered = self._enter(tensor, key, made_in)
+        self._stand_ins.add(key, tensor, entered)
         return entered
 
     def _enter(self, tensor: Tensor, key: tuple[Node, int], made_in: Part) -> Tensor:
         source = made_in.sources.get(key)
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor))
-        (entered,) = self._mark(order.enter((tensor,)))
+        with torch.enable_grad():  # it may be used again where gradients are enabled
+            (entered,) = self._mark(order.enter((tensor,)))
         self._part.entries.append((order.edge_of(entered), source))
         return entered
 
@@ -194,24 +206,34 @@ class Crossing(TorchFunctionMode):
     def clear(self) -> None:
         """Drop everything."""
         self.parts.clear()
-        self._entered.clear()
+        self._stand_ins.clear()
 
 
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same with what stands for its tensors, in tuples, lists and dicts as well."""
+    """The same with what stands for its tensors, in tuples, lists and dicts as well.
+
+    Lists and dicts stay the same objects: who is given one may add to it.
+    """
     if isinstance(value, Tensor):
         return bring(value)
     kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([swapped(item, bring) for item in value])
-    if kind is dict:
-        return {key: swapped(item, bring) for key, item in value.items()}
-    if kind in _leaves:
-        return value
+    if kind is tuple:
+        return tuple([swapped(item, bring) for item in value])
+    if kind is list:
+        value[:] = [swapped(item, bring) for item in value]
+    elif kind is dict:
+        value.update({key: swapped(item, bring) for key, item in value.items()})
+    elif kind not in _leaves:
+        return _swapped_tree(value, bring)
+    return value
+
+
+def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+    """The same of what is a pytree by registration, or a mapping of another kind."""
     tensors, rebuild = tensors_of(value)
     if not tensors:
-        if kind not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _leaves.add(kind)
+        if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
+            _leaves.add(type(value))
         return value
     brought = tuple(map(bring, tensors))
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)

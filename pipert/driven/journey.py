@@ -17,6 +17,7 @@ from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
 from pipert.driven.passage import Passage
 from pipert.driven.tape import Tape
+from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.random_numbers import RunSeed, Stream
@@ -33,13 +34,14 @@ _CALLS = 1 << 32  # more than tasks of a run
 class Layer(NamedTuple):
     """A module that is called as a whole, in one partition."""
 
+    module: nn.Module
     name: str
     """As errors call it."""
     home: int
     """The partition whose device its parameters are on."""
     is_in_place: bool
-    """Whether it is one operation, which changes its argument: it is not worth to be recomputed,
-    and the change is known to the graph only if the operation is in it."""
+    """Whether it says that it changes its argument: the change is known to the graph only if the
+    operation is in it, so this one is not recomputed."""
 
 
 class Journey:
@@ -58,9 +60,12 @@ class Journey:
         self.layers = layers
         self.n = run.plan.n
         self.step = step
-        self._callers = node_count()  # what the caller makes has numbers below that
+        # The numbers of nodes below that are the caller's, and the turns of micro-batches (order).
+        self._below = max(node_count(), run.plan.m)
         self.draws = False
-        """Whether tasks have random numbers of their own."""
+        """Whether any layer might draw random numbers: where it is called is not known."""
+        self.stats: PartitionStats | None = None
+        """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
         self.moves = len(set(run.devices)) > 1
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -80,17 +85,20 @@ class Journey:
 
     # On drivers.
 
-    def around(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
         """What is on from the beginning of a passage to its end."""
-        return DRAWING.included() if self.draws else _NOTHING
+        notes = _NOTHING if self.stats is None else self.stats.collecting()
+        with DRAWING.included(), notes:  # the model's own code may draw
+            yield
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
+        begin_numbers(self._below)
         if self.step is not None or self.moves:
             passage.crossing = Crossing(passage.i, self.step is not None)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
-        begin_numbers(self._callers)
         self.begin(passage, passage.stage)
         crossing = passage.crossing
         if crossing is None:
@@ -111,8 +119,7 @@ class Journey:
         """The turn of a partition has come."""
         if stage.place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
-        if stage.layers.draws:
-            stash(Stream(self.run.seed, stage.place.number(passage.i)))
+        stash(Stream(self.run.seed, stage.place.number(passage.i)))
         if passage.i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = self.run.context.saved_tensor_hooks
@@ -148,11 +155,13 @@ class Journey:
         stage = passage.stage
         passage.calls += 1
         around = None
-        if stage.layers.draws:
+        if self.draws:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
         if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
+            if layer.home != stage.place.j:
+                stage.layers.take_snapshot(layer.module)
             return tape.call(layer.name, call, around, args, kwargs)
         with _NOTHING if around is None else around():
             return call(*args, **kwargs)

@@ -35,7 +35,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(describe_layer(name, layer), j, _is_in_place(layer))
+            layer: Layer(layer, describe_layer(name, layer), j, _is_in_place(layer))
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None
@@ -47,7 +47,8 @@ class DrivenModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         journey = Journey(run, self.module, self.layers, self.drivers, step)
-        stages = assemble(run, self._model, inputs, step, stats, actions(journey))
+        journey.stats = None if stats is None else stats.partitions[0]
+        stages = assemble(run, self._model, inputs, step, None, actions(journey))
         journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.over
         return stages
@@ -59,4 +60,7 @@ class DrivenModel:
 
 
 def _is_in_place(layer: nn.Module) -> bool:
-    return not layer._modules and bool(getattr(layer, "inplace", False))
+    """Whether it says that it works in place, or begins with a layer that does."""
+    while isinstance(layer, nn.Sequential) and len(layer) > 0:
+        layer = layer[0]
+    return getattr(layer, "inplace", False) is True

@@ -5,6 +5,10 @@ calls of layers: ``R[i,j]`` repeats those of partition *j*, one after the other,
 code between them keeps what it saves, as without checkpointing. An argument that is the output of
 an earlier call of the same partition, unchanged, is not kept, but taken from the repetition of that
 one. So a chain of layers keeps what a partition of an ``nn.Sequential`` keeps: its first input.
+
+A layer that changes its argument in place cannot be undone. One that says so (``inplace=True``, or
+an ``nn.Sequential`` that begins with one) is no call to be recorded: it keeps what it saves, like
+the model's own code. Others are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,11 +29,14 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.function import applied
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
+from pipert.driven.objects import Objects
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 Compute = Callable[..., Value]
 Around = Callable[[], AbstractContextManager[object]] | None
@@ -72,16 +79,23 @@ class Tape:
             kwargs: likewise.
 
         Raises:
-            RuntimeError: it has changed an argument in place.
+            RuntimeError: it has changed an argument.
         """
         made = self._made
         assert made is not None
         note = partial(self._layers.note_of_call, self._i, layer)
         call = Call(compute, around, note, made, self._hooks, self._is_whole)
         checkpoint = Checkpoint(call, self)
+        given, objects = Arguments(args, kwargs), Objects((*args, *kwargs.values()))
+
+        def first_time(value: Arguments) -> Value:
+            # A list or a dict is the caller's own: the layer may add to it.
+            return call.first_time(given if call.has_callers_tensors else value)
+
         with checkpointing():
-            y = checkpoint.record(call.first_time, Arguments(args, kwargs))
+            y = checkpoint.record(first_time, given)
         call.refuse_changes()
+        objects.refuse_changes()
         self._calls.append((call, weakref.ref(checkpoint)))
         for k, tensor in enumerate(tensors_of(y)[0]):
             made[id(tensor)] = _Made(weakref.ref(tensor), version(tensor), call, k)
@@ -98,19 +112,23 @@ class Tape:
         finally:
             self._forget()
 
-    def of(self, again: Again) -> Again:
-        """Make ready what ``again`` needs of the calls before it."""
+    def one(self, again: Again, compute: Callable[[], T]) -> T:
+        """Let ``compute`` compute one call again, after those before it whose outputs it takes."""
         before = [call for call, _ in self._calls]
         before = before[: before.index(again)]  # type: ignore[arg-type]
+        found: list[T] = []
 
-        def compute() -> None:
+        def both() -> None:
             for call in before:
                 if call.is_used:
                     call.compute(True)
+            found.append(compute())
 
-        self._forget()
-        self._layers.again(self._i, lambda: compute, lambda _: None, False)
-        return again
+        try:
+            self._layers.again(self._i, lambda: both, lambda _: None, False)
+        finally:
+            self._forget()
+        return found[0]
 
     def _refill(self) -> None:
         for call, weak in self._calls:
@@ -152,7 +170,7 @@ class Call(Again):
 
     __slots__ = (
         "_around", "_autocast", "_compute", "_from", "_is_connected", "_made", "_note", "_watched",
-        "is_used", "outputs",
+        "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -177,6 +195,8 @@ class Call(Again):
         """Of the present repetition."""
         self.is_used = False
         """Whether a later call takes an output of it from there."""
+        self.has_callers_tensors = True
+        """Whether the layer gets what the caller has given, and no copy of a leaf."""
 
     def first_time(self, value: Arguments) -> Value:
         """Call the layer."""
@@ -236,6 +256,7 @@ class Call(Again):
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
             leaf = tensor.is_leaf and tensor.requires_grad
+            self.has_callers_tensors &= not leaf
             own.append(tensor.clone() if leaf else tensor)
             self._watched.append((tensor, now))
         return own

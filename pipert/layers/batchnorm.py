@@ -231,7 +231,7 @@ def _changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 class DeferredStats:
     """The running statistics of one run. Made and committed in the caller."""
 
-    def __init__(self, partitions: Sequence[nn.Sequential]) -> None:
+    def __init__(self, partitions: Sequence[nn.Module]) -> None:
         self.partitions = [
             PartitionStats(partition)
             if any(module.training and module._buffers for _, module in _modules(partition))

@@ -82,21 +82,27 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Buffers:
-    """The buffers of a partition, before its first forward.
+    """The buffers of modules that are computed again together, before their first forward."""
 
-    Args:
-        module: the partition.
-    """
+    __slots__ = ("_modules", "_norms", "_others", "_runs_compiled")
 
-    __slots__ = ("_compiled", "_norms", "_others")
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._norms: list[Any] = []
+        self._others: list[tuple[Tensor, int, str]] = []
+        self._runs_compiled = False
 
-    def __init__(self, module: nn.Module) -> None:
-        self._compiled = module if any(map(_runs_compiled_code, module.modules())) else None
-        self._norms: list[Any] = [part for part in modules_of(module) if _COUNTER in part._buffers]
+    def add(self, module: nn.Module) -> None:
+        """Note the buffers of a module."""
+        self._modules.append(module)
+        compiled = any(map(_runs_compiled_code, module.modules()))
+        self._runs_compiled |= compiled
+        norms = [part for part in modules_of(module) if _COUNTER in part._buffers]
+        self._norms += norms
         # Compiled code copies running statistics, which moves their versions.
-        updated = ("running_mean", "running_var", _COUNTER) if self._compiled else (_COUNTER,)
-        known = {id(getattr(norm, name, None)) for norm in self._norms for name in updated}
-        self._others = [
+        updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
+        known = {id(getattr(norm, name, None)) for norm in norms for name in updated}
+        self._others += [
             (buffer, version(buffer), name)
             for name, buffer in module.named_buffers()
             if id(buffer) not in known and not is_lazy(buffer)
@@ -120,7 +126,9 @@ class Buffers:
 
     def _keeping_statistics(self) -> AbstractContextManager[object]:
         # Compiled code may run no operation of torch for it; torch.compile sees a function mode.
-        return PartitionStats(self._compiled).discarding() if self._compiled else KEEPING.included()
+        if not self._runs_compiled:
+            return KEEPING.included()
+        return PartitionStats(nn.ModuleList(self._modules)).discarding()
 
     def _refusing_changes(self) -> AbstractContextManager[object]:
         if all(version(buffer) == before for buffer, before, _ in self._others):

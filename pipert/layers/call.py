@@ -165,10 +165,15 @@ class Layers:
             if store is not None:
                 store.clear()
 
-    def take_snapshot(self) -> None:
-        """Note what must be the same when the layers compute again. Before the first time."""
+    def take_snapshot(self, guest: nn.Module | None = None) -> None:
+        """Note what must be the same when the layers compute again. Before the first time.
+
+        A ``guest`` is a layer of another partition that is called in this one, too.
+        """
         if self._snapshot is None:
             self._snapshot = Snapshot(self._partition)
+        if guest is not None:
+            self._snapshot.add(guest)
 
     def recompute(
         self,

@@ -58,9 +58,9 @@ class Place(NamedTuple):
 
 
 def last_layer(partition: nn.Sequential) -> str:
-    """What errors call the last layer of a partition."""
-    name, layer = next(reversed(partition._modules.items()))
-    return describe_layer(name, layer)
+    """What errors call the last layer of a partition; nothing if there is none."""
+    last = next(reversed(partition._modules.items()), None)
+    return "" if last is None else describe_layer(*last)
 
 
 def describe_layer(name: str, layer: nn.Module | None) -> str:

@@ -17,17 +17,30 @@ Home = dict[str, nn.Parameter | None]
 class Snapshot:
     """The parameters of a partition and their versions. One for a stage."""
 
-    __slots__ = ("_parameters", "buffers")
+    __slots__ = ("_modules", "_parameters", "buffers")
 
-    def __init__(self, partition: nn.Sequential) -> None:
+    def __init__(self, partition: nn.Module) -> None:
+        self._modules: set[nn.Module] = set()
+        self._parameters: list[tuple[Home, str, nn.Parameter | None, int]] = []
+        self.buffers: Buffers | None = None
+        """Those that calls might change, if any."""
+        self.add(partition)
+
+    def add(self, module: nn.Module) -> None:
+        """Note what a module is like before its first call, also one of another partition."""
+        if module in self._modules:
+            return
+        self._modules.add(module)
         # Walking the modules again for each R would cost more than the rest of it for small ones.
         # A parameter that is still uninitialised is about to change.
-        self._parameters = [
+        self._parameters += [
             (home, name, p, version(p))
-            for home, name, p in _places(partition)
+            for home, name, p in _places(module)
             if p is None or not is_lazy(p)
         ]
-        self.buffers = Buffers(partition) if may_change_buffers(partition) else None
+        if may_change_buffers(module):
+            self.buffers = self.buffers or Buffers()
+            self.buffers.add(module)
 
     def is_current(self) -> bool:
         """Whether the parameters are still the same, and unchanged."""

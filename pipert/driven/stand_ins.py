@@ -1,0 +1,118 @@
+"""What stands for tensors of earlier partitions, and what becomes of it if it is changed in place.
+
+A tensor ``x`` of an earlier partition is replaced, where it is used, by ``s``, which has its values
+and another graph. The model goes on to hold ``x``, which does not know what is done to ``s``::
+
+    x[:, 4:] = y      in partition 1: s is changed, and with it the values of x, but not its graph
+    z = f(x)          in partition 2
+
+1. In the partition that changes it ``x`` stands for the changed ``s`` as before.
+2. In a later partition ``x`` is replaced by what stands for ``s``, as the change has left it.
+3. Who has the same memory under *another* name, such as a view, knows nothing of ``s``: used after
+   the change, he is refused. Autograd without a pipe would know, because there ``x`` is changed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+__all__: list[str] = []
+
+Key = tuple[Node, int]
+"""A tensor's place in the graph."""
+
+
+class _StandIn:
+    """One, in the partition that is current."""
+
+    __slots__ = ("began", "first", "memory", "node", "tensor", "version")
+
+    def __init__(self, of: Tensor, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.memory = _memory(of)
+        self.first = self.version = tensor._version
+        self.began = self.node = tensor.grad_fn
+
+    def has_changed(self) -> bool:
+        return self.tensor._version != self.first
+
+
+class StandIns:
+    """What stands for tensors in the partition that is current. Of one micro-batch."""
+
+    def __init__(self) -> None:
+        self._now: dict[Key, _StandIn] = {}
+        self._later: dict[Key, Tensor] = {}
+        self._changed: dict[int, int] = {}  # the node that a partition began with, by memory
+
+    def find(self, key: Key) -> Tensor | None:
+        """What stands for a tensor already (rule 1)."""
+        one = self._now.get(key)
+        if one is None:
+            return None
+        tensor = one.tensor
+        if tensor._version != one.version:
+            if tensor.grad_fn is one.node:
+                raise _another_name()
+            one.node, one.version = tensor.grad_fn, tensor._version
+        return tensor
+
+    def changed(self, key: Key) -> Tensor | None:
+        """What earlier partitions have made of it, if they have changed it (rule 2)."""
+        return self._later.get(key)
+
+    def refuse_stale(self, tensor: Tensor, number: int) -> None:
+        """Refuse a tensor whose node has this number, if its memory was changed since (rule 3)."""
+        if not (self._now or self._changed):
+            return
+        memory = _memory(tensor)
+        if number < self._changed.get(memory, 0) or any(
+            one.memory == memory and one.has_changed() for one in self._now.values()
+        ):
+            raise _another_name()
+
+    def add(self, key: Key, tensor: Tensor, stand_in: Tensor) -> None:
+        """Let ``stand_in`` stand for ``tensor``."""
+        self._now[key] = _StandIn(tensor, stand_in)
+
+    def end(self, start: int) -> None:
+        """A partition ends, whose nodes are numbered from ``start``."""
+        for key, one in self._now.items():
+            if one.has_changed():
+                self._changed[one.memory] = start
+                if one.tensor.grad_fn is not one.began:
+                    self._later[key] = one.tensor
+        self._now.clear()
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._now.clear()
+        self._later.clear()
+
+
+def refuse_old_base(view: Tensor, numbers: range) -> None:
+    """Refuse a view whose base has a node with one of these numbers, of earlier partitions.
+
+    It was made in an earlier partition, and its graph anew when its memory had changed (rule 3).
+    """
+    base = view._base
+    node = None if base is None else base.grad_fn
+    if node is not None and node._sequence_nr() in numbers:
+        raise _another_name()
+
+
+def _memory(tensor: Tensor) -> int:
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    place: int = tensor.untyped_storage()._cdata
+    return place
+
+
+def _another_name() -> RuntimeError:
+    return RuntimeError(
+        "a tensor that one partition has made is changed in place in a later one, and used under "
+        "another name, such as a view: a step of a pipe does not follow that; change a clone, or "
+        "make the view after the change"
+    )

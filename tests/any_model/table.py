@@ -1,0 +1,107 @@
+"""Make the table of what was tried: ``python -m tests.any_model.table``, into ``docs``.
+
+All families are run in all ways, which takes a minute. What is written down is what was found.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from torch import nn
+
+from tests.any_model.family import Family
+from tests.any_model.piped import CHUNKS, HOWS, How, assert_equal_outputs, found_and_plain, made
+from tests.any_model.same import assert_same
+from tests.any_model.zoo import KINDS
+
+__all__ = ["PAGE", "main", "row_of"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "any_model_table.md"
+HEAD = f"""\
+<!-- python -m tests.any_model.table writes this page -->
+# Models that were tried
+
+`pipert.pipeline` runs these models as they are. Each is made tiny from its configuration, and
+nothing is downloaded. The second partition and those after it begin where it is cut, and there are
+{CHUNKS} micro-batches. What a pipe gives is compared with what the plain model gives for one
+micro-batch after the other: outputs must be equal bit for bit, and the gradients of *all*
+parameters but for the order of sums.
+
+* **outputs**, **gradients**: in all five ways, which are a call without checkpointing, and the next
+  four columns;
+* **recomputed**: a call with `checkpoint="always"`;
+* **gpipe**, **1f1b**: steps of that schedule, the former with `checkpoint="except_last"`;
+* **ragged**: six rows in {CHUNKS} micro-batches, by `1f1b` with `checkpoint="always"`;
+* **tied**: how many parameters belong to several modules.
+
+The versions are those of `constraints.txt`.
+"""
+COLUMNS = ["family", "cut at", "outputs", "gradients", "recomputed", "gpipe", "1f1b", "ragged"]
+COLUMNS += ["tied", "notes"]
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page())
+
+
+def page() -> str:
+    parts = [HEAD]
+    for kind, families in KINDS.items():
+        rows = [COLUMNS, ["---"] * len(COLUMNS), *map(row_of, families)]
+        parts.append("\n".join([f"## {kind}\n", *map(line, rows)]) + "\n")
+    return "\n".join(parts)
+
+
+def line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def row_of(family: Family) -> list[str]:
+    """What a run of it gives."""
+    cuts = "<br>".join(f"`{cut}`" for cut in family.cuts)
+    if family.why_not:
+        return [family.name, cuts, *["no"] * 6, "", family.why_not]
+    ran = [how for how in HOWS if not (family.whole_rows and how.rows % CHUNKS)]
+    outputs, gradients = ({how: same(family, how) for how in ran} for same in (_outputs, _grads))
+    both = {how: outputs[how] and gradients[how] for how in ran}
+    _, *others = [yes(both[how]) if how in both else "no" for how in HOWS]
+    notes = [family.notes, family.mixes_rows, family.whole_rows]
+    return [
+        family.name, cuts, yes(all(outputs.values())), yes(all(gradients.values())), *others,
+        str(tied(made(family).model) or ""), "; ".join(filter(None, notes)),
+    ]  # fmt: skip
+
+
+def yes(is_equal: bool) -> str:
+    return "equal" if is_equal else "**differ**"
+
+
+def _outputs(family: Family, how: How) -> bool:
+    found, plain = found_and_plain(family, how)
+    try:
+        assert_equal_outputs(found.output, plain.output)
+    except AssertionError:
+        return False
+    return True
+
+
+def _grads(family: Family, how: How) -> bool:
+    found, plain = found_and_plain(family, how)
+    try:
+        assert_same(found.grads, plain.grads)
+    except AssertionError:
+        return False
+    return True
+
+
+def tied(model: nn.Module) -> int:
+    """How many parameters belong to several modules, which may be the same under two names."""
+    modules = dict(model.named_modules())  # each once
+    found = [p for module in modules.values() for p in module.parameters(recurse=False)]
+    return sum(count > 1 for count in Counter(map(id, found)).values())
+
+
+if __name__ == "__main__":
+    main()

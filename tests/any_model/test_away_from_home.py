@@ -1,0 +1,52 @@
+"""Layers that are called in a later partition than the one in which they are at home."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.piped import HOWS, How, assert_equal, results, step
+
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+
+
+class Late(nn.Module):
+    """Calls a layer after the cut that stands before it in the model."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.layer = nn.Sequential(layer, *[nn.Linear(4, 4), nn.Tanh()] * 20)
+        self.second = nn.Linear(4, 4)
+        self.third = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x))
+        y: Tensor = self.third(self.layer(self.layer(x)))
+        return y
+
+
+def family(layer: nn.Module) -> Family:
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    return Family("late", lambda: Made(Late(layer).double(), batch), ("second", "third"))
+
+
+@each_how
+def test_its_statistics_are_updated_once(how: How) -> None:
+    own = family(nn.BatchNorm1d(4))
+    assert_equal(*results(own.make(), own, how._replace(rows=ROWS)))
+
+
+@each_how
+def test_its_random_numbers_are_those_of_the_seed_and_drawn_again(how: How) -> None:
+    own = family(nn.Dropout(0.5))
+    model, batch = own.make()
+    found = []
+    for each in (how, how._replace(checkpoint="never")):
+        torch.manual_seed(3)
+        found.append(step(copy.deepcopy(model), batch, own, each))
+    assert_equal(*found)

@@ -1,0 +1,44 @@
+"""Running statistics of a model as it is, where they are deferred to the end of a mini-batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.piped import HOWS, How, step
+
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+
+
+class Normalising(nn.Module):
+    """The norm that is called first stands behind the cut; another one is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.late, self.early = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.late(self.last(self.late(self.first(self.early(x)))))
+        return y
+
+
+@each_how
+def test_statistics_are_updated_once_and_are_those_of_the_batch(how: How) -> None:
+    model = Normalising().double()
+    batch = {"x": 3 * torch.randn(ROWS, 4, dtype=torch.float64) + 1}
+    own = Family("normalising", lambda: Made(model, batch), ("last",))
+    piped, plain = copy.deepcopy(model), copy.deepcopy(model)
+    plain(batch["x"])
+    found = step(piped, batch, own, how._replace(rows=ROWS), deferred_batch_norm=True).buffers
+    expected = dict(plain.named_buffers())
+    assert int(found["early.num_batches_tracked"]) == 1
+    assert int(found["late.num_batches_tracked"]) == 2
+    for name in ("early.running_mean", "early.running_var"):
+        torch.testing.assert_close(found[name], expected[name])
+    # Behind it values are normalised by micro-batches, so others are not those of the batch.
+    assert bool(found["late.running_mean"].any())

@@ -1,0 +1,68 @@
+"""Lists, dicts and objects that layers are given, and add to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.piped import HOWS, How, assert_equal, results
+
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+
+
+class Keys(list[Tensor]):
+    """A list that torch cannot flatten."""
+
+
+class Adding(nn.Module):
+    """Keeps its output in what it is given, and computes with what is in there already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 20)
+
+    def forward(self, x: Tensor, kept: Any) -> Tensor:
+        x = x + torch.stack(list(kept.values() if isinstance(kept, dict) else kept)).sum(0)
+        y: Tensor = self.layers(x)
+        if isinstance(kept, dict):
+            kept[len(kept)] = y
+        else:
+            kept.append(y)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Adding() for _ in range(4))
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Any:
+        kept = self.kind(enumerate([x])) if self.kind is dict else self.kind([x])
+        for block in self.blocks:
+            x = block(x, kept)
+        return dict(kept) if self.kind is dict else list(kept)
+
+
+def family(kind: type) -> Family:
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    return Family("adding", lambda: Made(Model(kind).double(), batch), ("blocks.1", "blocks.3"))
+
+
+@each_how
+@pytest.mark.parametrize("kind", [list, dict])
+def test_what_a_layer_adds_to_a_list_or_a_dict_is_there_for_the_next(kind: type, how: How) -> None:
+    own = family(kind)
+    assert_equal(*results(own.make(), own, how))
+
+
+def test_an_object_that_a_layer_changes_is_refused_where_it_is_checkpointed() -> None:
+    own = family(Keys)
+    never, always, *_ = HOWS
+    assert_equal(*results(own.make(), own, never))
+    with pytest.raises(RuntimeError, match="a layer changes its argument, a Keys, and would do so"):
+        results(own.make(), own, always)

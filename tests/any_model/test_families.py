@@ -1,0 +1,117 @@
+"""Models as they are, of all families: outputs and every gradient are the plain model's."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from tests.any_model.family import Family, Made
+from tests.any_model.piped import (
+    CHUNKS,
+    HOWS,
+    How,
+    assert_equal,
+    found_and_plain,
+    made,
+    pipeline,
+    step,
+)
+from tests.any_model.reference import Result, reference
+from tests.any_model.zoo import ZOO
+
+RUNNING = [family for family in ZOO if not family.why_not]
+each_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name) for f in RUNNING],
+)
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+
+
+@each_how
+@each_family
+def test_a_step_is_the_plain_models(family: Family, how: How) -> None:
+    if how.rows % CHUNKS and family.whole_rows:
+        pytest.skip(family.whole_rows)
+    assert_equal(*found_and_plain(family, how))
+
+
+@each_family
+def test_the_model_stays_what_it_is(family: Family) -> None:
+    model = copy.deepcopy(made(family).model)
+    keys, parameters = list(model.state_dict()), dict(model.named_parameters())
+    modules = list(model.named_modules())
+    with pipeline(model, family, "never") as pipe:
+        assert pipe.module is model
+        assert list(pipe.state_dict()) == keys
+        assert list(dict(model.named_modules()).items()) == modules
+        for name, parameter in pipe.named_parameters():
+            assert parameter is parameters[name]
+    assert list(model.state_dict()) == keys
+
+
+# Random numbers -----------------------------------------------------------------------------------
+
+DROPPED = 0.1
+DROPPING = ("gpt2", "vit")
+"""Those in a run without ``--sweep``."""
+
+each_that_may_drop = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=[pytest.mark.sweep] * (f.name not in DROPPING), id=f.name)
+        for f in RUNNING
+        if not f.never_drops
+    ],
+)
+
+
+def dropping(family: Family) -> Made:
+    """A copy in which all that can drop does so; libraries have layers for it, or numbers."""
+    model, batch = made(family)
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = DROPPED
+        for name in ("dropout", "attention_dropout", "activation_dropout", "layerdrop"):
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, DROPPED)
+    return Made(model, batch)
+
+
+@cache
+def drops(family: Family) -> bool:
+    """Whether anything in it can."""
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        found.append(reference(*dropping(family), family.loss, CHUNKS).loss)
+    return not torch.equal(*found)
+
+
+def seeded_step(family: Family, how: How) -> Result:
+    model, batch = dropping(family)
+    torch.manual_seed(3)
+    return step(model, batch, family, how)
+
+
+@each_how
+@each_that_may_drop
+def test_a_seed_gives_the_same_dropout_each_time(family: Family, how: How) -> None:
+    if how.rows % CHUNKS and family.whole_rows:
+        pytest.skip(family.whole_rows)
+    if not drops(family):
+        pytest.skip("nothing in it can drop")
+    for one, other in zip(seeded_step(family, how), seeded_step(family, how), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@each_that_may_drop
+def test_what_is_recomputed_drops_the_same(family: Family) -> None:
+    if not drops(family):
+        pytest.skip("nothing in it can drop")
+    never, always, *_ = HOWS
+    assert_equal(seeded_step(family, always), seeded_step(family, never))

@@ -1,0 +1,274 @@
+"""What models do between their layers: any code, whose values cross partitions unseen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.piped import HOWS, How, assert_equal, results
+
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+MODELS: list[type[Three]] = []
+
+
+class Three(nn.Module):
+    """Each is large enough to be one node where it is recomputed."""
+
+    cuts: tuple[str, ...] = ("b", "c")
+    checkpoints = True
+    """Whether it can be recomputed."""
+
+    def __init_subclass__(cls) -> None:
+        MODELS.append(cls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 20, nn.Linear(4, 4)) for _ in range(3)
+        )
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+# The order of calls -------------------------------------------------------------------------------
+
+
+class CalledTwice(Three):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.a(self.b(self.a(x))))
+
+
+class InReverse(Three):
+    cuts = ("b", "a")
+
+    def forward(self, x: Tensor) -> Any:
+        return self.a(self.b(self.c(x)))
+
+
+class Looping(Three):
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(3):
+            x = self.c(self.b(self.a(x))) + x
+        return x
+
+
+class ReturningEarly(Three):
+    def forward(self, x: Tensor) -> Any:
+        for layer in (self.a, self.b):
+            x = layer(x)
+            if x.sum() > 0:
+                break
+        return self.scale * x
+
+
+class LeavingOneOut(Three):
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.a(x))
+
+
+# Values -------------------------------------------------------------------------------------------
+
+
+class Skipping(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b({"some": [y, (y,)]}["some"][1][0])
+        return {"last": [self.c(z) * y, (y, z)], "none": None, "name": "skipping"}
+
+
+class ChangingInPlace(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y * 2)
+        y += z
+        y[:, :2] = 0
+        rows = y.new_zeros(len(x), 8)
+        rows[:, :4] = y
+        rows[:, 4:] = z
+        return self.c(y.mul(2)) + rows[:, :4] * rows[:, 4:]
+
+
+class FillingWhatIsOld(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        rows = y.new_zeros(len(x), 8)
+        rows[:, :4] = y
+        rows[:, 4:] = self.b(y)
+        last = self.c(rows[:, 4:])
+        return last + rows[:, :4] * rows[:, 4:]
+
+
+class ChangingUnderTwoNames(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        kept = [y]
+        z = self.b(y.clone())
+        y += z
+        return self.c(z) + kept[0] * y
+
+
+class ScalingByParameters(Three):
+    def forward(self, x: Tensor) -> Any:
+        z = self.b(self.a(x) * self.scale)
+        weight = self.c.get_parameter("0.weight")
+        return self.c(z * self.scale) + F.linear(z, weight) @ self.scale.diag()
+
+
+# Gradients ----------------------------------------------------------------------------------------
+
+
+class WithoutGradients(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        with torch.no_grad():
+            kept = self.b(y) + y
+        return self.c(y + kept) + self.b(y)
+
+
+class AskingForGradients(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.b(self.a(x))
+        leaf = y.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad((leaf**3).sum(), leaf, create_graph=True)
+        return self.c(y + gradient)
+
+
+class AskingForGradientsOfLayers(Three):
+    checkpoints = False
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        (gradient,) = torch.autograd.grad(z.square().sum(), y, create_graph=True)
+        return self.c(z + gradient)
+
+
+class CheckpointingItself(Three):
+    checkpoints = False
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = checkpoint(lambda y: self.b(y) * y, y, use_reentrant=False)
+        return self.c(z) + y
+
+
+class HookingTensors(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        y.register_hook(lambda gradient: 2 * gradient)
+        z = self.b(y)
+        z.register_hook(lambda gradient: 3 * gradient)
+        return self.c(z + y)
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        dx: Tensor = gradients[0] * x.exp()
+        return dx
+
+
+class ApplyingAFunction(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        return self.c(_Exp.apply(y) + z)  # type: ignore[no-untyped-call]
+
+
+class HookingModules(Three):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+        self.b.register_full_backward_hook(_double)
+        self.b[4].register_forward_hook(lambda module, args, output: output * 1.5)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.b(self.a(x)))
+
+
+def _double(module: nn.Module, dx: Any, dy: Any) -> Any:
+    return tuple(2 * d for d in dx)
+
+
+class Frozen(Three):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.requires_grad_(False)
+        self.b.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.c(self.b(self.a(x)))
+
+
+def family(model: type[Three], **batch: Any) -> Family:
+    batch = batch or {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    return Family(model.__name__, lambda: Made(model().double(), batch), model.cuts)
+
+
+@each_how
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_gives_what_it_gives_without_a_pipe(model: type[Three], how: How) -> None:
+    if not model.checkpoints and how.checkpoint != "never":
+        pytest.skip("cannot be recomputed")
+    own = family(model)
+    assert_equal(*results(own.make(), own, how))
+
+
+# What a step cannot follow ------------------------------------------------------------------------
+
+NAMES = ["base", "view", "view of the base"]
+
+
+class ChangingViews(nn.Module):
+    """Changes a tensor of an earlier partition, and uses it under another name, or when it is late.
+
+    Args:
+        changed: the name that it is changed by.
+        used: the name that it is used by.
+        later: whether in a later partition.
+    """
+
+    def __init__(self, changed: int, used: int, later: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.changed, self.used, self.later = changed, used, later
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.a(x) * 1
+        names = [y, y[:, :2], y[:, 1:]]
+        z = self.b(x)
+        names[self.changed].mul_(z[:, :1])
+        if self.later:
+            z = self.c(z)
+        last: Tensor = z + names[self.used].sum(1, keepdim=True)
+        if not self.later:
+            last = self.c(last)
+        return last
+
+
+@each_how
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize("used", range(3), ids=lambda k: f"used-{NAMES[k]}")
+@pytest.mark.parametrize("changed", range(3), ids=lambda k: f"changed-{NAMES[k]}")
+def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
+    changed: int, used: int, later: bool, how: How
+) -> None:
+    model = ChangingViews(changed, used, later).double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("views", lambda: Made(model, batch), ("b", "c"))
+    if not how.schedule or changed == used == 0:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
+        results(own.make(), own, how)

@@ -1,0 +1,91 @@
+"""What pipes are compared with is right, and would be seen to be wrong."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.reference import Result, first_rows, loss_of, reference, sizes_of
+from tests.any_model.same import assert_same, scale_of, tolerance_of
+from tests.any_model.zoo import ZOO
+
+RUNNING = [family for family in ZOO if not family.why_not]
+each_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=[pytest.mark.sweep] * (f.seldom or f.library != ""), id=f.name)
+        for f in RUNNING
+    ],
+)
+
+
+@cache
+def made(family: Family) -> Made:
+    torch.manual_seed(0)
+    return family.make()
+
+
+def step(family: Family, chunks: int = 4, rows: int = ROWS) -> Result:
+    model, batch = made(family)
+    return reference(copy.deepcopy(model), first_rows(batch, rows), family.loss, chunks)
+
+
+def test_no_two_have_one_name() -> None:
+    names = [family.name for family in ZOO]
+    assert len(names) == len(set(names))
+
+
+@each_family
+def test_partitions_are_first_called_in_their_order(family: Family) -> None:
+    model, batch = copy.deepcopy(made(family))
+    called: list[str] = []
+    for name in family.cuts:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda *_, name=name: called.append(name))
+    reference(model, batch, family.loss, 1)
+    assert list(dict.fromkeys(called)) == list(family.cuts)
+
+
+@each_family
+def test_it_is_the_same_each_time(family: Family) -> None:
+    for ours, others in zip(step(family), step(family), strict=True):
+        torch.testing.assert_close(ours, others, rtol=0, atol=0)
+
+
+@each_family
+def test_micro_batches_add_up_to_the_batch_unless_rows_are_mixed(family: Family) -> None:
+    rows = ROWS if family.whole_rows else 6
+    whole, parts = step(family, 1, rows), step(family, 4, rows)
+    if family.mixes_rows:
+        with pytest.raises(AssertionError):
+            assert_same(parts.grads, whole.grads, slack=100)
+    else:
+        assert_same(parts.grads, whole.grads, slack=10)
+
+
+@each_family
+def test_a_gradient_that_is_left_out_is_seen(family: Family) -> None:
+    """Of most parameters they are far larger than what counts as a rounding error."""
+    found = step(family).grads
+    least = 1000 * scale_of(found) * max(tolerance_of(g) for g in found.values() if g is not None)
+    seen = [g is not None and float(g.abs().max()) > least for g in found.values()]
+    wanted = [p.requires_grad for p in made(family).model.parameters()]
+    assert sum(seen) > 0.5 * sum(wanted)
+
+
+def test_the_loss_of_what_is_joined_is_that_of_the_parts() -> None:
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    batch = {"input": torch.randn(6, 3, dtype=torch.float64)}
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.square().mean()
+
+    found = reference(model, batch, loss, 4)
+    assert sizes_of(batch, 4) == [2, 2, 1, 1]
+    torch.testing.assert_close(loss_of(found.output, [2, 2, 1, 1], loss), found.loss.double())
+    torch.testing.assert_close(found.loss.double(), loss(model(batch["input"])).detach())

@@ -1,0 +1,27 @@
+"""All families, as they are in the table of the documentation."""
+
+from __future__ import annotations
+
+from tests.any_model.families.adapters import ADAPTED
+from tests.any_model.families.decoders import DECODERS
+from tests.any_model.families.diffusion import DIFFUSION
+from tests.any_model.families.encoder_decoders import ENCODER_DECODERS
+from tests.any_model.families.encoders import ENCODERS
+from tests.any_model.families.experts_and_state_space import EXPERTS_AND_STATE_SPACE
+from tests.any_model.families.speech_and_vision import SPEECH_AND_VISION
+from tests.any_model.families.vision import VISION
+from tests.any_model.family import Family
+
+__all__ = ["KINDS", "ZOO"]
+
+KINDS: dict[str, list[Family]] = {
+    "Decoders of text": DECODERS,
+    "Encoders of text": ENCODERS,
+    "Encoder and decoder": ENCODER_DECODERS,
+    "Mixtures of experts, state space": EXPERTS_AND_STATE_SPACE,
+    "Speech and vision": SPEECH_AND_VISION,
+    "Vision, as in torchvision and timm": VISION,
+    "Diffusion": DIFFUSION,
+    "Adapters and checkpoints": ADAPTED,
+}
+ZOO: list[Family] = [family for kind in KINDS.values() for family in kind]
