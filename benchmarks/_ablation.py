@@ -20,7 +20,7 @@ from pipert.autograd.streams import CopyStreams, compute_stream
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
 from pipert.stage import in_graph
-from pipert.stage.assembly import Model
+from pipert.stage.assembly import Layered
 
 __all__ = ["ALL", "Components", "ComputeStreams", "only", "through_all_between"]
 
@@ -55,8 +55,8 @@ def only(pipe: Pipe, components: Components) -> Iterator[None]:
             stack.enter_context(_with(runtime, "_streams", ComputeStreams()))
         if not components.direct_skips:
             partitions = pipe.partitions
-            model = Model(tuple(partitions), through_all_between(partitions))
-            stack.enter_context(_with(runtime, "_model", model))
+            model = Layered(tuple(partitions), through_all_between(partitions))
+            stack.enter_context(_with(runtime, "model", model))
         yield
 
 

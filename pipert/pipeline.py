@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
-import torch
 from torch import nn
 
-from pipert._typing import Device, Value
+from pipert._typing import Device
+from pipert.balance.by_calls import choose_cuts
 from pipert.driven.model import DrivenModel
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.layers.buffers import KEEPING
 from pipert.layers.generators import DRAWING
+from pipert.model.batch_first import warn_if_not_batch_first
+from pipert.model.calls import order_of_calls
+from pipert.model.cuts import Cuts, glue_homes, homes, layers_of
+from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import (
     assign_workers,
     default_devices,
@@ -20,8 +25,9 @@ from pipert.model.devices import (
     where_tensors_are,
 )
 from pipert.model.partition import Partition
-from pipert.model.split import place, sequential
+from pipert.model.split import move, place, sequential
 from pipert.pipelined import Pipelined
+from pipert.skip.verify import declarations
 
 __all__ = ["ModulePipe", "pipeline"]
 
@@ -29,60 +35,94 @@ __all__ = ["ModulePipe", "pipeline"]
 class ModulePipe(Pipelined):
     """Runs any ``nn.Module`` over several devices; :func:`pipeline` makes it.
 
-    All but what is said here is as with :class:`Pipe`.
+    All but what is said there is as with :class:`Pipe`: calls, steps, settings, how it ends.
     """
 
     module: nn.Module
-    """The model, on its devices. Its parameters are the pipe's."""
+    """The model, on its devices. Its parameters are the pipe's; what stands around a training, such
+    as ``save_pretrained``, is called on it."""
+
+    _own = Pipelined._own | {"_cuts", "module"}
 
     def __init__(
         self,
         module: nn.Module,
-        cuts: list[str],
-        devices: Iterable[Device] | None,
-        chunks: int,
-        checkpoint: str | None,
-        deferred_batch_norm: bool | None,
-        timeout: float | None,
+        cuts: Iterable[str],
+        example: Any = None,
+        *,
+        devices: Iterable[Device] | None = None,
+        chunks: int = 1,
+        checkpoint: str | None = None,
+        deferred_batch_norm: bool | None = None,
+        timeout: float | None = None,
     ) -> None:
         super().__init__()
         self.chunks = chunks
         self.checkpoint = checkpoint
         self.timeout = timeout
-        n = len(cuts) + 1
+        self._cuts = Cuts(module, cuts)
+        n = len(self._cuts) + 1
         parsed = default_devices(n) if devices is None else parse_devices(devices)
+        if len(parsed) < n:
+            raise IndexError(
+                f"each partition needs a device, but {n - 1} cuts make {n} partitions and there "
+                f"are {len(parsed)} devices; use fewer cuts, or name devices (one may appear twice)"
+            )
         self._workers = assign_workers(parsed[:n])
         self._devices = where_tensors_are(parsed[:n])
         check_batch_norm(module, deferred_batch_norm)
+        warn_if_not_batch_first(module)
         self._deferred_batch_norm = bool(deferred_batch_norm)
         DRAWING.prepare()
         KEEPING.prepare()
-        self._cuts = cuts
         self.__dict__["module"] = module
-        for name in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+        for name in _SHARED_WITH_MODULE:
             self.__dict__[name] = module.__dict__[name]
         self.training = module.training
-        self._split()
-        place(self._partitions, self._devices)
+        self._split(example)
         self._start()
 
-    def _split(self) -> None:
-        from pipert.model.cuts import homes, layers_of
-
-        layers = layers_of(self.module, self._cuts)
-        at = homes(layers, self._cuts, None)
-        self._partitions = tuple(
-            sequential({x: m for x, m in layers.items() if at[x] == j}, self.training, Partition)
-            for j in range(len(self._cuts) + 1)
-        )
+    def _split(self, example: Any) -> None:
+        """Find out which layers each partition has, and move them to its device."""
+        module, cuts = self.module, self._cuts
+        layers = layers_of(module, cuts)
+        order = None if example is None else order_of_calls(module, layers, example)
+        at = homes(layers, cuts, order)
+        partitions = [
+            {name: layer for name, layer in layers.items() if at[name] == j}
+            for j in range(len(cuts) + 1)
+        ]
+        if not partitions[0]:
+            raise ValueError(
+                f"the cut {cuts[0]!r} leaves nothing for partition 0, which begins with the model; "
+                "leave it out"
+            )
+        self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
+        self._balance = [len(partition) for partition in self._partitions]
+        if any(unit for partition in self._partitions for unit in declarations(partition)):
+            raise TypeError(
+                "the model has layers that stash and pop skips, which are for an nn.Sequential; "
+                "pass the tensors as the model's own code can, or make a Pipe"
+            )
+        place(self._partitions, self._devices)
+        of_glue = glue_homes(module, layers, cuts, at)
+        for name, j in of_glue.items():
+            owner, _, own = name.rpartition(".")
+            move(module.get_submodule(owner), own, self._devices[j])
 
     @property
     def cuts(self) -> list[str]:
-        """The module with which each partition but the first begins."""
+        """The modules with which the partitions after the first begin.
+
+        What was found by measuring can be pasted: ``pipeline(model, cuts=...)``.
+        """
         return list(self._cuts)
 
     def _model(self) -> DrivenModel:
-        return DrivenModel(self.module, self._partitions)
+        model = DrivenModel(self.module, self._partitions)
+        self._release = weakref.finalize(self, model.end)
+        self._release.atexit = False
+        return model
 
     def _normalised_together(self) -> Sequence[nn.Module]:
         return [self.module]  # a layer may be called in any partition
@@ -90,21 +130,44 @@ class ModulePipe(Pipelined):
     def _takes_arguments(self) -> nn.Module:
         return self.module
 
+    def close(self, timeout: float | None = None) -> None:
+        try:
+            super().close(timeout)
+        finally:
+            self._release()
+        self._runtime.model.drivers.join(self._timeout if timeout is None else timeout)  # type: ignore[attr-defined]
+
+    close.__doc__ = Pipelined.close.__doc__
+
     def train(self, mode: bool = True) -> Self:
         """As in ``nn.Module``."""
-        super().train(mode)
-        self.module.training = mode
+        self.module.train(mode)
+        self.training = mode
         for partition in self._partitions:
             partition.training = mode
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """Return the model's own."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own."""
+        """Load the model's own."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {name: value for name, value in state.items() if name != "_release"}
+
+    def __repr__(self) -> str:
+        lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
+        for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
+            first, *_, last = [*partition._modules] * 2
+            lines.append(f"  partition {j} on {device}: {first} to {last}")
+        return "\n".join([*lines, f"  cuts={self.cuts}"])
+
+
+_SHARED_WITH_MODULE = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 
 
 def pipeline(
@@ -119,8 +182,67 @@ def pipeline(
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
 ) -> ModulePipe:
-    """Make a pipe of any module, which is not rewritten."""
-    assert cuts is not None
+    """Make a pipe of any module, which is not rewritten.
+
+    The model's own ``forward`` runs once for each micro-batch; the calls of the modules where it is
+    cut are intercepted, and what follows runs on the next device.
+
+    >>> pipe = pipeline(model, cuts=["layers.8"], chunks=8)  # doctest: +SKIP
+    >>> loss = pipe.forward_backward(**batch, loss_fn=loss_fn)  # doctest: +SKIP
+
+    Args:
+        model: the module. It is placed, and remains the same object, with the same parameters under
+            the same names: ``pipe.module``.
+        cuts: names of modules, as in ``model.named_modules()``, in the order in which they are
+            called. Partition *j* begins when the *j*-th of them is called first. Default: those of
+            the model's ``hf_device_map``, if it was loaded with one, or found by measuring.
+        partitions: instead of cuts: how many partitions; ``example`` is run to find cuts that take
+            about as long each. ``pipe.cuts`` says which they are.
+        example: arguments of the model, such as a micro-batch: a dict of keyword arguments, a tuple
+            of positional ones, or a tensor.
+        devices: as of :class:`Pipe`; default also those of the ``hf_device_map``.
+        chunks: likewise.
+        checkpoint: likewise. What is recomputed are the calls of layers; what the model's own code
+            computes between them is kept.
+        deferred_batch_norm: likewise.
+        timeout: likewise.
+
+    Raises:
+        ValueError: as of :class:`Pipe`; or a cut is no module of the model, is inside another one,
+            or can never be called; or neither cuts nor partitions are given.
+        TypeError: ``model`` is no ``nn.Module``, or has layers that stash and pop skips.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {model!r}")
+    if isinstance(model, Pipelined):
+        raise TypeError("model is a pipe already; make another one of pipe.module")
+    found: Iterable[Device] | None = None
+    if cuts is None and partitions is None:
+        if not has_device_map(model):
+            raise ValueError(
+                "give cuts, names of modules with which the partitions after the first begin; or "
+                "partitions, how many, and example, arguments to measure the model with"
+            )
+        cuts, found = cuts_of_device_map(model)
+    elif cuts is not None and partitions is not None:
+        raise ValueError(f"give cuts or partitions, got both: {cuts!r} and {partitions!r}")
+    if has_device_map(model):
+        remove_hooks(model)
+    if cuts is None:
+        assert partitions is not None
+        if example is None:
+            raise ValueError(
+                "partitions are found by measuring the model; give example, arguments such as a "
+                "micro-batch has"
+            )
+        cuts = choose_cuts(model, partitions, example)
     return ModulePipe(
-        model, list(cuts), devices, chunks, checkpoint, deferred_batch_norm, timeout
+        model,
+        cuts,
+        example,
+        devices=found if devices is None else devices,
+        chunks=chunks,
+        checkpoint=checkpoint,
+        deferred_batch_norm=deferred_batch_norm,
+        timeout=timeout,
     )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipert.pipe import Pipe, when_made
+from pipert.pipelined import Pipelined, when_made
 from pipert.seeing.observers import Observer, RunInfo
 from pipert.timeline.timeline import Timeline
 
@@ -30,7 +30,7 @@ class _Traced(Observer):
     So it records until the following call begins. It references no pipe.
     """
 
-    def __init__(self, pipe: Pipe, skip: int, calls: int) -> None:
+    def __init__(self, pipe: Pipelined, skip: int, calls: int) -> None:
         self._recording = pipe.record()
         self._open = contextlib.ExitStack()
         self._skip = skip

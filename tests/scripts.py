@@ -1,10 +1,12 @@
 """Runs scripts in processes of their own, which begin where ``import torch`` has ended.
 
-Importing torch takes a second or two, most of what such a test would take. One process has
-imported it, has started no thread and computed nothing; each script runs in a fork of it as
-``__main__``, and the interpreter ends afterwards as it does after ``python -c``. A script that is
-about the imports, or about the end of an interpreter that was started for it, asks for a ``fresh``
-one.
+Importing torch takes a second or two, most of what such a test would take, and the first pipe of a
+process a tenth. One process has imported it and made a pipe, has started no thread and computed
+nothing; each script runs in a fork of it as ``__main__``, and the interpreter ends afterwards as it
+does after ``python -c``: threads are joined, functions of ``atexit`` called, modules torn down. The
+destructors of torch's libraries, which take longer than most scripts, are left out. A script that
+is about the end of a process asks for its ``whole_end``; one about the imports, or about the end of
+an interpreter that was started for it, for a ``fresh`` one, whose end is whole.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works withou
 PYTHON = [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c"]
 
 SERVER = """
-import gc, json, os, sys, threading
+import ctypes, gc, json, os, sys, threading
 import torch, pipert
+
+libc = ctypes.CDLL(None)
 
 def next_script():
     '''What is to be run; returns in a fork. The process itself ends when nobody asks any more.'''
+    pipert.Pipe(torch.nn.Sequential(torch.nn.Identity()), [1], devices=["cpu"]).close()
     assert threading.active_count() == 1
     gc.collect()
     gc.freeze()  # what a fork would look at once more when it ends
@@ -46,6 +51,8 @@ def next_script():
                 os.dup2(file, descriptor)
                 os.close(file)
             sys.stdin = open(0, closefd=False)
+            if not asked["whole_end"]:
+                libc.on_exit(libc._exit, None)  # comes before what libraries have registered
             return asked["script"]
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -55,12 +62,15 @@ exec(compile(next_script(), "<string>", "exec"))
 """
 
 
-def run(script: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
+def run(
+    script: str, fresh: bool = False, whole_end: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Run a script; warnings are errors.
 
     Args:
         script: Python, from its imports on.
         fresh: whether in an interpreter of its own, which has imported nothing.
+        whole_end: whether the process ends as it does after ``python -c``, destructors included.
 
     Raises:
         subprocess.TimeoutExpired: it takes too long; it has been killed.
@@ -75,7 +85,10 @@ def run(script: str, fresh: bool = False) -> subprocess.CompletedProcess[str]:
         stderr.touch()
         server = _server()
         assert server.stdin is not None and server.stdout is not None
-        asked = {"script": script, "stdout": str(stdout), "stderr": str(stderr)}
+        asked = {
+            "script": script, "whole_end": whole_end,
+            "stdout": str(stdout), "stderr": str(stderr),
+        }  # fmt: skip
         server.stdin.write(json.dumps(asked).encode() + b"\n")
         pid = _answer(server)
         late = not select.select([server.stdout], [], [], SECONDS)[0]

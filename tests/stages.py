@@ -20,7 +20,8 @@ from pipert.schedules.plan import plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.recorder import Recording
 from pipert.skip.routes import routes
-from pipert.stage.assembly import Layered as Model, assemble
+from pipert.stage.assembly import Layered as Model
+from pipert.stage.assembly import assemble
 from pipert.stage.cut import leaf_inputs
 from pipert.stage.run import Run
 from pipert.stage.stage import Task

@@ -43,14 +43,14 @@ def fail(error):
 
 
 def run(
-    script: str, prelude: str = PRELUDE, fresh: bool = False
+    script: str, prelude: str = PRELUDE, fresh: bool = False, whole_end: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    return scripts.run(prelude + script, fresh)
+    return scripts.run(prelude + script, fresh, whole_end)
 
 
 def ends(script: str, fresh: bool = False) -> tuple[int, str]:
     """How a script ends: its exit code and what it writes to stderr."""
-    result = run(script, fresh=fresh)
+    result = run(script, fresh=fresh, whole_end=True)
     return result.returncode, result.stderr
 
 
@@ -115,7 +115,7 @@ pipe = two(first=Double(lambda x: sys.exit(4)))
 pipe(ROWS)
 print("still here")
 """
-    result = run(script)
+    result = run(script, whole_end=True)
     assert (result.returncode, result.stdout, result.stderr) == (4, "", "")
 
 
@@ -148,7 +148,7 @@ def serve():
 threading.Thread(target=serve).start()
 running.wait()
 """
-    result = run(script)
+    result = run(script, whole_end=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
@@ -207,7 +207,7 @@ try:
 except KeyboardInterrupt:
     print(torch.equal(pipe(ROWS), ROWS * 4))
 """
-    result = run(script)
+    result = run(script, whole_end=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
@@ -227,7 +227,7 @@ import atexit
 pipe = two()
 atexit.register(lambda: print(torch.equal(pipe(ROWS), ROWS * 4)))
 """
-    result = run(script)
+    result = run(script, whole_end=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 

@@ -320,7 +320,7 @@ def test_a_closed_pipe_is_still_shown(
 def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
     pipe: Pipe, registry: CollectorRegistry
 ) -> None:
-    count = 10
+    count = 4
     begun, ended = threading.Barrier(4), threading.Event()
     read: list[list[dict[str, float]]] = [[] for _ in range(3)]
 

@@ -27,7 +27,9 @@ from pipert import NestedCheckpointError, Pipe
 from pipert.engine.runtime import Runtime
 from pipert.layers.tied import Substitute, Weights, borrowed, check_borrowers
 from pipert.model import split as partition_module
+from pipert.skip.routes import routes
 from pipert.stage import assembly
+from pipert.stage.assembly import Layered
 from pipert.stage.copies import Copies as StageCopies
 from tests.pipes import pipe_of
 
@@ -560,7 +562,8 @@ def test_between_real_devices_the_parameter_is_copied_to_the_borrowers() -> None
 
     weight = nn.Parameter(torch.ones(3, 3))
     partitions = [nn.Sequential(Head(weight)), nn.Sequential(Look(weight))]
-    engine = Runtime(partitions, [torch.device("cpu"), torch.device("meta")], [0, 1])
+    model = Layered((partitions[0], partitions[1]), routes(partitions))
+    engine = Runtime(model, [torch.device("cpu"), torch.device("meta")], [0, 1])
     (y,) = engine.call([torch.ones(2, 3)], recomputed=0)
     engine.close()
     assert seen == [torch.device("meta")] and weight.device == torch.device("cpu")

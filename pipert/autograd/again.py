@@ -88,12 +88,12 @@ class Again:
     """
 
     __slots__ = (
-        "__weakref__", "_looks", "_nodes", "_rebuild", "_replay", "_tensors", "_versions",
+        "__weakref__", "_looks", "_nodes", "_rebuild", "_do", "_tensors", "_versions",
         "_wanting", "hooks", "saves",
     )  # fmt: skip
 
-    def __init__(self, replay: Replay, hooks: Hooks) -> None:
-        self._replay = replay
+    def __init__(self, replay: Replay | None, hooks: Hooks) -> None:
+        self._do = replay
         self.hooks = hooks
 
     def first(self, compute: Callable[[Value], Value], value: Value, unpack: Hook) -> First:
@@ -217,6 +217,12 @@ class Again:
 
         self._replay_under(Forget(keep), check, on_worker)
         return found
+
+    def _replay(
+        self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
+    ) -> None:
+        assert self._do is not None
+        self._do(get_value, check, on_worker)
 
     def _count_what_is_saved(self, on_worker: bool) -> None:
         saved = count()

@@ -61,8 +61,10 @@ class Behind(NamedTuple):
     """What is behind the ends of graphs."""
 
     leaves: list[Tensor]
-    has_others: bool
-    """Whether a graph has nodes of others, who may go through them as well."""
+    others: list[Node]
+    """The nodes of others, who may go through them as well."""
+    nodes: set[Node]
+    """All of them."""
 
 
 def leaves_behind(
@@ -75,7 +77,7 @@ def leaves_behind(
     """
     seen: set[Any] = {*ends, None}
     left: list[Any] = [*seen - {None}]
-    found, leaves, has_others = {id(leaf) for leaf in known}, list[Tensor](), False
+    found, leaves, others = {id(leaf) for leaf in known}, list[Tensor](), list[Node]()
     while left:  # some microseconds a node in Python, so this does not look at more than it must
         node = left.pop()
         below = node.next_functions
@@ -85,12 +87,12 @@ def leaves_behind(
                 found.add(id(leaf))
                 leaves.append(leaf)
         elif ours is not None and node._sequence_nr() not in ours:
-            has_others = True
+            others.append(node)
         for child, _ in below:
             if child not in seen:
                 seen.add(child)
                 left.append(child)
-    return Behind(leaves, has_others)
+    return Behind(leaves, others, seen)
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipert._typing import Tensors
 from pipert.autograd.function import applied
@@ -120,6 +120,9 @@ join = applied(_Join)
 """``xs = join(token, *xs)``: tie ``token`` into ``xs``, differentiable all."""
 
 _apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
+
+ENTERED: type[Node] = type(enter((torch.empty(0, device="cpu"),))[0].grad_fn)  # type: ignore[assignment]
+"""The kind of node behind what has entered."""
 
 
 def edge_of(x: Tensor) -> GradientEdge:

@@ -17,8 +17,9 @@ Within a partition a tensor crosses once, whoever uses it how often.
 from __future__ import annotations
 
 import contextlib
+import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,12 +31,14 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
+from torch.utils._pytree import SUPPORTED_NODES
 
-from pipert._typing import Value
+from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
-from pipert.batch.tensors import differentiable
+from pipert.autograd.order import ENTERED
+from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.stage.stage import Stage
 
@@ -69,8 +72,10 @@ class Part:
         self.loss: Tensor | None = None
 
 
-class Crossing:
+class Crossing(TorchFunctionMode):
     """The crossings of micro-batch ``i``. Its driver's, and then of the worker whose turn it is.
+
+    While it is on it sees what the model's own code calls between layers.
 
     Args:
         i: the micro-batch.
@@ -78,6 +83,7 @@ class Crossing:
     """
 
     def __init__(self, i: int, cuts: bool) -> None:
+        super().__init__()
         self.i = i
         self.parts: dict[int, Part] = {}
         self._cuts = cuts
@@ -86,7 +92,9 @@ class Crossing:
         self._start = 0
         self._part: Part = Part(0)
         self._stand_ins = StandIns()
-        self.glue = Glue(self.bring)
+        self.mark = object()
+        """On all nodes behind which the graph of a partition begins: whose they are."""
+        self._is_glue = True
 
     def begin(self, stage: Stage) -> None:
         """A partition begins."""
@@ -105,7 +113,7 @@ class Crossing:
         xs, rebuild = differentiable(x)
         if not xs or not self._cuts:
             return x
-        entered = order.enter(xs)
+        entered = self._mark(order.enter(xs))
         self._part.entries += [(edge, Source(None)) for edge in edges_of(entered)]
         return rebuild(entered)
 
@@ -138,56 +146,67 @@ class Crossing:
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor))
         with torch.enable_grad():  # it may be used again where gradients are enabled
-            (entered,) = order.enter((tensor,))
-        entered.grad_fn.of = self  # type: ignore[union-attr]
+            (entered,) = self._mark(order.enter((tensor,)))
         self._part.entries.append((order.edge_of(entered), source))
         return entered
 
     @contextlib.contextmanager
     def outside_of_glue(self) -> Iterator[None]:
         """Let the functions of a layer alone."""
-        modes = _get_current_function_mode_stack()
-        if modes and modes[-1] is self.glue:
-            _pop_mode()
+        modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if modes and modes[-1] is self:
+            _pop_mode()  # type: ignore[no-untyped-call]
             try:
                 yield
             finally:
-                _push_mode(self.glue)
+                _push_mode(self)  # type: ignore[no-untyped-call]
             return
-        aside, self.glue.is_on = self.glue.is_on, False
+        aside, self._is_glue = self._is_glue, False
         try:
             yield
         finally:
-            self.glue.is_on = aside
+            self._is_glue = aside
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ABOUT or not self._is_glue:
+            return func(*args, **kwargs or {})
+        args = tuple([swapped(a, self.bring) for a in args])
+        if kwargs:
+            kwargs = {name: swapped(value, self.bring) for name, value in kwargs.items()}
+            return func(*args, **kwargs)
+        return func(*args)
 
     def finish(self, loss: Tensor | None) -> None:
         """The micro-batch has come to its end; in the last partition with its loss."""
         self._part.loss = loss
 
+    def _mark(self, entered: Tensors) -> Tensors:
+        entered[0].grad_fn.of = self.mark  # type: ignore[union-attr]
+        return entered
+
+    def refuse_strangers(self, others: Iterable[Node], nodes: set[Node]) -> None:
+        """Refuse a graph that goes on where gradients would be lost.
+
+        Args:
+            others: the nodes of the graph that were not made in the partition.
+            nodes: all of them.
+
+        Raises:
+            RuntimeError: a tensor came here unseen, from an earlier partition or another call.
+        """
+        first = self._starts[0]
+        if any(node._sequence_nr() >= first for node in others):
+            raise RuntimeError(_UNSEEN)
+        for node in nodes:
+            if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
+                raise RuntimeError(_KEPT)
+
     def clear(self) -> None:
         """Drop everything."""
         self.parts.clear()
         self._stand_ins.clear()
-
-
-class Glue(TorchFunctionMode):
-    """Brings what the model's own code uses between layers."""
-
-    def __init__(self, bring: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._bring = bring
-        self.is_on = True
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _ABOUT or not self.is_on:
-            return func(*args, **kwargs or {})
-        args = tuple([swapped(a, self._bring) for a in args])
-        if kwargs:
-            kwargs = {name: swapped(value, self._bring) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
-        return func(*args)
 
 
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
@@ -202,9 +221,35 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         return tuple([swapped(item, bring) for item in value])
     if kind is list:
         value[:] = [swapped(item, bring) for item in value]
-    elif kind is dict:
+        return value
+    if kind is dict:
         value.update({key: swapped(item, bring) for key, item in value.items()})
-    return value
+        return value
+    if kind in _leaves:
+        return value
+    tensors, rebuild = tensors_of(value)
+    if not tensors:
+        if kind not in SUPPORTED_NODES and not isinstance(value, Mapping):
+            _leaves.add(kind)
+        return value
+    brought = tuple(map(bring, tensors))
+    return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
+
+
+_UNSEEN = (
+    "the model uses a tensor of an earlier partition where pipert does not see it, so its gradient "
+    "would be lost: in a custom autograd function that its own code calls between layers, inside "
+    "of an object that is no pytree, or on a thread of its own. Move that into a module (its call "
+    "is seen), pass the tensor as an argument, or call the pipe and loss.backward()"
+)
+_KEPT = (
+    "the model uses a tensor with a graph that it has kept from another call or micro-batch, which "
+    "forward_backward cannot go back through; detach it there, or call the pipe and "
+    "loss.backward()"
+)
+
+_leaves: set[type] = set()
+"""Types that hold no tensors as far as anybody can see."""
 
 
 _ABOUT = frozenset(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 
 import torch
@@ -62,9 +63,16 @@ class Drivers:
         """Take a thread back whose task is over."""
         self._idle.append(thread)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Let all threads end; those that are at work, when they are done."""
         _stop(self._threads)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until those that were stopped have ended, but for one that calls this."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for thread in self._threads if self._pid == os.getpid() else ():
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def __repr__(self) -> str:
         return f"<Drivers: {len(self._threads)} threads, {len(self._idle)} of them idle>"

@@ -18,7 +18,7 @@ from pipert.driven.drivers import Drivers
 from pipert.driven.passage import Passage
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.dispatch_keys import stash, stashed
+from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
@@ -36,6 +36,7 @@ class Layer(NamedTuple):
 
     module: nn.Module
     name: str
+    """As errors call it."""
     home: int
     """The partition whose device its parameters are on."""
     is_in_place: bool
@@ -105,7 +106,7 @@ class Journey:
             self.end(passage, passage.stage)
             return passage.stage.ends.leave(passage.i, y)
         x = crossing.enter_inputs(x)
-        with crossing.glue:
+        with crossing:
             y = passage.forward(x)
             cut = passage.stage.cut
             assert cut is not None
@@ -161,7 +162,7 @@ class Journey:
         if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
             if layer.home != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
-            return tape.call(call, around, args, kwargs)
+            return tape.call(layer.name, call, around, args, kwargs)
         with _NOTHING if around is None else around():
             return call(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from pipert.driven.journey import Journey, Layer
 from pipert.driven.stages import actions
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release
+from pipert.layers.place import describe_layer
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.run import Run
@@ -34,7 +35,7 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = {
-            layer: Layer(layer, name, j, _is_in_place(layer))
+            layer: Layer(layer, describe_layer(name, layer), j, _is_in_place(layer))
             for j, partition in enumerate(partitions)
             for name, layer in partition._modules.items()
             if layer is not None
@@ -52,9 +53,9 @@ class DrivenModel:
         run.at_end = journey.over
         return stages
 
-    def release(self) -> None:
-        """Intercept no calls any more, and let the drivers end."""
-        self.drivers.close()
+    def end(self) -> None:
+        """Intercept no calls any more, and let the drivers end. Once."""
+        self.drivers.stop()
         release(self.layers)
 
 

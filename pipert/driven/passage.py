@@ -40,10 +40,8 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
-from pipert.batch.tensors import describe
 from pipert.errors import add_note
 from pipert.layers.intercepted import here
-from pipert.layers.place import describe_layer
 from pipert.queues.latch import Latch
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.stage import Stage
@@ -178,16 +176,13 @@ class Passage:
         try:
             return journey.call(self, layer, call, args, kwargs)
         except BaseException as error:
-            add_note(error, partial(self._note_of_layer, layer.name, module, args, kwargs))
+            add_note(error, partial(self._note_of_call, layer, args, kwargs))
             raise
         finally:
             self._is_inside = False
 
-    def _note_of_layer(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> str:
-        place, action = self.stage.place, Action(FORWARD, self.i, self.j)
-        where = place.describe(action, f", {describe_layer(name, module)}")
-        given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
-        return f"{where}, input {describe(given)}"
+    def _note_of_call(self, layer: Layer, args: Any, kwargs: Any) -> str:
+        return self.stage.layers.note_of_call(self.i, layer.name, args, kwargs)
 
     def _hand_over(self, j: int) -> None:
         """Return the turn, and wait for that of partition ``j``."""

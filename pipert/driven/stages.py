@@ -95,15 +95,16 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
         if gradient is not None:
             ys.append(source.edge)
             dys.append(gradient)
-    xs = [edge for edge, _ in part.entries]
+    xs: list[Any] = [edge for edge, _ in part.entries]
     found: Sequence[Tensor | None] = (None,) * len(xs)
     leaves: list[Tensor] = []
     if ys:
         ours = range(part.first, part.last)
-        leaves, has_others = leaves_behind([y.node for y in ys], [order.ENTRANCE], ours)
+        leaves, others, nodes = leaves_behind([y.node for y in ys], [order.ENTRANCE], ours)
+        crossing.refuse_strangers(others, nodes)
         try:
             found = torch.autograd.grad(
-                ys, [*xs, *leaves], dys, retain_graph=has_others, allow_unused=True
+                ys, [*xs, *leaves], dys, retain_graph=bool(others), allow_unused=True
             )
         except BaseException as error:
             torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))

@@ -17,6 +17,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from pipert.autograd.function import applied
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.driven.objects import Objects
+from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
 
@@ -64,10 +66,13 @@ class Tape:
         self._calls: list[tuple[Call, weakref.ref[Checkpoint]]] = []
         self._made: dict[int, _Made] | None = {}
 
-    def call(self, compute: Compute, around: Around, args: Any, kwargs: Any) -> Value:
+    def call(
+        self, layer: str, compute: Compute, around: Around, args: Any, kwargs: dict[str, Any]
+    ) -> Value:
         """Call a layer, and record it.
 
         Args:
+            layer: as errors call it.
             compute: calls it.
             around: makes a block that is on around that, each time; ``None`` for nothing.
             args: what it gets.
@@ -78,7 +83,8 @@ class Tape:
         """
         made = self._made
         assert made is not None
-        call = Call(compute, around, made, self._hooks, self._is_whole)
+        note = partial(self._layers.note_of_call, self._i, layer)
+        call = Call(compute, around, note, made, self._hooks, self._is_whole)
         checkpoint = Checkpoint(call, self)
         given, objects = Arguments(args, kwargs), Objects((*args, *kwargs.values()))
 
@@ -156,13 +162,14 @@ class Call(Again):
     Args:
         compute: calls the layer.
         around: makes what is on around that, if anything.
+        note: says which layer it is, and what it got.
         made: the outputs of the calls before, by id.
         hooks: as of :class:`Again`.
         is_connected: whether a graph of gradients may be asked for.
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_from", "_is_connected", "_made", "_watched",
+        "_around", "_autocast", "_compute", "_from", "_is_connected", "_made", "_note", "_watched",
         "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
@@ -170,13 +177,15 @@ class Call(Again):
         self,
         compute: Compute,
         around: Around,
+        note: Callable[[Any, dict[str, Any]], str],
         made: dict[int, _Made],
         hooks: Hooks,
         is_connected: bool,
     ) -> None:
-        super().__init__(self._repeat, hooks)
+        super().__init__(None, hooks)
         self._compute = compute
         self._around = around
+        self._note = note
         self._made: dict[int, _Made] = made
         self._is_connected = is_connected
         self._autocast: Autocast = get_autocast()
@@ -205,18 +214,24 @@ class Call(Again):
                     "module that calls it, or checkpoint='never'"
                 )
 
-    def _repeat(
+    def _replay(
         self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
     ) -> None:
         value = get_value()
-        if get_autocast() == self._autocast:
-            y = self.first_time(value)
-        else:  # the model's own code has put it on
-            with autocast(self._autocast, False):
-                y = self.first_time(value)
+        try:
+            y = self._again_under_autocast(value)
+        except BaseException as error:
+            add_note(error, partial(self._note, value.args, value.kwargs))
+            raise
         if self.is_used:
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
+
+    def _again_under_autocast(self, value: Arguments) -> Value:
+        if get_autocast() == self._autocast:
+            return self.first_time(value)
+        with autocast(self._autocast, False):  # the model's own code has put it on
+            return self.first_time(value)
 
     def connections(self, xs: Tensors) -> Tensors:
         if not self._is_connected:

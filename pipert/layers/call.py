@@ -243,6 +243,12 @@ class Layers:
         """Call ``differentiate(*args)``, of micro-batch ``i``: ``B[i,j]`` of a step."""
         return differentiate(*args)
 
+    def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
+        """Say which layer of micro-batch ``i`` has raised an error, and what it got."""
+        action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
+        given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
+        return f"{self._place.describe(action, f', {layer}')}, input {describe(given)}"
+
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
         # An interrupt may come when all are done.
         action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)

@@ -26,6 +26,11 @@ __all__: list[str] = []
 _MAP = "hf_device_map"
 
 
+def has_device_map(model: nn.Module) -> bool:
+    """Whether the model was loaded with one, or has one inside that was."""
+    return any(vars(module).get(_MAP) for module in model.modules())
+
+
 def cuts_of_device_map(model: nn.Module) -> tuple[list[str], list[torch.device]]:
     """Return the cuts of a ``device_map``, and the devices of the partitions, one more.
 

@@ -26,6 +26,7 @@ class Placed(nn.Module):
         }  # fmt: skip
     )
 
+    _balance: list[int]
     _devices: list[torch.device]
     _workers: list[int]
     _partitions: tuple[nn.Sequential, ...]

@@ -124,6 +124,19 @@ def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) 
             partition.to(device)
 
 
+def move(module: nn.Module, name: str, device: torch.device) -> None:
+    """Move a parameter or buffer of ``module`` itself, and its gradient."""
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        buffer = module._buffers[name]
+        module._buffers[name] = buffer if buffer is None else buffer.to(device)
+    elif parameter.device != device:
+        with torch.no_grad():
+            parameter.data = parameter.data.to(device)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device)
+
+
 def _move_all_but(weights: Weights, module: nn.Module, device: torch.device) -> None:
     staying = {id(weight) for weight in weights} | {id(weight.grad) for weight in weights}
 

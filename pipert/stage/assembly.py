@@ -35,8 +35,9 @@ __all__: list[str] = []
 class Model(Protocol):
     """What a pipe runs."""
 
-    partitions: tuple[nn.Sequential, ...]
-    """The layers of each partition."""
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """The layers of each partition."""
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None

@@ -86,7 +86,7 @@ def _differentiate_graph(
     if not pairs:
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
-    leaves, has_others = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
+    leaves, others, _ = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
     for leaf in leaves:
         if leaf._backward_hooks and leaf not in cut.stand_ins:
             raise RuntimeError(
@@ -99,7 +99,7 @@ def _differentiate_graph(
     try:
         # What the caller has computed is behind other micro-batches as well.
         found = torch.autograd.grad(
-            ys, wanted, given, retain_graph=has_others, allow_unused=True
+            ys, wanted, given, retain_graph=bool(others), allow_unused=True
         )
     except BaseException as error:
         # What was ready when a node raised stays with this thread until its next backward.

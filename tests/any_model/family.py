@@ -55,7 +55,7 @@ class Whole:
     value: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A tiny model of a family, and where it is cut."""
 
@@ -68,6 +68,8 @@ class Family:
     """That has it, other than torch."""
     loss: Callable[[Any], Tensor] = everything
     """Of an output, or of a micro-batch's: a mean over the rows."""
+    example: dict[str, Any] | None = None
+    """Arguments that say in which order layers are called, where that is not how they stand."""
     mixes_rows: str = ""
     """Why what a row gets depends on the others, so that a micro-batch is not a part of a batch."""
     whole_rows: str = ""

@@ -21,6 +21,7 @@ class Three(nn.Module):
     """Each is large enough to be one node where it is recomputed."""
 
     cuts: tuple[str, ...] = ("b", "c")
+    needs_example = False
     checkpoints = True
     """Whether it can be recomputed."""
 
@@ -44,7 +45,10 @@ class CalledTwice(Three):
 
 
 class InReverse(Three):
+    """Where layers live is found by an example."""
+
     cuts = ("b", "a")
+    needs_example = True
 
     def forward(self, x: Tensor) -> Any:
         return self.a(self.b(self.c(x)))
@@ -166,26 +170,6 @@ class HookingTensors(Three):
         return self.c(z + y)
 
 
-class _Exp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        dx: Tensor = gradients[0] * x.exp()
-        return dx
-
-
-class ApplyingAFunction(Three):
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        z = self.b(y)
-        return self.c(_Exp.apply(y) + z)  # type: ignore[no-untyped-call]
-
-
 class HookingModules(Three):
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +197,9 @@ class Frozen(Three):
 
 def family(model: type[Three], **batch: Any) -> Family:
     batch = batch or {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    return Family(model.__name__, lambda: Made(model().double(), batch), model.cuts)
+    example = batch if model.needs_example else None
+    made = Made(model().double(), batch)
+    return Family(model.__name__, lambda: made, model.cuts, example=example)
 
 
 @each_how
@@ -271,4 +257,41 @@ def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
         assert_equal(*results(own.make(), own, how))
         return
     with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
+        results(own.make(), own, how)
+
+
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        dx: Tensor = gradients[0] * x.exp()
+        return dx
+
+
+class ApplyingAFunction(nn.Module):
+    """To a tensor of an earlier partition: no function mode sees that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        return self.c(_Exp.apply(y) + z)  # type: ignore[no-untyped-call]
+
+
+@each_how
+def test_a_custom_function_in_glue_is_right_in_a_call_and_refused_in_a_step(how: How) -> None:
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("applying", lambda: Made(ApplyingAFunction().double(), batch), ("b", "c"))
+    if not how.schedule:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="where pipert does not see it"):
         results(own.make(), own, how)

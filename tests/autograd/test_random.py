@@ -149,6 +149,7 @@ def test_two_calls_at_once_draw_different_numbers() -> None:
         F.dropout(x, training=False)  # might draw, but does not
         both.wait(TIMEOUT)
         drawn.append(torch.rand(8))
+        both.wait(TIMEOUT)  # neither is over before the other has drawn
         return x
 
     with pipe_of(Apply(draw), chunks=1) as a, pipe_of(Apply(draw), chunks=1) as b:

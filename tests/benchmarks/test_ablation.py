@@ -90,11 +90,11 @@ def test_what_is_computed_is_the_same_without(
 def test_afterwards_the_pipe_is_as_before() -> None:
     with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
         runtime = pipe._runtime
-        before = runtime._streams, runtime._model
+        before = runtime._streams, runtime.model
         with only(pipe, Components(False, False, False)):
             assert type(runtime._streams) is ComputeStreams
-            assert runtime._model.skips[1].leaving
-        assert (runtime._streams, runtime._model) == before
+            assert runtime.model.skips[1].leaving
+        assert (runtime._streams, runtime.model) == before
         y = pipe(torch.ones(1, 4))
     assert isinstance(y, Tensor)
 

@@ -20,6 +20,7 @@ pytest.importorskip("tqdm", reason="the experiments show their progress with tqd
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.sweep,  # imports torch and torchgpipe, and builds the library
     pytest.mark.timeout(240),  # seconds on a machine that is busy, with the library to be built
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
 ]
@@ -81,7 +82,6 @@ def test_recomputation_costs_a_forward_and_less_in_a_step(figures: dict[str, Any
     assert speed_ups(figures, "always")["pipert"] < speed_ups(figures, "except_last")["pipert"]
 
 
-@pytest.mark.sweep
 def test_the_simulator_predicts_what_runs() -> None:
     shown = run("simulator.py", "--short", "--check")
     assert "sleeping, n=8 m=16, always" in shown

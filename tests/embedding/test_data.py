@@ -10,7 +10,7 @@ import copy
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -73,7 +73,7 @@ def loader(context: str | None, **options: Any) -> DataLoader[Any]:
     return DataLoader(Rows(), batch_size=4, **options)
 
 
-def train(model: nn.Module, batches: DataLoader[Any], epochs: int = 2) -> list[Tensor]:
+def train(model: nn.Module, batches: Iterable[Any], epochs: int = 2) -> list[Tensor]:
     """The parameters afterwards."""
     optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
     for _ in range(epochs):
@@ -182,9 +182,11 @@ def test_workers_of_a_loader_end_though_a_pipe_is_alive(devices: list[str]) -> N
 def test_an_error_in_a_worker_process_leaves_the_pipe_usable(devices: list[str]) -> None:
     plain = perceptron()
     broken = DataLoader(Broken(), batch_size=4, num_workers=1, multiprocessing_context="fork")
+    batches = iter(broken)
     with pipe_of(copy.deepcopy(plain), devices) as pipe:
         with pytest.raises(ValueError, match="row 3 is broken"):
-            train(pipe, broken, 1)
+            train(pipe, batches, 1)
+        assert len(list(batches)) == 2  # the worker ends; the collector would wait for it
         x = torch.randn(5, 6, dtype=torch.double)
         torch.testing.assert_close(pipe(x).cpu(), plain(x))
 

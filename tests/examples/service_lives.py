@@ -1,6 +1,7 @@
 """Processes of the training service, for its tests: started, spoken to, killed.
 
-Python and torch take seconds to start: one process does that, and each service is a fork of it.
+Python and torch take seconds to start, and the first pipe of a process a tenth of one: one process
+does that, and each service is a fork of it.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ STARTER = """
 import json, os, sys
 import torch._dynamo  # which the first step of an optimizer imports
 import training_service
+from pipert import Pipe
 from service.loop import Service
 
+Pipe(torch.nn.Sequential(torch.nn.Identity()), [1], devices=["cpu"]).close()  # starts no thread
 for line in sys.stdin:
     order = json.loads(line)
     if "wait" in order:

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -59,18 +60,15 @@ def test_the_newest_is_loaded_and_the_last_ones_are_kept(checkpoints: Checkpoint
     ]  # fmt: skip
 
 
-def test_a_file_that_was_cut_off_anywhere_is_never_loaded(
-    checkpoints: Checkpoints, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_was_cut_off_anywhere_is_never_loaded(checkpoints: Checkpoints) -> None:
     checkpoints.save(1, state_of(1))
     whole = checkpoints.save(2, state_of(2)).read_bytes()
     for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
         path = checkpoints.save(2, state_of(2))
         path.write_bytes(whole[:length])
-        caplog.clear()
-        assert step_loaded(checkpoints) == 1
-        assert [record.getMessage() for record in caplog.records] == ["checkpoint refused"]
-        assert caplog.records[0].levelno == logging.ERROR
+        with TestCase().assertLogs() as logged:
+            assert step_loaded(checkpoints) == 1
+        assert logged.output == ["ERROR:service.checkpoints:checkpoint refused"]
 
 
 def test_a_file_with_one_other_bit_is_never_loaded(checkpoints: Checkpoints) -> None:
@@ -176,29 +174,31 @@ def line_of(record: logging.LogRecord) -> dict[str, Any]:
     return line
 
 
-def test_an_event_is_one_json_object(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_event_is_one_json_object() -> None:
     path = Path("state")
-    with caplog.at_level(logging.INFO):
+    with TestCase().assertLogs() as logged:
         log_event(logging.getLogger("x"), logging.INFO, "100%s", step=3, loss=0.5, path=path)
-    line = line_of(caplog.records[0])
+    line = line_of(logged.records[0])
     assert line.pop("time").endswith("+00:00")
     assert line == {
         "level": "info", "logger": "x", "event": "100%s", "step": 3, "loss": 0.5, "path": "state"
     }  # fmt: skip
 
 
-def test_a_number_that_json_does_not_have_is_a_word(caplog: pytest.LogCaptureFixture) -> None:
-    log_event(logging.getLogger("x"), logging.ERROR, "e", nan=float("nan"), inf=-float("inf"))
-    line = line_of(caplog.records[0])
+def test_a_number_that_json_does_not_have_is_a_word() -> None:
+    with TestCase().assertLogs() as logged:
+        log_event(logging.getLogger("x"), logging.ERROR, "e", nan=float("nan"), inf=-float("inf"))
+    line = line_of(logged.records[0])
     assert (line["nan"], line["inf"]) == ("nan", "-inf")
 
 
-def test_records_of_others_are_lines_too(caplog: pytest.LogCaptureFixture) -> None:
-    try:
-        raise ValueError("of\nseveral lines")
-    except ValueError:
-        logging.getLogger("pipert").exception("task %d\nfailed", 3)
-    line = line_of(caplog.records[0])
+def test_records_of_others_are_lines_too() -> None:
+    with TestCase().assertLogs() as logged:
+        try:
+            raise ValueError("of\nseveral lines")
+        except ValueError:
+            logging.getLogger("pipert").exception("task %d\nfailed", 3)
+    line = line_of(logged.records[0])
     assert (line["event"], line["message"]) == ("message", "task 3\nfailed")
     assert line["exception"].endswith("ValueError: of\nseveral lines")
 

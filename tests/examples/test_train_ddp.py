@@ -19,8 +19,11 @@ TEXT = b"the pipeline is full when every worker has a task. " * 100
 MODEL = "--context 16 --width 16 --layers 2 --heads 2 --batch 16 --accumulate 2 --chunks 2"
 STEPS, FIRST = 20, 8  # of the whole run, and of its first part
 
-# The first test waits for three processes to start, which on a busy machine takes its time.
+# The first of them waits for three processes to start, which on a busy machine takes its time.
 pytestmark = pytest.mark.timeout(180)
+
+# For ten seconds; tests/embedding/test_ddp.py has steps in two processes in each run.
+starts_processes = pytest.mark.sweep
 
 pytest.importorskip("tqdm", reason="the example imports another, which shows its progress")
 
@@ -83,24 +86,24 @@ def assert_same_training(runs: Runs) -> None:
     torch.testing.assert_close(runs.model, runs.model_alone, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@starts_processes
 def test_training_lowers_the_held_out_loss(runs: Runs) -> None:
     assert runs.alone.after < runs.alone.before - 1
 
 
-@pytest.mark.slow
+@starts_processes
 def test_two_processes_end_a_run_as_one_does_that_began_it(runs: Runs) -> None:
     assert_same_training(runs)
 
 
-@pytest.mark.slow
+@starts_processes
 @pytest.mark.multi_gpu
 def test_the_processes_train_on_gpus_where_there_are_some(runs: Runs) -> None:
     assert re.match(r"2 processes; in process 0, of 4 layers: \d on cuda:0", runs.output)
     assert_same_training(runs)
 
 
-@pytest.mark.slow
+@starts_processes
 def test_process_0_alone_prints(runs: Runs) -> None:
     first, *steps, last = runs.output.splitlines()
     assert re.match(r"2 processes; in process 0, of 4 layers: \d on \w+", first)
@@ -112,7 +115,7 @@ def test_process_0_alone_prints(runs: Runs) -> None:
     assert f"{runs.alone.after:.2f} after" in last
 
 
-@pytest.mark.slow
+@starts_processes
 def test_the_saved_model_loads_into_the_plain_sequential(example: ModuleType, runs: Runs) -> None:
     config = example.ModelConfig(context=16, width=16, layers=2, heads=2)
     example.build_model(config).load_state_dict(runs.model, strict=True)

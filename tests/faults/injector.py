@@ -236,7 +236,8 @@ class Setting:
 
     def threads(self) -> set[threading.Thread]:
         """The threads that have come since this was made."""
-        return set(threading.enumerate()) - self._threads
+        come = set(threading.enumerate()) - self._threads
+        return {thread for thread in come if not thread.name.startswith("pipert-driver")}
 
     def wrongs_afterwards(self) -> Iterator[str]:
         """What is wrong after a failed run whose error was dropped."""

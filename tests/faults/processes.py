@@ -127,7 +127,7 @@ def is_right(pipe, x=X):
 )
 
 
-def ends(script: str, how: str = "call") -> tuple[int, str, str]:
+def ends(script: str, how: str = "call", whole_end: bool = False) -> tuple[int, str, str]:
     """How a script ends: its exit code, and what it writes."""
-    result = run(f"HOW = {how!r}\n{script}", STEP)
+    result = run(f"HOW = {how!r}\n{script}", STEP, whole_end=whole_end)
     return result.returncode, result.stdout, result.stderr

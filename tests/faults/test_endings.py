@@ -131,7 +131,7 @@ def act(where):
 
 train(pipe_of("never"))
 """
-    code, _, stderr = ends(script, "1f1b")
+    code, _, stderr = ends(script, "1f1b", whole_end=True)
     assert (code, "Traceback" in stderr) == (7, False)
 
 
@@ -152,7 +152,7 @@ threading.Thread(target=serve).start()
 running.wait()
 sys.exit(5)
 """
-    assert ends(script) == (5, "True True\n", "")
+    assert ends(script, whole_end=True) == (5, "True True\n", "")
 
 
 def test_an_error_on_main_ends_the_program_while_a_daemon_serves_with_skips() -> None:
@@ -176,7 +176,7 @@ threading.Thread(target=serve, daemon=True).start()
 running.wait()
 raise SystemExit("done")
 """
-    assert ends(script) == (1, "", "done\n")
+    assert ends(script, whole_end=True) == (1, "", "done\n")
 
 
 # Fork ---------------------------------------------------------------------------------------------

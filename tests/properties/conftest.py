@@ -1,4 +1,7 @@
-"""How hypothesis runs here: the same examples each time, and nothing written into the tree."""
+"""How hypothesis runs here: the same examples each time, and nothing written into the tree.
+
+Each test runs on a thread of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,10 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
+
+from tests.own_thread import pytest_pyfunc_call
+
+__all__ = ["pytest_pyfunc_call"]
 
 # What hypothesis caches about characters and constants would go to .hypothesis otherwise.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "pipert-hypothesis")

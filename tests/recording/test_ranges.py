@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 import runpy
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -71,25 +71,24 @@ def test_the_operations_of_a_task_are_inside_of_its_range(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_who_profiles_the_own_thread_alone_is_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranges, "_told", [])
-    with caplog.at_level(logging.WARNING, "pipert"):
+    with TestCase().assertLogs("pipert") as logged:
         names = {event["name"] for event in trace(tmp_path / "trace.json", all_threads=False)}
         trace(tmp_path / "trace.json", all_threads=False)
     assert "R[0,0]" in names and "F[0,0]" not in names
-    (record,) = caplog.records
-    assert "profile_all_threads=True" in record.getMessage()
+    (line,) = logged.output
+    assert "profile_all_threads=True" in line
 
 
 @pytest.mark.slow
 def test_who_profiles_all_threads_is_told_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranges, "_told", [])
-    with caplog.at_level(logging.WARNING, "pipert"):
+    with TestCase().assertNoLogs("pipert"):
         trace(tmp_path / "trace.json")
-    assert not caplog.records
 
 
 def test_nobody_looks_without_a_profiler() -> None:

@@ -96,7 +96,7 @@ def test_the_bubble_is_as_small_where_micro_batches_are_no_multiple_of_devices(
 @pytest.mark.parametrize("v", range(1, 5))
 def test_no_number_of_micro_batches_makes_workers_wait_in_a_circle(d: int, v: int) -> None:
     """Laid out and checked by the rules of a plan, whatever is recomputed."""
-    for m in range(1, 21):
+    for m in range(1, 14):  # each remainder, and each twice
         assert len(in_turns(m, d, v)) == 2 * m * d * v
         assert len(in_turns(m, d, v, m)) == 3 * m * d * v
 

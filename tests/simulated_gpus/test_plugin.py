@@ -13,6 +13,7 @@ from tests.simulated_gpus import build
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.sweep,  # each imports torch several times
     pytest.mark.timeout(240),  # the first of them may have to build
     pytest.mark.skipif(build.why_not() is not None, reason="there is no g++"),
 ]
@@ -108,14 +109,12 @@ def test_each_report_fails_the_test_that_it_belongs_to_and_shows_both_stacks(
     assert "after the end of the test, simulated GPUs report" in out
 
 
-@pytest.mark.sweep
 def test_without_a_compiler_tests_are_skipped_with_what_to_install(tmp_path: Path) -> None:
     out = run(tmp_path, "clean", path=str(tmp_path))
     assert "SKIPPED" in out and "install it (Debian: apt install g++)" in out
     assert "failed" not in out and "error" not in out.lower()
 
 
-@pytest.mark.sweep
 def test_a_program_runs_on_simulated_gpus_by_itself(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.partition("CHILD = '''")[2].partition("'''")[0])

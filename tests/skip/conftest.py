@@ -1,13 +1,10 @@
-"""What the tests of skips share."""
+"""Each test runs on a thread of its own.
+
+So what a failed forward has left in the store of skips of its thread is no business of other tests.
+"""
 
 from __future__ import annotations
 
-import pytest
+from tests.own_thread import pytest_pyfunc_call
 
-from pipert.skip.store import current_store
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stashed() -> None:
-    """What a failed forward has left in the store of this thread is no business of other tests."""
-    current_store().clear()
+__all__ = ["pytest_pyfunc_call"]

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import TestCase
 
 import pytest
 import torch
@@ -259,11 +260,12 @@ def test_a_worker_that_was_ended_from_outside_refuses_tasks(worker: WorkerThread
 
 @kills
 def test_a_worker_that_is_ended_from_outside_logs_what_it_leaves(
-    worker: WorkerThread, caplog: pytest.LogCaptureFixture
+    worker: WorkerThread,
 ) -> None:
-    worker.in_queue.put(Job(lambda: (throw(worker, SystemExit), [None for _ in range(100)])))
-    worker.join(WAIT)
-    (record,) = caplog.records
+    with TestCase().assertLogs("pipert") as logged:
+        worker.in_queue.put(Job(lambda: (throw(worker, SystemExit), [None for _ in range(100)])))
+        worker.join(WAIT)
+    (record,) = logged.records
     assert record.getMessage().startswith("pipert-test ended with 1 tasks to do: Traceback")
     assert "SystemExit" in record.getMessage() and record.exc_info is None
 
