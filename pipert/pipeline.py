@@ -92,11 +92,6 @@ class ModulePipe(Pipelined):
             {name: layer for name, layer in layers.items() if at[name] == j}
             for j in range(len(cuts) + 1)
         ]
-        if not partitions[0]:
-            raise ValueError(
-                f"the cut {cuts[0]!r} leaves nothing for partition 0, which begins with the model; "
-                "leave it out"
-            )
         self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
         self._balance = [len(partition) for partition in self._partitions]
         if any(unit for partition in self._partitions for unit in declarations(partition)):

@@ -92,9 +92,9 @@ class Crossing(TorchFunctionMode):
         self._start = 0
         self._part: Part = Part(0)
         self._stand_ins = StandIns()
+        self._is_glue = True
         self.mark = object()
         """On all nodes behind which the graph of a partition begins: whose they are."""
-        self._is_glue = True
 
     def begin(self, stage: Stage) -> None:
         """A partition begins."""
@@ -221,16 +221,19 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         return tuple([swapped(item, bring) for item in value])
     if kind is list:
         value[:] = [swapped(item, bring) for item in value]
-        return value
-    if kind is dict:
+    elif kind is dict:
         value.update({key: swapped(item, bring) for key, item in value.items()})
-        return value
-    if kind in _leaves:
-        return value
+    elif kind not in _leaves:
+        return _swapped_tree(value, bring)
+    return value
+
+
+def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+    """The same of what is a pytree by registration, or a mapping of another kind."""
     tensors, rebuild = tensors_of(value)
     if not tensors:
-        if kind not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _leaves.add(kind)
+        if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
+            _leaves.add(type(value))
         return value
     brought = tuple(map(bring, tensors))
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
