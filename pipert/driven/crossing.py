@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,8 +136,7 @@ class Crossing(TorchFunctionMode):
         if (changed := self._stand_ins.changed(key)) is not None:
             return self.bring(changed)
         self._stand_ins.refuse_stale(tensor, number)
-        made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
-        entered = self._enter(tensor, key, made_in)
+        entered = self._enter(tensor, key, self._made_in(number))
         self._stand_ins.add(key, tensor, entered)
         return entered
 
@@ -186,22 +185,47 @@ class Crossing(TorchFunctionMode):
         entered[0].grad_fn.of = self.mark  # type: ignore[union-attr]
         return entered
 
-    def refuse_strangers(self, others: Iterable[Node], nodes: set[Node]) -> None:
-        """Refuse a graph that goes on where gradients would be lost.
+    def enter_unseen(
+        self, part: Part, others: Sequence[Node], nodes: set[Node]
+    ) -> list[GradientEdge]:
+        """Cut the graph where a tensor of an earlier partition came in and nobody has seen it.
+
+        As by a custom autograd function that glue calls, which is no torch function.
 
         Args:
-            others: the nodes of the graph that were not made in the partition.
+            part: what goes backward.
+            others: the nodes of its graph that were not made in it.
             nodes: all of them.
 
+        Returns:
+            The places where it is cut; they are among the entries of the part now.
+
         Raises:
-            RuntimeError: a tensor came here unseen, from an earlier partition or another call.
+            RuntimeError: the graph is one of another micro-batch or call as well.
         """
-        first = self._starts[0]
-        if any(node._sequence_nr() >= first for node in others):
-            raise RuntimeError(_UNSEEN)
         for node in nodes:
             if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
                 raise RuntimeError(_KEPT)
+        numbers = range(self._starts[0], part.first)
+        earlier = {node for node in others if node._sequence_nr() in numbers}
+        edges = dict.fromkeys(
+            edge
+            for node in nodes - earlier - {None}  # type: ignore[arg-type]
+            for edge in node.next_functions
+            if edge[0] in earlier
+        )
+        found = []
+        for key in edges:
+            source = self._made_in(key[0]._sequence_nr()).sources.setdefault(
+                key, Source(GradientEdge(*key))
+            )
+            part.entries.append((source.edge, source))  # type: ignore[arg-type]
+            found.append(GradientEdge(*key))
+        return found
+
+    def _made_in(self, number: int) -> Part:
+        """The part in which the node of this number was made."""
+        return self.parts[self._order[bisect_right(self._starts, number) - 1]]
 
     def clear(self) -> None:
         """Drop everything."""
@@ -239,12 +263,6 @@ def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
 
 
-_UNSEEN = (
-    "the model uses a tensor of an earlier partition where pipert does not see it, so its gradient "
-    "would be lost: in a custom autograd function that its own code calls between layers, inside "
-    "of an object that is no pytree, or on a thread of its own. Move that into a module (its call "
-    "is seen), pass the tensor as an argument, or call the pipe and loss.backward()"
-)
 _KEPT = (
     "the model uses a tensor with a graph that it has kept from another call or micro-batch, which "
     "forward_backward cannot go back through; detach it there, or call the pipe and "
