@@ -170,6 +170,28 @@ class HookingTensors(Three):
         return self.c(z + y)
 
 
+class _Exp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        dx: Tensor = gradients[0] * x.exp()
+        return dx
+
+
+class ApplyingAFunction(Three):
+    """To a tensor of an earlier partition: no function mode sees that."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        return self.c(_Exp.apply(y) + z)  # type: ignore[no-untyped-call]
+
+
 class HookingModules(Three):
     def __init__(self) -> None:
         super().__init__()
@@ -257,41 +279,4 @@ def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
         assert_equal(*results(own.make(), own, how))
         return
     with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
-        results(own.make(), own, how)
-
-
-class _Exp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.exp()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        dx: Tensor = gradients[0] * x.exp()
-        return dx
-
-
-class ApplyingAFunction(nn.Module):
-    """To a tensor of an earlier partition: no function mode sees that."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x)
-        z = self.b(y)
-        return self.c(_Exp.apply(y) + z)  # type: ignore[no-untyped-call]
-
-
-@each_how
-def test_a_custom_function_in_glue_is_right_in_a_call_and_refused_in_a_step(how: How) -> None:
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("applying", lambda: Made(ApplyingAFunction().double(), batch), ("b", "c"))
-    if not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="where pipert does not see it"):
         results(own.make(), own, how)
