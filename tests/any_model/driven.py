@@ -1,7 +1,8 @@
-"""``python -m pytest --driven``: each ``Pipe`` of a test is one of any model, cut by balance.
+"""``python -m pytest --driven``: each ``Pipe`` of a test is one of any model, cut where its
+partitions begin.
 
 So what holds for the layers of an ``nn.Sequential`` that are called one by one is seen to hold for
-a ``forward`` of its own as well. This is loaded before torch, which simulated GPUs must be as well.
+a ``forward`` of its own as well.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.driven:
-        import pipert
-        import pipert.pipe
+        import pipert.pipe  # now: simulated GPUs come before torch
         from tests.any_model.driven_pipe import DrivenPipe
 
         pipert.Pipe = pipert.pipe.Pipe = DrivenPipe  # type: ignore[misc,assignment]

@@ -1,4 +1,4 @@
-"""A pipe of any model with the interface of ``Pipe``."""
+"""A pipe of any model with the interface of ``Pipe``, for tests of that."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from pipert.model.split import check_balance, check_module, require_balance, sequential
 from pipert.pipeline import ModulePipe
 
-__all__ = ["Chain", "DrivenPipe"]
+__all__ = ["DrivenPipe"]
 
 
 class Chain(nn.Sequential):
