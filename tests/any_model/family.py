@@ -31,7 +31,8 @@ def _each(output: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() == 0:
             yield leaf
         elif isinstance(leaf, Tensor) and leaf.requires_grad:
-            weights = torch.arange(1, leaf[0].numel() + 1, dtype=leaf.dtype).cos()
+            places = torch.arange(1, leaf[0].numel() + 1, dtype=leaf.dtype)
+            weights = places.cos().to(leaf.device)
             yield (leaf.flatten(1) * weights + leaf.flatten(1).square()).mean()
 
 
