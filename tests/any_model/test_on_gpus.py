@@ -9,35 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import pipert
-from tests.any_model.family import Family
-from tests.any_model.piped import CHUNKS, HOWS, How, assert_equal, made, step
-from tests.any_model.reference import Result, first_rows, reference
-from tests.any_model.test_families import each_family, each_how
+from tests.any_model.piped import CHUNKS, How
+from tests.any_model.test_families import each_how
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
-
-GPUS = ["cuda:0", "cuda:1"] * 4
-
-
-def on_cpu(result: Result) -> Result:
-    moved = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tuple(result))
-    return Result(*moved)
-
-
-@each_how
-@each_family
-def test_a_step_is_the_plain_models(family: Family, how: How) -> None:
-    if how.rows % CHUNKS and family.whole_rows:
-        pytest.skip(family.whole_rows)
-    model, batch = made(family)
-    plain = reference(copy.deepcopy(model), first_rows(batch, how.rows), family.loss, CHUNKS)
-    devices = GPUS[: len(family.cuts) + 1]
-    found = step(copy.deepcopy(model), batch, family, how, devices=devices)
-    assert_equal(on_cpu(found), plain, exact=False)
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -125,5 +102,3 @@ def test_without_gradients(around: Callable[[], Any]) -> None:
     assert output["logits"].device == output["scale"].device == torch.device("cuda:0")
     torch.testing.assert_close(output["logits"].cpu(), expected)
 
-
-assert HOWS[0].schedule == ""
