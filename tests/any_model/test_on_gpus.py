@@ -16,6 +16,7 @@ from tests.any_model.test_families import each_how
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +58,10 @@ def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
     cuts = ["layers.1", "layers.3"]
     with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
         if how.schedule:
-            return pipe.forward_backward(
+            loss: Tensor = pipe.forward_backward(
                 x, loss_fn=loss_of, target=target, schedule=how.schedule
-            )  # type: ignore[no-any-return]
+            )
+            return loss
         output = pipe(x)
         loss = loss_of(output, target.to(output["logits"].device))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -75,7 +77,9 @@ def test_parameters_and_values_of_another_partition_are_brought_along(
     model = Tied().double()
     seen: list[Tensor] = []
     if hooked:
-        model.position.register_hook(lambda gradient: seen.append(gradient.cpu()))
+        model.position.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: seen.append(gradient.cpu())
+        )
     plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = loss_of(plain(x), target)
     expected.backward()  # type: ignore[no-untyped-call]
@@ -101,4 +105,3 @@ def test_without_gradients(around: Callable[[], Any]) -> None:
             output = pipe(x)
     assert output["logits"].device == output["scale"].device == torch.device("cuda:0")
     torch.testing.assert_close(output["logits"].cpu(), expected)
-
