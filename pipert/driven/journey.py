@@ -150,7 +150,7 @@ class Journey:
             args = swapped(args, crossing.bring)
             kwargs = swapped(kwargs, crossing.bring)
             y = self._call(passage, layer, call, args, kwargs)
-        crossing.settle(y)
+            crossing.settle(y)
         return y
 
     def _call(
