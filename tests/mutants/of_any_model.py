@@ -11,7 +11,7 @@ STAGES = "pipert/driven/stages.py"
 
 MUTANTS = [
     Mutant(
-        "driver-on-first-device", JOURNEY, "the device of the partition is the driver's current one",
+        "driver-on-first-device", JOURNEY, "the device of the partition is current on its driver",
         "torch.cuda.set_device(stage.place.device)", "pass",
     ),
     Mutant(
