@@ -114,7 +114,7 @@ class ModulePipe(Pipelined):
         return list(self._cuts)
 
     def _model(self) -> DrivenModel:
-        model = DrivenModel(self.module, self._partitions)
+        model = DrivenModel(self.module, self._partitions, self._cuts)
         self._release = weakref.finalize(self, model.end)
         self._release.atexit = False
         return model
