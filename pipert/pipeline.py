@@ -130,7 +130,9 @@ class ModulePipe(Pipelined):
             super().close(timeout)
         finally:
             self._release()
-        self._runtime.model.drivers.join(self._timeout if timeout is None else timeout)  # type: ignore[attr-defined]
+        model = self._runtime.model
+        assert isinstance(model, DrivenModel)
+        model.drivers.join(self._timeout if timeout is None else timeout)
 
     close.__doc__ = Pipelined.close.__doc__
 

@@ -58,4 +58,3 @@ class DrivenModel:
         """Intercept no calls any more, and let the drivers end. Once."""
         self.drivers.stop()
         release(self.layers)
-

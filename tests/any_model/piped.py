@@ -90,9 +90,9 @@ def found_and_plain(family: Family, how: How) -> tuple[Result, Result]:
     return results(made(family), family, how)
 
 
-def assert_equal(found: Result, plain: Result, exact: bool = True) -> None:
-    """The output, bit for bit if it is ``exact``, each gradient, the loss and the buffers."""
-    assert_equal_outputs(found.output, plain.output, 0.0 if exact else tolerance_of(plain.loss))
+def assert_equal(found: Result, plain: Result) -> None:
+    """The output, each gradient, the loss and the buffers."""
+    assert_equal_outputs(found.output, plain.output)
     assert_same(found.grads, plain.grads)
     tolerance = tolerance_of(plain.loss)
     torch.testing.assert_close(
@@ -101,16 +101,14 @@ def assert_equal(found: Result, plain: Result, exact: bool = True) -> None:
     torch.testing.assert_close(found.buffers, plain.buffers, rtol=tolerance, atol=tolerance)
 
 
-def assert_equal_outputs(found: Any, plain: Any, tolerance: float = 0.0) -> None:
+def assert_equal_outputs(found: Any, plain: Any) -> None:
     """Bit for bit: they are computed by the same operations on the same rows."""
     ours, spec = tree_flatten(found)
     others, expected = tree_flatten(plain)
     assert spec == expected
     for one, other in zip(ours, others, strict=True):
         if isinstance(other, Tensor):
-            torch.testing.assert_close(
-                one, other, rtol=tolerance, atol=tolerance, equal_nan=True
-            )
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
         else:
             assert one == other
 

@@ -9,34 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 import pipert
-from tests.any_model.family import Family
-from tests.any_model.piped import CHUNKS, HOWS, How, assert_equal, made, step
-from tests.any_model.reference import Result, first_rows, reference
-from tests.any_model.test_families import each_family, each_how
+from tests.any_model.piped import CHUNKS, How
+from tests.any_model.test_families import each_how
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
-
-GPUS = ["cuda:0", "cuda:1"] * 4
-
-
-def on_cpu(result: Result) -> Result:
-    moved = tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, tuple(result))
-    return Result(*moved)
-
-
-@each_how
-@each_family
-def test_a_step_is_the_plain_models(family: Family, how: How) -> None:
-    if how.rows % CHUNKS and family.whole_rows:
-        pytest.skip(family.whole_rows)
-    model, batch = made(family)
-    plain = reference(copy.deepcopy(model), first_rows(batch, how.rows), family.loss, CHUNKS)
-    devices = GPUS[: len(family.cuts) + 1]
-    found = step(copy.deepcopy(model), batch, family, how, devices=devices)
-    assert_equal(on_cpu(found), plain, exact=False)
 
 
 class Block(nn.Module):
@@ -80,9 +58,10 @@ def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
     cuts = ["layers.1", "layers.3"]
     with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
         if how.schedule:
-            return pipe.forward_backward(
+            loss: Tensor = pipe.forward_backward(
                 x, loss_fn=loss_of, target=target, schedule=how.schedule
-            )  # type: ignore[no-any-return]
+            )
+            return loss
         output = pipe(x)
         loss = loss_of(output, target.to(output["logits"].device))
         loss.backward()  # type: ignore[no-untyped-call]
@@ -98,7 +77,9 @@ def test_parameters_and_values_of_another_partition_are_brought_along(
     model = Tied().double()
     seen: list[Tensor] = []
     if hooked:
-        model.position.register_hook(lambda gradient: seen.append(gradient.cpu()))
+        model.position.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: seen.append(gradient.cpu())
+        )
     plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = loss_of(plain(x), target)
     expected.backward()  # type: ignore[no-untyped-call]
@@ -124,6 +105,3 @@ def test_without_gradients(around: Callable[[], Any]) -> None:
             output = pipe(x)
     assert output["logits"].device == output["scale"].device == torch.device("cuda:0")
     torch.testing.assert_close(output["logits"].cpu(), expected)
-
-
-assert HOWS[0].schedule == ""
