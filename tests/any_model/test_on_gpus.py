@@ -53,8 +53,10 @@ def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return (output["logits"] - target).square().mean() + output["scale"].square().mean()
 
 
-def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
-    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", "cuda:0"], "chunks": CHUNKS}
+def take_step(
+    model: nn.Module, how: How, x: Tensor, target: Tensor, gpus: tuple[int, ...] = (0, 1, 0)
+) -> Tensor:
+    options: dict[str, Any] = {"devices": [f"cuda:{k}" for k in gpus], "chunks": CHUNKS}
     cuts = ["layers.1", "layers.3"]
     with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
         if how.schedule:
@@ -66,6 +68,14 @@ def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
         loss = loss_of(output, target.to(output["logits"].device))
         loss.backward()  # type: ignore[no-untyped-call]
     return loss
+
+
+@each_how
+def test_arguments_on_the_cpu_are_brought_where_all_partitions_are_on_one_gpu(how: How) -> None:
+    model, (x, target) = Tied().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    expected = loss_of(model(x), target).detach()
+    loss = take_step(model, how, x, target, gpus=(1, 1, 1))
+    torch.testing.assert_close(loss.detach().cpu(), expected)
 
 
 @each_how
