@@ -25,6 +25,7 @@ from pipert.model.devices import (
     where_tensors_are,
 )
 from pipert.model.partition import Partition
+from pipert.model.settings import check_timeout
 from pipert.model.split import move, place, sequential
 from pipert.pipelined import Pipelined
 from pipert.skip.verify import declarations
@@ -126,11 +127,13 @@ class ModulePipe(Pipelined):
         return self.module
 
     def close(self, timeout: float | None = None) -> None:
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
         try:
-            super().close(timeout)
+            super().close(seconds)
         finally:
             self._release()
-        self._runtime.model.drivers.join(self._timeout if timeout is None else timeout)  # type: ignore[attr-defined]
+        if not self._runtime.is_inside():  # else the other drivers may wait for this layer
+            self._runtime.model.drivers.join(seconds)  # type: ignore[attr-defined]
 
     close.__doc__ = Pipelined.close.__doc__
 

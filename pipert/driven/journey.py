@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -72,7 +73,6 @@ class Journey:
         self.tapes: dict[tuple[int, int], Tape] = {}
         """In a step, until they were recomputed."""
         self._passages: dict[int, Passage] = {}
-        self._threads: dict[int, Any] = {}
 
     # On workers.
 
@@ -80,8 +80,14 @@ class Journey:
         """Lend micro-batch ``i`` the turn of a stage; the first one gets the input."""
         if stage.place.j == 0:
             passage = self._passages[i] = Passage(self, i, x)
-            self._threads[i] = self._drivers.start(passage)
-        return self._passages[i].lend(stage)
+            self._drivers.start(passage)
+        passage = self._passages[i]
+        worker: Any = threading.current_thread()
+        worker.lends_to = passage.driver
+        try:
+            return passage.lend(stage)
+        finally:
+            worker.lends_to = None
 
     # On drivers.
 
@@ -167,7 +173,7 @@ class Journey:
             return call(*args, **kwargs)
 
     def rests(self, passage: Passage) -> None:
-        self._drivers.rests(self._threads.pop(passage.i))
+        self._drivers.rests(passage)
 
     # In the caller.
 

@@ -16,8 +16,9 @@ import pipert
 import pipert.pipe
 from pipert.model.split import check_balance, check_module, require_balance, sequential
 from pipert.pipeline import ModulePipe
+from pipert.skip.verify import declarations
 
-__all__ = ["pytest_addoption", "pytest_configure"]
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,6 +28,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.driven:
         pipert.Pipe = pipert.pipe.Pipe = DrivenPipe  # type: ignore[misc,assignment]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is about pipert's own way through layers, or the names of its threads."""
+    if config.option.driven:
+        layered = [item for item in items if item.get_closest_marker("layered")]
+        config.hook.pytest_deselected(items=layered)
+        items[:] = [item for item in items if not item.get_closest_marker("layered")]
 
 
 class Chain(nn.Sequential):
@@ -45,6 +54,8 @@ class DrivenPipe(ModulePipe):
 
     def __init__(self, module: Any, balance: Iterable[int] | None = None, **options: Any) -> None:
         check_module(module)
+        if any(declarations(module)):
+            pytest.skip("stashes and pops skips, which are for the layers of an nn.Sequential")
         self.__dict__["balance"] = numbers = list(require_balance(balance))
         check_balance(module, numbers, 1 << 10)
         names = list(module._modules)
