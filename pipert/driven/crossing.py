@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import (
     TorchFunctionMode,
@@ -39,6 +39,7 @@ from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
+from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.stage.stage import Stage
 
@@ -78,13 +79,18 @@ class Crossing(TorchFunctionMode):
     While it is on it sees what the model's own code calls between layers.
 
     Args:
-        i: the micro-batch.
         cuts: whether the graph is cut, as in a step.
+        moves: brings tensors to other devices; ``None`` if there is one device.
+        lends: says what stands for a parameter; ``None`` if it is itself always.
     """
 
-    def __init__(self, i: int, cuts: bool) -> None:
+    def __init__(
+        self, cuts: bool, moves: Moves | None, lends: Callable[[nn.Parameter], Tensor] | None
+    ) -> None:
         super().__init__()
-        self.i = i
+        self._moves = moves
+        self._lends = lends
+        self._about = _ABOUT if moves is None else _ABOUT - _ABOUT_DEVICES
         self.parts: dict[int, Part] = {}
         self._cuts = cuts
         self._starts: list[int] = []
@@ -102,15 +108,21 @@ class Crossing(TorchFunctionMode):
         self._part = self.parts[stage.place.j] = Part(self._start)
         self._starts.append(self._start)
         self._order.append(stage.place.j)
+        if self._moves is not None:
+            self._moves.begin(stage)
 
     def end(self) -> None:
         """It ends: what has entered it is used no more, and its graph is kept for ``B`` alone."""
         self._part.last = node_count()
         self._part = Part(0)
         self._stand_ins.end(self._start)
+        if self._moves is not None:
+            self._moves.end()
 
     def enter_inputs(self, x: Value) -> Value:
         """Let the inputs of the model enter."""
+        if self._moves is not None:
+            x = self._moves.enter_inputs(x)
         xs, rebuild = differentiable(x)
         if not xs or not self._cuts:
             return x
@@ -120,16 +132,18 @@ class Crossing(TorchFunctionMode):
 
     def bring(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor in the partition that is current."""
+        if self._lends is not None and isinstance(tensor, nn.Parameter):
+            return self._lends(tensor)
         node = tensor.grad_fn
-        if node is None:
-            return tensor
+        if node is None or not self._cuts:
+            return self._here(tensor)
         number = node._sequence_nr()
         if number >= self._start:
             if self._cuts and tensor._is_view():
                 refuse_old_base(tensor, range(self._starts[0], self._start))
-            return tensor
+            return self._here(tensor)
         if number < self._starts[0]:
-            return tensor  # the caller's
+            return self._here(tensor)  # the caller's
         key = node, tensor.output_nr
         entered = self._stand_ins.find(key)
         if entered is not None:
@@ -146,9 +160,14 @@ class Crossing(TorchFunctionMode):
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor))
         with torch.enable_grad():  # it may be used again where gradients are enabled
-            (entered,) = self._mark(order.enter((tensor,)))
+            (entered,) = self._mark(order.enter((self._here(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
         return entered
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device of the partition; in a step without its graph if it was moved."""
+        moves = self._moves
+        return tensor if moves is None or not moves.is_elsewhere(tensor) else moves.bring(tensor)
 
     @contextlib.contextmanager
     def outside_of_glue(self) -> Iterator[None]:
@@ -170,13 +189,18 @@ class Crossing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ABOUT or not self._is_glue:
+        if func in self._about or not self._is_glue:
             return func(*args, **kwargs or {})
         args = tuple([swapped(a, self.bring) for a in args])
-        if kwargs:
-            kwargs = {name: swapped(value, self.bring) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
-        return func(*args)
+        kwargs = {name: swapped(value, self.bring) for name, value in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        self.settle(result)
+        return result
+
+    def settle(self, value: Value) -> None:
+        """Note what was made: others may copy it, wherever it is."""
+        if self._moves is not None:
+            self._moves.settle(value)
 
     def finish(self, loss: Tensor | None) -> None:
         """The micro-batch has come to its end; in the last partition with its loss."""
@@ -286,3 +310,8 @@ _ABOUT = frozenset(
     Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
 }  # fmt: skip
 """Functions that look at a tensor and not at its values."""
+
+_ABOUT_DEVICES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
+) | {Tensor.get_device}
+"""Those of them whose answer is another one where a tensor is used."""

@@ -44,7 +44,6 @@ from torch import nn
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.errors import PipeClosedError, WorkerDiedError, add_note
-from pipert.layers.dispatch_keys import stash
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
 from pipert.queues.once import Once
@@ -174,7 +173,6 @@ class Passage:
                 return self._through_the_model()
         finally:
             here.interceptor = None
-            stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
 
     def _through_the_model(self) -> Value:
         journey = self._journey

@@ -58,8 +58,6 @@ def _seen(stage: Stage, action: Action) -> Iterator[None]:
 
 
 def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
-    if stage.borrowed:
-        stage.borrow(i)
     if not stage.run.told.looks:
         return journey.lend(stage, i, x)
     with _seen(stage, Action(FORWARD, i, stage.place.j)):
