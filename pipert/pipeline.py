@@ -131,7 +131,8 @@ class ModulePipe(Pipelined):
         try:
             super().close(seconds)
         finally:
-            self._release()
+            self._runtime.model.drivers.stop()  # type: ignore[attr-defined]
+            self._release()  # only once, even if it was interrupted
         if not self._runtime.is_inside():  # else the other drivers may wait for this layer
             self._runtime.model.drivers.join(seconds)  # type: ignore[attr-defined]
 

@@ -123,9 +123,9 @@ class Passage:
                 raise WorkerDiedError("a driver thread was ended from outside during the call")
 
     def _is_lost(self) -> bool:
-        """Whether its driver has died, and could not even say so."""
+        """Whether it has no driver, or that has died and could not even say so."""
         driver = self.driver
-        return not self._ended.is_open() and driver is not None and not driver.is_alive()
+        return not self._ended.is_open() and (driver is None or not driver.is_alive())
 
     # In the caller, when the run is over.
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import pytest
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_configure"]
+from tests import scripts
+
+__all__ = [
+    "pytest_addoption", "pytest_collection_modifyitems", "pytest_configure", "replace_pipes",
+]  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,10 +22,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.driven:
-        import pipert.pipe  # now: simulated GPUs come before torch
-        from tests.any_model.driven_pipe import DrivenPipe
+        replace_pipes()
+        scripts.first = f"from {__name__} import replace_pipes; replace_pipes()\n"
 
-        pipert.Pipe = pipert.pipe.Pipe = DrivenPipe  # type: ignore[misc,assignment]
+
+def replace_pipes() -> None:
+    """From now on, in this process."""
+    import pipert.pipe  # now: simulated GPUs come before torch
+    from tests.any_model.driven_pipe import DrivenPipe
+
+    pipert.Pipe = pipert.pipe.Pipe = DrivenPipe  # type: ignore[misc,assignment]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-import pytest
 from torch import nn
 
 from pipert.model.split import check_balance, check_module, require_balance, sequential
@@ -32,6 +31,8 @@ class DrivenPipe(ModulePipe):
     def __init__(self, module: Any, balance: Iterable[int] | None = None, **options: Any) -> None:
         check_module(module)
         if any(declarations(module)):
+            import pytest  # not in scripts
+
             pytest.skip("stashes and pops skips, which are for the layers of an nn.Sequential")
         self.__dict__["balance"] = numbers = list(require_balance(balance))
         check_balance(module, numbers, 1 << 10)
