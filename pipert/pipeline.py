@@ -115,7 +115,7 @@ class ModulePipe(Pipelined):
         return list(self._cuts)
 
     def _model(self) -> DrivenModel:
-        model = DrivenModel(self.module, self._partitions)
+        model = DrivenModel(self.module, self._partitions, self._cuts)
         self._release = weakref.finalize(self, model.end)
         self._release.atexit = False
         return model
@@ -131,10 +131,12 @@ class ModulePipe(Pipelined):
         try:
             super().close(seconds)
         finally:
-            self._runtime.model.drivers.stop()  # type: ignore[attr-defined]
+            model = self._runtime.model
+            assert isinstance(model, DrivenModel)
+            model.drivers.stop()
             self._release()  # only once, even if it was interrupted
         if not self._runtime.is_inside():  # else the other drivers may wait for this layer
-            self._runtime.model.drivers.join(seconds)  # type: ignore[attr-defined]
+            model.drivers.join(seconds)
 
     close.__doc__ = Pipelined.close.__doc__
 
