@@ -20,6 +20,7 @@ from pipert.driven.layers import Layer, Layers
 from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
+from pipert.driven.recorded import Seen
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import stash
@@ -95,6 +96,8 @@ class Journey:
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
         begin_numbers(self._below)
+        if self.run.told.recorder is not None:
+            passage.seen = Seen(passage.i, self.run.told, self.layers)
         if self.step is not None or self._moves:
             moves = Moves(passage.i, self.run, self._lending) if self._moves else None
             lends = partial(self._lent, passage) if self._lending.is_needed else None
@@ -113,7 +116,11 @@ class Journey:
                     crossing.finish(cut.compute_loss(passage.i, y))
             y = () if cut is not None else swapped(y, crossing.bring)
         self.end(passage, passage.stage)
-        return y if self.step is not None else passage.stage.ends.leave(passage.i, y)
+        if self.step is not None:
+            return y
+        if passage.seen is not None and self.run.context.grad_enabled:
+            passage.seen.watch_backward(y)
+        return passage.stage.ends.leave(passage.i, y)
 
     def _lent(self, passage: Passage, weight: nn.Parameter) -> Tensor:
         """What stands for a parameter in the partition that is current."""
@@ -135,9 +142,13 @@ class Journey:
                 self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
             passage.crossing.begin(stage)
+        if passage.seen is not None:
+            passage.seen.begin(stage)
 
     def end(self, passage: Passage, stage: Stage) -> None:
         """The turn of a partition goes back."""
+        if passage.seen is not None:
+            passage.seen.end()
         if passage.tape is not None:
             passage.tape.end()
             passage.tape = None
@@ -150,12 +161,15 @@ class Journey:
         """Call a layer, in the partition that is current."""
         crossing = passage.crossing
         if crossing is None:
-            return self._call(passage, layer, call, args, kwargs)
-        with crossing.outside_of_glue():
-            args = swapped(args, crossing.bring)
-            kwargs = swapped(kwargs, crossing.bring)
             y = self._call(passage, layer, call, args, kwargs)
-        crossing.settle(y)
+        else:
+            with crossing.outside_of_glue():
+                args = swapped(args, crossing.bring)
+                kwargs = swapped(kwargs, crossing.bring)
+                y = self._call(passage, layer, call, args, kwargs)
+            crossing.settle(y)
+        if passage.seen is not None:
+            passage.seen.note_layer(layer.module)
         return y
 
     def _call(

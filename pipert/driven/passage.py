@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from pipert.driven.drivers import Driver
     from pipert.driven.journey import Journey
     from pipert.driven.layers import Layer
+    from pipert.driven.recorded import Seen
     from pipert.driven.tape import Tape
 
 __all__: list[str] = []
@@ -84,6 +85,8 @@ class Passage:
         self.crossing: Crossing | None = None
         self.tape: Tape | None = None
         """Of the partition that it is in, if the micro-batch is checkpointed."""
+        self.seen: Seen | None = None
+        """If it is recorded."""
         self.calls = 0
         """How many calls of layers there were."""
         self._stage: Stage | None = None
@@ -174,6 +177,8 @@ class Passage:
                 return self._through_the_model()
         finally:
             here.interceptor = None
+            if self.seen is not None:
+                self.seen.end()
 
     def _through_the_model(self) -> Value:
         journey = self._journey
@@ -245,7 +250,7 @@ class Passage:
 
     def _settle(self) -> None:
         if self._unsettled.take() is not None:
-            self.crossing = self.tape = None
+            self.crossing = self.tape = self.seen = None
             self._journey.rests(self)
             self._ended.arrive()
 

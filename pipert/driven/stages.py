@@ -58,9 +58,9 @@ def _seen(stage: Stage, action: Action) -> Iterator[None]:
 
 
 def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
-    if not stage.run.told.looks:
+    if not stage.run.told.is_observed:
         return journey.lend(stage, i, x)
-    with _seen(stage, Action(FORWARD, i, stage.place.j)):
+    with stage.run.told.observed(Action(FORWARD, i, stage.place.j), stage.place.device):
         return journey.lend(stage, i, x)
 
 
