@@ -246,6 +246,7 @@ class Note(nn.Module):
         return y
 
 
+@pytest.mark.layered  # one partition is one layer
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_what_runs_in_a_backward_is_inside_of_its_event(requires_grad: bool) -> None:
     open_at: list[int] = []
