@@ -25,15 +25,18 @@ ROOMS = [
     {"layers"},
     {"model"},
     {"stage"},
+    {"driven"},
     {"engine"},
     {"balance"},
     {"timeline"},
-    {"pipe", "prometheus", "__init__"},
+    {"pipes"},
+    {"pipe", "pipeline", "prometheus", "__init__"},
     {"check", "traced_script"},
     {"__main__"},
 ]
 
 PUBLIC = {
+    "ModulePipe",
     "NestedCheckpointError",
     "NotBatchFirstWarning",
     "Event",
@@ -57,6 +60,7 @@ PUBLIC = {
     "__version__",
     "is_checkpointing",
     "is_recomputing",
+    "pipeline",
 }
 
 

@@ -102,7 +102,7 @@ class Drivers:
     def rests(self, passage: Passage) -> None:
         """Take the thread of a passage back, which is over."""
         driver = passage.driver
-        if driver is None:
+        if not isinstance(driver, Driver):
             return
         driver.passage = None
         if passage.was_broken_off:

@@ -34,30 +34,28 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
+from pipert.driven.crossing import Crossing
+from pipert.driven.layers import Layer, Layers
+from pipert.driven.recorded import Seen
+from pipert.driven.tape import Tape
 from pipert.errors import PipeClosedError, WorkerDiedError, add_note
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
 from pipert.queues.once import Once
 from pipert.schedules.action import FORWARD, Action
+from pipert.stage.run import Run
 from pipert.stage.stage import Stage
-from pipert.workers.worker import NOT_RUN
-
-if TYPE_CHECKING:
-    from pipert.driven.crossing import Crossing
-    from pipert.driven.drivers import Driver
-    from pipert.driven.journey import Journey
-    from pipert.driven.layers import Layer
-    from pipert.driven.recorded import Seen
-    from pipert.driven.tape import Tape
+from pipert.workers.worker import NOT_RUN, WorkerThread
 
 __all__: list[str] = []
 
@@ -66,6 +64,35 @@ _LOOK = 0.5  # s; how often who waits for a driver looks whether it is alive
 
 class Unwound(BaseException):
     """Raised inside of a ``forward`` whose run is over, to end it."""
+
+
+class Journey(Protocol):
+    """What a passage needs of its journey: what happens where."""
+
+    run: Run
+    n: int
+    module: nn.Module
+    layers: Layers
+
+    def around(self) -> AbstractContextManager[None]:
+        """What is on from the beginning of a passage to its end."""
+
+    def pass_through(self, passage: Passage, x: Value) -> Value:
+        """Go through the model; return what is sent at the end."""
+
+    def begin(self, passage: Passage, stage: Stage) -> None:
+        """The turn of a partition has come."""
+
+    def end(self, passage: Passage, stage: Stage) -> None:
+        """The turn of a partition goes back."""
+
+    def call(
+        self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a layer, in the partition that is current."""
+
+    def rests(self, passage: Passage) -> None:
+        """The passage has ended."""
 
 
 class Passage:
@@ -77,7 +104,7 @@ class Passage:
         self.i = i
         self.j = 0
         """The partition that it is in, or waits for; *n* when it has ended."""
-        self.driver: Driver | None = None
+        self.driver: WorkerThread | None = None
         """The thread that it is on."""
         self.was_broken_off = True
         self._journey = journey
@@ -153,7 +180,8 @@ class Passage:
     def execute(self, stage: Stage) -> Any:
         self._stage = stage
         context = self._journey.run.context
-        value, failed = (), None
+        value: Value = ()
+        failed: BaseException | None = None
         try:
             with context.on_worker:
                 value = context.variables.copy().run(self._pass)

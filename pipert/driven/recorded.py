@@ -60,7 +60,8 @@ class Seen:
             return
         called, (j, _) = dict(self._called), self._at[-1]
         self._called.clear()
-        if list(called) == [layer.module for layer in self._layers.values() if layer.partition == j]:
+        ours = [layer.module for layer in self._layers.values() if layer.partition == j]
+        if list(called) == ours:
             span.layers = [span.start, *called.values()]
         block.__exit__(None, None, None)
 
