@@ -25,6 +25,7 @@ from pipert.model.devices import (
     where_tensors_are,
 )
 from pipert.model.partition import Partition
+from pipert.model.settings import check_timeout
 from pipert.model.split import move, place, sequential
 from pipert.pipes.pipelined import Pipelined
 from pipert.skip.verify import declarations
@@ -126,13 +127,16 @@ class ModulePipe(Pipelined):
         return self.module
 
     def close(self, timeout: float | None = None) -> None:
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
         try:
-            super().close(timeout)
+            super().close(seconds)
         finally:
-            self._release()
-        model = self._runtime.model
-        assert isinstance(model, DrivenModel)
-        model.drivers.join(self._timeout if timeout is None else timeout)
+            model = self._runtime.model
+            assert isinstance(model, DrivenModel)
+            model.drivers.stop()
+            self._release()  # only once, even if it was interrupted
+        if not self._runtime.is_inside():  # else the other drivers may wait for this layer
+            model.drivers.join(seconds)
 
     close.__doc__ = Pipelined.close.__doc__
 

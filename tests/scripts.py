@@ -30,6 +30,9 @@ SECONDS = 50.0  # before pytest's limit, which would end everything
 NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without
 PYTHON = [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c"]
 
+first = ""
+"""What each script begins with, on one line; but no fresh one."""
+
 SERVER = """
 import ctypes, gc, json, os, sys, threading
 import torch, pipert
@@ -75,6 +78,7 @@ def run(
     Raises:
         subprocess.TimeoutExpired: it takes too long; it has been killed.
     """
+    script = script if fresh else first + script
     if fresh or not hasattr(os, "fork") or not os.path.exists("/proc/self/task"):
         return subprocess.run(
             [*PYTHON, script], cwd=ROOT, capture_output=True, text=True, timeout=SECONDS

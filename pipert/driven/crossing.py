@@ -111,8 +111,9 @@ class Crossing(TorchFunctionMode):
             self._moves.begin(stage)
 
     def end(self) -> None:
-        """It ends: what has entered it is used no more."""
+        """It ends: what has entered it is used no more, and its graph is kept for ``B`` alone."""
         self._part.last = node_count()
+        self._part = Part(0)
         self._stand_ins.end(self._start)
         if self._moves is not None:
             self._moves.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,6 +20,7 @@ from pipert.driven.layers import Layer, Layers
 from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
+from pipert.driven.recorded import Seen
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
@@ -64,7 +66,6 @@ class Journey:
         self.tapes: dict[tuple[int, int], Tape] = {}
         """In a step, until they were recomputed."""
         self._passages: dict[int, Passage] = {}
-        self._threads: dict[int, Any] = {}
 
     # On workers.
 
@@ -72,8 +73,14 @@ class Journey:
         """Lend micro-batch ``i`` the turn of a stage; the first one gets the input."""
         if stage.place.j == 0:
             passage = self._passages[i] = Passage(self, i, x)
-            self._threads[i] = self._drivers.start(passage)
-        return self._passages[i].lend(stage)
+            self._drivers.start(passage)
+        passage = self._passages[i]
+        worker: Any = threading.current_thread()
+        worker.lends_to = passage.driver
+        try:
+            return passage.lend(stage)
+        finally:
+            worker.lends_to = None
 
     # On drivers.
 
@@ -85,11 +92,13 @@ class Journey:
             with DRAWING.included(), notes:  # the model's own code may draw
                 yield
         finally:
-            stash(None)
+            stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
         begin_numbers(self._below)
+        if self.run.told.recorder is not None:
+            passage.seen = Seen(passage.i, self.run.told, self.layers)
         if self.step is not None or self._moves:
             moves = Moves(passage.i, self.run, self._lending) if self._moves else None
             lends = partial(self._lent, passage) if self._lending.is_needed else None
@@ -108,7 +117,11 @@ class Journey:
                     crossing.finish(cut.compute_loss(passage.i, y))
             y = () if cut is not None else swapped(y, crossing.bring)
         self.end(passage, passage.stage)
-        return y if self.step is not None else passage.stage.ends.leave(passage.i, y)
+        if self.step is not None:
+            return y
+        if passage.seen is not None and self.run.context.grad_enabled:
+            passage.seen.watch_backward(y)
+        return passage.stage.ends.leave(passage.i, y)
 
     def _lent(self, passage: Passage, weight: nn.Parameter) -> Tensor:
         """What stands for a parameter in the partition that is current."""
@@ -130,9 +143,13 @@ class Journey:
                 self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
             passage.crossing.begin(stage)
+        if passage.seen is not None:
+            passage.seen.begin(stage)
 
     def end(self, passage: Passage, stage: Stage) -> None:
         """The turn of a partition goes back."""
+        if passage.seen is not None:
+            passage.seen.end()
         if passage.tape is not None:
             passage.tape.end()
             passage.tape = None
@@ -145,12 +162,15 @@ class Journey:
         """Call a layer, in the partition that is current."""
         crossing = passage.crossing
         if crossing is None:
-            return self._call(passage, layer, call, args, kwargs)
-        with crossing.outside_of_glue():
-            args = swapped(args, crossing.bring)
-            kwargs = swapped(kwargs, crossing.bring)
             y = self._call(passage, layer, call, args, kwargs)
-            crossing.settle(y)
+        else:
+            with crossing.outside_of_glue():
+                args = swapped(args, crossing.bring)
+                kwargs = swapped(kwargs, crossing.bring)
+                y = self._call(passage, layer, call, args, kwargs)
+                crossing.settle(y)
+        if passage.seen is not None:
+            passage.seen.note_layer(layer.module)
         return y
 
     def _call(
@@ -176,7 +196,7 @@ class Journey:
             return call(*args, **kwargs)
 
     def rests(self, passage: Passage) -> None:
-        self._drivers.rests(self._threads.pop(passage.i))
+        self._drivers.rests(passage)
 
     # In the caller.
 

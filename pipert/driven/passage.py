@@ -15,16 +15,19 @@ thread. It gets on while a worker lends it the turn, in ``F[i,j]`` of the plan's
 Guarantees:
 
 * **H1** a driver executes only between the loan of a turn and its return. Each loan is returned
-  once, whatever the ``forward`` raises, and whoever is not waiting for it any more.
+  once, whatever the ``forward`` raises, and whoever is not waiting for it any more. A driver that
+  is ended from outside returns it, too, and a dead one is noticed.
 * **H2** partitions go on and never back: partition *j* begins when its cut is called, and a layer
   runs where the micro-batch is, whatever its home. ``F[i,j]`` lends its turn if the micro-batch
   waits for partition *j*; if it waits for a later one, or has ended, ``F[i,j]`` has nothing to do.
 * **H3** an error is raised by the ``F`` that has lent the turn. The passages that nobody will lend
   a turn to any more are unwound: what their ``forward`` waits in raises :class:`Unwound`, which is
-  no ``Exception``. When the call returns, raises or is interrupted, all have ended (**R2**), but
+  no ``Exception``; what catches that is unwound again at its next layer. When the call returns,
+  raises or is interrupted, all have ended (**R2**), but
   for those of a run that was given up while one is in the middle of a turn: that one is unwound
   when it comes to wait, and its worker is busy until then.
-* **H4** a driver at rest references nothing of its last passage, and has none of its context on.
+* **H4** a driver at rest references nothing of its last passage, and has none of its context on:
+  one whose passage was broken off ends, since nobody knows what is on then.
 * **H5** drivers end with the pipe, and when it is closed. A forked child starts its own.
 """
 
@@ -33,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -43,16 +46,20 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.driven.crossing import Crossing
 from pipert.driven.layers import Layer, Layers
+from pipert.driven.recorded import Seen
 from pipert.driven.tape import Tape
-from pipert.errors import add_note
+from pipert.errors import PipeClosedError, WorkerDiedError, add_note
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
+from pipert.queues.once import Once
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
-from pipert.workers.worker import NOT_RUN
+from pipert.workers.worker import NOT_RUN, WorkerThread
 
 __all__: list[str] = []
+
+_LOOK = 0.5  # s; how often who waits for a driver looks whether it is alive
 
 
 class Unwound(BaseException):
@@ -97,17 +104,23 @@ class Passage:
         self.i = i
         self.j = 0
         """The partition that it is in, or waits for; *n* when it has ended."""
+        self.driver: WorkerThread | None = None
+        """The thread that it is on."""
+        self.was_broken_off = True
         self._journey = journey
         self._x = x
         self.crossing: Crossing | None = None
         self.tape: Tape | None = None
         """Of the partition that it is in, if the micro-batch is checkpointed."""
+        self.seen: Seen | None = None
+        """If it is recorded."""
         self.calls = 0
         """How many calls of layers there were."""
         self._stage: Stage | None = None
         self._loans: SimpleQueue[Stage | None] = SimpleQueue()
         self._returns: SimpleQueue[tuple[Value, BaseException | None]] = SimpleQueue()
         self._ended = Latch(1)
+        self._unsettled = Once((self.i,))
         self._is_inside = False
 
     # On a worker.
@@ -122,7 +135,7 @@ class Passage:
             return ()
         started = perf_counter()
         self._loans.put(stage)
-        value, error = self._returns.get()
+        value, error = self._returned()
         stage.layers.took = perf_counter() - started
         if error is None:
             return value
@@ -131,15 +144,32 @@ class Passage:
         finally:
             del error  # it references this frame
 
+    def _returned(self) -> tuple[Value, BaseException | None]:
+        while True:
+            try:
+                return self._returns.get(timeout=_LOOK)
+            except Empty:
+                pass
+            if self._is_lost() and self._returns.empty():
+                raise WorkerDiedError("a driver thread was ended from outside during the call")
+
+    def _is_lost(self) -> bool:
+        """Whether it has no driver, or that has died and could not even say so."""
+        driver = self.driver
+        return not self._ended.is_open() and (driver is None or not driver.is_alive())
+
     # In the caller, when the run is over.
 
     def unwind(self) -> None:
         """Let it end: nobody lends it a turn any more. Any thread; again: no-op."""
         self._loans.put(None)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended; return whether it has."""
-        return self._ended.wait(timeout)
+    def wait(self) -> None:
+        """Wait until it has ended, and keep nothing of it."""
+        while not self._ended.wait(_LOOK) and not self._is_lost():
+            pass
+        while not self._returns.empty():
+            self._returns.get()  # an error that nobody took, whose frames reference this
 
     # On its driver.
 
@@ -150,18 +180,21 @@ class Passage:
     def execute(self, stage: Stage) -> Any:
         self._stage = stage
         context = self._journey.run.context
-        value, failed = (), None
+        value: Value = ()
+        failed: BaseException | None = None
         try:
             with context.on_worker:
                 value = context.variables.copy().run(self._pass)
-        except Unwound:
-            pass
+            self.j = self._journey.n
+            self.was_broken_off = False
+        except Unwound:  # nobody is interested, but for a worker that was about to lend its turn
+            failed = PipeClosedError("the pipe was closed during the call")
         except BaseException as error:  # noqa: B036  raised on the worker
             failed = error
-        self.j = self._journey.n
-        if self._stage is not None:
-            self._stage = None
-            self._returns.put((value, failed))
+        # Whether a turn is lent is known to workers alone: an exception from outside may have come
+        # while it was handed over. What nobody waits for is dropped.
+        self._stage = None
+        self._returns.put((value, failed))
         del failed, value
         return ()
 
@@ -172,6 +205,8 @@ class Passage:
                 return self._through_the_model()
         finally:
             here.interceptor = None
+            if self.seen is not None:
+                self.seen.end()
 
     def _through_the_model(self) -> Value:
         journey = self._journey
@@ -201,6 +236,8 @@ class Passage:
             return call(*args, **kwargs)
         if layer.begins > self.j:
             self._hand_over(layer.begins)
+        elif self._stage is None:
+            raise Unwound  # the model has caught the last one
         self._is_inside = True
         try:
             return journey.call(self, layer, call, args, kwargs)
@@ -220,7 +257,6 @@ class Passage:
         self._returns.put(((), None))
         stage = self._loans.get()
         if stage is None:
-            self._loans.put(None)  # for whoever catches this, and calls the next layer
             raise Unwound
         self._stage = stage
         self._journey.begin(self, stage)
@@ -228,7 +264,8 @@ class Passage:
     @property
     def stage(self) -> Stage:
         """The stage that has lent the turn."""
-        assert self._stage is not None
+        if self._stage is None:
+            raise Unwound
         return self._stage
 
     def send(self, result: Any) -> None:
@@ -236,12 +273,12 @@ class Passage:
 
     def abandon(self, error: BaseException) -> None:
         """Its driver was ended from outside, or would not take it."""
-        self.j = self._journey.n
         self._returns.put(((), error))
         self._settle()
 
     def _settle(self) -> None:
-        if not self._ended.is_open():
+        if self._unsettled.take() is not None:
+            self.crossing = self.tape = self.seen = None
             self._journey.rests(self)
             self._ended.arrive()
 

@@ -18,7 +18,7 @@ from pipert.driven.journey import Journey
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.actions import Actions
-from pipert.stage.backward import alone
+from pipert.stage.backward import alone, refuse_hooked
 from pipert.stage.cut import Cut
 from pipert.stage.links import NOWHERE
 from pipert.stage.stage import How, Stage
@@ -58,9 +58,9 @@ def _seen(stage: Stage, action: Action) -> Iterator[None]:
 
 
 def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
-    if not stage.run.told.looks:
+    if not stage.run.told.is_observed:
         return journey.lend(stage, i, x)
-    with _seen(stage, Action(FORWARD, i, stage.place.j)):
+    with stage.run.told.observed(Action(FORWARD, i, stage.place.j), stage.place.device):
         return journey.lend(stage, i, x)
 
 
@@ -105,6 +105,7 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
             xs += unseen
             stop = [edge.node for edge in unseen]
             leaves, others, _ = leaves_behind(ends, [order.ENTRANCE], ours, stop)
+        refuse_hooked(cut, leaves)
         try:
             found = torch.autograd.grad(
                 ys, [*xs, *leaves], dys, retain_graph=bool(others), allow_unused=True

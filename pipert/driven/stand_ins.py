@@ -10,6 +10,7 @@ and another graph. The model goes on to hold ``x``, which does not know what is 
 2. In a later partition ``x`` is replaced by what stands for ``s``, as the change has left it.
 3. Who has the same memory under *another* name, such as a view, knows nothing of ``s``: used after
    the change, he is refused. Autograd without a pipe would know, because there ``x`` is changed.
+4. So is the change, if he was brought into the partition before it: a layer may have both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+
+from pipert.batch.tensors import describe
+from pipert.stage.shared_memory import overlap
 
 __all__: list[str] = []
 
@@ -79,12 +83,28 @@ class StandIns:
 
     def end(self, start: int) -> None:
         """A partition ends, whose nodes are numbered from ``start``."""
+        self._refuse_overlapping()
         for key, one in self._now.items():
             if one.has_changed():
                 self._changed[one.memory] = start
                 if one.tensor.grad_fn is not one.began:
                     self._later[key] = one.tensor
         self._now.clear()
+
+    def _refuse_overlapping(self) -> None:
+        """Rule 4."""
+        ours = [one for one in self._now.values() if one.has_changed()]
+        for one in ours:
+            if one.tensor.grad_fn is one.began:
+                continue  # by another name, or nothing that the graph knows
+            for other in ours:
+                if other is not one and overlap(one.tensor, other.tensor):
+                    raise RuntimeError(
+                        f"two tensors of an earlier partition, {describe(one.tensor)} and "
+                        f"{describe(other.tensor)}, share memory, and one was changed in place: "
+                        "the plain module changes both, and here they are apart. Change a copy "
+                        "(inplace=False), or let the earlier partition make a clone of one"
+                    )
 
     def clear(self) -> None:
         """Drop everything."""

@@ -126,7 +126,7 @@ class Runtime:
 
     def _threads(self) -> list[WorkerThread]:
         """The threads, started; or the reason why they cannot take a run."""
-        if self._identity in _inside.get():
+        if self.is_inside():
             raise ReentrantCallError(
                 "a layer called the pipe that is running it, whose worker would wait for itself; "
                 "call the layers it needs directly"
@@ -165,6 +165,10 @@ class Runtime:
         finally:
             del error  # it references this frame
 
+    def is_inside(self) -> bool:
+        """Whether a task of this runtime is what calls."""
+        return self._identity in _inside.get()
+
     def statistics(self) -> Statistics:
         """What has happened so far, and what is happening. From any thread."""
         return Statistics(**self.counters.read(), workers=self.waiting.workers())
@@ -175,7 +179,7 @@ class Runtime:
         Raises:
             PipelineTimeout: they have been told to end, and did not within ``timeout`` seconds.
         """
-        if self.pool.close(join=self._identity not in _inside.get(), timeout=timeout):
+        if self.pool.close(join=not self.is_inside(), timeout=timeout):
             raise self.waiting.timed_out("the threads of the pipe had not ended", timeout)
 
     def __repr__(self) -> str:

@@ -108,7 +108,14 @@ def watch_backward(
         made: the numbers of the nodes that it has made.
         ys: its outputs.
     """
-    outputs = makers(ys) - inputs
+    watch_nodes(recorder, i, j, device, makers(ys) - inputs, inputs, made)
+
+
+def watch_nodes(
+    recorder: Recorder, i: int, j: int, device: torch.device, outputs: set[Node],
+    inputs: set[Node], made: range,
+) -> None:  # fmt: skip
+    """The same, by the nodes that made its outputs."""
     if not outputs:
         return
     task = _Task(recorder, i, j, device)

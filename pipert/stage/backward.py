@@ -5,7 +5,7 @@ In a call it is autograd's walk along the graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -87,14 +87,7 @@ def _differentiate_graph(
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
     leaves, others, _ = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
-    for leaf in leaves:
-        if leaf._backward_hooks and leaf not in cut.stand_ins:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
-                "its gradient for each micro-batch: nothing can stand in for what loss_fn or "
-                "a custom autograd function uses, or what is no parameter of a layer. Use "
-                "register_post_accumulate_grad_hook, or loss.backward()"
-            )
+    refuse_hooked(cut, leaves)
     wanted: list[Any] = [*graph.xs, *leaves]
     try:
         # What the caller has computed is behind other micro-batches as well.
@@ -112,6 +105,22 @@ def _differentiate_graph(
     if cut.stand_ins:
         weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
     return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
+
+
+def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
+    """Refuse leaves whose hooks would be called once a micro-batch.
+
+    Raises:
+        RuntimeError: nothing stands in for one of them.
+    """
+    for leaf in leaves:
+        if leaf._backward_hooks and leaf not in cut.stand_ins:
+            raise RuntimeError(
+                f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
+                "its gradient for each micro-batch: nothing can stand in for what loss_fn or "
+                "a custom autograd function uses, or what is no parameter of a layer. Use "
+                "register_post_accumulate_grad_hook, or loss.backward()"
+            )
 
 
 def _scatter(stage: Stage, cut: Cut, i: int, dxs: Gradients, kept: Kept) -> Gradients:

@@ -72,10 +72,17 @@ class Run:
             wait(compute_stream(device), source)
 
     def end(self) -> None:
-        """In the caller: it is over, in whatever way."""
-        at_end, self.at_end = self.at_end, None
-        if at_end is not None:
+        """In the caller: it is over, in whatever way. An interrupt does not cut this short."""
+        at_end = self.at_end
+        if at_end is None:
+            return
+        try:
             at_end()
+        except BaseException:
+            at_end()
+            raise
+        finally:
+            self.at_end = None
 
     def drop(self) -> None:
         """Keep no values: nobody waits for them any more, though an action may be executing."""

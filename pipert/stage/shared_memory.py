@@ -119,6 +119,14 @@ def _extent(tensor: Tensor) -> Extent:
     return Extent(int(tensor.storage_offset()) * size, (*tensor.shape, size), (*strides, 1))
 
 
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have a byte in common."""
+    if not (_has_storage(one) and _has_storage(other)):
+        return False
+    together = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return together and _overlap(_extent(one), _extent(other))
+
+
 def _overlap(one: Extent, other: Extent) -> bool:
     start, *_ = begins = sorted((one.offset, other.offset))
     ends = [

@@ -170,7 +170,7 @@ class Pool:
         It begins with the called layer: the frames above it are the same for all.
         """
         for thread in self._threads[worker : worker + 1]:
-            stack = stack_of(thread)
+            stack = stack_of(thread.lends_to or thread)
             of_task = list(itertools.dropwhile(lambda f: f.filename.startswith(_OURS), stack))
             return "".join(traceback.format_list(of_task or stack))
         return ""

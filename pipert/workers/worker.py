@@ -72,6 +72,8 @@ class WorkerThread(threading.Thread):
         args = in_queue, device, Turn(turns), activity
         super().__init__(target=work, args=args, name=name, daemon=True)
         self.in_queue = in_queue
+        self.lends_to: threading.Thread | None = None
+        """The thread that does its task for it, for those who look."""
 
     def serves(self) -> bool:
         """Whether it takes tasks: one that is about to end does not, though it is alive."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import HOWS, How, assert_equal, results
 
@@ -66,3 +69,43 @@ def test_another_layer_that_does_so_is_refused_where_it_is_checkpointed() -> Non
     assert_equal(*results(own.make(), own, never))
     with pytest.raises(RuntimeError, match=r"changes its argument in place \(float64\[2, 4\]\)"):
         results(own.make(), own, always)
+
+
+class Views(nn.Module):
+    """A layer gets a tensor and a view of it, and changes one of them."""
+
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(4, 4), Both(change), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        y: Tensor = self.last(self.second(x, x[:, :2]))
+        return y
+
+
+class Both(nn.Module):
+    def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, x: Tensor, view: Tensor) -> Tensor:
+        return self.change(x, view)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, view: x.mul_(2) + view.sum(1, True),
+        lambda x, view: view.mul_(2).sum(1, True) + x,
+    ],
+    ids=["base", "view"],
+)
+def test_a_step_refuses_that_a_layer_changes_one_of_two_that_overlap(
+    change: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    model = Views(change)
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match="share memory, and one was changed in place"):
+            pipe.forward_backward(torch.ones(4, 4), loss_fn=lambda y, _: y.sum())
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -63,6 +63,7 @@ def noisy_layers() -> list[nn.Module]:
     ]
 
 
+@pytest.mark.layered  # counts threads
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_runs_with_one_seed_are_equal_bit_for_bit_under_any_jitter(workers: int) -> None:
     x = torch.randn(6, 8)

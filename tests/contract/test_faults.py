@@ -140,7 +140,16 @@ def cases_of(phase: str) -> list[Case]:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize(
-    "case", [case for phase in PHASES for case in cases_of(phase)], ids=lambda case: str(case)
+    "case",
+    # One partition without cuts is one layer; values are flattened inside of others.
+    [
+        pytest.param(
+            case, marks=[pytest.mark.layered] if case.n == 1 or "leave" in case.phase else []
+        )
+        for phase in PHASES
+        for case in cases_of(phase)
+    ],
+    ids=str,
 )
 def test_a_fault_is_raised_as_it_is_and_changes_nothing_and_the_next_step_is_right(
     case: Case,

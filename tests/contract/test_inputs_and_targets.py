@@ -392,6 +392,7 @@ def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
     same(x.grad, own.grad)
 
 
+@pytest.mark.layered  # the first layer is the whole model's forward
 def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
     """It would not get it."""
 
@@ -404,6 +405,7 @@ def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
             pipe.forward_backward(batch(7), target=batch(7), loss_fn=mse_loss)
 
 
+@pytest.mark.layered  # a model is never without
 def test_a_pipe_without_layers_is_refused() -> None:
     with Pipe(nn.Sequential(), [], devices=["cpu"]) as pipe:
         with pytest.raises(ValueError, match="a pipe without layers"):

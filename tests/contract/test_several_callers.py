@@ -257,6 +257,7 @@ def test_tasks_of_asyncio_get_their_own_rows_while_some_of_them_fail(how: str) -
 # Stress -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.layered  # counts threads
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_of_many_steps_some_of_which_fail_the_good_ones_are_the_plain_modules(seed: int) -> None:

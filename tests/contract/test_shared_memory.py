@@ -46,6 +46,7 @@ ONE_TWICE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = 
 }
 
 
+@pytest.mark.layered  # a change in place is refused where it is recomputed
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("kind", ONE_TWICE)
@@ -54,6 +55,7 @@ def test_one_tensor_twice_stays_one_tensor(kind: str, balance: list[int], way: W
     assert_equal(between(*ONE_TWICE[kind]), balance, way, batch(7, requires_grad=True))
 
 
+@pytest.mark.layered  # a change in place is refused where it is recomputed
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -82,6 +84,7 @@ OVERLAPPING: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] 
 }  # fmt: skip
 
 
+@pytest.mark.layered  # a change in place is refused where it is recomputed
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("kind", OVERLAPPING)
@@ -96,6 +99,7 @@ def test_a_change_of_one_of_two_that_overlap_is_refused(
     assert set(grads_of(module).values()) == {None}
 
 
+@pytest.mark.layered  # a change in place is refused where it is recomputed
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])

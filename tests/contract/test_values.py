@@ -121,6 +121,7 @@ def with_cache(make: Callable[[Tensor], Any]) -> nn.Sequential:
     return between(make, lambda v: v[0] * v[1].layers[0]["keys"].exp())
 
 
+@pytest.mark.layered  # the graph is cut in there, too
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1]], ids=len)

@@ -109,6 +109,7 @@ def test_a_layers_hook_is_called_for_each_micro_batch_and_recomputation(
     assert (calls[False], calls[True], rows) == (3, again, [3, 2, 2])
 
 
+@pytest.mark.layered  # names threads; a driver runs the layers
 def test_a_layers_forward_hook_runs_on_the_worker() -> None:
     module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
     threads: set[str] = set()
@@ -173,6 +174,7 @@ def test_state_dict_hooks_of_a_layer_are_called_as_without_a_pipe(agree: Agree) 
     agree(loop)
 
 
+@pytest.mark.layered  # they see the model, too
 def test_hooks_for_all_modules_see_the_layers_and_the_pipe() -> None:
     module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
     seen: Counter[str] = Counter()

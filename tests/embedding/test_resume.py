@@ -294,6 +294,7 @@ def test_assigned_running_statistics_are_those_that_are_updated(deferred: bool) 
 # A state that does not fit.
 
 
+@pytest.mark.layered  # the error is the model's own
 @pytest.mark.parametrize("place", [name for name in PLACES if name != "plain"])
 def test_a_state_that_does_not_fit_is_refused_as_the_plain_module_refuses_it(place: str) -> None:
     module = six_layers(0)

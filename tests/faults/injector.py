@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, is_recomputing
+from pipert.driven.passage import Passage
+from pipert.layers.intercepted import here
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread
 from tests.activations import Activations, until
@@ -63,7 +65,10 @@ class Site:
 
 
 def partition_here() -> int:
-    """The partition whose worker this is; -1 on other threads."""
+    """The partition whose worker this is, or has lent its turn; -1 on other threads."""
+    if isinstance(here.interceptor, Passage):
+        return here.interceptor.j
+    name = threading.current_thread().name
     name = threading.current_thread().name
     return int(name.rpartition("-")[2]) if name.startswith("pipert-cpu-") else -1
 

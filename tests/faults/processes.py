@@ -54,7 +54,9 @@ class Acts(nn.Linear):
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
-MODEL = nn.Sequential(Stash(), nn.Linear(3, 3), Acts(3, 3), Acts(3, 3), Pop(), nn.BatchNorm1d(3))
+FIRST, POPPING = (Stash(), Pop()) if Pipe.__name__ == "Pipe" else (nn.Linear(3, 3), nn.Identity())
+MODEL = nn.Sequential(
+    FIRST, nn.Linear(3, 3), Acts(3, 3), Acts(3, 3), POPPING, nn.BatchNorm1d(3))
 X = torch.randn(8, 3)
 
 def pipe_of(checkpoint, **options):

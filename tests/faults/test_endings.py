@@ -55,7 +55,7 @@ def test_a_handler_of_sigterm_may_close_the_pipe_in_the_middle_of_a_forward() ->
 signal.signal(signal.SIGTERM, lambda *_: pipe.close())
 for checkpoint in ("always", "except_last", "never"):
     pipe = pipe_of(checkpoint)
-    act = hit("forward", signal.SIGTERM)
+    act = hit("forward", signal.SIGTERM, 0.6)  # longer than a signal may wait
     try:
         step(pipe)
     except PipeClosedError:

@@ -243,6 +243,7 @@ def test_of_several_failing_recomputations_the_first_that_runs_is_raised(seed: i
 # In a task, but outside of its layers -------------------------------------------------------------
 
 
+@pytest.mark.layered  # values are flattened inside of layers
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize(("phase", "j"), [("arrive", 0), ("leave", 0), ("leave", 1), ("pop", 1)])
@@ -257,6 +258,7 @@ def test_what_fails_in_a_task_outside_of_its_layers_says_which_task_it_was(
         assert wrongs_of(setting, setting.step, note) == []
 
 
+@pytest.mark.layered  # values are flattened inside of layers
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
 def test_what_fails_in_a_recomputation_outside_of_its_layers_says_which_one_it_was(
     kind: type[BaseException],

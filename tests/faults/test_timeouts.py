@@ -112,6 +112,7 @@ class TakesTimeout(nn.Module):
         return x * timeout
 
 
+@pytest.mark.layered  # the first layer is the whole model's forward
 def test_a_timeout_that_the_first_layer_takes_too_is_refused() -> None:
     with Pipe(nn.Sequential(TakesTimeout()), [1], devices=["cpu"]) as pipe:
         with pytest.raises(TypeError, match="the first layer takes a keyword of that name"):

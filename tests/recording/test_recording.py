@@ -103,6 +103,7 @@ class InPlace(nn.Module):
         return x.mul_(2)
 
 
+@pytest.mark.layered  # refused where it is recomputed
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_a_partition_that_changes_its_input_in_place_is_recorded(checkpoint: str) -> None:
     module = nn.Sequential(nn.Linear(4, 4), InPlace(), nn.Linear(4, 4))
@@ -167,6 +168,7 @@ def test_without_grad_there_is_no_backward() -> None:
     assert {event.kind for event in timeline.events} == {"forward", "wait"}
 
 
+@pytest.mark.layered  # R is inside of B
 def test_tasks_are_in_the_order_of_what_they_need() -> None:
     with pipe_of(model()) as pipe:
         timeline = record_step(pipe, batch())
@@ -244,6 +246,7 @@ class Note(nn.Module):
         return y
 
 
+@pytest.mark.layered  # one partition is one layer
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_what_runs_in_a_backward_is_inside_of_its_event(requires_grad: bool) -> None:
     open_at: list[int] = []
@@ -373,6 +376,7 @@ def test_layers_are_timed() -> None:
     assert all(took > 0 for of in seconds for took in of)
 
 
+@pytest.mark.layered  # what saves nothing is recomputed by nobody
 def test_a_timeline_keeps_no_tensor() -> None:
     alive: list[weakref.ref[Tensor]] = []
 

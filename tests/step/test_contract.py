@@ -144,7 +144,7 @@ class Counts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if is_recomputing():
             calls.append(True)
-        return x
+        return x.tanh()  # saves something, or nobody would need it again
 
 
 def counting(**options: Any) -> Pipe:
