@@ -1,0 +1,232 @@
+"""``PipeTrainer`` trains a pipe as the ``Trainer`` of ``transformers`` trains the plain model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipert
+
+transformers = pytest.importorskip("transformers", reason="its Trainer is derived from")
+pytest.importorskip("accelerate", reason="Trainer needs it")
+peft = pytest.importorskip("peft", reason="adapters are tested as well")
+
+from pipert.transformers import PipeTrainer  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+PADDING = 0
+CUTS = ["model.layers.1"]
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def build(kind: str = "LlamaForCausalLM") -> Any:
+    """The same tiny model each time, in double precision."""
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)
+    config = model.config_class(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        pad_token_id=PADDING,
+        **({} if kind.startswith("Llama") else NO_DROPOUT),
+    )
+    return model(config).double()
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Padded; a row has from one label to twelve, and the second four have none."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for k in range(count):
+        length = 2 + 3 * k % 11
+        ids = torch.randint(1, 32, (12,), generator=generator)
+        mask = torch.arange(12) < length
+        labels = ids.masked_fill(~mask | torch.tensor(4 <= k < 6), -100)
+        ids = ids.masked_fill(~mask, PADDING)
+        made.append({"input_ids": ids, "attention_mask": mask.long(), "labels": labels})
+    return made
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    defaults = {
+        "per_device_train_batch_size": 6, "per_device_eval_batch_size": 5, "max_steps": 4,
+        "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no", "seed": 3, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **(defaults | more))
+
+
+def pipe_of(model: nn.Module, cuts: list[str] = CUTS) -> Any:
+    return pipert.pipeline(model, cuts, devices=["cpu", "cpu"], chunks=4)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def both(
+    folder: Path, make: Callable[[], Any] = build, cuts: list[str] = CUTS, **more: Any
+) -> tuple[Any, Any]:
+    """The trainers of a pipe and of the plain model, after their trainings."""
+    func = more.pop("compute_loss_func", None)
+    data = {"train_dataset": more.pop("train", rows(24)), "compute_loss_func": func}
+    data |= {"eval_dataset": more.pop("eval", rows(7))}
+    plain = transformers.Trainer(make(), arguments(folder, **more), **data)
+    plain.train()
+    with pipe_of(make(), cuts) as pipe:
+        piped = PipeTrainer(pipe, arguments(folder, **more), **data)
+        piped.train()
+        evaluated = [trainer.evaluate()["eval_loss"] for trainer in (piped, plain)]
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3 if "bf16" in more else 1e-6)
+    return piped, plain
+
+
+def assert_same(piped: Any, plain: Any) -> None:
+    assert losses_of(piped) == pytest.approx(losses_of(plain), rel=1e-3)  # rounded in the log
+    torch.testing.assert_close(piped.model.state_dict(), plain.model.state_dict())
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_losses_and_parameters_are_those_of_the_plain_trainer(
+    tmp_path: Path, accumulate: int
+) -> None:
+    """Rows have from none to many labels; the last accumulation of an epoch is a shorter one."""
+    piped, plain = both(tmp_path, gradient_accumulation_steps=accumulate)
+    assert len(losses_of(piped)) == 4
+    assert_same(piped, plain)
+
+
+def test_what_is_computed_by_a_function_of_ones_own_is_the_same(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    assert_same(*both(tmp_path, compute_loss_func=loss, gradient_accumulation_steps=2))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_a_mean_over_rows_is_the_same(tmp_path: Path, accumulate: int) -> None:
+    def make() -> Any:
+        model = build("BertForSequenceClassification")
+        model.accepts_loss_kwargs = False  # as it says itself: it takes no num_items_in_batch
+        return model
+
+    train = [{**row, "labels": torch.tensor(k % 2)} for k, row in enumerate(rows(24))]
+    cuts = ["bert.encoder.layer.1"]
+    assert_same(
+        *both(
+            tmp_path, make, cuts, train=train, eval=train[:7],
+            gradient_accumulation_steps=accumulate,
+        )  # fmt: skip
+    )
+
+
+def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_number(
+    tmp_path: Path,
+) -> None:
+    cuts = ["bert.encoder.layer.1"]
+    train = [{**row, "labels": row["labels"].clamp(max=1)} for row in rows(24)]
+    assert_same(
+        *both(tmp_path, lambda: build("BertForTokenClassification"), cuts, train=train,
+              eval=train[:7])
+    )  # fmt: skip
+
+
+def test_adapters_are_saved_resumed_and_loaded_into_the_plain_model(tmp_path: Path) -> None:
+    """Four steps in one go equal two, a new process's model, and two more."""
+
+    def adapted() -> Any:
+        return peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=r".*_proj"))
+
+    def train(steps: int, resume: str | None) -> Any:
+        with pipe_of(adapted(), ["base_model.model.model.layers.1"]) as pipe:
+            args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+            trainer = PipeTrainer(pipe, args, train_dataset=rows(24))
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    at_once = train(4, None)
+    train(2, None)
+    resumed = train(4, str(tmp_path / "checkpoint-2"))
+    torch.testing.assert_close(resumed.state_dict(), at_once.state_dict())
+    saved = peft.PeftModel.from_pretrained(build(), tmp_path / "checkpoint-4")
+    torch.testing.assert_close(saved.state_dict(), at_once.state_dict())
+    assert any(name.endswith("lora_B.default.weight") and value.any()
+               for name, value in saved.state_dict().items())  # fmt: skip
+
+
+def test_the_whole_model_is_saved_and_resumed(tmp_path: Path) -> None:
+    more = {"save_strategy": "steps", "save_steps": 2}
+    piped, _ = both(tmp_path / "at once", **more)
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path / "again", **more)
+        again = PipeTrainer(pipe, args, train_dataset=rows(24))
+        again.train(resume_from_checkpoint=str(tmp_path / "at once" / "checkpoint-2"))
+    torch.testing.assert_close(again.model.state_dict(), piped.model.state_dict())
+
+
+def test_autocast_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
+    piped, plain = both(tmp_path, lambda: build().float(), bf16=True)
+    assert losses_of(piped) == pytest.approx(losses_of(plain), rel=1e-2)
+    assert piped.model.lm_head.weight.dtype == torch.float32
+
+
+def test_activations_may_be_recomputed_by_the_library(tmp_path: Path) -> None:
+    assert_same(*both(tmp_path, gradient_checkpointing=True))
+
+
+def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows(7)]
+    plain = transformers.Trainer(build(), arguments(tmp_path)).predict(data)
+    with pipe_of(build()) as pipe:
+        piped = PipeTrainer(pipe, arguments(tmp_path)).predict(data)
+    assert piped.predictions.shape == (7, 12, 32)
+    assert (piped.predictions == plain.predictions).all()
+
+
+def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"must be a pipe, got LlamaForCausalLM; make one by"):
+        PipeTrainer(build(), arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("label_smoothing_factor", 0.1, "pass compute_loss_func"),
+        ("bf16_full_eval", True, "of a model in that precision"),
+        ("torch_compile", True, "compile layers"),
+    ],
+)
+def test_what_a_pipe_cannot_do_is_refused(
+    tmp_path: Path, name: str, value: object, remedy: str
+) -> None:
+    with pipe_of(build()) as pipe, pytest.raises(ValueError, match=f"{name} must not .*{remedy}"):
+        PipeTrainer(pipe, arguments(tmp_path, **{name: value}))
+
+
+def test_labels_that_a_function_needs_must_be_there(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows(6)]
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path)
+        trainer = PipeTrainer(pipe, args, train_dataset=data, compute_loss_func=lambda *_: None)
+        with pytest.raises(ValueError, match=r"needs a tensor 'labels'.*only \['input_ids'\]"):
+            trainer.train()
+
+
+def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows(6)]
+    with pipe_of(build()) as pipe:
+        trainer = PipeTrainer(pipe, arguments(tmp_path), train_dataset=data)
+        with pytest.raises(ValueError, match=r"has returned no loss; give rows with 'labels'"):
+            trainer.train()
