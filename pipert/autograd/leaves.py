@@ -68,15 +68,18 @@ class Behind(NamedTuple):
 
 
 def leaves_behind(
-    ends: Iterable[Node], known: Iterable[Tensor] = (), ours: range | None = None
+    ends: Iterable[Node],
+    known: Iterable[Tensor] = (),
+    ours: range | None = None,
+    stop: Iterable[Node] = (),
 ) -> Behind:
     """The leaves that graphs with these ends are made of, but for those that are known.
 
     Not only parameters of layers: a layer may train a tensor that it keeps for itself. ``ours`` are
-    the numbers of the nodes that nobody else goes through.
+    the numbers of the nodes that nobody else goes through; it looks at none of ``stop``.
     """
-    seen: set[Any] = {*ends, None}
-    left: list[Any] = [*seen - {None}]
+    left: list[Any] = [*{*ends}]
+    seen: set[Any] = {*left, *stop, None}
     found, leaves, others = {id(leaf) for leaf in known}, list[Tensor](), list[Node]()
     while left:  # some microseconds a node in Python, so this does not look at more than it must
         node = left.pop()

@@ -68,16 +68,19 @@ _at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, waiter: Stream, awaited: Stream, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, waiter: Stream, awaited: Stream, now: bool, *xs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         ctx.back = (awaited, waiter)
-        streams.wait(waiter, awaited)
+        if now:
+            streams.wait(waiter, awaited)
         return tuple(map(Tensor.detach, xs))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         streams.wait(*ctx.back)
-        return (None, None, *grads)
+        return (None, None, None, *grads)
 
 
 def copy(
@@ -96,7 +99,16 @@ def copy(
 
 def wait(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
     """Make ``waiter`` wait for ``awaited`` now, and vice versa in the backward of ``xs``."""
+    return _wait(xs, waiter, awaited, True)
+
+
+def wait_back(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
+    """As :func:`wait`, but ``waiter`` has waited: in the backward of ``xs`` alone."""
+    return _wait(xs, waiter, awaited, False)
+
+
+def _wait(xs: Tensors, waiter: Stream, awaited: Stream, now: bool) -> Tensors:
     held = accumulators(xs)
-    waited: Tensors = applied(_Wait)(waiter, awaited, *xs)
+    waited: Tensors = applied(_Wait)(waiter, awaited, now, *xs)
     del held
     return waited

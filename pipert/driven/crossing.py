@@ -19,11 +19,11 @@ from __future__ import annotations
 import contextlib
 import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import (
     TorchFunctionMode,
@@ -39,6 +39,7 @@ from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
+from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.stage.stage import Stage
 
@@ -78,13 +79,18 @@ class Crossing(TorchFunctionMode):
     While it is on it sees what the model's own code calls between layers.
 
     Args:
-        i: the micro-batch.
         cuts: whether the graph is cut, as in a step.
+        moves: brings tensors to other devices; ``None`` if there is one device.
+        lends: says what stands for a parameter; ``None`` if it is itself always.
     """
 
-    def __init__(self, i: int, cuts: bool) -> None:
+    def __init__(
+        self, cuts: bool, moves: Moves | None, lends: Callable[[nn.Parameter], Tensor] | None
+    ) -> None:
         super().__init__()
-        self.i = i
+        self._moves = moves
+        self._lends = lends
+        self._about = _ABOUT if moves is None else _ABOUT - _ABOUT_DEVICES
         self.parts: dict[int, Part] = {}
         self._cuts = cuts
         self._starts: list[int] = []
@@ -102,14 +108,20 @@ class Crossing(TorchFunctionMode):
         self._part = self.parts[stage.place.j] = Part(self._start)
         self._starts.append(self._start)
         self._order.append(stage.place.j)
+        if self._moves is not None:
+            self._moves.begin(stage)
 
     def end(self) -> None:
         """It ends: what has entered it is used no more."""
         self._part.last = node_count()
         self._stand_ins.end(self._start)
+        if self._moves is not None:
+            self._moves.end()
 
     def enter_inputs(self, x: Value) -> Value:
         """Let the inputs of the model enter."""
+        if self._moves is not None:
+            x = self._moves.enter_inputs(x)
         xs, rebuild = differentiable(x)
         if not xs or not self._cuts:
             return x
@@ -119,16 +131,18 @@ class Crossing(TorchFunctionMode):
 
     def bring(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor in the partition that is current."""
+        if self._lends is not None and isinstance(tensor, nn.Parameter):
+            return self._lends(tensor)
         node = tensor.grad_fn
-        if node is None:
-            return tensor
+        if node is None or not self._cuts:
+            return self._here(tensor)
         number = node._sequence_nr()
         if number >= self._start:
             if self._cuts and tensor._is_view():
                 refuse_old_base(tensor, range(self._starts[0], self._start))
-            return tensor
+            return self._here(tensor)
         if number < self._starts[0]:
-            return tensor  # the caller's
+            return self._here(tensor)  # the caller's
         key = node, tensor.output_nr
         entered = self._stand_ins.find(key)
         if entered is not None:
@@ -136,8 +150,7 @@ class Crossing(TorchFunctionMode):
         if (changed := self._stand_ins.changed(key)) is not None:
             return self.bring(changed)
         self._stand_ins.refuse_stale(tensor, number)
-        made_in = self.parts[self._order[bisect_right(self._starts, number) - 1]]
-        entered = self._enter(tensor, key, made_in)
+        entered = self._enter(tensor, key, self._made_in(number))
         self._stand_ins.add(key, tensor, entered)
         return entered
 
@@ -146,9 +159,14 @@ class Crossing(TorchFunctionMode):
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor))
         with torch.enable_grad():  # it may be used again where gradients are enabled
-            (entered,) = self._mark(order.enter((tensor,)))
+            (entered,) = self._mark(order.enter((self._here(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
         return entered
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """A tensor on the device of the partition; in a step without its graph if it was moved."""
+        moves = self._moves
+        return tensor if moves is None or not moves.is_elsewhere(tensor) else moves.bring(tensor)
 
     @contextlib.contextmanager
     def outside_of_glue(self) -> Iterator[None]:
@@ -170,13 +188,18 @@ class Crossing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _ABOUT or not self._is_glue:
+        if func in self._about or not self._is_glue:
             return func(*args, **kwargs or {})
         args = tuple([swapped(a, self.bring) for a in args])
-        if kwargs:
-            kwargs = {name: swapped(value, self.bring) for name, value in kwargs.items()}
-            return func(*args, **kwargs)
-        return func(*args)
+        kwargs = {name: swapped(value, self.bring) for name, value in (kwargs or {}).items()}
+        result = func(*args, **kwargs)
+        self.settle(result)
+        return result
+
+    def settle(self, value: Value) -> None:
+        """Note what was made: others may copy it, wherever it is."""
+        if self._moves is not None:
+            self._moves.settle(value)
 
     def finish(self, loss: Tensor | None) -> None:
         """The micro-batch has come to its end; in the last partition with its loss."""
@@ -186,22 +209,47 @@ class Crossing(TorchFunctionMode):
         entered[0].grad_fn.of = self.mark  # type: ignore[union-attr]
         return entered
 
-    def refuse_strangers(self, others: Iterable[Node], nodes: set[Node]) -> None:
-        """Refuse a graph that goes on where gradients would be lost.
+    def enter_unseen(
+        self, part: Part, others: Sequence[Node], nodes: set[Node]
+    ) -> list[GradientEdge]:
+        """Cut the graph where a tensor of an earlier partition came in and nobody has seen it.
+
+        As by a custom autograd function that glue calls, which is no torch function.
 
         Args:
-            others: the nodes of the graph that were not made in the partition.
+            part: what goes backward.
+            others: the nodes of its graph that were not made in it.
             nodes: all of them.
 
+        Returns:
+            The places where it is cut; they are among the entries of the part now.
+
         Raises:
-            RuntimeError: a tensor came here unseen, from an earlier partition or another call.
+            RuntimeError: the graph is one of another micro-batch or call as well.
         """
-        first = self._starts[0]
-        if any(node._sequence_nr() >= first for node in others):
-            raise RuntimeError(_UNSEEN)
         for node in nodes:
             if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
                 raise RuntimeError(_KEPT)
+        numbers = range(self._starts[0], part.first)
+        earlier = {node for node in others if node._sequence_nr() in numbers}
+        edges = dict.fromkeys(
+            edge
+            for node in nodes - earlier - {None}  # type: ignore[arg-type]
+            for edge in node.next_functions
+            if edge[0] in earlier
+        )
+        found = []
+        for key in edges:
+            source = self._made_in(key[0]._sequence_nr()).sources.setdefault(
+                key, Source(GradientEdge(*key))
+            )
+            part.entries.append((source.edge, source))  # type: ignore[arg-type]
+            found.append(GradientEdge(*key))
+        return found
+
+    def _made_in(self, number: int) -> Part:
+        """The part in which the node of this number was made."""
+        return self.parts[self._order[bisect_right(self._starts, number) - 1]]
 
     def clear(self) -> None:
         """Drop everything."""
@@ -239,12 +287,6 @@ def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
 
 
-_UNSEEN = (
-    "the model uses a tensor of an earlier partition where pipert does not see it, so its gradient "
-    "would be lost: in a custom autograd function that its own code calls between layers, inside "
-    "of an object that is no pytree, or on a thread of its own. Move that into a module (its call "
-    "is seen), pass the tensor as an argument, or call the pipe and loss.backward()"
-)
 _KEPT = (
     "the model uses a tensor with a graph that it has kept from another call or micro-batch, which "
     "forward_backward cannot go back through; detach it there, or call the pipe and "
@@ -267,3 +309,8 @@ _ABOUT = frozenset(
     Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
 }  # fmt: skip
 """Functions that look at a tensor and not at its values."""
+
+_ABOUT_DEVICES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
+) | {Tensor.get_device}
+"""Those of them whose answer is another one where a tensor is used."""

@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
+from pipert.driven.lending import Lending
+from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
@@ -66,7 +68,8 @@ class Journey:
         """Whether any layer might draw random numbers: where it is called is not known."""
         self.stats: PartitionStats | None = None
         """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
-        self.moves = len(set(run.devices)) > 1
+        self._moves = len(set(run.devices)) > 1
+        self._lending = Lending(module, step is not None)
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
         self.tapes: dict[tuple[int, int], Tape] = {}
@@ -89,31 +92,43 @@ class Journey:
     def around(self) -> Iterator[None]:
         """What is on from the beginning of a passage to its end."""
         notes = _NOTHING if self.stats is None else self.stats.collecting()
-        with DRAWING.included(), notes:  # the model's own code may draw
-            yield
+        try:
+            with DRAWING.included(), notes:  # the model's own code may draw
+                yield
+        finally:
+            stash(None)
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Let micro-batch ``i`` go through the model; return what is sent at the end."""
         begin_numbers(self._below)
-        if self.step is not None or self.moves:
-            passage.crossing = Crossing(passage.i, self.step is not None)
+        if self.step is not None or self._moves:
+            moves = Moves(passage.i, self.run, self._lending) if self._moves else None
+            lends = partial(self._lent, passage) if self._lending.is_needed else None
+            passage.crossing = Crossing(self.step is not None, moves, lends)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
         self.begin(passage, passage.stage)
         crossing = passage.crossing
         if crossing is None:
             y = passage.forward(x)
-            self.end(passage, passage.stage)
-            return passage.stage.ends.leave(passage.i, y)
-        x = crossing.enter_inputs(x)
-        with crossing:
-            y = passage.forward(x)
-            cut = passage.stage.cut
-            assert cut is not None
-            loss = cut.compute_loss(passage.i, y)
-        crossing.finish(loss)
+        else:
+            x = crossing.enter_inputs(x)
+            with crossing:
+                y = passage.forward(x)
+                if (cut := passage.stage.cut) is not None:
+                    crossing.finish(cut.compute_loss(passage.i, y))
+                    y = ()
+                else:
+                    y = swapped(y, crossing.bring)
         self.end(passage, passage.stage)
-        return ()
+        return y if self.step is not None else passage.stage.ends.leave(passage.i, y)
+
+    def _lent(self, passage: Passage, weight: nn.Parameter) -> Tensor:
+        """What stands for a parameter in the partition that is current."""
+        stage = passage.stage
+        if not self._lending.is_lent(stage, weight):
+            return weight
+        return self._lending.of(stage, passage.i, weight)
 
     def begin(self, passage: Passage, stage: Stage) -> None:
         """The turn of a partition has come."""
@@ -147,13 +162,17 @@ class Journey:
         with crossing.outside_of_glue():
             args = swapped(args, crossing.bring)
             kwargs = swapped(kwargs, crossing.bring)
-            return self._call(passage, layer, call, args, kwargs)
+            y = self._call(passage, layer, call, args, kwargs)
+        crossing.settle(y)
+        return y
 
     def _call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         stage = passage.stage
         passage.calls += 1
+        if self._lending.is_needed:
+            call = self._lending.around(stage, passage.i, layer.module, call)
         around = None
         if self.draws:
             number = passage.calls * _CALLS + stage.place.number(passage.i)

@@ -49,6 +49,9 @@ class DrivenModel:
         journey = Journey(run, self.module, self.layers, self.drivers, step)
         journey.stats = None if stats is None else stats.partitions[0]
         stages = assemble(run, self._model, inputs, step, None, actions(journey))
+        for stage in stages:
+            stage.borrowed = ()  # the journey lends what is used, wherever that is
+            stage.ends.copies.come_in = True
         journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.over
         return stages

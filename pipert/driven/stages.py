@@ -58,8 +58,6 @@ def _seen(stage: Stage, action: Action) -> Iterator[None]:
 
 
 def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
-    if stage.borrowed:
-        stage.borrow(i)
     if not stage.run.told.looks:
         return journey.lend(stage, i, x)
     with _seen(stage, Action(FORWARD, i, stage.place.j)):
@@ -100,8 +98,13 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
     leaves: list[Tensor] = []
     if ys:
         ours = range(part.first, part.last)
-        leaves, others, nodes = leaves_behind([y.node for y in ys], [order.ENTRANCE], ours)
-        crossing.refuse_strangers(others, nodes)
+        ends = [y.node for y in ys]
+        leaves, others, nodes = leaves_behind(ends, [order.ENTRANCE], ours)
+        unseen = crossing.enter_unseen(part, others, nodes)
+        if unseen:
+            xs += unseen
+            stop = [edge.node for edge in unseen]
+            leaves, others, _ = leaves_behind(ends, [order.ENTRANCE], ours, stop)
         try:
             found = torch.autograd.grad(
                 ys, [*xs, *leaves], dys, retain_graph=bool(others), allow_unused=True

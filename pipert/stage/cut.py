@@ -63,8 +63,8 @@ class Cut:
     """
 
     __slots__ = (
-        "_again", "_callers", "_copies", "_entered", "_first", "_hooks", "_is_last", "_place",
-        "_recomputed", "_seed", "gradients", "kept", "stand_ins", "step",
+        "_again", "_callers", "_entered", "_first", "_hooks", "_is_last", "_place",
+        "_recomputed", "_seed", "copies", "gradients", "kept", "stand_ins", "step",
     )  # fmt: skip
 
     def __init__(self, step: Step, run: Run, place: Place, copies: Copies) -> None:
@@ -77,7 +77,7 @@ class Cut:
         self._recomputed = run.plan.recomputed
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
-        self._copies = copies
+        self.copies = copies
         self._entered = Entered((), ())
         self._again: Again | None = None  # of the micro-batch that is at work
         self._callers = node_count()  # what the caller makes has numbers below that
@@ -87,11 +87,11 @@ class Cut:
         if self._first is None:
             self._first = begin_numbers(self._callers)
         copied = None
-        if self._copies.come_in:
-            x, copied = self._copies.bring_input(i, x)
+        if self.copies.come_in:
+            x, copied = self.copies.bring_input(i, x)
         if copied is not None:
             compute = streams.compute_stream(self._place.device)
-            self._copies.transport.wait(i, x, compute, copied)
+            self.copies.transport.wait(i, x, compute, copied)
         skips = x.skips if isinstance(x, Carried) else ()
         arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
         xs, rebuild = differentiable(x)
@@ -114,7 +114,7 @@ class Cut:
     def leave(self, i: int, y: Value) -> Value:
         (xs, arriving), self._entered = self._entered, Entered((), ())
         again, self._again = self._again, None
-        self._copies.let_others_copy(i)
+        self.copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
         skips = y.skips if isinstance(y, Carried) else ()
         leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
@@ -135,10 +135,10 @@ class Cut:
         if isinstance(y, Carried):
             y = y.value
         loss, device = self.step.loss, self._place.device
-        target, copied = self._copies.bring(i, leaf_inputs(loss.targets[i]), None)
+        target, copied = self.copies.bring(i, leaf_inputs(loss.targets[i]), None)
         if copied is not None:
             compute = streams.compute_stream(device)
-            self._copies.transport.wait(i, target, compute, copied)
+            self.copies.transport.wait(i, target, compute, copied)
         wanting = differentiable(loss.targets[i])[0]
         self.stand_ins.update(zip(differentiable(target)[0], wanting, strict=True))
         try:
@@ -160,7 +160,7 @@ class Cut:
         """
         leaves = []
         for weight in weights:
-            (copy,), copied = self._copies.bring(i, (weight.detach(),), None)
+            (copy,), copied = self.copies.bring(i, (weight.detach(),), None)
             if copied is not None:
                 streams.wait(streams.compute_stream(self._place.device), copied)
             leaves.append(copy.requires_grad_(weight.requires_grad))
@@ -172,10 +172,10 @@ class Cut:
     ) -> list[Tensor | None]:
         """Bring gradients here from partition ``origin``."""
         there = tuple([gradient for gradient in gradients if gradient is not None])
-        moved, copied = self._copies.bring(i, there, origin)
+        moved, copied = self.copies.bring(i, there, origin)
         if copied is not None:
             compute = streams.compute_stream(self._place.device)
-            self._copies.transport.wait(i, moved, compute, copied)
+            self.copies.transport.wait(i, moved, compute, copied)
         here = iter(moved)
         return [None if gradient is None else next(here) for gradient in gradients]
 
@@ -185,7 +185,7 @@ class Cut:
 
     def let_others_copy(self, i: int) -> None:
         """Let others copy the gradients that are there now."""
-        self._copies.let_others_copy(i)
+        self.copies.let_others_copy(i)
 
     def drop(self) -> None:
         self.kept.clear()

@@ -54,7 +54,7 @@ class InGraph:
     """Whether there is a graph."""
     _hooks: Hooks
     """The caller's saved-tensor hooks."""
-    _copies: Copies
+    copies: Copies
     _in_turn: bool
     """Whether tasks go backward in turn: one thread does so through all partitions."""
     _forks_last: bool
@@ -66,8 +66,8 @@ class InGraph:
     def enter(self, i: int, x: Value) -> Value:
         """Make an input of micro-batch ``i`` ready for the layers."""
         copied = None
-        if self._copies.come_in:
-            x, copied = self._copies.bring_input(i, x)
+        if self.copies.come_in:
+            x, copied = self.copies.bring_input(i, x)
         if isinstance(x, Carried):
             x = Carried(self._join(x.value), tuple([self._join(skip) for skip in x.skips]))
         elif self._token is not None:
@@ -82,11 +82,11 @@ class InGraph:
     def leave(self, i: int, y: Value) -> Value:
         """Make what the layers returned ready to be sent."""
         checkpoint, self._checkpoint = self._checkpoint, None
-        if self._copies.go_out:
-            copying = self._copies.stream(i)
+        if self.copies.go_out:
+            copying = self.copies.stream(i)
             if copying is not None:
                 compute = streams.compute_stream(self._device)
-                y = self._copies.transport.wait(i, y, copying, compute)
+                y = self.copies.transport.wait(i, y, copying, compute)
         if not self._grad_enabled:
             return y
         ys, rebuild = differentiable(y)
@@ -109,7 +109,7 @@ class InGraph:
         grad, borrowed = self._grad_enabled, list[Tensor]()
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
             for weight in weights:
-                (copy,), copied = self._copies.bring(i, (weight,), None)
+                (copy,), copied = self.copies.bring(i, (weight,), None)
                 if copied is not None:
                     (copy,) = self._wait_for(i, copied, (copy,))
                 copy = copy if grad else copy.detach().requires_grad_(weight.requires_grad)
@@ -141,4 +141,4 @@ class InGraph:
             skips = [self._wait_for(i, copied, skip) for skip in x.skips]
             return Carried(self._wait_for(i, copied, x.value), tuple(skips))
         compute = streams.compute_stream(self._device)
-        return self._copies.transport.wait(i, x, compute, copied)
+        return self.copies.transport.wait(i, x, compute, copied)

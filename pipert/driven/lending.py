@@ -1,0 +1,77 @@
+"""Parameters that something else stands for: on another device, or with hooks in a step.
+
+As with tied weights (``layers.tied``) each is copied once for a run and partition, inside the graph
+in a call. A layer that uses one gets the copy in each torch function that it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipert.batch.tensors import version
+from pipert.layers.drawing import is_compiled
+from pipert.layers.tied import Substitute
+from pipert.stage.stage import Stage
+
+__all__: list[str] = []
+
+
+class Lending:
+    """What stands for parameters in one run. Each partition's is its worker's.
+
+    Args:
+        module: the model.
+        is_step: whether hooks are to see whole gradients.
+    """
+
+    def __init__(self, module: nn.Module, is_step: bool) -> None:
+        self._is_step = is_step
+        self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._layers: dict[tuple[int, nn.Module], Substitute | None] = {}
+        weights = list(module.parameters())
+        self.is_needed = len({weight.device for weight in weights}) > 1 or (
+            is_step and any(weight._backward_hooks for weight in weights)
+        )
+        """Whether there are any such parameters, as far as is known in the caller."""
+        self._versions = {id(w): version(w) for w in weights} if self.is_needed else {}
+
+    def is_lent(self, stage: Stage, weight: Tensor) -> bool:
+        """Whether something else stands for a parameter here."""
+        return weight.device != stage.place.device or (
+            self._is_step and bool(weight._backward_hooks)
+        )
+
+    def of(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
+        """What stands for a parameter in this partition."""
+        key = stage.place.j, id(weight)
+        if key not in self._copies:
+            (copy,) = stage.ends.borrow(i, (weight,))
+            self._copies[key] = weight, copy
+        return self._copies[key][1]
+
+    def around(
+        self, stage: Stage, i: int, layer: nn.Module, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """``call``, under what stands for parameters of the layer.
+
+        Raises:
+            ValueError: it is compiled, so that its parameters cannot be replaced.
+        """
+        key = stage.place.j, layer
+        if key not in self._layers:
+            weights = tuple(w for w in layer.parameters() if self.is_lent(stage, w))
+            if weights and is_compiled(layer):
+                raise ValueError(
+                    "a compiled or scripted layer uses a parameter that lives on another device or "
+                    "has a hook, so it cannot receive what stands for it; choose cuts that put the "
+                    "layers that share it on one device, or leave this layer uncompiled"
+                )
+            copies = [self.of(stage, i, weight) for weight in weights]
+            before = [self._versions[id(weight)] for weight in weights]
+            self._layers[key] = Substitute(weights, copies, before) if weights else None
+        substitute = self._layers[key]
+        return call if substitute is None else partial(substitute.during, call)

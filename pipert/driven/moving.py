@@ -1,0 +1,99 @@
+"""Bringing what a model uses to the device of the partition that uses it.
+
+Whatever glue or a layer of partition *j* uses that is on the device of another partition is copied,
+once for the partition, over the copy streams of both devices (section 3.2.3 of the paper):
+
+* In a call the copy is in the graph. In the backward what follows it is the beginning of ``B[i,k]``
+  on the other device, so a fork gives it the turn of the micro-batch (``autograd.order``).
+* When a partition ends, the copy stream of its device waits for what it has computed, so a copy
+  waits for that and not for what the device computes later.
+* Parameters are lent: copied once for the run, like tied weights.
+
+What is on no device of the pipe, such as lengths on the CPU, stays there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipert._typing import Value
+from pipert.autograd import order, streams, transfer
+from pipert.batch.tensors import tensors_of, version
+from pipert.driven.lending import Lending
+from pipert.stage.run import Run
+from pipert.stage.stage import Stage
+
+__all__: list[str] = []
+
+
+class Moves:
+    """Brings tensors of micro-batch ``i`` to the device of the partition that is current."""
+
+    def __init__(self, i: int, run: Run, lending: Lending) -> None:
+        self._i = i
+        self._run = run
+        self._devices = list(run.devices)
+        self._lending = lending
+        self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._stage: Stage
+
+    def begin(self, stage: Stage) -> None:
+        """A partition begins."""
+        self._stage = stage
+
+    def end(self) -> None:
+        """It ends."""
+        self._moved.clear()
+        self._stage.ends.copies.let_others_copy(self._i)
+
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether it is on the device of another partition."""
+        device = tensor.device
+        if device == self._stage.place.device or device not in self._devices:
+            return False
+        # A number goes along with tensors of any device, and lengths stay on the CPU.
+        return device.type != "cpu" or tensor.dim() > 0
+
+    def enter_inputs(self, x: Value) -> Value:
+        """Bring the inputs of the model to its first device."""
+        return self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Bring a tensor here, once for the partition; in a step without its graph."""
+        if isinstance(tensor, nn.Parameter):
+            return self._lending.of(self._stage, self._i, tensor)
+        known = self._moved.get(id(tensor))
+        if known is not None and known[1] == version(tensor):
+            return known[2]
+        moved = self._copy(tensor)
+        self._moved[id(tensor)] = tensor, version(tensor), moved
+        return moved
+
+    def settle(self, value: Value) -> None:
+        """Let others copy what was made on another device in this partition, as factories do."""
+        for tensor in tensors_of(value)[0]:
+            if self.is_elsewhere(tensor):
+                source = self._run.streams.get(tensor.device, self._i)
+                streams.wait(source, streams.compute_stream(tensor.device))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        if self._stage.cut is not None:
+            tensor = tensor.detach()
+        elif torch.is_grad_enabled() and tensor.requires_grad:
+            _, tensor = order.fork(self._i, None, tensor)
+            copying = self._run.streams.get(tensor.device, self._i)
+            compute = streams.compute_stream(tensor.device)
+            (tensor,) = transfer.wait_back((tensor,), copying, compute)
+        origin = self._devices.index(tensor.device)
+        (moved,) = self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))
+        found: Tensor = moved
+        return found
+
+    def _wait_for(self, value: Value, copied: Any) -> Value:
+        if copied is None:
+            return value
+        compute = streams.compute_stream(self._stage.place.device)
+        return self._stage.ends.copies.transport.wait(self._i, value, compute, copied)

@@ -1,0 +1,50 @@
+"""A pipe of any model with the interface of ``Pipe``, for tests of that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from pipert.model.split import check_balance, check_module, require_balance, sequential
+from pipert.pipeline import ModulePipe
+
+__all__ = ["DrivenPipe"]
+
+
+class Chain(nn.Sequential):
+    """Layers in a ``forward`` of its own; the first one gets all arguments."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        first, *others = self
+        value = first(*args, **kwargs)
+        for layer in others:
+            value = layer(value)
+        return value
+
+
+class DrivenPipe(ModulePipe):
+    """Has the interface of ``Pipe``."""
+
+    def __init__(self, module: Any, balance: Iterable[int] | None = None, **options: Any) -> None:
+        check_module(module)
+        self.__dict__["balance"] = numbers = list(require_balance(balance))
+        check_balance(module, numbers, 1 << 10)
+        names = list(module._modules)
+        starts = [sum(numbers[:k]) for k in range(1, len(numbers))]
+        defaults: dict[str, Any] = {
+            "devices": None, "chunks": 1, "checkpoint": None, "deferred_batch_norm": None,
+            "timeout": None,
+        }  # fmt: skip
+        chain = sequential(module._modules, module.training, Chain)
+        super().__init__(chain, [names[k] for k in starts], **(defaults | options))
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return list(self._modules.values())[index]  # type: ignore[return-value]
