@@ -37,7 +37,8 @@ import pipert
 PADDING = 256  # the token after those of the bytes
 IGNORED = -100  # in the labels: where nothing has to be predicted
 LENGTHS = range(32, 128)  # bytes of a paragraph that is long enough, and not too long
-HELD_OUT_ROWS = 128
+HELD_OUT = 0.1  # the last part of the text
+HELD_OUT_ROWS = 128  # evenly spread over it; the loss is measured on these
 
 Batch = dict[str, Tensor]
 
@@ -55,7 +56,7 @@ class Result:
 
 
 def build_base(options: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama whose parameters depend on ``--seed`` alone; else ``from_pretrained`` would be here."""
+    """A Llama whose parameters depend on the seed; ``from_pretrained`` gives one that can read."""
     torch.manual_seed(options.seed)
     config = LlamaConfig(
         vocab_size=PADDING + 1,
@@ -72,7 +73,7 @@ def build_base(options: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def add_adapters(base: LlamaForCausalLM, rank: int) -> Any:
-    """The same model with adapters on all its linear layers, and nothing else trained but the head."""
+    """Add adapters to the linear layers of the model, in which only they and the head train."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
@@ -130,7 +131,7 @@ def train(pipe: pipert.ModulePipe, batches: Iterator[Batch], options: argparse.N
     optimizer = torch.optim.AdamW(trained, lr=options.lr)
     pipe.train()
     for step in range(1, options.steps + 1):
-        batch = next(batches)
+        batch: dict[str, Any] = dict(next(batches))
         labels = batch.pop("labels")
         loss = pipe.forward_backward(
             **batch, target=labels, loss_fn=next_byte_loss, schedule=options.schedule
@@ -185,12 +186,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     gpus = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     add = parser.add_argument
-    add("--steps", type=positive, default=60, help="of the optimizer")
+    add("--steps", type=positive, default=50, help="of the optimizer")
     add("--batch", type=positive, default=16, help="paragraphs in a mini-batch")
     add("--width", type=positive, default=128, help="features of a token, a multiple of 8")
     add("--layers", type=positive, default=4, help="of the model")
     add("--rank", type=positive, default=8, help="of the adapters")
-    add("--lr", type=float, default=1e-2, help="learning rate")
+    add("--lr", type=float, default=5e-3, help="learning rate")
     add("--seed", type=int, default=0, help="of the parameters and the batches")
     add("--data", type=Path, help="a text file; else the standard library")
     add("--devices", default=gpus or "cpu,cpu", help="one partition goes to each")
@@ -210,11 +211,14 @@ def share_cores(devices: Sequence[torch.device]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> Result:
     """Train as ``argv`` says."""
-    options = build_parser().parse_args(argv)
+    parser = build_parser()
+    options = parser.parse_args(argv)
     paragraphs = read_paragraphs(options.data)
-    held_out = paragraphs[:: math.ceil(len(paragraphs) / HELD_OUT_ROWS)]
-    chosen = set(held_out)
-    batches = draw_batches([part for part in paragraphs if part not in chosen], options)
+    first = int(len(paragraphs) * (1 - HELD_OUT))
+    if not 0 < first < len(paragraphs):
+        parser.error(f"the text is too short: it has {len(paragraphs)} paragraphs of {LENGTHS}")
+    held_out = paragraphs[first :: math.ceil((len(paragraphs) - first) / HELD_OUT_ROWS)]
+    batches = draw_batches(paragraphs[:first], options)
     model = add_adapters(build_base(options), options.rank)
     devices = options.devices.split(",")
     share_cores([torch.device(device) for device in devices])
@@ -231,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         train(pipe, batches, options)
         after = evaluate(pipe, held_out, options.batch)
         folder = options.save or Path(temporary)
-        pipe.module.save_pretrained(folder)
+        model.save_pretrained(folder)  # which is pipe.module
         rows = batch_of(held_out[: options.batch])
         rows.pop("labels")
         difference = difference_when_loaded(pipe, folder, rows, options)

@@ -3,9 +3,9 @@
 Nothing else in pipert imports this module.
 
 >>> from pipert.transformers import PipeTrainer
->>> pipe = pipert.pipeline(model, cuts=["model.layers.8"], chunks=8)
->>> trainer = PipeTrainer(pipe, TrainingArguments("out"), train_dataset=rows)
->>> trainer.train()
+>>> pipe = pipert.pipeline(model, cuts=["model.layers.8"], chunks=8)  # doctest: +SKIP
+>>> trainer = PipeTrainer(pipe, TrainingArguments("out"), train_dataset=rows)  # doctest: +SKIP
+>>> trainer.train()  # doctest: +SKIP
 
 The trainer has the model, ``pipe.module``, so what stands around a step is as without a pipe:
 optimizers and their groups, adapters, gradient accumulation, saving and resuming, metrics. A step
@@ -23,7 +23,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+
+try:
+    from transformers import Trainer, TrainingArguments
+except ImportError as error:
+    raise ImportError(
+        "pipert.transformers needs the packages transformers and accelerate: "
+        "pip install transformers accelerate"
+    ) from error
 
 from pipert.pipeline import ModulePipe
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,7 +166,7 @@ def test_adapters_are_saved_resumed_and_loaded_into_the_plain_model(tmp_path: Pa
 
 
 def test_the_whole_model_is_saved_and_resumed(tmp_path: Path) -> None:
-    more = {"save_strategy": "steps", "save_steps": 2}
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     piped, _ = both(tmp_path / "at once", **more)
     with pipe_of(build()) as pipe:
         args = arguments(tmp_path / "again", **more)
