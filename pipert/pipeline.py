@@ -182,8 +182,8 @@ def pipeline(
     The model's own ``forward`` runs once for each micro-batch; the calls of the modules where it is
     cut are intercepted, and what follows runs on the next device.
 
-    >>> pipe = pipeline(model, cuts=["layers.8"], chunks=8)  # doctest: +SKIP
-    >>> loss = pipe.forward_backward(**batch, loss_fn=loss_fn)  # doctest: +SKIP
+    >>> pipe = pipeline(model, cuts=["layers.2"], chunks=8)  # doctest: +SKIP
+    >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
 
     Args:
         model: the module. It is placed, and remains the same object, with the same parameters under

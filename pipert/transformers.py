@@ -1,11 +1,10 @@
 """A ``Trainer`` of the library ``transformers`` that trains a pipe (extra ``hf``).
 
-Nothing else in pipert imports this module.
+Nothing else in pipert imports this module::
 
->>> from pipert.transformers import PipeTrainer
->>> pipe = pipert.pipeline(model, cuts=["model.layers.8"], chunks=8)  # doctest: +SKIP
->>> trainer = PipeTrainer(pipe, TrainingArguments("out"), train_dataset=rows)  # doctest: +SKIP
->>> trainer.train()  # doctest: +SKIP
+    pipe = pipert.pipeline(model, cuts=["model.layers.8"], chunks=8)
+    trainer = PipeTrainer(pipe, TrainingArguments("out"), train_dataset=rows)
+    trainer.train()
 
 The trainer has the model, ``pipe.module``, so what stands around a step is as without a pipe:
 optimizers and their groups, adapters, gradient accumulation, saving and resuming, metrics. A step
@@ -66,7 +65,7 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
                 "pipert.pipeline(model, ...)"
             )
         if args is None:
-            args = TrainingArguments("tmp_trainer")  # as Trainer does
+            args = TrainingArguments("tmp_trainer")  # as Trainer has it
         _check(args)
         if args.n_gpu > 1:
             args._n_gpu = 1  # or the model would be copied to all GPUs

@@ -16,7 +16,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
 ]
 
-TEXT = b"\n\n".join(b"the pipeline is full when every worker has a task."[k % 9 :] for k in range(99))
+SENTENCE = b"the pipeline is full when every worker has a task."
+TEXT = b"\n\n".join(SENTENCE[k % 9 :] for k in range(99))
 TINY = "--width 16 --layers 2 --batch 8 --chunks 2 --rank 2 --steps 12 --lr 0.03".split()
 
 
