@@ -42,7 +42,7 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     Args:
         model: the pipe.
         args: as of ``Trainer``. The batch size for a device is that of the whole pipe.
-        schedule: of a training step, as of :meth:`ModulePipe.forward_backward`.
+        schedule: of a training step, as of :meth:`pipert.Pipe.forward_backward`.
         **others: as of ``Trainer``. A ``compute_loss_func`` gets the outputs and labels of a
             micro-batch, and returns a sum divided by ``num_items_in_batch``.
 
