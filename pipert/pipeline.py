@@ -114,7 +114,7 @@ class ModulePipe(Pipelined):
         return list(self._cuts)
 
     def _model(self) -> DrivenModel:
-        model = DrivenModel(self.module, self._partitions)
+        model = DrivenModel(self.module, self._partitions, self._cuts)
         self._release = weakref.finalize(self, model.end)
         self._release.atexit = False
         return model
@@ -130,7 +130,9 @@ class ModulePipe(Pipelined):
             super().close(timeout)
         finally:
             self._release()
-        self._runtime.model.drivers.join(self._timeout if timeout is None else timeout)  # type: ignore[attr-defined]
+        model = self._runtime.model
+        assert isinstance(model, DrivenModel)
+        model.drivers.join(self._timeout if timeout is None else timeout)
 
     close.__doc__ = Pipelined.close.__doc__
 

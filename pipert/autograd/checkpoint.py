@@ -107,7 +107,7 @@ class Checkpoint:
     def _recompute(self) -> None:
         if self._whole is None:
             self.refill(False)
-        elif not (self._graph or self._saved):
+        elif self._graph is None if self._is_pair else not self._saved:
             self._whole.recompute(False)
 
     def _one(self, compute: Callable[[], T]) -> T:

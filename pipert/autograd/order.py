@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipert._typing import Tensors
 from pipert.autograd.function import applied
@@ -121,7 +121,7 @@ join = applied(_Join)
 
 _apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
 
-ENTERED: type[Node] = type(enter((torch.empty(0, device="cpu"),))[0].grad_fn)  # type: ignore[assignment]
+ENTERED: Any = type(enter((_EMPTY,))[0].grad_fn)
 """The kind of node behind what has entered."""
 
 

@@ -232,19 +232,17 @@ class Crossing(TorchFunctionMode):
                 raise RuntimeError(_KEPT)
         numbers = range(self._starts[0], part.first)
         earlier = {node for node in others if node._sequence_nr() in numbers}
-        edges = dict.fromkeys(
+        edges: dict[tuple[Any, int], None] = dict.fromkeys(
             edge
-            for node in nodes - earlier - {None}  # type: ignore[arg-type]
+            for node in nodes - earlier - {None}
             for edge in node.next_functions
             if edge[0] in earlier
         )
         found = []
         for key in edges:
-            source = self._made_in(key[0]._sequence_nr()).sources.setdefault(
-                key, Source(GradientEdge(*key))
-            )
-            part.entries.append((source.edge, source))  # type: ignore[arg-type]
-            found.append(GradientEdge(*key))
+            edge, sources = GradientEdge(*key), self._made_in(key[0]._sequence_nr()).sources
+            part.entries.append((edge, sources.setdefault(key, Source(edge))))
+            found.append(edge)
         return found
 
     def _made_in(self, number: int) -> Part:

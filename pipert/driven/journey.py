@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from pipert._typing import Value
 from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.driven.crossing import Crossing, swapped
 from pipert.driven.drivers import Drivers
+from pipert.driven.layers import Layer, Layers
 from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
@@ -33,19 +34,6 @@ __all__: list[str] = []
 _CALLS = 1 << 32  # more than tasks of a run
 
 
-class Layer(NamedTuple):
-    """A module that is called as a whole, in one partition."""
-
-    module: nn.Module
-    name: str
-    """As errors call it."""
-    home: int
-    """The partition whose device its parameters are on."""
-    is_in_place: bool
-    """Whether it says that it changes its argument: the change is known to the graph only if the
-    operation is in it, so this one is not recomputed."""
-
-
 class Journey:
     """What the passages of one run share. Made in the caller."""
 
@@ -53,7 +41,7 @@ class Journey:
         self,
         run: Run,
         module: nn.Module,
-        layers: Mapping[nn.Module, Layer],
+        layers: Layers,
         drivers: Drivers,
         step: Step | None,
     ) -> None:
@@ -117,9 +105,7 @@ class Journey:
                 y = passage.forward(x)
                 if (cut := passage.stage.cut) is not None:
                     crossing.finish(cut.compute_loss(passage.i, y))
-                    y = ()
-                else:
-                    y = swapped(y, crossing.bring)
+            y = () if cut is not None else swapped(y, crossing.bring)
         self.end(passage, passage.stage)
         return y if self.step is not None else passage.stage.ends.leave(passage.i, y)
 
@@ -171,15 +157,18 @@ class Journey:
     ) -> Any:
         stage = passage.stage
         passage.calls += 1
+        if self._moves:
+            layer = self.layers.at_home(layer, stage)
         if self._lending.is_needed:
-            call = self._lending.around(stage, passage.i, layer.module, call)
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
+            call = self._lending.around(stage, passage.i, [layer.module, *given], call)
         around = None
         if self.draws:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
         if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
-            if layer.home != stage.place.j:
+            if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             return tape.call(layer.name, call, around, args, kwargs)
         with _NOTHING if around is None else around():

@@ -6,7 +6,7 @@ in a call. A layer that uses one gets the copy in each torch function that it ca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,7 +31,7 @@ class Lending:
     def __init__(self, module: nn.Module, is_step: bool) -> None:
         self._is_step = is_step
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._layers: dict[tuple[int, nn.Module], Substitute | None] = {}
+        self._layers: dict[tuple[Any, ...], Substitute | None] = {}
         weights = list(module.parameters())
         self.is_needed = len({weight.device for weight in weights}) > 1 or (
             is_step and any(weight._backward_hooks for weight in weights)
@@ -54,17 +54,18 @@ class Lending:
         return self._copies[key][1]
 
     def around(
-        self, stage: Stage, i: int, layer: nn.Module, call: Callable[..., Any]
+        self, stage: Stage, i: int, layers: Sequence[nn.Module], call: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """``call``, under what stands for parameters of the layer.
+        """``call``, under what stands for parameters of the layer, and of others that it is given.
 
         Raises:
             ValueError: it is compiled, so that its parameters cannot be replaced.
         """
-        key = stage.place.j, layer
+        key = stage.place.j, *layers
         if key not in self._layers:
-            weights = tuple(w for w in layer.parameters() if self.is_lent(stage, w))
-            if weights and is_compiled(layer):
+            all_weights = dict.fromkeys(w for layer in layers for w in layer.parameters())
+            weights = tuple(w for w in all_weights if self.is_lent(stage, w))
+            if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "
                     "has a hook, so it cannot receive what stands for it; choose cuts that put the "

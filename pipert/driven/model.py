@@ -8,11 +8,11 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.driven.drivers import Drivers
-from pipert.driven.journey import Journey, Layer
+from pipert.driven.journey import Journey
+from pipert.driven.layers import Layers
 from pipert.driven.stages import actions
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release
-from pipert.layers.place import describe_layer
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.run import Run
@@ -28,18 +28,16 @@ class DrivenModel:
     Args:
         module: the model.
         partitions: the layers of each partition, by name.
+        cuts: the names of those that partitions begin with.
     """
 
-    def __init__(self, module: nn.Module, partitions: Sequence[nn.Sequential]) -> None:
+    def __init__(
+        self, module: nn.Module, partitions: Sequence[nn.Sequential], cuts: Sequence[str]
+    ) -> None:
         self.module = module
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
-        self.layers = {
-            layer: Layer(layer, describe_layer(name, layer), j, _is_in_place(layer))
-            for j, partition in enumerate(partitions)
-            for name, layer in partition._modules.items()
-            if layer is not None
-        }
+        self.layers = Layers(partitions, cuts)
         self._model = Layered(self.partitions, routes(self.partitions))
         intercept(self.layers)
 
@@ -60,10 +58,3 @@ class DrivenModel:
         """Intercept no calls any more, and let the drivers end. Once."""
         self.drivers.stop()
         release(self.layers)
-
-
-def _is_in_place(layer: nn.Module) -> bool:
-    """Whether it says that it works in place, or begins with a layer that does."""
-    while isinstance(layer, nn.Sequential) and len(layer) > 0:
-        layer = layer[0]
-    return getattr(layer, "inplace", False) is True

@@ -16,9 +16,9 @@ Guarantees:
 
 * **H1** a driver executes only between the loan of a turn and its return. Each loan is returned
   once, whatever the ``forward`` raises, and whoever is not waiting for it any more.
-* **H2** partitions go on and never back: ``F[i,j]`` lends its turn if the micro-batch waits for
-  partition *j*; if it waits for a later one, or has ended, ``F[i,j]`` has nothing to do. A layer
-  of an earlier partition runs where the micro-batch is.
+* **H2** partitions go on and never back: partition *j* begins when its cut is called, and a layer
+  runs where the micro-batch is, whatever its home. ``F[i,j]`` lends its turn if the micro-batch
+  waits for partition *j*; if it waits for a later one, or has ended, ``F[i,j]`` has nothing to do.
 * **H3** an error is raised by the ``F`` that has lent the turn. The passages that nobody will lend
   a turn to any more are unwound: what their ``forward`` waits in raises :class:`Unwound`, which is
   no ``Exception``. When the call returns, raises or is interrupted, all have ended (**R2**), but
@@ -49,7 +49,8 @@ from pipert.workers.worker import NOT_RUN
 
 if TYPE_CHECKING:
     from pipert.driven.crossing import Crossing
-    from pipert.driven.journey import Journey, Layer
+    from pipert.driven.journey import Journey
+    from pipert.driven.layers import Layer
     from pipert.driven.tape import Tape
 
 __all__: list[str] = []
@@ -170,8 +171,8 @@ class Passage:
         layer = journey.layers.get(module)
         if self._is_inside or layer is None:
             return call(*args, **kwargs)
-        if layer.home > self.j:
-            self._hand_over(layer.home)
+        if layer.begins > self.j:
+            self._hand_over(layer.begins)
         self._is_inside = True
         try:
             return journey.call(self, layer, call, args, kwargs)

@@ -7,8 +7,9 @@ copies of the statistics, and a counter is returned as it is.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
 Their results may depend on that, as they do there, so a recomputation that changes a buffer is
-refused. A dispatch mode sees that. It costs much for each operation, so it is on only where the
-version of a buffer has moved since the first forward, which normalisation does not do.
+refused, and so is one that puts another tensor in its place. A dispatch mode sees changes. It costs
+much for each operation, so it is on only where the version of a buffer has moved since the first
+forward, which normalisation does not do.
 """
 
 from __future__ import annotations
@@ -84,9 +85,10 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
 class Buffers:
     """The buffers of modules that are computed again together, before their first forward."""
 
-    __slots__ = ("_modules", "_norms", "_others", "_runs_compiled")
+    __slots__ = ("_homes", "_modules", "_norms", "_others", "_runs_compiled")
 
     def __init__(self) -> None:
+        self._homes: list[dict[str, Tensor | None]] = []
         self._modules: list[nn.Module] = []
         self._norms: list[Any] = []
         self._others: list[tuple[Tensor, int, str]] = []
@@ -102,6 +104,11 @@ class Buffers:
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
         known = {id(getattr(norm, name, None)) for norm in norms for name in updated}
+        self._homes += [
+            home
+            for home in (part._buffers for part in modules_of(module))
+            if home and isinstance(home, dict) and _COUNTER not in home
+        ]
         self._others += [
             (buffer, version(buffer), name)
             for name, buffer in module.named_buffers()
@@ -116,9 +123,14 @@ class Buffers:
         """
         counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
         kept_counters.set(frozenset([id(counter) for _, counter in counters]))
+        before = [(home, name, old) for home in self._homes for name, old in home.items()]
         try:
             with self._keeping_statistics(), self._refusing_changes():
-                return call()
+                result = call()
+            for home, name, old in before:
+                if home.get(name) is not old:
+                    _refuse_replaced(home, name, old)
+            return result
         finally:
             for norm, counter in counters:
                 if norm.num_batches_tracked is not counter:  # replaced by one that is greater
@@ -163,12 +175,24 @@ class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for (buffer, name), old in zip(changed, before, strict=True):
             if not torch.equal(buffer, old):
                 buffer.copy_(old)
-                raise RecomputationError(
-                    f"a layer changes its buffer {name!r} when it is recomputed, so its result "
-                    "may differ from its forward's. Use checkpoint='never', or leave the buffer "
-                    "alone while pipert.is_recomputing()"
-                )
+                raise _changed(name)
         return result
+
+
+def _refuse_replaced(home: dict[str, Tensor | None], name: str, old: Tensor | None) -> None:
+    """Refuse that another tensor is in the place of a buffer, unless it has the same values."""
+    new = home.get(name)
+    if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
+        home[name] = old
+        raise _changed(name)
+
+
+def _changed(name: str) -> RecomputationError:
+    return RecomputationError(
+        f"a layer changes its buffer {name!r} when it is recomputed, so its result may differ from "
+        "its forward's. Use checkpoint='never', or leave the buffer alone while "
+        "pipert.is_recomputing()"
+    )
 
 
 def _place(tensor: Tensor) -> int:

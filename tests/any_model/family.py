@@ -31,7 +31,8 @@ def _each(output: Any) -> Iterator[Tensor]:
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() == 0:
             yield leaf
         elif isinstance(leaf, Tensor) and leaf.requires_grad:
-            weights = torch.arange(1, leaf[0].numel() + 1, dtype=leaf.dtype).cos()
+            places = torch.arange(1, leaf[0].numel() + 1, dtype=leaf.dtype)
+            weights = places.cos().to(leaf.device)
             yield (leaf.flatten(1) * weights + leaf.flatten(1).square()).mean()
 
 
@@ -55,7 +56,7 @@ class Whole:
     value: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A tiny model of a family, and where it is cut."""
 
@@ -68,6 +69,8 @@ class Family:
     """That has it, other than torch."""
     loss: Callable[[Any], Tensor] = everything
     """Of an output, or of a micro-batch's: a mean over the rows."""
+    example: dict[str, Any] | None = None
+    """Arguments that say in which order layers are called, where that is not how they stand."""
     mixes_rows: str = ""
     """Why what a row gets depends on the others, so that a micro-batch is not a part of a batch."""
     whole_rows: str = ""

@@ -43,10 +43,10 @@ HOWS = [
 
 
 def pipeline(model: nn.Module, family: Family, checkpoint: str, **more: Any) -> Any:
-    devices = ["cpu"] * (len(family.cuts) + 1)
     options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": checkpoint}
-    options |= {"deferred_batch_norm": False} | more
-    return pipert.pipeline(model, list(family.cuts), devices=devices, **options)
+    options |= {"devices": ["cpu"] * (len(family.cuts) + 1)}
+    options |= {"deferred_batch_norm": False, "example": family.example} | more
+    return pipert.pipeline(model, list(family.cuts), **options)
 
 
 def step(

@@ -21,6 +21,7 @@ class Three(nn.Module):
     """Each is large enough to be one node where it is recomputed."""
 
     cuts: tuple[str, ...] = ("b", "c")
+    needs_example = False
     checkpoints = True
     """Whether it can be recomputed."""
 
@@ -44,7 +45,10 @@ class CalledTwice(Three):
 
 
 class InReverse(Three):
+    """Where layers live is found by an example."""
+
     cuts = ("b", "a")
+    needs_example = True
 
     def forward(self, x: Tensor) -> Any:
         return self.a(self.b(self.c(x)))
@@ -180,6 +184,8 @@ class _Exp(torch.autograd.Function):
 
 
 class ApplyingAFunction(Three):
+    """To a tensor of an earlier partition: no function mode sees that."""
+
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
         z = self.b(y)
@@ -213,7 +219,9 @@ class Frozen(Three):
 
 def family(model: type[Three], **batch: Any) -> Family:
     batch = batch or {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    return Family(model.__name__, lambda: Made(model().double(), batch), model.cuts)
+    example = batch if model.needs_example else None
+    made = Made(model().double(), batch)
+    return Family(model.__name__, lambda: made, model.cuts, example=example)
 
 
 @each_how

@@ -314,6 +314,30 @@ def test_a_refused_change_of_a_buffer_is_undone() -> None:
     assert layer.mean == 2  # of two forwards
 
 
+class Replacing(nn.Module):
+    """Puts another tensor in the place of its buffer."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.change(self.mean)
+        return (x * self.weight * self.mean).tanh()
+
+
+def test_a_buffer_that_is_replaced_in_a_recomputation_is_put_back_and_refused() -> None:
+    layer = Replacing(lambda mean: mean + 1)
+    with pytest.raises(RecomputationError, match="its buffer 'mean' when it is recomputed"):
+        step(layer, "always")
+    assert layer.mean == 2  # of two forwards
+    step(Replacing(lambda mean: mean + 1), "never")
+    step(Replacing(torch.ones_like), "always")  # by the same values
+
+
 def test_spectral_norm_is_refused_when_it_is_recomputed() -> None:
     layer = nn.Sequential(nn.Linear(3, 32), spectral_norm(nn.Linear(32, 32)))
     with pytest.raises(RecomputationError, match="parametrizations.weight.0._[uv]'"):

@@ -1,0 +1,107 @@
+"""Models as they are on several GPUs: what is used is copied, and waited for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert
+from tests.any_model.piped import CHUNKS, How
+from tests.any_model.test_families import each_how
+
+pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        found: Tensor = x + self.out(torch.tanh(self.into(x))) * scale
+        return found
+
+
+class Tied(nn.Module):
+    """Glue uses parameters, buffers and values of the first partition in all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Parameter(torch.randn(8))
+        self.embedding = nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        mask = torch.ones(x.shape[0], 1, device=x.device)
+        h = self.embedding(x) + self.position
+        first, scale = h, h.mean(-1, keepdim=True)
+        for layer in self.layers:
+            h = layer(h, scale * mask * torch.ones(h.shape[0], 1, device=h.device))
+            h = h + self.table + self.position
+        return {"logits": self.head(h + first), "scale": scale}
+
+
+def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
+    return (output["logits"] - target).square().mean() + output["scale"].square().mean()
+
+
+def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
+    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", "cuda:0"], "chunks": CHUNKS}
+    cuts = ["layers.1", "layers.3"]
+    with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
+        if how.schedule:
+            loss: Tensor = pipe.forward_backward(
+                x, loss_fn=loss_of, target=target, schedule=how.schedule
+            )
+            return loss
+        output = pipe(x)
+        loss = loss_of(output, target.to(output["logits"].device))
+        loss.backward()  # type: ignore[no-untyped-call]
+    return loss
+
+
+@each_how
+@pytest.mark.parametrize("hooked", [False, True])
+def test_parameters_and_values_of_another_partition_are_brought_along(
+    how: How, hooked: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Tied().double()
+    seen: list[Tensor] = []
+    if hooked:
+        model.position.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: seen.append(gradient.cpu())
+        )
+    plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
+    expected = loss_of(plain(x), target)
+    expected.backward()  # type: ignore[no-untyped-call]
+    seen.clear()
+    loss = take_step(model, how, x, target)
+    torch.testing.assert_close(loss.detach().cpu(), expected.detach())
+    for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        torch.testing.assert_close(own.grad.cpu(), other.grad, msg=name)
+    if hooked and how.schedule:
+        (gradient,) = seen
+        assert plain.position.grad is not None
+        torch.testing.assert_close(gradient, plain.position.grad)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(around: Callable[[], Any]) -> None:
+    model, x = Tied().double(), torch.randn(6, 8, dtype=torch.float64)
+    expected = model(x)["logits"]
+    devices = ["cuda:0", "cuda:1", "cuda:0"]
+    with pipert.pipeline(model, ["layers.1", "layers.3"], devices=devices, chunks=CHUNKS) as pipe:
+        with around():
+            output = pipe(x)
+    assert output["logits"].device == output["scale"].device == torch.device("cuda:0")
+    torch.testing.assert_close(output["logits"].cpu(), expected)

@@ -1,0 +1,52 @@
+"""Where layers run: what is equal to the plain model could have run in one partition as a whole."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from torch import nn
+
+from pipert.layers.intercepted import here
+from tests.any_model.family import Family
+from tests.any_model.piped import HOWS, made, step
+from tests.any_model.zoo import ZOO
+
+each_family = pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name)
+        for f in ZOO
+        if not f.why_not
+    ],
+)
+
+
+@each_family
+def test_a_partition_begins_with_the_first_call_of_its_cut(family: Family) -> None:
+    """In each micro-batch: before that the one before it runs, and behind it no earlier one."""
+    model, batch = copy.deepcopy(made(family))
+    found: dict[Any, list[tuple[str, int]]] = {}
+
+    def note(name: str) -> Any:
+        def hook(module: nn.Module, args: Any) -> None:
+            passage: Any = here.interceptor
+            if passage is None:  # it is computed again, by itself
+                return
+            found.setdefault(passage.i, []).append((name, passage.j))
+
+        return hook
+
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_pre_hook(note(name))
+    step(model, batch, family, HOWS[0])
+    assert sorted(found) == [0, 1, 2, 3]
+    for calls in found.values():
+        current = 0
+        for name, j in calls:
+            if current < len(family.cuts) and name == family.cuts[current]:
+                current += 1
+            assert j == current, name
+        assert current == len(family.cuts)
