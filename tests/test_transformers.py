@@ -18,7 +18,10 @@ peft = pytest.importorskip("peft", reason="adapters are tested as well")
 
 from pipert.transformers import PipeTrainer  # noqa: E402
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 PADDING = 0
 CUTS = ["model.layers.1"]
@@ -92,7 +95,9 @@ def both(
 
 def assert_same(piped: Any, plain: Any) -> None:
     assert losses_of(piped) == pytest.approx(losses_of(plain), rel=1e-3)  # rounded in the log
-    torch.testing.assert_close(piped.model.state_dict(), plain.model.state_dict())
+    torch.testing.assert_close(
+        piped.model.state_dict(), plain.model.state_dict(), check_device=False
+    )
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -140,6 +145,22 @@ def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_numb
         *both(tmp_path, lambda: build("BertForTokenClassification"), cuts, train=train,
               eval=train[:7])
     )  # fmt: skip
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus_the_model_is_neither_moved_nor_copied(tmp_path: Path) -> None:
+    """Trainer would move it to the first one, and then copy it to all."""
+    plain = transformers.Trainer(build(), arguments(tmp_path), train_dataset=rows(24))
+    plain.train()
+    devices = ["cuda:0", "cuda:1"]
+    with pipert.pipeline(build(), CUTS, devices=devices, chunks=4) as pipe:
+        args = arguments(tmp_path, use_cpu=False, dataloader_pin_memory=False)
+        piped = PipeTrainer(pipe, args, train_dataset=rows(24), eval_dataset=rows(7))
+        assert args.train_batch_size == args.per_device_train_batch_size
+        piped.train()
+        piped.evaluate()
+        assert {str(weight.device) for weight in pipe.parameters()} == set(devices)
+    assert_same(piped, plain)
 
 
 def test_adapters_are_saved_resumed_and_loaded_into_the_plain_model(tmp_path: Path) -> None:
