@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import pipert
+import pipert.schedules
 
 transformers = pytest.importorskip("transformers", reason="its Trainer is derived from")
 pytest.importorskip("accelerate", reason="Trainer needs it")
@@ -145,6 +146,93 @@ def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_numb
         *both(tmp_path, lambda: build("BertForTokenClassification"), cuts, train=train,
               eval=train[:7])
     )  # fmt: skip
+
+
+class Measures(nn.Module):
+    """Computes a loss of its rows, which have no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+
+    def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
+        y = self.last(self.first(x).tanh())
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_without_labels_is_a_mean_over_rows(tmp_path: Path, accumulate: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = [{"x": x} for x in torch.randn(24, 4, generator=generator, dtype=torch.float64)]
+    assert_same(
+        *both(
+            tmp_path, Measures, ["last"], train=data, eval=data[:7], label_names=[],
+            gradient_accumulation_steps=accumulate,
+        )  # fmt: skip
+    )
+
+
+def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> None:
+    """Which it has for half precision, on GPUs."""
+    batch = torch.utils.data.default_collate(rows(6))
+    grads = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
+        with pipe_of(build()) as pipe:
+            trainer = PipeTrainer(pipe, arguments(tmp_path))
+            trainer.current_gradient_accumulation_steps = 1
+            trainer.accelerator.scaler = scaler
+            trainer.training_step(pipe.module, batch)
+            grads.append([weight.grad for weight in pipe.parameters()])
+    for scaled, grad in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(scaled, 8 * grad)
+
+
+def test_what_a_subclass_puts_around_the_loss_is_on_in_the_workers(tmp_path: Path) -> None:
+    seen = []
+
+    class Autocast(PipeTrainer):
+        def compute_loss_context_manager(self) -> Any:
+            return torch.autocast("cpu", torch.bfloat16)
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return outputs.logits.float().square().sum() / num_items_in_batch
+
+    with pipe_of(build().float()) as pipe:
+        args = arguments(tmp_path, max_steps=1)
+        Autocast(pipe, args, train_dataset=rows(6), compute_loss_func=loss).train()
+    assert set(seen) == {True}
+
+
+def test_the_schedule_is_the_one_that_was_chosen(tmp_path: Path) -> None:
+    seen = []
+
+    def schedule(m: int, n: int, placement: Any) -> Any:
+        seen.append((m, n))
+        return pipert.schedules.gpipe(m, n, placement)
+
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path, max_steps=2)
+        PipeTrainer(pipe, args, schedule=schedule, train_dataset=rows(12)).train()
+    assert set(seen) == {(4, 2)}
+
+
+def test_after_an_evaluation_in_between_the_pipe_trains_again(tmp_path: Path) -> None:
+    modes = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            modes.append((pipe.training, model.training))
+
+        def on_prediction_step(self, *_: Any, model: Any, **__: Any) -> None:
+            modes.append((pipe.training, model.training))
+
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+        data = {"train_dataset": rows(12), "eval_dataset": rows(3)}
+        PipeTrainer(pipe, args, callbacks=[Watch()], **data).train()
+    assert modes == [(True, True), (False, False)] * 2
 
 
 @pytest.mark.multi_gpu
