@@ -187,6 +187,11 @@ def _check(args: TrainingArguments) -> None:
     for name, remedy in _REFUSED.items():
         if value := getattr(args, name, None):
             raise ValueError(f"{name} must not be set for a pipe, got {value!r}; {remedy}")
+    if args.optim in _LOMO:
+        raise ValueError(
+            f"optim={args.optim.value!r} takes its steps during the backward of Trainer, which a "
+            "pipe replaces; choose another one"
+        )
     if args.world_size > 1:
         raise ValueError(
             f"a pipe is trained by one process, got {args.world_size}; start one, or write the "
@@ -194,6 +199,7 @@ def _check(args: TrainingArguments) -> None:
         )
 
 
+_LOMO = ("lomo", "adalomo")
 _LABELS = ("labels", "shift_labels")
 _REFUSED = {
     "label_smoothing_factor": "pass compute_loss_func, which smooths",

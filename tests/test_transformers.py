@@ -323,6 +323,11 @@ def test_what_a_pipe_cannot_do_is_refused(
         PipeTrainer(pipe, arguments(tmp_path, **{name: value}))
 
 
+def test_an_optimizer_that_steps_in_the_backward_is_refused(tmp_path: Path) -> None:
+    with pipe_of(build()) as pipe, pytest.raises(ValueError, match="optim='adalomo' takes its"):
+        PipeTrainer(pipe, arguments(tmp_path, optim="adalomo"))
+
+
 def test_labels_that_a_function_needs_must_be_there(tmp_path: Path) -> None:
     data = [{"input_ids": row["input_ids"]} for row in rows(6)]
     with pipe_of(build()) as pipe:
