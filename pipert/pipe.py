@@ -9,7 +9,7 @@ from torch import nn
 from pipert._typing import Device
 from pipert.model.partitioned import Partitioned
 from pipert.model.split import require_balance
-from pipert.pipelined import Pipelined
+from pipert.pipes.pipelined import Pipelined
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered
 

@@ -26,7 +26,7 @@ from pipert.model.devices import (
 )
 from pipert.model.partition import Partition
 from pipert.model.split import move, place, sequential
-from pipert.pipelined import Pipelined
+from pipert.pipes.pipelined import Pipelined
 from pipert.skip.verify import declarations
 
 __all__ = ["ModulePipe", "pipeline"]
@@ -184,8 +184,11 @@ def pipeline(
     The model's own ``forward`` runs once for each micro-batch; the calls of the modules where it is
     cut are intercepted, and what follows runs on the next device.
 
-    >>> pipe = pipeline(model, cuts=["layers.2"], chunks=8)  # doctest: +SKIP
-    >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
+    >>> model = nn.ModuleDict({"a": a, "b": b})
+    >>> model.forward = lambda x: model["b"](model["a"](x).relu())
+    >>> with pipeline(model, cuts=["b"], devices=["cpu", "cpu"], chunks=4) as pipe:
+    ...     pipe(torch.randn(32, 8)).shape
+    torch.Size([32, 8])
 
     Args:
         model: the module. It is placed, and remains the same object, with the same parameters under

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipert.pipelined import Pipelined, when_made
+from pipert.pipes.pipelined import Pipelined, when_made
 from pipert.seeing.observers import Observer, RunInfo
 from pipert.timeline.timeline import Timeline
 

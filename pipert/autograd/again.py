@@ -19,8 +19,7 @@ which costs as much as a small operation does. So:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
+from pipert.autograd.hooks import Forget, Hook, Hooks, refuse, refuse_transform, without_hooks
 from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import describe, differentiable, tensors_of, version
 from pipert.errors import RecomputationError
@@ -39,8 +39,6 @@ __all__: list[str] = []
 
 Edges = tuple[GradientEdge, ...]
 Look = tuple[torch.Size, torch.dtype]
-Hook = Callable[[Any], Any]
-Hooks = tuple[Hook, Hook] | None
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 
 
@@ -119,7 +117,7 @@ class Again:
             try:
                 y = compute(self._rebuild(tuple(own)))
             except RuntimeError as error:
-                _refuse_transform(error)
+                refuse_transform(error)
                 raise
         nodes = range(before, node_count())
         ys, rebuild = differentiable(y)
@@ -152,9 +150,12 @@ class Again:
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
         """Keep the inputs as they are now; return what the layers get, which is no leaf."""
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._versions = [version(tensor) for tensor in tensors]
-        return [tensor.clone() for tensor in tensors]
+        self._tensors, self._versions, own = [], [], []
+        for tensor in tensors:
+            self._tensors.append(tensor.detach())
+            self._versions.append(-1 if tensor.is_inference() else tensor._version)
+            own.append(tensor.clone())
+        return own
 
     def _kept(self) -> list[Tensor]:
         """The inputs, without a graph."""
@@ -255,16 +256,6 @@ class Again:
         return f"<Again of {len(self._tensors)} inputs>"
 
 
-class Forget(partial[Any]):
-    """A saved-tensor hook that is ours. C, where what it calls is.
-
-    Args:
-        hooks: those of the caller, which a pipe inside of a layer takes over.
-    """
-
-    hooks: Hooks
-
-
 def refuse_changed(tensor: Tensor, before: int) -> None:
     """Refuse an input that was changed since it had the version ``before``."""
     if version(tensor) != before:
@@ -272,45 +263,6 @@ def refuse_changed(tensor: Tensor, before: int) -> None:
             "an input of a checkpointed partition was modified in place between its forward and "
             f"its recomputation: {describe(tensor)}; clone it before modifying it"
         )
-
-
-def refuse(_: Any) -> Tensor:
-    """Refuse to read what was not saved."""
-    raise RecomputationError(
-        "a backward came through the forward of a micro-batch whose activations are not kept: "
-        "a layer ran it through itself, or has stored what a loss uses; use checkpoint='never'"
-    )
-
-
-def _refuse_transform(error: RuntimeError) -> None:
-    """Say what to do about what torch says of our hooks.
-
-    Raises:
-        RecomputationError: ``error`` comes from ``torch.func``.
-    """
-    if str(error).startswith("torch.func.") and "saved tensor hooks" in str(error):
-        refused = RecomputationError(
-            "a layer used torch.func.grad, vjp, jacrev or hessian in a partition that is "
-            "recomputed, whose forward saves nothing; use checkpoint='never'"
-        )
-        for note in getattr(error, "__notes__", ()):
-            refused.add_note(note)
-        raise refused from error
-
-
-@contextlib.contextmanager
-def without_hooks() -> Iterator[None]:
-    """Put aside the saved-tensor hooks around a backward, which are not for what it computes."""
-    hooks: Any = torch._C._autograd
-    aside = []
-    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-        hooks._pop_saved_tensors_default_hooks()
-        aside.append(pair)
-    try:
-        yield
-    finally:
-        while aside:
-            hooks._push_saved_tensors_default_hooks(*aside.pop())
 
 
 _look: Callable[[Tensor], Look] = attrgetter("shape", "dtype")

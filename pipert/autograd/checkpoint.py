@@ -40,8 +40,10 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.autograd.again import Again, Forget, Graph, Hook, Hooks, refuse
+from pipert.autograd.again import Again, Graph
 from pipert.autograd.function import applied
+from pipert.autograd.gate import Gate, connect_inputs
+from pipert.autograd.hooks import Forget, Hook, Hooks, refuse
 from pipert.autograd.leaves import origins
 from pipert.batch.tensors import describe
 from pipert.errors import NestedCheckpointError
@@ -133,7 +135,7 @@ class Checkpoint:
                 _keep_from_parts(leaf._backward_hooks)
         gate = Gate()
         if create_graph:
-            connect = partial(_connect, gate, self._xs)
+            connect = partial(connect_inputs, gate, self._xs)
             graph = self._one(lambda: self._again.compute(False, connect))
         assert graph is not None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
@@ -263,39 +265,6 @@ def _keep_from_parts(hooks: dict[int, Hook]) -> None:
             hooks[number] = _OfTheWhole(hook)
 
 
-class Gate:
-    """Whether gradients pass from a computation to what is before it."""
-
-    __slots__ = ("is_open",)
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-
-class _Gate(torch.autograd.Function):
-    """Connects inputs under ``create_graph``; opens when the gradients are known.
-
-    What is before may lead to leaves and inputs of the same computation, such as a tied weight:
-    their gradients from there are others' to find.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Gate, values: Tensors, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.materialize_grads = False
-        ctx.gate = gate
-        return tuple(map(Tensor.detach, values))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return (None, None, *grads) if ctx.gate.is_open else (None,) * (2 + len(grads))
-
-
-def _connect(gate: Gate, xs: Tensors, values: Tensors) -> Tensors:
-    """Give ``values`` the graph of ``xs``."""
-    connected: Tensors = _apply_gate(gate, values, *xs)
-    return connected
-
-
 class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -313,7 +282,7 @@ class _Recompute(torch.autograd.Function):
         return (None, *grads)
 
 
-_apply_checkpoint, _apply_gate = applied(_Checkpoint), applied(_Gate)
+_apply_checkpoint = applied(_Checkpoint)
 _apply_recompute = applied(_Recompute)
 
 _SECOND_TIME = (

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Value
-from pipert.autograd.again import without_hooks
+from pipert.autograd.hooks import without_hooks
 from pipert.balance.by_time import now
 from pipert.balance.probe import copied
 from pipert.batch.microbatch import Arguments

@@ -17,9 +17,8 @@ Within a partition a tensor crosses once, whoever uses it how often.
 from __future__ import annotations
 
 import contextlib
-import operator
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,16 +30,16 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
-from torch.utils._pytree import SUPPORTED_NODES
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
-from pipert.batch.tensors import differentiable, tensors_of
+from pipert.batch.tensors import differentiable
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
+from pipert.driven.swapped import swapped
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
@@ -255,45 +254,11 @@ class Crossing(TorchFunctionMode):
         self._stand_ins.clear()
 
 
-def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same with what stands for its tensors, in tuples, lists and dicts as well.
-
-    Lists and dicts stay the same objects: who is given one may add to it.
-    """
-    if isinstance(value, Tensor):
-        return bring(value)
-    kind = type(value)
-    if kind is tuple:
-        return tuple([swapped(item, bring) for item in value])
-    if kind is list:
-        value[:] = [swapped(item, bring) for item in value]
-    elif kind is dict:
-        value.update({key: swapped(item, bring) for key, item in value.items()})
-    elif kind not in _leaves:
-        return _swapped_tree(value, bring)
-    return value
-
-
-def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same of what is a pytree by registration, or a mapping of another kind."""
-    tensors, rebuild = tensors_of(value)
-    if not tensors:
-        if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _leaves.add(type(value))
-        return value
-    brought = tuple(map(bring, tensors))
-    return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
-
-
 _KEPT = (
     "the model uses a tensor with a graph that it has kept from another call or micro-batch, which "
     "forward_backward cannot go back through; detach it there, or call the pipe and "
     "loss.backward()"
 )
-
-_leaves: set[type] = set()
-"""Types that hold no tensors as far as anybody can see."""
-
 
 _ABOUT = frozenset(
     getattr(Tensor, name).__get__

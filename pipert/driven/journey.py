@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.autograd.leaves import begin_numbers, node_count
-from pipert.driven.crossing import Crossing, swapped
+from pipert.driven.crossing import Crossing
 from pipert.driven.drivers import Drivers
 from pipert.driven.layers import Layer, Layers
 from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
+from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import stash

@@ -31,33 +31,61 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
+from pipert.driven.crossing import Crossing
+from pipert.driven.layers import Layer, Layers
+from pipert.driven.tape import Tape
 from pipert.errors import add_note
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
 from pipert.schedules.action import FORWARD, Action
+from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.workers.worker import NOT_RUN
-
-if TYPE_CHECKING:
-    from pipert.driven.crossing import Crossing
-    from pipert.driven.journey import Journey
-    from pipert.driven.layers import Layer
-    from pipert.driven.tape import Tape
 
 __all__: list[str] = []
 
 
 class Unwound(BaseException):
     """Raised inside of a ``forward`` whose run is over, to end it."""
+
+
+class Journey(Protocol):
+    """What a passage needs of its journey: what happens where."""
+
+    run: Run
+    n: int
+    module: nn.Module
+    layers: Layers
+
+    def around(self) -> AbstractContextManager[None]:
+        """What is on from the beginning of a passage to its end."""
+
+    def pass_through(self, passage: Passage, x: Value) -> Value:
+        """Go through the model; return what is sent at the end."""
+
+    def begin(self, passage: Passage, stage: Stage) -> None:
+        """The turn of a partition has come."""
+
+    def end(self, passage: Passage, stage: Stage) -> None:
+        """The turn of a partition goes back."""
+
+    def call(
+        self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a layer, in the partition that is current."""
+
+    def rests(self, passage: Passage) -> None:
+        """The passage has ended."""
 
 
 class Passage:

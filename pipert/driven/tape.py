@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.autograd.again import Again, Hooks, refuse_changed
+from pipert.autograd.again import Again, refuse_changed
 from pipert.autograd.checkpoint import Checkpoint
-from pipert.autograd.function import applied
+from pipert.autograd.gate import proxy_of
+from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.driven.objects import Objects
@@ -238,7 +239,7 @@ class Call(Again):
             return (_EMPTY,) * len(xs)
         wanting = [self._from[k] for k in self._wanting]
         return tuple(
-            [x if of is None else _apply_proxy(x) for x, of in zip(xs, wanting, strict=True)]
+            [x if of is None else proxy_of(x) for x, of in zip(xs, wanting, strict=True)]
         )
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
@@ -282,19 +283,5 @@ class Call(Again):
         return f"<Call of {self._compute!r}>"
 
 
-class _Proxy(torch.autograd.Function):
-    """Stands for a tensor in the graph, and takes no memory."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.materialize_grads = False
-        return x.new_empty(()).expand(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient
-
-
-_apply_proxy = applied(_Proxy)
 _EMPTY = torch.empty(0, device="cpu")
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

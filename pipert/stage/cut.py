@@ -14,7 +14,8 @@ from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of, refuse
+from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of
+from pipert.autograd.hooks import refuse
 from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.batch.hidden import find, registered
 from pipert.batch.tensors import Carried, differentiable

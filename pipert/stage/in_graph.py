@@ -33,8 +33,9 @@ from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.again import Again, Hooks, Replay
+from pipert.autograd.again import Again, Replay
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.hooks import Hooks
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import Carried, differentiable
 from pipert.layers.tied import Weights

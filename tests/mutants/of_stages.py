@@ -12,24 +12,24 @@ BACKWARD = "pipert/stage/backward.py"
 
 _COMPUTE_WAITS = (
     "compute = streams.compute_stream(self._device)\n"
-    "        return self._copies.transport.wait(i, x, compute, copied)"
+    "        return self.copies.transport.wait(i, x, compute, copied)"
 )
 _COPY_WAITS = (
     "compute = streams.compute_stream(self._device)\n"
-    "                y = self._copies.transport.wait(i, y, copying, compute)"
+    "                y = self.copies.transport.wait(i, y, copying, compute)"
 )
 _READERS = "readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]"
 _LOSS_WAITS = (
     "compute = streams.compute_stream(device)\n"
-    "            self._copies.transport.wait(i, target, compute, copied)"
+    "            self.copies.transport.wait(i, target, compute, copied)"
 )
 _INPUT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
-    "            self._copies.transport.wait(i, x, compute, copied)"
+    "            self.copies.transport.wait(i, x, compute, copied)"
 )
 _GRADIENT_WAITS = (
     "compute = streams.compute_stream(self._place.device)\n"
-    "            self._copies.transport.wait(i, moved, compute, copied)"
+    "            self.copies.transport.wait(i, moved, compute, copied)"
 )
 _LET_COPY = "streams.wait(self.stream(i), streams.compute_stream(self._device))"
 
@@ -146,7 +146,7 @@ OF_CALLS = [
     Mutant(
         "copy-waits-for-compute", IN_GRAPH, "the direction of compute's wait for a copy",
         _COMPUTE_WAITS,
-        "return self._copies.transport.wait("
+        "return self.copies.transport.wait("
         "i, x, copied, streams.compute_stream(self._device))",
     ),
     Mutant(
@@ -156,13 +156,13 @@ OF_CALLS = [
     Mutant(
         "compute-waits-to-be-copied", IN_GRAPH, "the direction of the copy's wait for compute",
         _COPY_WAITS,
-        "y = self._copies.transport.wait("
+        "y = self.copies.transport.wait("
         "i, y, streams.compute_stream(self._device), copying)",
     ),
     Mutant(
         "copy-of-another-waits", IN_GRAPH,
         "the copy stream of this micro-batch, to wait for compute",
-        "copying = self._copies.stream(i)", "copying = self._copies.stream(i + 1)",
+        "copying = self.copies.stream(i)", "copying = self.copies.stream(i + 1)",
     ),
     Mutant(
         "no-wait-without-graph", COPIES, "waits for values that need no gradient",
@@ -197,7 +197,7 @@ OF_STEPS = [
     Mutant(
         "step-copy-waits-for-compute", CUT, "the direction of compute's wait for a copy",
         _INPUT_WAITS,
-        "self._copies.transport.wait("
+        "self.copies.transport.wait("
         "i, x, copied, streams.compute_stream(self._place.device))",
     ),
     Mutant(
@@ -206,7 +206,7 @@ OF_STEPS = [
     ),
     Mutant(
         "output-not-after-compute", CUT, "the copy of an output waits for compute",
-        "self._copies.let_others_copy(i)\n        ys, rebuild", "ys, rebuild",
+        "self.copies.let_others_copy(i)\n        ys, rebuild", "ys, rebuild",
     ),
     Mutant(
         "backward-not-after-copy", CUT, "the backward waits for the copy of its gradient",
@@ -215,7 +215,7 @@ OF_STEPS = [
     Mutant(
         "copy-waits-for-backward", CUT, "the direction of the backward's wait for its gradient",
         _GRADIENT_WAITS,
-        "self._copies.transport.wait("
+        "self.copies.transport.wait("
         "i, moved, copied, streams.compute_stream(self._place.device))",
     ),
     Mutant(

@@ -83,7 +83,7 @@ OF_RUNS = [
         ("tests/test_runtime.py",),
     ),
     Mutant(
-        "except-last-of-those-asked-for", "pipert/pipe.py",
+        "except-last-of-those-asked-for", "pipert/pipes/pipelined.py",
         "`except_last` counts the chunks that were asked for: with fewer rows the last "
         "micro-batch is recomputed, too",
         "recomputed(self.checkpoint, len(inputs))",

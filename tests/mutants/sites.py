@@ -34,7 +34,7 @@ OF = {
     "event": {"record", "wait", "synchronize"},
     "moment": {"record", "wait", "synchronize"},
     "_streams": {"get"},
-    "_copies": {"stream"},
+    "copies": {"stream"},
     "self": {"stream"},
     "recorder": {"begin", "end", "during"},
     "_recorder": {"begin", "end", "during"},
@@ -47,7 +47,7 @@ REASONS = {
         "pipert/stage/recorded.py",
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
-    ("pipert/stage/cut.py", "self._copies.let_others_copy(i)"): "what calls it has a mutant",
+    ("pipert/stage/cut.py", "self.copies.let_others_copy(i)"): "what calls it has a mutant",
 }
 """Why a place needs no mutant."""
 

@@ -1,0 +1,48 @@
+"""Replacing tensors in the arguments of a call."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import SUPPORTED_NODES
+
+from pipert.batch.tensors import tensors_of
+
+__all__: list[str] = []
+
+
+def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+    """The same with what stands for its tensors, in tuples, lists and dicts as well.
+
+    Lists and dicts stay the same objects: who is given one may add to it.
+    """
+    if isinstance(value, Tensor):
+        return bring(value)
+    kind = type(value)
+    if kind is tuple:
+        return tuple([swapped(item, bring) for item in value])
+    if kind is list:
+        value[:] = [swapped(item, bring) for item in value]
+    elif kind is dict:
+        value.update({key: swapped(item, bring) for key, item in value.items()})
+    elif kind not in _leaves:
+        return _swapped_tree(value, bring)
+    return value
+
+
+def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+    """The same of what is a pytree by registration, or a mapping of another kind."""
+    tensors, rebuild = tensors_of(value)
+    if not tensors:
+        if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
+            _leaves.add(type(value))
+        return value
+    brought = tuple(map(bring, tensors))
+    return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
+
+
+_leaves: set[type] = set()
+"""Types that hold no tensors as far as anybody can see."""

@@ -1,0 +1,5 @@
+"""What all pipes have in common."""
+
+from __future__ import annotations
+
+__all__: list[str] = []
