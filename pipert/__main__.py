@@ -6,8 +6,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from pipert import traced_script
 from pipert.check import command
+from pipert.pipes import traced_script
 
 __all__: list[str] = []
 
