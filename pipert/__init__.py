@@ -1,4 +1,4 @@
-"""pipert: train one ``nn.Sequential`` over several devices in your own process.
+"""pipert: train one model over several devices in your own process.
 
 >>> from pipert import Pipe
 >>> pipe = Pipe(nn.Sequential(a, b, c, d), balance=[2, 2], chunks=8)  # doctest: +SKIP

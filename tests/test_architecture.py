@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ ROOMS = [
     {"timeline"},
     {"pipes"},
     {"pipe", "pipeline", "prometheus", "__init__"},
-    {"check", "traced_script"},
+    {"check", "traced_script", "transformers"},
     {"__main__"},
 ]
 
@@ -147,8 +148,8 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     assert not [relative(file) for file in taken if not file.stem.startswith("_")]
 
 
-def test_the_root_has_at_most_nine_modules() -> None:
-    assert len([file for file in FILES if file.parent == ROOT]) <= 9
+def test_the_root_has_at_most_ten_modules() -> None:
+    assert len([file for file in FILES if file.parent == ROOT]) <= 10
 
 
 def test_every_module_has_a_docstring_and_a_surface() -> None:
@@ -189,7 +190,7 @@ def test_what_is_public_is_documented() -> None:
 
 
 # What needs an extra, and what that brings. Nothing else imports these modules.
-OPTIONAL = {"prometheus": "prometheus_client"}
+OPTIONAL = {"prometheus": "prometheus_client", "transformers": "transformers"}
 
 
 def test_import_needs_torch_alone() -> None:
@@ -203,5 +204,7 @@ def test_import_needs_torch_alone() -> None:
 
 def test_every_module_imports() -> None:
     for file in FILES:
+        if (needed := OPTIONAL.get(name_of(file))) and importlib.util.find_spec(needed) is None:
+            continue
         parts = ("pipert", *file.relative_to(ROOT).with_suffix("").parts)
         importlib.import_module(".".join(parts).removesuffix(".__init__"))

@@ -31,6 +31,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 PLACE = re.compile(r"\]\(([^)#:]+)#([^)]+)\)")
 KINDS = {"python", "bash", "sh", "text"}
 NEEDS = {
+    "any_model": ("transformers", "accelerate", "peft"),
     "running_for_weeks": ("prometheus_client",),
     "seeing": ("matplotlib",),
     "several_machines": ("numpy",),
@@ -50,11 +51,26 @@ def given(page: Path) -> dict[str, object]:
     a, b, c, d = (nn.Linear(8, 8) for _ in range(4))
     data = [(torch.randn(16, 8), torch.randn(16, 8))]
     return {"torch": torch, "nn": nn, "a": a, "b": b, "c": c, "d": d, "data": data,
-            "loss_fn": nn.functional.mse_loss}  # fmt: skip
+            "loss_fn": nn.functional.mse_loss, "llama": Blocks(), "batch": {"x": data[0][0]},
+            "labels": data[0][1]}  # fmt: skip
+
+
+class Blocks(nn.Module):
+    """A model that is no Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_measurement")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=named)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
@@ -90,7 +106,7 @@ def optional(name: str) -> list[ModuleType]:
 
 
 MODULES = [pipert, pipert.skip, pipert.balance, pipert.schedules, pipert.timeline]
-MODULES += [*optional("pipert.prometheus")]
+MODULES += [*optional("pipert.prometheus"), *optional("pipert.transformers")]
 PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
 
@@ -164,6 +180,7 @@ def test_the_examples_of_the_reference_run(
             line.options.pop(doctest.SKIP, None)  # which is for those who run doctest themselves
         runner = doctest.DocTestRunner(Checker(), verbose=False)
         assert runner.run(example, clear_globs=False).failed == 0
+        example.globs = {}  # of which a pipe may be one
     if "metrics" in names:
         importlib.import_module("prometheus_client").REGISTRY.unregister(names["metrics"])
 

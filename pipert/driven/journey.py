@@ -60,7 +60,7 @@ class Journey:
         """Whether any layer might draw random numbers: where it is called is not known."""
         self.stats: PartitionStats | None = None
         """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
-        self._moves = len(set(run.devices)) > 1
+        self._moves = {device.type for device in run.devices} != {"cpu"}  # arguments, if no more
         self._lending = Lending(module, step is not None)
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -172,7 +172,7 @@ class Journey:
                 args = swapped(args, crossing.bring)
                 kwargs = swapped(kwargs, crossing.bring)
                 y = self._call(passage, layer, call, args, kwargs)
-            crossing.settle(y)
+                crossing.settle(y)
         if passage.seen is not None:
             passage.seen.note_layer(layer.module)
         return y

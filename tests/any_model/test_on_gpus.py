@@ -53,8 +53,10 @@ def loss_of(output: dict[str, Tensor], target: Tensor) -> Tensor:
     return (output["logits"] - target).square().mean() + output["scale"].square().mean()
 
 
-def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
-    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", "cuda:0"], "chunks": CHUNKS}
+def take_step(
+    model: nn.Module, how: How, x: Tensor, target: Tensor, gpus: tuple[int, ...] = (0, 1, 0)
+) -> Tensor:
+    options: dict[str, Any] = {"devices": [f"cuda:{k}" for k in gpus], "chunks": CHUNKS}
     cuts = ["layers.1", "layers.3"]
     with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
         if how.schedule:
@@ -66,6 +68,14 @@ def take_step(model: nn.Module, how: How, x: Tensor, target: Tensor) -> Tensor:
         loss = loss_of(output, target.to(output["logits"].device))
         loss.backward()  # type: ignore[no-untyped-call]
     return loss
+
+
+@each_how
+def test_arguments_on_the_cpu_are_brought_where_all_partitions_are_on_one_gpu(how: How) -> None:
+    model, (x, target) = Tied().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    expected = loss_of(model(x), target).detach()
+    loss = take_step(model, how, x, target, gpus=(1, 1, 1))
+    torch.testing.assert_close(loss.detach().cpu(), expected)
 
 
 @each_how
@@ -105,3 +115,56 @@ def test_without_gradients(around: Callable[[], Any]) -> None:
             output = pipe(x)
     assert output["logits"].device == output["scale"].device == torch.device("cuda:0")
     torch.testing.assert_close(output["logits"].cpu(), expected)
+
+
+@each_how
+def test_arguments_and_the_caller_s_streams_may_be_anywhere(how: How) -> None:
+    torch.manual_seed(0)
+    model = Tied().double()
+    plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
+    loss_of(plain(x), target).backward()  # type: ignore[no-untyped-call]
+    streams = [torch.cuda.Stream(k) for k in range(2)]  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
+        x, target = x.to("cuda:1"), target.to("cuda:1")
+        take_step(model, how, x * 1, target * 1)
+        grads = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+    torch.testing.assert_close(grads, [parameter.grad for parameter in plain.parameters()])
+
+
+class Makes(Block):
+    """A layer that makes tensors on the current device."""
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        assert torch.cuda.current_device() == x.device.index
+        return super().forward(x, scale) + torch.ones(8, device="cuda")
+
+
+class Table(nn.Module):
+    """A layer that computes on the first device, wherever it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.arange(1.0, 9.0, device="cuda:0").exp().log()
+
+
+class MakesElsewhere(nn.Module):
+    """The last partition makes a tensor on the device of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.table = Makes(), Makes(), Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x, x[:, :1])
+        y = self.last(y, y[:, :1])
+        found: Tensor = y * self.table(y)
+        return found
+
+
+def test_what_is_made_on_another_device_is_brought_along() -> None:
+    model, x = MakesElsewhere(), torch.randn(4, 8)
+    with pipert.pipeline(model, ["last"], devices=["cuda:0", "cuda:1"], chunks=2) as pipe:
+        for _ in range(3):
+            output = pipe(x).cpu()
+        loss = pipe.forward_backward(x, loss_fn=lambda output, _: output.mean())
+    assert output.isfinite().all()
+    torch.testing.assert_close(loss.cpu(), output.mean())

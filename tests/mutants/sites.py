@@ -47,6 +47,14 @@ REASONS = {
         "pipert/stage/recorded.py",
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
+    (
+        "pipert/driven/stages.py",
+        "told.recorded(action, device)",
+    ): "records; see the mutants of stage/recorded.py",
+    (
+        "pipert/driven/recorded.py",
+        "stamp(self._at[-1][1])",
+    ): "as that of a layer in stage/recorded.py, which has a mutant",
     ("pipert/stage/cut.py", "self.copies.let_others_copy(i)"): "what calls it has a mutant",
 }
 """Why a place needs no mutant."""

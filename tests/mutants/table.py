@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.mutants import (
+    of_any_model,
     of_check,
     of_foundations,
     of_models,
@@ -17,6 +18,7 @@ __all__ = ["BREAKAGES", "MUTANTS"]
 
 MUTANTS = [
     *of_streams.MUTANTS,
+    *of_any_model.MUTANTS,
     *of_stages.MUTANTS,
     *of_recording.MUTANTS,
     *of_workers.MUTANTS,

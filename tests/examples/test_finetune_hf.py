@@ -1,0 +1,69 @@
+"""The example of fine-tuning keeps its word: it learns, and what it saves is the plain model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the example trains a model of it")
+pytest.importorskip("peft", reason="the example's adapters are from it")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+SENTENCE = b"the pipeline is full when every worker has a task."
+TEXT = b"\n\n".join(SENTENCE[k % 9 :] for k in range(99))
+TINY = "--width 16 --layers 2 --batch 8 --chunks 2 --rank 2 --steps 12 --lr 0.03".split()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, two_devices: str) -> list[str]:
+    """The options of a run that takes a moment."""
+    data = tmp_path / "text.txt"
+    data.write_bytes(TEXT)
+    return [*TINY, "--data", str(data), "--devices", two_devices]
+
+
+@pytest.mark.usefixtures("one_measurement")
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_training_lowers_the_held_out_loss(
+    example: ModuleType, tiny: list[str], schedule: str
+) -> None:
+    result = example.main([*tiny, "--schedule", schedule])
+    assert result.after < result.before - 0.5
+
+
+@pytest.mark.usefixtures("one_measurement")
+def test_what_is_saved_are_the_adapters_which_the_plain_model_loads(
+    example: ModuleType, tiny: list[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    result = example.main([*tiny, "--save", str(folder)])
+    assert result.difference < 1e-4
+    assert (folder / "adapter_model.safetensors").exists()
+
+
+def test_a_plain_model_without_the_adapters_differs(
+    example: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that nothing differs says something."""
+    monkeypatch.setattr(example.PeftModel, "from_pretrained", lambda base, _: base)
+    assert example.main(tiny).difference > 0.1
+
+
+def test_only_bytes_behind_the_first_of_a_row_count(example: ModuleType) -> None:
+    batch = example.batch_of([b"abcd", b"ab"])
+    assert batch["input_ids"].tolist() == [[97, 98, 99, 100], [97, 98, 256, 256]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+    class Output:
+        logits = torch.zeros(2, 4, 257)
+
+    total, count = example.next_byte_loss(Output, batch["labels"])
+    assert count == 4
+    assert total == pytest.approx(4 * torch.tensor(257.0).log().item())

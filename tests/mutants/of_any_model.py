@@ -1,0 +1,71 @@
+"""Mutants of the copies and waits of a model that runs its own ``forward``."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MOVING, JOURNEY = "pipert/driven/moving.py", "pipert/driven/journey.py"
+STAGES = "pipert/driven/stages.py"
+
+MUTANTS = [
+    Mutant(
+        "driver-on-first-device", JOURNEY, "the device of the partition is current on its driver",
+        "torch.cuda.set_device(stage.place.device)", "pass",
+    ),
+    Mutant(
+        "moved-not-after-end", MOVING,
+        "the copy stream waits for what a partition has computed when it ends",
+        "self._stage.ends.copies.let_others_copy(self._i)", "pass",
+    ),
+    Mutant(
+        "inputs-not-after-copy", MOVING, "a first partition waits for the copies of its inputs",
+        "self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))",
+        "self._stage.ends.copies.bring(self._i, x, None)[0]",
+    ),
+    Mutant(
+        "moved-not-after-copy", MOVING, "who has brought a tensor waits for the copy",
+        "self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))",
+        "self._stage.ends.copies.bring(self._i, (tensor,), origin)[0]",
+    ),
+    Mutant(
+        "moved-waits-backwards", MOVING, "compute waits for the copy: the copy for compute instead",
+        "transport.wait(self._i, value, compute, copied)",
+        "transport.wait(self._i, value, copied, compute)",
+    ),
+    Mutant(
+        "moved-waits-on-default", MOVING, "the stream that the partition computes on",
+        "compute = streams.compute_stream(self._stage.place.device)\n",
+        "compute = torch.cuda.default_stream(self._stage.place.device)\n",
+    ),
+    Mutant(
+        "made-elsewhere-not-waited-for", MOVING,
+        "a copy waits for what was made on another device in the same partition",
+        "streams.wait(source, streams.compute_stream(tensor.device))", "pass",
+    ),
+    Mutant(
+        "made-elsewhere-by-another", MOVING, "the copy stream of the micro-batch",
+        "source = self._run.streams.get(tensor.device, self._i)",
+        "source = self._run.streams.get(tensor.device, self._i + 1)",
+    ),
+    Mutant(
+        "gradient-not-after-copy", MOVING, "a partition waits for the gradient of what was moved",
+        "(tensor,) = transfer.wait_back((tensor,), copying, compute)", "pass",
+    ),
+    Mutant(
+        "gradient-of-another", MOVING, "the copy stream that brings a gradient back",
+        "copying = self._run.streams.get(tensor.device, self._i)",
+        "copying = self._run.streams.get(tensor.device, self._i + 1)",
+    ),
+    Mutant(
+        "gradient-waits-on-default", MOVING, "the stream that waits for a gradient",
+        "compute = streams.compute_stream(tensor.device)",
+        "compute = torch.cuda.default_stream(tensor.device)",
+    ),
+    Mutant(
+        "driven-gradients-not-after-backward", STAGES,
+        "in a step the copy of a gradient waits for what has computed it",
+        "cut.let_others_copy(i)", "pass",
+    ),
+]

@@ -1,0 +1,345 @@
+"""``PipeTrainer`` trains a pipe as the ``Trainer`` of ``transformers`` trains the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipert
+import pipert.schedules
+
+transformers = pytest.importorskip("transformers", reason="its Trainer is derived from")
+pytest.importorskip("accelerate", reason="Trainer needs it")
+peft = pytest.importorskip("peft", reason="adapters are tested as well")
+
+from pipert.transformers import PipeTrainer  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
+]
+
+PADDING = 0
+CUTS = ["model.layers.1"]
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def build(kind: str = "LlamaForCausalLM") -> Any:
+    """The same tiny model each time, in double precision."""
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)
+    config = model.config_class(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        pad_token_id=PADDING,
+        **({} if kind.startswith("Llama") else NO_DROPOUT),
+    )
+    return model(config).double()
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    """Padded; a row has from one label to twelve, and the second four have none."""
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for k in range(count):
+        length = 2 + 3 * k % 11
+        ids = torch.randint(1, 32, (12,), generator=generator)
+        mask = torch.arange(12) < length
+        labels = ids.masked_fill(~mask | torch.tensor(4 <= k < 6), -100)
+        ids = ids.masked_fill(~mask, PADDING)
+        made.append({"input_ids": ids, "attention_mask": mask.long(), "labels": labels})
+    return made
+
+
+def arguments(folder: Path, **more: Any) -> Any:
+    defaults = {
+        "per_device_train_batch_size": 6, "per_device_eval_batch_size": 5, "max_steps": 4,
+        "learning_rate": 1e-2, "logging_steps": 1, "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "save_strategy": "no", "seed": 3, "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **(defaults | more))
+
+
+def pipe_of(model: nn.Module, cuts: list[str] = CUTS) -> Any:
+    return pipert.pipeline(model, cuts, devices=["cpu", "cpu"], chunks=4)
+
+
+def losses_of(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def both(
+    folder: Path, make: Callable[[], Any] = build, cuts: list[str] = CUTS, **more: Any
+) -> tuple[Any, Any]:
+    """The trainers of a pipe and of the plain model, after their trainings."""
+    func = more.pop("compute_loss_func", None)
+    data = {"train_dataset": more.pop("train", rows(24)), "compute_loss_func": func}
+    data |= {"eval_dataset": more.pop("eval", rows(7))}
+    plain = transformers.Trainer(make(), arguments(folder, **more), **data)
+    plain.train()
+    with pipe_of(make(), cuts) as pipe:
+        piped = PipeTrainer(pipe, arguments(folder, **more), **data)
+        piped.train()
+        evaluated = [trainer.evaluate()["eval_loss"] for trainer in (piped, plain)]
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3 if "bf16" in more else 1e-6)
+    return piped, plain
+
+
+def assert_same(piped: Any, plain: Any) -> None:
+    assert losses_of(piped) == pytest.approx(losses_of(plain), rel=1e-3)  # rounded in the log
+    torch.testing.assert_close(
+        piped.model.state_dict(), plain.model.state_dict(), check_device=False
+    )
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_losses_and_parameters_are_those_of_the_plain_trainer(
+    tmp_path: Path, accumulate: int
+) -> None:
+    """Rows have from none to many labels; the last accumulation of an epoch is a shorter one."""
+    piped, plain = both(tmp_path, gradient_accumulation_steps=accumulate)
+    assert len(losses_of(piped)) == 4
+    assert_same(piped, plain)
+
+
+def test_what_is_computed_by_a_function_of_ones_own_is_the_same(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    assert_same(*both(tmp_path, compute_loss_func=loss, gradient_accumulation_steps=2))
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_that_is_a_mean_over_rows_is_the_same(tmp_path: Path, accumulate: int) -> None:
+    def make() -> Any:
+        model = build("BertForSequenceClassification")
+        model.accepts_loss_kwargs = False  # as it says itself: it takes no num_items_in_batch
+        return model
+
+    train = [{**row, "labels": torch.tensor(k % 2)} for k, row in enumerate(rows(24))]
+    cuts = ["bert.encoder.layer.1"]
+    assert_same(
+        *both(
+            tmp_path, make, cuts, train=train, eval=train[:7],
+            gradient_accumulation_steps=accumulate,
+        )  # fmt: skip
+    )
+
+
+def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_number(
+    tmp_path: Path,
+) -> None:
+    cuts = ["bert.encoder.layer.1"]
+    train = [{**row, "labels": row["labels"].clamp(max=1)} for row in rows(24)]
+    assert_same(
+        *both(tmp_path, lambda: build("BertForTokenClassification"), cuts, train=train,
+              eval=train[:7])
+    )  # fmt: skip
+
+
+class Measures(nn.Module):
+    """Computes a loss of its rows, which have no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+
+    def forward(self, x: torch.Tensor, return_loss: bool = True) -> dict[str, torch.Tensor]:
+        y = self.last(self.first(x).tanh())
+        return {"loss": y.square().mean(), "y": y}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_without_labels_is_a_mean_over_rows(tmp_path: Path, accumulate: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    data = [{"x": x} for x in torch.randn(24, 4, generator=generator, dtype=torch.float64)]
+    assert_same(
+        *both(
+            tmp_path, Measures, ["last"], train=data, eval=data[:7], label_names=[],
+            gradient_accumulation_steps=accumulate,
+        )  # fmt: skip
+    )
+
+
+def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> None:
+    """Which it has for half precision, on GPUs."""
+    batch = torch.utils.data.default_collate(rows(6))
+    grads = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
+        with pipe_of(build()) as pipe:
+            trainer = PipeTrainer(pipe, arguments(tmp_path))
+            trainer.current_gradient_accumulation_steps = 1
+            trainer.accelerator.scaler = scaler
+            trainer.training_step(pipe.module, batch)
+            grads.append([weight.grad for weight in pipe.parameters()])
+    for scaled, grad in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(scaled, 8 * grad)
+
+
+def test_what_a_subclass_puts_around_the_loss_is_on_in_the_workers(tmp_path: Path) -> None:
+    seen = []
+
+    class Autocast(PipeTrainer):
+        def compute_loss_context_manager(self) -> Any:
+            return torch.autocast("cpu", torch.bfloat16)
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return outputs.logits.float().square().sum() / num_items_in_batch
+
+    with pipe_of(build().float()) as pipe:
+        args = arguments(tmp_path, max_steps=1)
+        Autocast(pipe, args, train_dataset=rows(6), compute_loss_func=loss).train()
+    assert set(seen) == {True}
+
+
+def test_the_schedule_is_the_one_that_was_chosen(tmp_path: Path) -> None:
+    seen = []
+
+    def schedule(m: int, n: int, placement: Any) -> Any:
+        seen.append((m, n))
+        return pipert.schedules.gpipe(m, n, placement)
+
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path, max_steps=2)
+        PipeTrainer(pipe, args, schedule=schedule, train_dataset=rows(12)).train()
+    assert set(seen) == {(4, 2)}
+
+
+def test_after_an_evaluation_in_between_the_pipe_trains_again(tmp_path: Path) -> None:
+    modes = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc,name-defined,unused-ignore]
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            modes.append((pipe.training, model.training))
+
+        def on_prediction_step(self, *_: Any, model: Any, **__: Any) -> None:
+            modes.append((pipe.training, model.training))
+
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=1)
+        data = {"train_dataset": rows(12), "eval_dataset": rows(3)}
+        PipeTrainer(pipe, args, callbacks=[Watch()], **data).train()
+    assert modes == [(True, True), (False, False)] * 2
+
+
+@pytest.mark.multi_gpu
+def test_on_gpus_the_model_is_neither_moved_nor_copied(tmp_path: Path) -> None:
+    """Trainer would move it to the first one, and then copy it to all."""
+    plain = transformers.Trainer(build(), arguments(tmp_path), train_dataset=rows(24))
+    plain.train()
+    devices = ["cuda:0", "cuda:1"]
+    with pipert.pipeline(build(), CUTS, devices=devices, chunks=4) as pipe:
+        args = arguments(tmp_path, use_cpu=False, dataloader_pin_memory=False)
+        piped = PipeTrainer(pipe, args, train_dataset=rows(24), eval_dataset=rows(7))
+        assert args.train_batch_size == args.per_device_train_batch_size
+        piped.train()
+        piped.evaluate()
+        assert {str(weight.device) for weight in pipe.parameters()} == set(devices)
+    assert_same(piped, plain)
+
+
+def test_adapters_are_saved_resumed_and_loaded_into_the_plain_model(tmp_path: Path) -> None:
+    """Four steps in one go equal two, a new process's model, and two more."""
+
+    def adapted() -> Any:
+        return peft.get_peft_model(build(), peft.LoraConfig(r=2, target_modules=r".*_proj"))
+
+    def train(steps: int, resume: str | None) -> Any:
+        with pipe_of(adapted(), ["base_model.model.model.layers.1"]) as pipe:
+            args = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=2)
+            trainer = PipeTrainer(pipe, args, train_dataset=rows(24))
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer.model
+
+    at_once = train(4, None)
+    train(2, None)
+    resumed = train(4, str(tmp_path / "checkpoint-2"))
+    torch.testing.assert_close(resumed.state_dict(), at_once.state_dict())
+    saved = peft.PeftModel.from_pretrained(build(), tmp_path / "checkpoint-4")
+    torch.testing.assert_close(saved.state_dict(), at_once.state_dict())
+    assert any(name.endswith("lora_B.default.weight") and value.any()
+               for name, value in saved.state_dict().items())  # fmt: skip
+
+
+def test_the_whole_model_is_saved_and_resumed(tmp_path: Path) -> None:
+    more: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    piped, _ = both(tmp_path / "at once", **more)
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path / "again", **more)
+        again = PipeTrainer(pipe, args, train_dataset=rows(24))
+        again.train(resume_from_checkpoint=str(tmp_path / "at once" / "checkpoint-2"))
+    torch.testing.assert_close(again.model.state_dict(), piped.model.state_dict())
+
+
+def test_autocast_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
+    piped, plain = both(tmp_path, lambda: build().float(), bf16=True)
+    assert losses_of(piped) == pytest.approx(losses_of(plain), rel=1e-2)
+    assert piped.model.lm_head.weight.dtype == torch.float32
+
+
+def test_activations_may_be_recomputed_by_the_library(tmp_path: Path) -> None:
+    assert_same(*both(tmp_path, gradient_checkpointing=True))
+
+
+def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
+    data = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows(7)]
+    plain = transformers.Trainer(build(), arguments(tmp_path)).predict(data)
+    with pipe_of(build()) as pipe:
+        piped = PipeTrainer(pipe, arguments(tmp_path)).predict(data)
+    assert piped.predictions.shape == (7, 12, 32)
+    assert (piped.predictions == plain.predictions).all()
+
+
+def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"must be a pipe, got LlamaForCausalLM; make one by"):
+        PipeTrainer(build(), arguments(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("label_smoothing_factor", 0.1, "pass compute_loss_func"),
+        ("bf16_full_eval", True, "of a model in that precision"),
+        ("torch_compile", True, "compile layers"),
+    ],
+)
+def test_what_a_pipe_cannot_do_is_refused(
+    tmp_path: Path, name: str, value: object, remedy: str
+) -> None:
+    with pipe_of(build()) as pipe, pytest.raises(ValueError, match=f"{name} must not .*{remedy}"):
+        PipeTrainer(pipe, arguments(tmp_path, **{name: value}))
+
+
+def test_an_optimizer_that_steps_in_the_backward_is_refused(tmp_path: Path) -> None:
+    with pipe_of(build()) as pipe, pytest.raises(ValueError, match="optim='adalomo' takes its"):
+        PipeTrainer(pipe, arguments(tmp_path, optim="adalomo"))
+
+
+def test_labels_that_a_function_needs_must_be_there(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows(6)]
+    with pipe_of(build()) as pipe:
+        args = arguments(tmp_path)
+        trainer = PipeTrainer(pipe, args, train_dataset=data, compute_loss_func=lambda *_: None)
+        with pytest.raises(ValueError, match=r"needs a tensor 'labels'.*only \['input_ids'\]"):
+            trainer.train()
+
+
+def test_a_model_without_a_loss_is_refused(tmp_path: Path) -> None:
+    data = [{"input_ids": row["input_ids"]} for row in rows(6)]
+    with pipe_of(build()) as pipe:
+        trainer = PipeTrainer(pipe, arguments(tmp_path), train_dataset=data)
+        with pytest.raises(ValueError, match=r"has returned no loss; give rows with 'labels'"):
+            trainer.train()
