@@ -476,6 +476,7 @@ def test_a_compiled_norm_is_deferred() -> None:
     same(statistics(module), statistics(plain))
 
 
+@pytest.mark.layered  # a layer of the model's own is replaced
 def test_a_sync_batchnorm_in_place_of_a_layer_is_refused() -> None:
     with deferred(nn.Sequential(nn.BatchNorm1d(3), nn.Identity())) as pipe:
         with pytest.raises(TypeError, match="SyncBatchNorm"):
@@ -578,6 +579,7 @@ def test_a_scripted_batchnorm_cannot_be_deferred() -> None:
         wrap(module, deferred_batch_norm=True)
 
 
+@pytest.mark.layered  # a layer of the model's own is replaced
 def test_a_norm_that_would_be_shared_by_partitions_cannot_replace_a_layer() -> None:
     module = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(), nn.ReLU()).double()
     with deferred(module) as pipe:

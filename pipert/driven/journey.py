@@ -24,6 +24,7 @@ from pipert.driven.recorded import Seen
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.random_numbers import RunSeed, Stream
@@ -89,7 +90,10 @@ class Journey:
         """What is on from the beginning of a passage to its end."""
         notes = _NOTHING if self.stats is None else self.stats.collecting()
         try:
-            with DRAWING.included(), notes:  # the model's own code may draw
+            # The model's own code may draw. Inside of a layer that another pipe recomputes, buffers
+            # stay as they are.
+            keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
+            with DRAWING.included(), keeping, notes:
                 yield
         finally:
             stash(None)  # torch would drop it when the thread ends, maybe after the interpreter

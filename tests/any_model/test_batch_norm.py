@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import HOWS, How, step
 
@@ -42,3 +44,18 @@ def test_statistics_are_updated_once_and_are_those_of_the_batch(how: How) -> Non
         torch.testing.assert_close(found[name], expected[name])
     # Behind it values are normalised by micro-batches, so others are not those of the batch.
     assert bool(found["late.running_mean"].any())
+
+
+def test_a_model_in_a_layer_that_another_pipe_recomputes_updates_nothing_again() -> None:
+    model = Normalising()
+    options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "deferred_batch_norm": False}
+    inner = pipert.pipeline(model, ["last"], **options)
+    layers = nn.Sequential(nn.Sequential(inner, nn.Tanh()), nn.Identity())
+    outer = pipert.Pipe(layers, [1, 1], checkpoint="always", **options)
+    with inner, outer:
+        loss = outer(torch.rand(8, 4)).sum()
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        loss.backward()
+    assert int(before["early.num_batches_tracked"]) == 4
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name

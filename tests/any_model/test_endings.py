@@ -1,0 +1,248 @@
+"""How a driven model ends: errors, time limits, closing, threads that are hit from outside.
+
+What holds for all pipes is seen by running their tests with ``--driven``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert
+from pipert.driven.drivers import Driver
+from pipert.errors import PipelineTimeout, WorkerBusyError
+from pipert.layers.dispatch_keys import stashed
+from pipert.pipeline import ModulePipe
+from tests.activations import until
+from tests.conftest import wait_until_gone
+
+
+def nothing(x: Tensor) -> None:
+    """Does nothing."""
+
+
+class Model(nn.Module):
+    """Two layers; what the code between them does, and the second one, is up to the test."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), Second()
+        self.glue: Callable[[Tensor], Any] = nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.glue(x)
+        y: Tensor = self.second(x)
+        return y
+
+
+class Second(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.act: Callable[[Tensor], Any] = nothing
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(x)
+        return super().forward(x)
+
+
+def pipe_of(model: nn.Module, **options: Any) -> ModulePipe:
+    return pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=3, **options)
+
+
+X = torch.ones(6, 3)
+
+
+def total(y: Tensor, target: Any) -> Tensor:
+    return y.sum()
+
+
+def is_right(pipe: Any, model: Model) -> bool:
+    return torch.allclose(pipe(X), model(X))
+
+
+def drivers() -> set[Driver]:
+    return {thread for thread in threading.enumerate() if isinstance(thread, Driver)}
+
+
+def fail(x: Any) -> Any:
+    raise ArithmeticError("on purpose")
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("where", ["glue", "layer", "loss"])
+@pytest.mark.parametrize("way", ["call", "step"])
+def test_an_error_is_raised_with_its_place_and_leaves_no_tensor(where: str, way: str) -> None:
+    if (where, way) == ("loss", "call"):
+        pytest.skip("a call has none")
+    model = Model()
+    seen: list[weakref.ref[Tensor]] = []
+    model.glue = lambda x: seen.append(weakref.ref(x)) or (where == "glue" and fail(x))
+    model.second.act = lambda x: where == "layer" and fail(x)
+    loss = total if where != "loss" else lambda y, target: fail(y)
+    with pipe_of(model) as pipe:
+        with pytest.raises(ArithmeticError) as caught:
+            if way == "call":
+                pipe(X)
+            else:
+                pipe.forward_backward(X, loss_fn=loss)
+        j = int(where != "glue")
+        assert caught.value.__notes__[0].startswith(f"in forward F[0,{j}]: partition {j} on cpu")
+        del caught
+        assert seen and until(lambda: all(ref() is None for ref in seen))
+        model.glue = model.second.act = nothing
+        assert is_right(pipe, model)
+
+
+def test_a_time_limit_shows_the_drivers_stack_and_the_pipe_is_usable_afterwards() -> None:
+    model, go_on = Model(), threading.Event()
+
+    def hangs_in_glue(x: Tensor) -> None:
+        go_on.wait()
+
+    model.glue = hangs_in_glue
+    with pipe_of(model) as pipe:
+        with pytest.raises(PipelineTimeout, match="in hangs_in_glue"):
+            pipe(X, timeout=0.1)
+        with pytest.raises(WorkerBusyError):
+            pipe(X)
+        go_on.set()
+        assert until(lambda: all(worker.doing is None for worker in pipe.statistics().workers))
+        assert is_right(pipe, model)
+
+
+@pytest.mark.parametrize("where", ["glue", "layer"])
+def test_a_forward_may_close_the_pipe(where: str) -> None:
+    model = Model()
+    pipe = pipe_of(model)
+    if where == "glue":
+        model.glue = lambda x: pipe.close()
+    else:
+        model.second.act = lambda x: pipe.close()
+    with pytest.raises(pipert.PipeClosedError):
+        pipe(X)
+    assert not wait_until_gone({*drivers()})
+
+
+def test_a_pipe_that_is_dropped_ends_its_drivers_without_the_collector(no_gc: None) -> None:
+    model = Model()
+    pipe = pipe_of(model)
+    pipe(X)
+    assert drivers()
+    del pipe
+    assert not wait_until_gone({*drivers()})
+
+
+def test_a_wrong_time_limit_of_close_leaves_all_as_it_is() -> None:
+    model = Model()
+    with pipe_of(model) as pipe:
+        with pytest.raises(ValueError, match="timeout"):
+            pipe.close(timeout=-1.0)
+        assert is_right(pipe, model)
+
+
+@pytest.mark.parametrize("where", ["glue", "layer"])
+def test_what_is_thrown_into_a_driver_is_raised_and_the_next_call_is_right(where: str) -> None:
+    model = Model()
+
+    def hit(x: Tensor) -> None:
+        ident = ctypes.c_ulong(threading.get_ident())
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ArithmeticError))
+
+    if where == "glue":
+        model.glue = hit
+    else:
+        model.second.act = hit
+    with pipe_of(model) as pipe:
+        with pytest.raises(ArithmeticError):
+            pipe(X)
+        model.glue = model.second.act = nothing
+        assert is_right(pipe, model)
+
+
+def test_what_is_thrown_into_a_driver_that_waits_is_raised() -> None:
+    """It comes when the driver takes the next turn, which is returned all the same."""
+    model = Model()
+
+    def hit_the_others(x: Tensor) -> None:
+        for driver in drivers():
+            if driver is not threading.current_thread():
+                ident, error = ctypes.c_ulong(driver.ident or 0), ctypes.py_object(ArithmeticError)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
+
+    with pipe_of(model) as pipe:
+        pipe(X)
+        model.second.act = hit_the_others
+        with pytest.raises((ArithmeticError, pipert.WorkerDiedError)):
+            pipe(X)
+        model.second.act = nothing
+        assert is_right(pipe, model)
+
+
+class Swallows(Model):
+    """Catches whatever a layer raises, and goes on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.glue(x)
+        for _ in range(3):
+            try:
+                x = self.second(x)
+            except BaseException:  # noqa: B036
+                pass
+        return x
+
+
+def test_a_forward_that_swallows_its_unwinding_is_unwound_again() -> None:
+    model = Swallows()
+    calls: list[bool] = []
+    model.glue = lambda x: calls.append(True) or (len(calls) == 3 and fail(x))
+    with pipe_of(model) as pipe:
+        with pytest.raises(ArithmeticError):
+            pipe(X)
+        model.glue = nothing
+        assert is_right(pipe, model)
+
+
+def test_a_driver_at_rest_has_nothing_of_its_passage() -> None:
+    model = Model()
+    seen: list[Any] = []
+    with pipe_of(model) as pipe:
+        pipe.forward_backward(X, loss_fn=total)
+        gc.collect()
+        assert until(lambda: all(driver.passage is None for driver in drivers()))
+        for driver in drivers():
+            driver.in_queue.put(Looks(seen))
+        assert until(lambda: len(seen) == len(drivers()) > 0)
+    assert set(seen) == {(None, True, True)}
+
+
+class Looks:
+    """A task that notes what is on in its thread."""
+
+    what: Any = None
+    layers_took: float | None = None
+
+    def __init__(self, seen: list[Any]) -> None:
+        self._seen = seen
+
+    def receive(self, before_waiting: Callable[[], None]) -> Any:
+        return ()
+
+    def execute(self, received: Any) -> Any:
+        modes: Any = torch.overrides._get_current_function_mode_stack
+        self._seen.append((stashed(), torch.is_grad_enabled(), not modes()))
+
+    def send(self, result: Any) -> None:
+        pass
+
+    def abandon(self, error: BaseException) -> None:
+        pass
