@@ -27,6 +27,7 @@ from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
+from pipert.layers.nested_checkpoint import is_in_checkpoint
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
@@ -117,9 +118,12 @@ class Journey:
             x = crossing.enter_inputs(x)
             with crossing:
                 y = passage.forward(x)
-                if (cut := passage.stage.cut) is not None:
+            y = swapped(y, crossing.bring)
+            if (cut := passage.stage.cut) is not None:
+                # What is compiled would be compiled with what looks at it.
+                with _NOTHING if cut.step.loss.is_compiled else crossing:
                     crossing.finish(cut.compute_loss(passage.i, y))
-            y = () if cut is not None else swapped(y, crossing.bring)
+                y = ()
         self.end(passage, passage.stage)
         if self.step is not None:
             return y
@@ -192,7 +196,9 @@ class Journey:
             number = passage.calls * _CALLS + stage.place.number(passage.i)
             around = partial(_drawing, self.run.seed, number)
         tape = passage.tape
-        if tape is not None and not layer.is_in_place and torch.is_grad_enabled():
+        if tape is not None and torch.is_grad_enabled() and not (
+            layer.is_in_place or is_in_checkpoint()  # which keeps what the layer needs
+        ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             return tape.call(layer.name, call, around, args, kwargs)

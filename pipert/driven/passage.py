@@ -216,6 +216,8 @@ class Passage:
         except BaseException as error:
             if self._stage is not None:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
+            if type(error).__module__.startswith("torch._dynamo"):
+                add_note(error, lambda: _COMPILED)
             raise
 
     def forward(self, x: Value) -> Value:
@@ -284,3 +286,10 @@ class Passage:
 
     def __repr__(self) -> str:
         return f"<Passage of micro-batch {self.i}, at partition {self.j}>"
+
+
+_COMPILED = (
+    "torch.compile cannot compile what a step of a pipe looks at: the functions that the model's own "
+    "code calls between its layers. Make what is compiled a module and a layer, whose call is looked "
+    "at as a whole, or leave it uncompiled"
+)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
+from typing import Any
 
+import torch
 import torch.utils.checkpoint
 
 from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
 
+_CHECKPOINT = torch.utils.checkpoint.__name__
 _CHECKPOINTS = {
     torch.utils.checkpoint.__file__,
     # Where compiled layers save and restore the default generator around what they recompute.
@@ -18,6 +21,12 @@ _CHECKPOINTS = {
 }
 # Calls the layers. What is further out is no layer's: a pipe may be inside of a checkpoint.
 _CALL = os.path.join(os.path.dirname(__file__), "call.py")
+
+
+def is_in_checkpoint() -> bool:
+    """Whether ``torch.utils.checkpoint`` keeps what operations save here, to compute it again."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
 
 
 def refuse_reentrant_checkpoint(error: RuntimeError) -> None:

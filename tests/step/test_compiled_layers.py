@@ -57,7 +57,6 @@ def test_a_step_of_compiled_layers_is_that_of_the_plain_module(backend: str, way
     same(x.grad, own.grad)
 
 
-@pytest.mark.layered  # a loss is looked at as the model's own code is
 def test_the_loss_may_be_compiled() -> None:
     module, x, way = nn.Sequential(*[Block() for _ in range(4)]), batch(7), Way("1f1b", "never")
     plain = copy.deepcopy(module)
