@@ -289,7 +289,7 @@ class Passage:
 
 
 _COMPILED = (
-    "torch.compile cannot compile what a step of a pipe looks at: the functions that the model's own "
-    "code calls between its layers. Make what is compiled a module and a layer, whose call is looked "
-    "at as a whole, or leave it uncompiled"
+    "torch.compile cannot compile what a step of a pipe looks at: functions that the model's own "
+    "code calls between its layers. Make what is compiled a module, whose call is looked at as a "
+    "whole, or leave it uncompiled"
 )
