@@ -163,8 +163,9 @@ class ModulePipe(Pipelined):
     def __repr__(self) -> str:
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
         for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
-            first, *_, last = [*partition._modules] * 2
-            lines.append(f"  partition {j} on {device}: {first} to {last}")
+            first, *_, last = [*(partition._modules or ["nothing"])] * 2
+            what = f"{first} to {last}" if first else "the whole model"
+            lines.append(f"  partition {j} on {device}: {what}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
 
 

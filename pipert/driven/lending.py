@@ -26,14 +26,15 @@ class Lending:
     Args:
         module: the model.
         is_step: whether hooks are to see whole gradients.
+        moves: whether there are several devices.
     """
 
-    def __init__(self, module: nn.Module, is_step: bool) -> None:
+    def __init__(self, module: nn.Module, is_step: bool, moves: bool) -> None:
         self._is_step = is_step
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._layers: dict[tuple[Any, ...], Substitute | None] = {}
         weights = list(module.parameters())
-        self.is_needed = len({weight.device for weight in weights}) > 1 or (
+        self.is_needed = moves or (
             is_step and any(weight._backward_hooks for weight in weights)
         )
         """Whether there are any such parameters, as far as is known in the caller."""

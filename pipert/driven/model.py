@@ -15,6 +15,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
+from pipert.stage.in_graph import InGraph
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -49,7 +50,9 @@ class DrivenModel:
         stages = assemble(run, self._model, inputs, step, None, actions(journey))
         for stage in stages:
             stage.borrowed = ()  # the journey lends what is used, wherever that is
-            stage.ends.copies.come_in = True
+            stage.ends.copies.come_in |= len(set(run.devices)) > 1
+            if isinstance(stage.ends, InGraph):  # no token is joined, so turns are all the order
+                stage.ends.in_turn = stage.ends.forks_last = True
         journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.over
         return stages

@@ -35,7 +35,7 @@ class Moves:
     def __init__(self, i: int, run: Run, lending: Lending) -> None:
         self._i = i
         self._run = run
-        self._devices = list(run.devices)
+        self._devices = list(dict.fromkeys(run.devices))
         self._lending = lending
         self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._stage: Stage
@@ -47,7 +47,8 @@ class Moves:
     def end(self) -> None:
         """It ends."""
         self._moved.clear()
-        self._stage.ends.copies.let_others_copy(self._i)
+        if len(self._devices) > 1:
+            self._stage.ends.copies.let_others_copy(self._i)
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether it is on the device of another partition."""
@@ -83,11 +84,12 @@ class Moves:
         if self._stage.cut is not None:
             tensor = tensor.detach()
         elif torch.is_grad_enabled() and tensor.requires_grad:
-            _, tensor = order.fork(self._i, None, tensor)
             copying = self._run.streams.get(tensor.device, self._i)
             compute = streams.compute_stream(tensor.device)
             (tensor,) = transfer.wait_back((tensor,), copying, compute)
-        origin = self._devices.index(tensor.device)
+            # Behind it in the backward: nothing shall wait for a gradient before its turn.
+            _, tensor = order.fork(self._i, None, tensor)
+        origin = self._run.devices.index(tensor.device)
         (moved,) = self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))
         found: Tensor = moved
         return found

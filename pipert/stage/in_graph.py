@@ -56,9 +56,9 @@ class InGraph:
     _hooks: Hooks
     """The caller's saved-tensor hooks."""
     copies: Copies
-    _in_turn: bool
+    in_turn: bool
     """Whether tasks go backward in turn: one thread does so through all partitions."""
-    _forks_last: bool
+    forks_last: bool
     """Whether the last micro-batch is forked, too, to wait for its turn."""
     _token: Tensor | None = None
     _checkpoint: Checkpoint | None = None
@@ -95,8 +95,8 @@ class InGraph:
             return y
         if checkpoint is not None:
             ys = recompute_before(ys, checkpoint)
-        if i != self._last or self._token is not None or self._forks_last:
-            token, *ys = order.fork(i if self._in_turn else None, self._token, *ys)
+        if i != self._last or self._token is not None or self.forks_last:
+            token, *ys = order.fork(i if self.in_turn else None, self._token, *ys)
             self._token = token if i != self._last else None
         return rebuild(ys)
 

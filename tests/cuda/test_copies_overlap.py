@@ -141,6 +141,7 @@ def of(timeline: Timeline, *kinds: str) -> list[Event]:
     return [event for event in timeline.events if event.kind in kinds]
 
 
+@pytest.mark.layered  # a driven F waits for its copies inside
 @ways
 def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
     with pipe.record() as timeline:
@@ -152,6 +153,7 @@ def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: 
     }
 
 
+@pytest.mark.layered  # as above
 @ways
 def test_a_recorded_copy_begins_when_what_it_copies_has_been_computed(
     pipe: Pipe, train: Train
@@ -174,6 +176,7 @@ WAITS_BACK: dict[Train, tuple[float, float]] = {
 }
 
 
+@pytest.mark.layered  # as above
 @ways
 def test_waits_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
     with pipe.record() as timeline:

@@ -174,14 +174,17 @@ def threads_of(devices: list[str]) -> set[str]:
     return names
 
 
+@pytest.mark.layered  # names of threads
 def test_one_gpu_has_one_worker_however_many_partitions_it_holds() -> None:
     assert threads_of(["cuda:0", "cuda:0", "cuda:0"]) == {"pipert-cuda:0-0"}
 
 
+@pytest.mark.layered  # names of threads
 def test_one_gpu_has_one_worker_when_the_cpu_comes_in_between() -> None:
     assert threads_of(["cuda:0", "cpu", "cuda:0"]) == {"pipert-cuda:0-0", "pipert-cpu-1"}
 
 
+@pytest.mark.layered  # names of threads
 @pytest.mark.multi_gpu
 def test_each_gpu_has_a_worker() -> None:
     assert threads_of(["cuda:0", "cuda:1"]) == {"pipert-cuda:0-0", "pipert-cuda:1-1"}
@@ -542,6 +545,7 @@ def test_after_an_out_of_memory_error_no_activation_is_left() -> None:
     assert levels[2] <= levels[0]
 
 
+@pytest.mark.layered  # a model without cuts is one layer
 def test_a_note_names_the_gpu() -> None:
     def fail(x: Tensor) -> None:
         raise ValueError
