@@ -50,8 +50,8 @@ def has_rows(value: Any) -> bool:
 
 def registered(leaf: Any) -> str:
     """What to do with an object, so that its tensors are found."""
-    if any(kind.__name__ == "Cache" for kind in type(leaf).__mro__):  # of keys and values
-        return "leave it out (a model of transformers takes use_cache=False)"
+    if type(leaf).__module__.startswith("transformers.cache"):
+        return "leave it out, by use_cache=False"
     if dataclasses.is_dataclass(leaf):
         return "register its class with torch.export.register_dataclass"
     return "register its class as a pytree with torch.utils._pytree.register_pytree_node"
