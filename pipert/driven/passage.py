@@ -33,6 +33,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -48,7 +49,7 @@ from pipert.driven.crossing import Crossing
 from pipert.driven.layers import Layer, Layers
 from pipert.driven.recorded import Seen
 from pipert.driven.tape import Tape
-from pipert.errors import PipeClosedError, WorkerDiedError, add_note
+from pipert.errors import PipeClosedError, PipertError, WorkerDiedError, add_note
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
 from pipert.queues.once import Once
@@ -102,6 +103,7 @@ class Passage:
         self.what = journey.run.number, None
         self.layers_took: float | None = None
         self.i = i
+        self._pid = os.getpid()
         self.j = 0
         """The partition that it is in, or waits for; *n* when it has ended."""
         self.driver: WorkerThread | None = None
@@ -254,6 +256,8 @@ class Passage:
 
     def _hand_over(self, j: int) -> None:
         """Return the turn, and wait for that of partition ``j``."""
+        if os.getpid() != self._pid:  # P5: nobody lends one there
+            raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         self._journey.end(self, self.stage)
         self.j, self._stage = j, None
         self._returns.put(((), None))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert.driven.drivers import Driver
-from pipert.errors import PipelineTimeout, WorkerBusyError
+from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
 from pipert.layers.dispatch_keys import stashed
 from pipert.pipeline import ModulePipe
 from tests.activations import until
@@ -246,3 +247,33 @@ class Looks:
 
     def abandon(self, error: BaseException) -> None:
         pass
+
+
+class Forking(nn.Module):
+    """Its own code forks a child, which tries to go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.statuses: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        child = os.fork()
+        if child == 0:
+            try:
+                self.b(y)
+            except PipertError:
+                os._exit(3)
+            os._exit(4)
+        self.statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        found: Tensor = self.b(y)
+        return found
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_child_that_is_forked_in_a_forward_does_not_wait_for_turns() -> None:
+    model = Forking()
+    with pipert.pipeline(model, ["b"], devices=["cpu", "cpu"], chunks=2) as pipe:
+        pipe(torch.ones(2, 3)).sum().backward()
+    assert model.statuses == [3, 3]
