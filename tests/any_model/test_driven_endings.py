@@ -171,16 +171,23 @@ def test_what_is_thrown_into_a_driver_is_raised_and_the_next_call_is_right(where
 
 def test_what_is_thrown_into_a_driver_that_waits_is_raised() -> None:
     """It comes when the driver takes the next turn, which is returned all the same."""
-    model = Model()
+    model, passed, due = Model(), threading.Semaphore(0), [True]
 
     def hit_the_others(x: Tensor) -> None:
+        if not due:
+            return
+        due.clear()
+        for _ in range(2):
+            assert passed.acquire(timeout=10)  # both are in the middle of their forward
         for driver in drivers():
             if driver is not threading.current_thread():
                 ident, error = ctypes.c_ulong(driver.ident or 0), ctypes.py_object(ArithmeticError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
     with pipe_of(model) as pipe:
+        pipe.chunks = 2  # no driver is at rest: that would die with the next task
         pipe(X)
+        model.glue = lambda x: passed.release()
         model.second.act = hit_the_others
         with pytest.raises((ArithmeticError, pipert.WorkerDiedError)):
             pipe(X)
