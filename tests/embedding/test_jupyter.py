@@ -93,7 +93,10 @@ class Notebook:
         return self._read(self._client.execute(cell), None)
 
     def interrupt(self, cell: str, after: str) -> str:
-        """Interrupt a cell once it has printed something; return the name of its error."""
+        """Interrupt a cell once it has printed something; return the name of its error.
+
+        It is ``none`` where the kernel was interrupted while it was about to tell it.
+        """
         try:
             self._read(self._client.execute(cell), after)
         except CellError as error:
@@ -150,7 +153,7 @@ def test_a_cell_that_was_interrupted_may_be_run_again(
     is_right, train = IS_RIGHT.format(how=how), TRAIN.format(how=how)
     assert notebook.run(is_right) == "right\n"
     for _ in range(3):
-        assert notebook.interrupt(train, "training") == "KeyboardInterrupt"
+        assert notebook.interrupt(train, "training") in ("KeyboardInterrupt", "none")
         assert notebook.run(is_right) == "right\n"
     assert int(notebook.run("print(count())")) <= AT_MOST[kind]
     notebook.run("pipe.close()")
@@ -167,7 +170,7 @@ def test_a_cell_that_makes_a_pipe_anew_leaves_no_more_than_one_behind(
     notebook.run(MAKE[kind] + "step(pipe)")
     assert int(notebook.run("print(count())")) > before
     for _ in range(4):
-        assert notebook.interrupt(cell, "training") == "KeyboardInterrupt"
+        assert notebook.interrupt(cell, "training") in ("KeyboardInterrupt", "none")
     left = int(notebook.run("import gc; gc.collect(); print(count())"))
     assert left - before <= 2 * AT_MOST[kind]
     notebook.run("pipe.close()")
