@@ -134,15 +134,17 @@ class Crossing(TorchFunctionMode):
         if self._lends is not None and isinstance(tensor, nn.Parameter):
             return self._lends(tensor)
         node = tensor.grad_fn
-        if node is None or not self._cuts:
+        if not self._cuts:
             return self._here(tensor)
+        if node is None:
+            return self._with_its_graph(tensor)
         number = node._sequence_nr()
         if number >= self._start:
             if self._cuts and tensor._is_view():
                 refuse_old_base(tensor, range(self._starts[0], self._start))
-            return self._here(tensor)
+            return self._with_its_graph(tensor)
         if number < self._starts[0]:
-            return self._here(tensor)  # the caller's
+            return self._with_its_graph(tensor)  # the caller's
         key = node, tensor.output_nr
         entered = self._stand_ins.find(key)
         if entered is not None:
@@ -167,6 +169,13 @@ class Crossing(TorchFunctionMode):
         """A tensor on the device of the partition; in a step without its graph if it was moved."""
         moves = self._moves
         return tensor if moves is None or not moves.is_elsewhere(tensor) else moves.bring(tensor)
+
+    def _with_its_graph(self, tensor: Tensor) -> Tensor:
+        """The same of one that no partition of this micro-batch has made, or this one."""
+        moves = self._moves
+        if moves is None or not tensor.requires_grad or not moves.is_elsewhere(tensor):
+            return self._here(tensor)
+        return moves.bring_in_graph(tensor)
 
     @contextlib.contextmanager
     def outside_of_glue(self) -> Iterator[None]:

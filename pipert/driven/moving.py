@@ -73,6 +73,10 @@ class Moves:
         self._moved[id(tensor)] = tensor, version(tensor), moved
         return moved
 
+    def bring_in_graph(self, tensor: Tensor) -> Tensor:
+        """Bring one here whose graph is no partition's before this one, as autograd does."""
+        return tensor.to(self._stage.place.device)
+
     def settle(self, value: Value) -> None:
         """Let others copy what was made on another device in this partition, as factories do."""
         for tensor in tensors_of(value)[0]:

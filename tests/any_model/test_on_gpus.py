@@ -168,3 +168,44 @@ def test_what_is_made_on_another_device_is_brought_along() -> None:
         loss = pipe.forward_backward(x, loss_fn=lambda output, _: output.mean())
     assert output.isfinite().all()
     torch.testing.assert_close(loss.cpu(), output.mean())
+
+
+class Warm(nn.Module):
+    """Glue of the last partition uses what its owner has computed, and a leaf of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.warmth: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.first(x))
+        for tensor in self.warmth:
+            y = y * tensor
+        return y
+
+
+@each_how
+def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> None:
+    torch.manual_seed(0)
+    model, (x, target) = Warm().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    leaves = torch.rand(2, 8, dtype=torch.float64)
+    found = []
+    for device in ("cpu", "cuda:0"):
+        own = copy.deepcopy(model)
+        leaf, other = [row.to(device).requires_grad_() for row in leaves.clone()]
+        own.warmth = [leaf * 2, other]
+        if device == "cpu":
+            nn.functional.mse_loss(own(x), target).backward()
+        else:
+            options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": CHUNKS}
+            with pipert.pipeline(own, ["last"], checkpoint=how.checkpoint, **options) as pipe:
+                if how.schedule:
+                    loss_fn = nn.functional.mse_loss
+                    pipe.forward_backward(x, target=target, loss_fn=loss_fn)
+                else:
+                    y = pipe(x)
+                    nn.functional.mse_loss(y, target.to(y.device)).backward()
+        found.append([t.grad.cpu() for t in (leaf, other, *own.parameters()) if t.grad is not None])
+    assert len(found[0]) == 6
+    torch.testing.assert_close(*found)
