@@ -168,7 +168,10 @@ class Crossing(TorchFunctionMode):
     def _here(self, tensor: Tensor) -> Tensor:
         """A tensor on the device of the partition; in a step without its graph if it was moved."""
         moves = self._moves
-        return tensor if moves is None or not moves.is_elsewhere(tensor) else moves.bring(tensor)
+        if moves is None:
+            return tensor
+        tensor = moves.current(tensor)
+        return moves.bring(tensor) if moves.is_elsewhere(tensor) else tensor
 
     def _with_its_graph(self, tensor: Tensor) -> Tensor:
         """The same of one that no partition of this micro-batch has made, or this one."""

@@ -38,6 +38,8 @@ class Moves:
         self._devices = list(dict.fromkeys(run.devices))
         self._lending = lending
         self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._versions: dict[int, int] = {}  # of the copies, when they were made
+        self._changed: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage: Stage
 
     def begin(self, stage: Stage) -> None:
@@ -45,10 +47,19 @@ class Moves:
         self._stage = stage
 
     def end(self) -> None:
-        """It ends."""
+        """It ends. A copy that was changed in place stands for its tensor from now on."""
+        for key, (tensor, _, moved) in self._moved.items():
+            if version(moved) != self._versions.pop(key):
+                self._changed[key] = tensor, moved
         self._moved.clear()
         if len(self._devices) > 1:
             self._stage.ends.copies.let_others_copy(self._i)
+
+    def current(self, tensor: Tensor) -> Tensor:
+        """What an earlier partition has made of a tensor, by changing its copy in place."""
+        while (changed := self._changed.get(id(tensor))) is not None:
+            tensor = changed[1]
+        return tensor
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether it is on the device of another partition."""
@@ -71,6 +82,7 @@ class Moves:
             return known[2]
         moved = self._copy(tensor)
         self._moved[id(tensor)] = tensor, version(tensor), moved
+        self._versions[id(tensor)] = version(moved)
         return moved
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:

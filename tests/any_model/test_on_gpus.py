@@ -209,3 +209,42 @@ def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> N
         found.append([t.grad.cpu() for t in (leaf, other, *own.parameters()) if t.grad is not None])
     assert len(found[0]) == 6
     torch.testing.assert_close(*found)
+
+
+class Changing(nn.Module):
+    """Glue of the second partition changes a tensor of the first, and the third one uses it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        mask = torch.zeros_like(x)
+        z = self.second(y * 1)
+        y.add_(z)
+        mask.add_(1.0)
+        found: Tensor = self.last(z) + y * mask
+        return found
+
+
+@each_how
+@pytest.mark.parametrize("third", ["cuda:0", "cuda:1", "cuda:2"])
+def test_a_change_in_place_of_what_was_moved_is_seen_later(how: How, third: str) -> None:
+    if int(third[-1]) >= torch.cuda.device_count():
+        pytest.skip("needs another device")
+    torch.manual_seed(0)
+    model, (x, target) = Changing().double(), torch.randn(2, 6, 8, dtype=torch.float64)
+    plain, loss_fn = copy.deepcopy(model), nn.functional.mse_loss
+    loss_fn(plain(x), target).backward()
+    options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", third], "chunks": CHUNKS}
+    cuts = ["second", "last"]
+    with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
+        if how.schedule:
+            pipe.forward_backward(x, target=target, loss_fn=loss_fn)
+        else:
+            y = pipe(x)
+            loss_fn(y, target.to(y.device)).backward()
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert own.grad is not None and other.grad is not None
+        torch.testing.assert_close(own.grad.cpu(), other.grad)
