@@ -17,6 +17,10 @@ from tests.any_model.test_families import each_how
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
 
+def go_back(loss: Any) -> None:  # torch does not type it
+    loss.backward()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +70,7 @@ def take_step(
             return loss
         output = pipe(x)
         loss = loss_of(output, target.to(output["logits"].device))
-        loss.backward()  # type: ignore[no-untyped-call]
+        go_back(loss)
     return loss
 
 
@@ -92,7 +96,7 @@ def test_parameters_and_values_of_another_partition_are_brought_along(
         )
     plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = loss_of(plain(x), target)
-    expected.backward()  # type: ignore[no-untyped-call]
+    go_back(expected)
     seen.clear()
     loss = take_step(model, how, x, target)
     torch.testing.assert_close(loss.detach().cpu(), expected.detach())
@@ -122,7 +126,7 @@ def test_arguments_and_the_caller_s_streams_may_be_anywhere(how: How) -> None:
     torch.manual_seed(0)
     model = Tied().double()
     plain, (x, target) = copy.deepcopy(model), torch.randn(2, 6, 8, dtype=torch.float64)
-    loss_of(plain(x), target).backward()  # type: ignore[no-untyped-call]
+    go_back(loss_of(plain(x), target))
     streams = [torch.cuda.Stream(k) for k in range(2)]  # type: ignore[no-untyped-call]
     with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
         x, target = x.to("cuda:1"), target.to("cuda:1")
@@ -196,7 +200,7 @@ def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> N
         leaf, other = [row.to(device).requires_grad_() for row in leaves.clone()]
         own.warmth = [leaf * 2, other]
         if device == "cpu":
-            nn.functional.mse_loss(own(x), target).backward()
+            go_back(nn.functional.mse_loss(own(x), target))
         else:
             options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1"], "chunks": CHUNKS}
             with pipert.pipeline(own, ["last"], checkpoint=how.checkpoint, **options) as pipe:
@@ -205,7 +209,7 @@ def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> N
                     pipe.forward_backward(x, target=target, loss_fn=loss_fn)
                 else:
                     y = pipe(x)
-                    nn.functional.mse_loss(y, target.to(y.device)).backward()
+                    go_back(nn.functional.mse_loss(y, target.to(y.device)))
         found.append([t.grad.cpu() for t in (leaf, other, *own.parameters()) if t.grad is not None])
     assert len(found[0]) == 6
     torch.testing.assert_close(*found)
@@ -236,7 +240,7 @@ def test_a_change_in_place_of_what_was_moved_is_seen_later(how: How, third: str)
     torch.manual_seed(0)
     model, (x, target) = Changing().double(), torch.randn(2, 6, 8, dtype=torch.float64)
     plain, loss_fn = copy.deepcopy(model), nn.functional.mse_loss
-    loss_fn(plain(x), target).backward()
+    go_back(loss_fn(plain(x), target))
     options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", third], "chunks": CHUNKS}
     cuts = ["second", "last"]
     with pipert.pipeline(model, cuts, checkpoint=how.checkpoint, **options) as pipe:
@@ -244,7 +248,7 @@ def test_a_change_in_place_of_what_was_moved_is_seen_later(how: How, third: str)
             pipe.forward_backward(x, target=target, loss_fn=loss_fn)
         else:
             y = pipe(x)
-            loss_fn(y, target.to(y.device)).backward()
+            go_back(loss_fn(y, target.to(y.device)))
     for own, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert own.grad is not None and other.grad is not None
         torch.testing.assert_close(own.grad.cpu(), other.grad)
