@@ -162,7 +162,8 @@ class Journey:
             passage.tape.end()
             passage.tape = None
         if passage.crossing is not None:
-            passage.crossing.end()
+            with passage.crossing.outside_of_glue():
+                passage.crossing.end()
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
