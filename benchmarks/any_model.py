@@ -2,7 +2,7 @@
 
 The layers are the same objects' copies: an embedding, transformer blocks, a head. One model has a
 ``forward`` of its own, whose calls are intercepted; the other is a ``Pipe``. Layers are **tiny** (8
-columns, 4 rows of 4 tokens: what a pipe does for each layer is all there is) or **real** (some
+columns, 4 rows of 4 tokens: what a pipe does for each layer is all there is) or **real** (some two
 milliseconds forward). Four micro-batches, two and four partitions on CPU workers, one intra-op
 thread each. *Plain* is the model without a pipe, micro-batch by micro-batch.
 """
@@ -43,7 +43,7 @@ class Size(NamedTuple):
     """Of the time of the ``Sequential``, at most."""
 
 
-SIZES = (Size("tiny", 8, 4, 16, 1.25), Size("real", 256, 64, 32, 1.03))
+SIZES = (Size("tiny", 8, 4, 16, 1.25), Size("real", 128, 32, 32, 1.03))
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import pipert.pipe
+import pipert.pipes.pipelined
 from pipert.autograd import streams as stream
 from pipert.batch.joining import gather
 from pipert.stage.run import Run
@@ -88,7 +89,7 @@ def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
 
 def test_a_wrong_value_is_found_and_the_case_made_small() -> None:
     right = gather
-    with seeded_fault(pipert.pipe, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
+    with seeded_fault(pipert.pipes.pipelined, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
         case, kind = found()
         assert kind == "differs"
         small = shrink(case, kind, seconds=20, tries=1)
