@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import pipert.pipe
-import pipert.pipes.pipelined
+import pipert.pipes.pipelined as pipelined
 from pipert.autograd import streams as stream
 from pipert.batch.joining import gather
 from pipert.stage.run import Run
@@ -89,7 +88,7 @@ def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
 
 def test_a_wrong_value_is_found_and_the_case_made_small() -> None:
     right = gather
-    with seeded_fault(pipert.pipes.pipelined, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
+    with seeded_fault(pipelined, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
         case, kind = found()
         assert kind == "differs"
         small = shrink(case, kind, seconds=20, tries=1)
