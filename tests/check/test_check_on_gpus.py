@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipert import pipe, schedules
+from pipert import schedules
 from pipert.__main__ import main
 from pipert._typing import Tensors
 from pipert.autograd import streams as stream
@@ -20,6 +20,7 @@ from pipert.check.finding import BROKEN, HOLDS, NOT_CHECKED, REPORTED, Finding, 
 from pipert.check.load import Load, timed
 from pipert.check.models import small_models
 from pipert.check.ways import Devices, Way
+from pipert.pipes import pipelined
 from pipert.stage import backward, recorded
 from pipert.stage.stage import Stage
 from tests import simulated_gpus
@@ -115,7 +116,7 @@ def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.Mo
 
 @pytest.mark.multi_gpu
 def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "recomputed", lambda mode, m: 0)
+    monkeypatch.setattr(pipelined, "recomputed", lambda mode, m: 0)
     found = found_in_memory()
     assert found["peak memory of 'always'"].outcome == BROKEN
     assert "cuda:0: loss.backward(), checkpoint='always' needs" in (
@@ -126,7 +127,7 @@ def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.multi_gpu
 def test_a_1f1b_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipe, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
+    monkeypatch.setattr(pipelined, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
     found = found_in_memory()
     assert found["peak memory of 1f1b"].outcome == BROKEN
     assert found["peak memory of 'always'"].outcome == HOLDS
