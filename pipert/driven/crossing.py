@@ -261,11 +261,6 @@ class Crossing(TorchFunctionMode):
         """The part in which the node of this number was made."""
         return self.parts[self._order[bisect_right(self._starts, number) - 1]]
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self.parts.clear()
-        self._stand_ins.clear()
-
 
 _KEPT = (
     "the model uses a tensor with a graph that it has kept from another call or micro-batch, which "

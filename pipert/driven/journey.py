@@ -188,7 +188,7 @@ class Journey:
         stage = passage.stage
         passage.calls += 1
         if self._moves:
-            layer = self.layers.at_home(layer, stage)
+            self.layers.settle(layer, stage)
         if self._lending.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             call = self._lending.around(stage, passage.i, [layer.module, *given], call)

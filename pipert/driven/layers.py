@@ -22,9 +22,7 @@ class Layer(NamedTuple):
     name: str
     """As errors call it."""
     partition: int
-    """The one that it is registered in."""
-    home: int
-    """The one whose device its parameters are on."""
+    """The one that it is registered in, whose device it is on until it is called elsewhere."""
     begins: int
     """The partition that its call begins; 0 if it is no cut."""
     is_in_place: bool
@@ -49,7 +47,7 @@ class Layers(dict[nn.Module, Layer]):
         super().__init__(
             {
                 layer: Layer(
-                    layer, describe_layer(name, layer), j, j, begins.get(name, 0), _in_place(layer)
+                    layer, describe_layer(name, layer), j, begins.get(name, 0), _in_place(layer)
                 )
                 for j, partition in enumerate(partitions)
                 for name, layer in partition._modules.items()
@@ -59,20 +57,18 @@ class Layers(dict[nn.Module, Layer]):
         self._called: set[nn.Module] = set()
         self._used: set[int] = set()  # the ids of parameters and buffers of layers that were called
 
-    def at_home(self, layer: Layer, stage: Stage) -> Layer:
-        """The layer, which is about to be called there; moved there if it never was called.
+    def settle(self, layer: Layer, stage: Stage) -> None:
+        """Move a layer to where it is about to be called, if it never was called before.
 
         The first micro-batch is the first to call it, on the worker of that partition.
         """
         if layer.module in self._called:
-            return layer
+            return
         self._called.add(layer.module)
-        if layer.home != stage.place.j:
-            layer = self[layer.module] = layer._replace(home=stage.place.j)
+        if layer.partition != stage.place.j:
             self._move(layer.module, stage.place.device)
         tensors = (*layer.module.parameters(), *layer.module.buffers())
         self._used.update(map(id, tensors))
-        return layer
 
     def _move(self, module: nn.Module, device: torch.device) -> None:
         for part in module.modules():

@@ -106,11 +106,6 @@ class StandIns:
                         "(inplace=False), or let the earlier partition make a clone of one"
                     )
 
-    def clear(self) -> None:
-        """Drop everything."""
-        self._now.clear()
-        self._later.clear()
-
 
 def refuse_old_base(view: Tensor, numbers: range) -> None:
     """Refuse a view whose base has a node with one of these numbers, of earlier partitions.
