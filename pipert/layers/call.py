@@ -132,7 +132,8 @@ class Layers:
             value: the input.
         """
         if checkpointed:
-            self.take_snapshot()
+            if self._snapshot is None:
+                self.take_snapshot()
             _checkpointing.set(True)
         store = None
         if self._skips is not None:
