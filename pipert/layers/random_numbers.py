@@ -148,6 +148,29 @@ class Stream:
         stash(self._before)
 
 
+def next_seed() -> int:
+    """Return the seed that the next run has, without advancing the generator."""
+    with _drawing.current:
+        return RunSeed().get()
+
+
+class GivenSeed(RunSeed):
+    """A seed that was agreed on with other processes; drawing advances the generator all the same.
+
+    Args:
+        number: the seed.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def forget(self) -> None:
+        """Keep the number, which is not this process's to choose."""
+
+
 def _draw(generator: torch.Generator) -> int:
     with plain_operations():
         number = torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator)

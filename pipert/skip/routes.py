@@ -60,3 +60,23 @@ def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
         left = [(key, k) for key in here if source[key] == j for k in sorted(pops[key]) if k != j]
         found.append(PartitionSkips(tuple(away), tuple(left), here))
     return tuple(found)
+
+
+def routes_along(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
+    """Find the skips of each partition where they travel along, from one to the next.
+
+    A skip arrives at each partition behind the one that stashes it, up to the last that pops it,
+    and leaves once. The partitions are named as in :func:`routes`, but those that a skip only
+    passes pop it 0 times.
+    """
+    straight = routes(partitions)
+    first = {key: j for j, skips in enumerate(straight) for key, _ in skips.leaving}
+    last = {key: max(k for other, k in skips.leaving if other == key)
+            for skips in straight for key, _ in skips.leaving}  # fmt: skip
+    found = []
+    for j, skips in enumerate(straight):
+        arriving = tuple([(key, j - 1) for key in first if first[key] < j <= last[key]])
+        leaving = tuple([(key, j + 1) for key in first if first[key] <= j < last[key]])
+        pops = {**dict.fromkeys([key for key, _ in (*arriving, *leaving)], 0), **skips.pops}
+        found.append(PartitionSkips(arriving, leaving, pops))
+    return tuple(found)

@@ -40,6 +40,19 @@ def split_step(
             unknown.
         RuntimeError: gradients are disabled.
     """
+    check_step(function, reduction)
+    named = {**kwargs, _TARGET: target}
+    split, sizes = scatter_with_sizes(args, named, chunks)
+    inputs, targets = [], []
+    for micro_batch in split:
+        own = dict(micro_batch.kwargs)
+        targets.append(own.pop(_TARGET))
+        inputs.append(as_value(micro_batch.args, own))
+    return inputs, loss_of(function, targets, sizes, reduction, scale)
+
+
+def check_step(function: Any, reduction: Any) -> None:
+    """Refuse what no step can begin with; errors as in :func:`split_step`."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if not callable(function):
@@ -49,16 +62,19 @@ def split_step(
             "forward_backward computes gradients, which are disabled here; call it outside of "
             "torch.no_grad() and torch.inference_mode(), or call the pipe for outputs alone"
         )
-    named = {**kwargs, _TARGET: target}
-    split, sizes = scatter_with_sizes(args, named, chunks)
-    inputs, targets = [], []
-    for micro_batch in split:
-        own = dict(micro_batch.kwargs)
-        targets.append(own.pop(_TARGET))
-        inputs.append(as_value(micro_batch.args, own))
+
+
+def loss_of(
+    function: LossFunction,
+    targets: Sequence[Value],
+    sizes: Sequence[int],
+    reduction: str,
+    scale: float | Tensor,
+) -> Loss:
+    """The loss of a mini-batch whose micro-batches have that many rows."""
     rows = sum(sizes)
     shares = [1.0 if reduction == "sum" or not rows else size / rows for size in sizes]
-    return inputs, Loss(function, targets, shares, scale, reduction == "mean", sizes)
+    return Loss(function, targets, shares, scale, reduction == "mean", sizes)
 
 
 _TARGET = "target of forward_backward"  # no keyword that a layer could have

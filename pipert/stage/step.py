@@ -26,6 +26,14 @@ from pipert.stage.loss import Loss
 __all__: list[str] = []
 
 
+def without_grad() -> RuntimeError:
+    """Say that a loss has no gradients."""
+    return RuntimeError(
+        "the loss does not require grad, so there is nothing to go backward through: no parameter "
+        "of the model requires grad, or loss_fn detaches"
+    )
+
+
 @dataclass
 class Step:
     """One step going through. Stages write what they own; the caller reads when all is over."""
@@ -51,10 +59,7 @@ class Step:
                 errors.
         """
         if not self.loss.is_differentiable:
-            raise RuntimeError(
-                "the loss does not require grad, so there is nothing to go backward through: no "
-                "parameter of the model requires grad, or loss_fn detaches"
-            )
+            raise without_grad()
         self._warn_of_some()
         if self.keep_outputs:
             outputs = [self.outputs.pop(i) for i in sorted(self.outputs)]

@@ -1,0 +1,162 @@
+"""What crosses from one partition to the next, as tensors of constant shapes.
+
+torch's stages send tuples of tensors, whose shapes are the same for each micro-batch. A value here
+is any pytree with the skips that travel along, and the rows of micro-batches may differ:
+
+1. Its tensors are sent, those that it has twice once. What is no tensor travels when the ranks meet
+   a new shape, and must not change from then on.
+2. Where a tensor's shape differs between micro-batches it is sent flat, filled up to the size of
+   the largest, and cut off behind the boundary: exact, whatever the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipert._typing import Tensors, Value
+from pipert.batch.tensors import describe, tensors_of
+from pipert.batch.trees import flatten
+
+__all__: list[str] = []
+
+
+class Sample(NamedTuple):
+    """A value at a boundary, as it travels when the ranks meet a new shape."""
+
+    value: Value
+    """Detached, on CPU."""
+    grads: tuple[bool, ...]
+    """Whether each of its tensors requires grad."""
+
+    def on(self, device: torch.device) -> Value:
+        """The value as it arrives: leaves, which require grad where they did."""
+        tensors, rebuild = tensors_of(self.value)
+        arrived = [tensor.to(device) for tensor in tensors]
+        return rebuild(
+            tuple([t.requires_grad_(g) for t, g in zip(arrived, self.grads, strict=True)])
+        )
+
+
+def sample_of(value: Value) -> Sample:
+    """Take a value apart from its graph and its device."""
+    tensors, rebuild = tensors_of(value)
+    apart = tuple([tensor.detach().cpu() for tensor in tensors])
+    return Sample(rebuild(apart), tuple([tensor.requires_grad for tensor in tensors]))
+
+
+class Boundary:
+    """What crosses between partitions ``j - 1`` and ``j`` in a mini-batch of one shape.
+
+    Args:
+        j: the partition that receives.
+        samples: a value of each kind of micro-batch.
+        kinds: of each micro-batch, which of them it is like.
+
+    Raises:
+        TypeError: a value cannot be sent, or those of different kinds have not the same tensors.
+    """
+
+    def __init__(self, j: int, samples: Sequence[Sample], kinds: Sequence[int]) -> None:
+        self._name = f"between partitions {j - 1} and {j}"
+        self._kinds = kinds
+        parts = [tensors_of(sample.value) for sample in samples]
+        self._rebuild = [rebuild for _, rebuild in parts]
+        self._shapes = [[tensor.shape for tensor in tensors] for tensors, _ in parts]
+        self._constants = [_constants(sample.value) for sample in samples]
+        self._dtypes = [tensor.dtype for tensor in parts[0][0]]
+        for (tensors, _), sample in zip(parts, samples, strict=True):
+            for tensor in tensors:
+                if tensor.layout != torch.strided or tensor.is_nested:
+                    raise TypeError(f"{describe(tensor)} {self._name} is not dense: {_REMEDY}")
+            same = [tensor.dtype for tensor in tensors] == self._dtypes
+            if not same or sample.grads != samples[0].grads:
+                raise TypeError(
+                    f"what crosses {self._name} differs between micro-batches: "
+                    f"{describe(samples[0].value)} and {describe(sample.value)}; {_REMEDY}"
+                )
+        self._grads = samples[0].grads
+        self._sent = []
+        for shapes in zip(*self._shapes, strict=True):
+            alike = all(shape == shapes[0] for shape in shapes)
+            self._sent.append(shapes[0] if alike else torch.Size([max(map(prod, shapes))]))
+
+    def as_meta(self) -> Tensors:
+        """The tensors that are sent for each micro-batch, without data."""
+        described = zip(self._sent, self._dtypes, self._grads, strict=True)
+        return tuple(
+            [
+                torch.empty(shape, dtype=_sent_as(dtype), device="meta", requires_grad=grad)
+                for shape, dtype, grad in described
+            ]
+        )
+
+    def pack(self, i: int, value: Value) -> Tensors:
+        """Make a value of micro-batch ``i`` ready to be sent.
+
+        Raises:
+            TypeError: it is not what it was when the ranks met this shape.
+        """
+        kind = self._kinds[i]
+        tensors, _ = tensors_of(value)
+        found = [tensor.shape for tensor in tensors]
+        dtypes = [tensor.dtype for tensor in tensors]
+        if found != self._shapes[kind] or dtypes != self._dtypes:
+            raise TypeError(
+                f"{describe(value)} crosses {self._name}, where a micro-batch of the same shape "
+                f"had other tensors: {_REMEDY}"
+            )
+        if any(t.requires_grad and not g for t, g in zip(tensors, self._grads, strict=True)):
+            raise TypeError(
+                f"{describe(value)} {self._name} requires grad, and did not when a micro-batch of "
+                f"the same shape came first: {_REMEDY}"
+            )
+        if type(value) is not Tensor and _constants(value) != self._constants[kind]:
+            raise TypeError(
+                f"what is no tensor in the value {self._name} has changed: {_constants(value)}, "
+                f"and {self._constants[kind]} when a micro-batch of the same shape came first; "
+                "let it be a tensor, or compute it where it is used"
+            )
+        return tuple([_packed(t, shape) for t, shape in zip(tensors, self._sent, strict=True)])
+
+    def unpack(self, i: int, tensors: Tensors) -> Value:
+        """Return the value that was packed."""
+        kind = self._kinds[i]
+        described = zip(tensors, self._shapes[kind], self._dtypes, strict=True)
+        return self._rebuild[kind](tuple([_unpacked(*one) for one in described]))
+
+    def __repr__(self) -> str:
+        return f"<Boundary {self._name}>"
+
+
+_REMEDY = (
+    "torch's stages send the same dense tensors for each micro-batch of a shape. Choose a balance "
+    "that does not cut here"
+)
+
+
+def _constants(value: Value) -> list[Any]:
+    return [leaf for leaf in flatten(value)[0] if not isinstance(leaf, Tensor)]
+
+
+def _sent_as(dtype: torch.dtype) -> torch.dtype:
+    return torch.uint8 if dtype == torch.bool else dtype  # which no backend takes
+
+
+def _packed(tensor: Tensor, shape: torch.Size) -> Tensor:
+    if tensor.dtype == torch.bool:
+        tensor = tensor.view(torch.uint8)
+    if tensor.shape != shape:
+        tensor = F.pad(tensor.flatten(), (0, shape.numel() - tensor.numel()))
+    return tensor.contiguous()
+
+
+def _unpacked(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if tensor.shape != shape:
+        tensor = tensor[: prod(shape)].view(shape)
+    return tensor.view(torch.bool) if dtype == torch.bool else tensor

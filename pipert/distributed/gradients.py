@@ -1,0 +1,91 @@
+"""Gradients of one mini-batch: put aside what there was, add up what ranks share, arrive.
+
+A parameter that partitions on several ranks share has a copy on each. The copies begin alike and
+get the same gradient, the sum of those of all ranks that have one, so optimizers that are alike
+keep them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+Shared = list[tuple[nn.Parameter, list[int]]]
+
+
+class Tied(NamedTuple):
+    """A parameter that this rank shares with others."""
+
+    parameter: nn.Parameter
+    group: dist.ProcessGroup
+    """Of the ranks that have it."""
+    is_first: bool
+    """Whether this rank is the first of them."""
+
+
+def find_shared(
+    partitions: Sequence[nn.Module], placement: Sequence[int], ranks: Sequence[int]
+) -> Shared:
+    """The parameters that several ranks have, with these ranks, in the same order on all.
+
+    Args:
+        partitions: all of them.
+        placement: the rank of each, counted in the pipeline.
+        ranks: of the pipeline.
+    """
+    homes: dict[nn.Parameter, set[int]] = {}
+    for partition, home in zip(partitions, placement, strict=True):
+        for parameter in partition.parameters():
+            homes.setdefault(parameter, set()).add(ranks[home])
+    return [(parameter, sorted(of)) for parameter, of in homes.items() if len(of) > 1]
+
+
+def tie(shared: Shared) -> list[Tied]:
+    """Make the groups of the shared parameters that this rank has, and their values alike."""
+    me = dist.get_rank()
+    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    tied = []
+    for parameter, ranks in shared:
+        if me in ranks:
+            key = tuple(ranks)
+            if key not in groups:
+                groups[key] = dist.new_group(ranks, use_local_synchronization=True)
+            dist.broadcast(parameter.detach(), ranks[0], group=groups[key])
+            tied.append(Tied(parameter, groups[key], me == ranks[0]))
+    return tied
+
+
+class Gradients:
+    """Those that parameters had before a mini-batch, put aside while it runs."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        """Drop those of the mini-batch."""
+        for parameter, before in self._before:
+            parameter.grad = before
+
+    def add(self, tied: Sequence[Tied], factor: Tensor) -> None:
+        """Add those of the mini-batch, times ``factor``: one number on CPU."""
+        for parameter, group, _ in tied:
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=group)
+        for parameter, before in self._before:
+            new = parameter.grad
+            if new is not None and before is not None:
+                parameter.grad = before.add_(new.mul_(factor))
+            elif new is not None:
+                new.mul_(factor)
+            else:
+                parameter.grad = before

@@ -1,0 +1,322 @@
+"""``pipert.distributed.Pipe``: an ``nn.Sequential`` over several processes, a partition on each.
+
+The engine is torch's: stages, schedules and process groups of ``torch.distributed``. What is here
+tells it what pipert knows of a model, and brings the same values, losses and keys as a
+:class:`pipert.Pipe`.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from pipert._typing import Device, Value
+from pipert.distributed.agreement import Control
+from pipert.distributed.gradients import Shared, find_shared, tie
+from pipert.distributed.runtime import Runtime, Settings, Site, Step
+from pipert.distributed.schedules import check_schedule, ranks_of
+from pipert.distributed.stages import StageModule
+from pipert.layers.batchnorm import check_batch_norm
+from pipert.layers.buffers import KEEPING
+from pipert.layers.generators import DRAWING
+from pipert.layers.place import last_layer
+from pipert.model.settings import check_checkpoint, check_chunks, whole
+from pipert.model.split import check_balance, check_module, require_balance, sequential, split
+from pipert.skip.routes import PartitionSkips, routes_along
+from pipert.skip.verify import verify_skippables
+from pipert.stage.loss import LossFunction
+
+__all__ = ["Pipe"]
+
+Wrap = Callable[[nn.Sequential], nn.Module | None]
+
+
+class _Parts(NamedTuple):
+    """A model that is split, and this rank's partitions on their device."""
+
+    placement: list[int]
+    """The rank of each partition, counted in the pipeline."""
+    modules: dict[int, StageModule]
+    """This rank's, by number."""
+    skips: Sequence[PartitionSkips]
+    before: Sequence[str]
+    """What errors call the layer before each partition."""
+    shared: Shared
+    names: set[str]
+    """Of all layers."""
+    layout: int
+    """Stands for the parameters of the whole model."""
+
+
+class Pipe(nn.Module):
+    """Trains an ``nn.Sequential`` over the ranks of a process group, a partition on each.
+
+    All ranks make it, of the same model and with the same arguments, and call it together. Each
+    keeps its partition, under the plain module's names: ``parameters()`` and ``state_dict()`` are
+    this rank's.
+
+    >>> pipe = pipert.distributed.Pipe(model, balance=[6, 6, 6, 6], chunks=16)  # doctest: +SKIP
+    >>> loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn)  # doctest: +SKIP
+
+    Args:
+        module: the layers, skippable ones included. Only this rank's move to its device, so build
+            the others on CPU, or all on the meta device: this rank's then get memory without
+            values, to load a checkpoint into.
+        balance: the number of layers in each partition, in order; one for each rank, or a multiple
+            with ``'interleaved'``, whose partitions go round the ranks.
+        mesh: the ranks: of one dimension, or of two, the pipeline's and the data-parallel one's.
+            Default: all ranks are one pipeline.
+        device: this rank's. Default: the CUDA device numbered ``LOCAL_RANK`` or as current if the
+            mesh is on CUDA, else ``'cpu'``.
+        chunks: the number of micro-batches, at most; default 1.
+        schedule: ``'1f1b'`` (default), ``'gpipe'``, ``'interleaved'``; or one that torch alone has,
+            by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``, ``'DualPipeV'``.
+        checkpoint: as in :class:`pipert.Pipe`. Default: ``'never'``, but ``'except_last'`` with
+            ``'gpipe'``.
+        deferred_batch_norm: as in :class:`pipert.Pipe`.
+        wrap: called with each partition of this rank, an ``nn.Sequential`` on its device; returns
+            what is run in its place, such as ``DistributedDataParallel`` of it; or ``None`` if it
+            was changed in place, as by ``fully_shard``.
+
+    Raises:
+        ValueError, TypeError: as :class:`pipert.Pipe`; or the ranks were given different arguments,
+            or the schedule does not go with the balance.
+        RankError: another rank has failed.
+    """
+
+    _runtime: Runtime
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+        device: Device | None = None,
+        chunks: int = 1,
+        schedule: str = "1f1b",
+        checkpoint: str | None = None,
+        deferred_batch_norm: bool | None = None,
+        wrap: Wrap | None = None,
+    ) -> None:
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "there is no process group; start with torchrun and call "
+                "torch.distributed.init_process_group() first"
+            )
+        if mesh is None:
+            on = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            mesh = init_device_mesh(on, (dist.get_world_size(),))
+        if mesh.ndim > 2:
+            raise ValueError(
+                f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
+                f" got {mesh}"
+            )
+        replicas = mesh.mesh.reshape(mesh.mesh.size(0), -1).T.tolist()
+        ranks = dist.get_process_group_ranks(mesh.get_group(0))
+        control = Control(mesh.mesh.flatten().tolist())
+        error, parts = None, None
+        try:
+            home = _device_of(mesh, device)
+            self._settings, balance = _settings_of(
+                module, balance, len(ranks), chunks, schedule, checkpoint, deferred_batch_norm
+            )
+            parts = _parts_of(module, balance, self._settings.schedule, ranks, home)
+        except Exception as refused:
+            error = refused
+        layout = None if parts is None else (balance, self._settings, parts.layout)
+        control.require_same("arguments and layers", control.agree(error, layout))
+        assert parts is not None
+        last = parts.placement[-1]
+        ends = [(control.place(each[0]), control.place(each[last])) for each in replicas]
+        homes = [ranks[home] for home in parts.placement]
+        site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), home)
+        for part in parts.modules.values():
+            self._modules.update(part._modules)
+        tied = tie(parts.shared)
+        wrapped = {j: (wrap(part) if wrap else None) or part for j, part in parts.modules.items()}
+        self.training = module.training
+        self._elsewhere = parts.names - set(self._modules)
+        self._runtime = Runtime(site, parts.modules, wrapped, parts.skips, parts.before, tied)
+
+    @property
+    def chunks(self) -> int:
+        """The number of micro-batches, at most. May be assigned between calls, on all ranks."""
+        return self._settings.chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        self._settings = self._settings._replace(chunks=check_chunks(chunks))
+
+    @property
+    def partitions(self) -> tuple[nn.Sequential, ...]:
+        """This rank's partitions."""
+        return tuple(self._runtime.modules.values())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Value:
+        """Run a mini-batch forward, without a graph: for evaluation.
+
+        Args:
+            *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
+            **kwargs: likewise.
+
+        Returns:
+            The outputs on the last rank; ``None`` on others.
+
+        Raises:
+            RankError: another rank has failed.
+            Exception: as :meth:`pipert.Pipe.forward`.
+        """
+        with torch.no_grad():
+            return self._runtime.run(args, kwargs, self._settings, None)[1]
+
+    def forward_backward(
+        self,
+        *args: Any,
+        loss_fn: LossFunction,
+        target: Value = None,
+        reduction: str = "mean",
+        loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a mini-batch forward and backward; add its gradients to this rank's ``.grad``.
+
+        Gradients arrive when all ranks have succeeded: a mini-batch that fails changes none.
+
+        Args:
+            *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
+            **kwargs: likewise.
+            loss_fn: as in :meth:`pipert.Pipe.forward_backward`; called on the last rank.
+            target: likewise, on the last rank; ignored on others.
+            reduction: likewise.
+            loss_scale: likewise.
+            return_outputs: whether to return the outputs, too: on the last rank.
+
+        Returns:
+            The loss of the mini-batch on every rank, unscaled and without a graph; with
+            ``return_outputs`` a pair of it and the outputs, which are ``None`` but on the last.
+
+        Raises:
+            RankError: another rank has failed.
+            Exception: as :meth:`pipert.Pipe.forward_backward`.
+        """
+        step = Step(loss_fn, target, reduction, loss_scale, return_outputs)
+        loss, outputs = self._runtime.run(args, kwargs, self._settings, step)
+        return (loss, outputs) if return_outputs else loss
+
+    def train(self, mode: bool = True) -> Self:
+        """As in ``nn.Module``."""
+        super().train(mode)
+        for part in self._runtime.wrapped.values():
+            part.train(mode)
+        return self
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As in ``nn.Module``; of the whole model's state, this rank's part is loaded."""
+        own = {k: v for k, v in state_dict.items() if k.split(".")[0] not in self._elsewhere}
+        return super().load_state_dict(own, strict, assign)
+
+    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of the gradients of all ranks of the pipeline; called by all of them.
+
+        A parameter that ranks share counts once. To clip:
+        ``clip_grads_with_norm_(pipe.parameters(), max_norm, pipe.grad_norm())``.
+        """
+        copies = {tied.parameter for tied in self._runtime.tied if not tied.is_first}
+        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
+        norm = get_total_norm(grads, norm_type).to(self._runtime.site.device)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        group = self._runtime.site.group
+        if norm_type == torch.inf:
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+            return norm
+        norm = norm**norm_type
+        dist.all_reduce(norm, group=group)
+        return norm ** (1.0 / norm_type)
+
+    def __repr__(self) -> str:
+        lines = [f"Pipe of {len(self._runtime.site.homes)} partitions, of which here:"]
+        for j, part in self._runtime.modules.items():
+            shown = f"partition {j} on {self._runtime.site.device}: {part!r}"
+            lines.append("  " + shown.replace("\n", "\n  "))
+        return "\n".join(lines)
+
+
+def _device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    if mesh.device_type != "cuda":
+        return torch.device(mesh.device_type)
+    number = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", torch.cuda.current_device() if number is None else int(number))
+
+
+def _settings_of(
+    module: Any,
+    balance: Any,
+    ranks: int,
+    chunks: Any,
+    schedule: Any,
+    checkpoint: Any,
+    deferred: Any,
+) -> tuple[Settings, list[int]]:
+    """The settings and the balance, checked."""
+    check_module(module)
+    verify_skippables(module)
+    balance = [whole(count, "each entry of balance") for count in require_balance(balance)]
+    check_balance(module, balance, len(balance))
+    chosen = check_checkpoint(checkpoint) or ("except_last" if schedule == "gpipe" else "never")
+    schedule = check_schedule(schedule, len(balance), ranks, chosen)
+    check_batch_norm(module, deferred)
+    return Settings(check_chunks(chunks), chosen, schedule, bool(deferred)), balance
+
+
+def _parts_of(
+    module: nn.Sequential,
+    balance: list[int],
+    schedule: str,
+    ranks: list[int],
+    device: torch.device,
+) -> _Parts:
+    DRAWING.prepare()
+    KEEPING.prepare()
+    partitions = split(module, balance)
+    placement = ranks_of(schedule, len(balance), len(ranks))
+    shared = find_shared(partitions, placement, ranks)
+    if shared and any(p.is_meta for p, _ in shared):
+        raise ValueError(
+            "parameters that several partitions share cannot be on the meta device, where each "
+            "rank would get others; build the model on CPU"
+        )
+    me = ranks.index(dist.get_rank())
+    modules = {
+        j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
+    }
+    before = ["", *map(last_layer, partitions)]
+    names = {name for part in partitions for name in part._modules}
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    layout = zlib.crc32(str(shapes).encode())
+    return _Parts(placement, modules, routes_along(partitions), before, shared, names, layout)
+
+
+def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
+    if any(p.is_meta for p in partition.parameters()):
+        partition.to_empty(device=device)
+    else:
+        partition.to(device)
+    made = sequential(partition._modules, partition.training, StageModule)
+    assert isinstance(made, StageModule)
+    return made

@@ -1,0 +1,378 @@
+"""One mini-batch's way over several ranks, from what each brings to what each gets.
+
+1. All ranks say what they bring: the first its rows, the last those of the target. Whatever does
+   not fit is refused on all, before anything is sent.
+2. If they meet a shape for the first time, one micro-batch of each kind goes through the layers
+   from rank to rank (``meeting``), and torch's stages are built for what crosses.
+3. torch's schedule runs.
+4. All ranks say whether they succeeded. Only then do gradients arrive.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipert._typing import Value
+from pipert.batch.joining import gather
+from pipert.batch.microbatch import scatter_with_sizes
+from pipert.batch.tensors import differentiable, tensors_of
+from pipert.distributed.agreement import Control, RankError
+from pipert.distributed.boundary import Boundary
+from pipert.distributed.gradients import Gradients, Tied
+from pipert.distributed.meeting import meet
+from pipert.distributed.schedules import make_schedule
+from pipert.distributed.stages import MiniBatch, Running, Stage, StageModule
+from pipert.layers.batchnorm import DeferredStats
+from pipert.layers.call import Layers, RandomLayers
+from pipert.layers.compiling import refuse_compilation
+from pipert.layers.drawing import draws
+from pipert.layers.parametrized import compute_cached
+from pipert.layers.place import Place
+from pipert.layers.random_numbers import GivenSeed, next_seed
+from pipert.model.settings import recomputed
+from pipert.schedules.plan import plan
+from pipert.seeing.counters import Counters
+from pipert.seeing.told import Told
+from pipert.skip import store
+from pipert.skip.routes import PartitionSkips
+from pipert.stage.cut import leaf_inputs
+from pipert.stage.loss import LossFunction, check_step, loss_of, scale_of
+from pipert.stage.step import without_grad
+from pipert.workers.context import CallerContext, refuse_transforms
+
+__all__: list[str] = []
+
+_KEPT = 8  # shapes whose stages are kept, each with buffers for all micro-batches
+
+
+class Site(NamedTuple):
+    """Where the partitions of a pipe are."""
+
+    control: Control
+    group: dist.ProcessGroup
+    """The pipeline."""
+    homes: Sequence[int]
+    """The rank of each partition."""
+    ends: Sequence[tuple[int, int]]
+    """Of each data-parallel replica, where among the ranks that agree are those of its first and
+    last partition."""
+    number: int
+    """Of this replica."""
+    device: torch.device
+
+
+class Settings(NamedTuple):
+    """A pipe's, for one mini-batch; the same on all ranks."""
+
+    chunks: int
+    checkpoint: str
+    schedule: str
+    deferred: bool
+
+
+class Step(NamedTuple):
+    """What ``forward_backward`` was asked for."""
+
+    loss_fn: LossFunction
+    target: Value
+    reduction: str
+    scale: float | Tensor | torch.amp.GradScaler | None
+    keep_outputs: bool
+
+
+class Brought(NamedTuple):
+    """What a rank tells the others before a mini-batch."""
+
+    settings: tuple[Any, ...]
+    """What must be the same on all."""
+    sizes: tuple[int, ...]
+    """The rows of each micro-batch; the first rank's count."""
+    looks: tuple[Any, ...]
+    """What each looks like: those that are alike cross boundaries alike; likewise."""
+    target_sizes: tuple[int, ...]
+    """The rows of each micro-batch of the target, if it has any; the last rank's count."""
+    seed: int
+    """Of the random numbers; the first rank's counts."""
+
+
+class Prepared(NamedTuple):
+    """What is kept for mini-batches of one shape."""
+
+    schedule: Any
+    stages: list[Stage]
+    boundaries: dict[int, Boundary]
+    """Those of this rank's partitions, by the partition that receives."""
+
+
+@dataclass(eq=False)
+class Runtime:
+    """Runs mini-batches; each method is called by all ranks."""
+
+    site: Site
+    modules: dict[int, StageModule]
+    """This rank's partitions, by number."""
+    wrapped: dict[int, nn.Module]
+    """What torch's stages run in their place."""
+    skips: Sequence[PartitionSkips]
+    """Of all partitions."""
+    before: Sequence[str]
+    """What errors call the layer before each partition."""
+    tied: Sequence[Tied]
+
+    def __post_init__(self) -> None:
+        self.counters = Counters()
+        self._n = len(self.site.homes)
+        self._is_last = self._n - 1 in self.modules
+        self._kept: OrderedDict[Any, Prepared] = OrderedDict()
+        self._lost = ""
+
+    def run(
+        self, args: Any, kwargs: Any, settings: Settings, step: Step | None
+    ) -> tuple[Tensor | None, Value]:
+        """Run a mini-batch: forward, and backward if it is a step.
+
+        Returns:
+            The loss of a step; and, on the last rank, the outputs if they are wanted.
+        """
+        if self._lost:
+            raise RankError(f"{self._lost}; start all ranks anew")
+        error, own = None, None
+        inputs: list[Value] = []
+        targets: list[Value] = []
+        try:
+            own, inputs, targets = self._bring(args, kwargs, settings, step)
+        except Exception as raised:
+            error = raised
+        brought: list[Brought] = self.site.control.agree(error, own)
+        self._check(brought)
+        first = brought[self.site.ends[self.site.number][0]]
+        with self.counters.open(plan("gpipe", len(first.sizes), self._n)) as told:
+            batch = self._batch(first, settings, step, targets, told)
+            stats = DeferredStats(list(self.modules.values())) if settings.deferred else None
+            leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
+            running = self._running(batch, leaves, stats)
+            prepared = self._prepare(brought, running, settings, step is not None)
+            loss = self._go(prepared, running, batch, step is not None)
+            told.outcome = "succeeded"
+        if stats is not None:
+            stats.commit()
+        if step is not None:
+            _give(inputs, leaves)
+        if not batch.outputs:
+            return loss, None
+        return loss, gather([batch.outputs[i] for i in range(len(first.sizes))], first.sizes)
+
+    def _bring(
+        self, args: Any, kwargs: Any, settings: Settings, step: Step | None
+    ) -> tuple[Brought, list[Value], list[Value]]:
+        """What this rank brings, and its micro-batches of inputs and targets."""
+        refuse_compilation()
+        refuse_transforms()
+        inputs: list[Value] = []
+        targets: list[Value] = []
+        sizes: list[int] = []
+        rows: list[int] = []
+        kind = "forward"
+        if step is not None:
+            check_step(step.loss_fn, step.reduction)
+            kind = f"forward_backward with reduction={step.reduction!r}"
+        if 0 in self.modules:
+            inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)
+        if step is not None and self._is_last:
+            targets, rows = scatter_with_sizes((step.target,), {}, settings.chunks)
+            if not any(tensor.dim() for tensor in tensors_of(step.target)[0]):
+                rows = []
+        mode = "training" if any(m.training for m in self.modules.values()) else "evaluation"
+        autocast = torch.is_autocast_enabled(self.site.device.type)
+        alike = kind, mode, f"autocast={autocast}", *settings
+        looks = tuple(map(_look, inputs))
+        return Brought(alike, tuple(sizes), looks, tuple(rows), next_seed()), inputs, targets
+
+    def _check(self, brought: Sequence[Brought]) -> None:
+        """Refuse on all ranks what does not go together."""
+        self.site.control.require_same("call and settings", [one.settings for one in brought])
+        for first, last in self.site.ends:
+            sizes, rows = brought[first].sizes, brought[last].target_sizes
+            if rows and rows != sizes:
+                raise ValueError(
+                    "arguments and target must have the same number of rows, but the arguments on "
+                    f"the first rank have {sum(sizes)} and the target on the last has {sum(rows)}"
+                )
+
+    def _batch(
+        self,
+        first: Brought,
+        settings: Settings,
+        step: Step | None,
+        targets: list[Value],
+        told: Told,
+    ) -> MiniBatch:
+        m, device = len(first.sizes), self.site.device
+        loss = None
+        if step is not None and self._is_last:
+            targets = targets if len(targets) == m else targets * m  # of one that has no rows
+            scale = scale_of(step.scale, [device])
+            loss = loss_of(step.loss_fn, targets, first.sizes, step.reduction, scale)
+        context = CallerContext([device] if device.type == "cuda" else [])
+        context.set_variable(store.of_task, store.NEW)
+        return MiniBatch(
+            first.sizes,
+            0 if step is None else recomputed(settings.checkpoint, m),
+            GivenSeed(first.seed), told, context, loss,
+            keep_outputs=step is None or step.keep_outputs,
+            is_wrapped=any(self.wrapped[j] is not part for j, part in self.modules.items()),
+        )  # fmt: skip
+
+    def _running(
+        self, batch: MiniBatch, inputs: Sequence[Value], stats: DeferredStats | None
+    ) -> dict[int, Running]:
+        """This rank's partitions, as they run this mini-batch."""
+        compute_cached(self.modules.values())
+        running = {}
+        for k, (j, module) in enumerate(self.modules.items()):
+            place = Place(j, self._n, len(batch.sizes), self.site.device, self.before[j])
+            about = module, place, batch.context, self.skips[j], batch.told
+            draws_loss = j == self._n - 1 and batch.loss is not None and batch.loss.draws
+            layers = Layers(*about)
+            if draws_loss or draws(module):
+                layers = RandomLayers(batch.seed, *about)
+            of_stats = None if stats is None else stats.partitions[k]
+            running[j] = Running(module, place, layers, batch, self.skips[j], inputs, of_stats)
+        return running
+
+    def _prepare(
+        self,
+        brought: Sequence[Brought],
+        running: dict[int, Running],
+        settings: Settings,
+        is_step: bool,
+    ) -> Prepared:
+        """torch's schedule and stages for these shapes, in all replicas alike."""
+        control = self.site.control
+        looks = tuple([brought[first].looks for first, _ in self.site.ends])
+        key = looks, brought[0].settings
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        mine = looks[self.site.number]
+        kinds = list(dict.fromkeys(mine))
+        samples = meet(control, running, self.site.homes, [mine.index(kind) for kind in kinds])
+        numbers = [kinds.index(look) for look in mine]
+        error, prepared = None, None
+        try:
+            boundaries = {j: Boundary(j, found, numbers) for j, found in samples.items()}
+            stages = [self._stage(j, boundaries) for j in running]
+            loss_fn = _as_it_is if is_step else None
+            schedule = make_schedule(settings.schedule, stages, len(mine), loss_fn)
+            prepared = Prepared(schedule, stages, boundaries)
+        except Exception as raised:
+            error = raised
+        control.agree(error)
+        assert prepared is not None
+        self._kept[key] = prepared
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return prepared
+
+    def _stage(self, j: int, boundaries: dict[int, Boundary]) -> Stage:
+        site, result = self.site, (torch.empty(1, device="meta"),)
+        arriving = boundaries[j].as_meta() if j else ()
+        leaving = boundaries[j + 1].as_meta() if j < self._n - 1 else result
+        run = self.wrapped[j]
+        return Stage(run, j, self._n, site.device, arriving, leaving, group=site.group)
+
+    def _go(
+        self, prepared: Prepared, running: dict[int, Running], batch: MiniBatch, is_step: bool
+    ) -> Tensor | None:
+        """Run torch's schedule; let gradients arrive if all ranks have succeeded.
+
+        Returns:
+            The loss of a step.
+        """
+        parameters = [p for part in self.modules.values() for p in part.parameters()]
+        gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [])
+        try:
+            with _attached(prepared, running):
+                self._schedule(prepared, batch)
+            error, action = batch.failure or (None, None)
+            if batch.loss is not None and not (error or batch.loss.is_differentiable):
+                error = without_grad()
+            if any(self.site.control.agree(error, batch.seed.used, action)):
+                batch.seed.use()
+            batch.seed.settle()
+            if not is_step:
+                return None
+            loss, factor = self._result(batch)
+            gradients.add(self.tied, factor)
+            return loss
+        except BaseException:
+            gradients.restore()
+            raise
+
+    def _schedule(self, prepared: Prepared, batch: MiniBatch) -> None:
+        numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
+        try:
+            prepared.schedule.step(**numbers)
+        except BaseException as error:
+            self._lost = f"rank {dist.get_rank()} left a mini-batch in the middle, at {batch.last}"
+            if batch.failure is not None:
+                raise batch.failure[0] from None
+            if not isinstance(error, Exception):
+                raise
+            raise RankError(f"another rank ended or did not answer: {self._lost}") from error
+
+    def _result(self, batch: MiniBatch) -> tuple[Tensor, Tensor]:
+        """The loss, and what gradients are multiplied by, from the last rank to all."""
+        result = torch.ones(2, dtype=torch.float64, device=self.site.device)
+        if batch.loss is not None:
+            losses = [batch.losses[i].reshape(()) for i in range(len(batch.sizes))]
+            result[0] = batch.loss.of_mini_batch(torch.stack(losses))
+            correction = batch.loss.counts.correction()
+            if correction is not None:
+                result[1] = correction
+        dist.broadcast(result, self.site.homes[-1], group=self.site.group)
+        return result[0].to(torch.get_default_dtype()), result[1]
+
+
+@contextmanager
+def _attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
+    """Let the stages run this mini-batch in the block, and keep nothing of it afterwards."""
+    for stage in prepared.stages:
+        j = stage.stage_index
+        running[j].arriving = prepared.boundaries.get(j)
+        running[j].leaving = prepared.boundaries.get(j + 1)
+        stage.running = running[j].module.running = running[j]
+    try:
+        yield
+    finally:
+        for stage in prepared.stages:
+            stage.running.module.running = None
+            del stage.running
+            stage.clear_runtime_states()
+            stage.bwd_cache.clear()
+
+
+def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
+    """The loss, which the last partition computes itself."""
+    return output
+
+
+def _look(value: Value) -> Any:
+    return tuple([(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors_of(value)[0]])
+
+
+def _give(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:
+    """Let the gradients of the inputs arrive in the caller's graph."""
+    tensors = [x for value in inputs for x in differentiable(value)[0]]
+    grads = [leaf.grad for value in leaves for leaf in differentiable(value)[0]]
+    arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]
+    if arrived:
+        torch.autograd.backward([x for x, _ in arrived], [dx for _, dx in arrived])

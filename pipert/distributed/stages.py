@@ -1,0 +1,233 @@
+"""One partition as torch's schedules run it.
+
+torch's stage calls a module with the tensors that arrived, sends what it returns, and goes backward
+through it. The module is a :class:`StageModule` of the partition's own layers, which hands over to
+what the current mini-batch is made of, :class:`Running`: as in one process, layers are called with
+random numbers of their own and recomputed by the pair of the paper.
+
+What fails is noted, and the schedule goes on with zeros, computing no layer any more: nobody waits
+for what never comes. When all ranks are through, all raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from pipert._typing import Tensors, Value
+from pipert.autograd import order
+from pipert.autograd.again import Again
+from pipert.autograd.checkpoint import Checkpoint
+from pipert.batch.tensors import Carried, differentiable
+from pipert.distributed.boundary import Boundary
+from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.call import Layers
+from pipert.layers.place import Place
+from pipert.layers.random_numbers import RunSeed
+from pipert.schedules.action import BACKWARD, FORWARD, Action
+from pipert.seeing.told import Told
+from pipert.skip.routes import PartitionSkips
+from pipert.stage.cut import detached
+from pipert.stage.loss import Loss
+from pipert.workers.context import CallerContext
+
+__all__: list[str] = []
+
+
+class StageModule(nn.Sequential):
+    """The layers of a partition under the plain module's names: what data parallelism wraps.
+
+    Its forward takes and returns the tensors that cross, and is called by a pipe.
+    """
+
+    running: Running | None = None
+
+    def forward(self, *tensors: Tensor) -> Tensor | Tensors:
+        """Compute one micro-batch of the mini-batch that is running."""
+        if self.running is None:
+            raise RuntimeError(
+                "a partition of pipert.distributed.Pipe is called by the pipe alone; call the "
+                "pipe, or the partition's layers"
+            )
+        return self.running.forward(tensors)
+
+
+@dataclass(eq=False)
+class MiniBatch:
+    """What this rank's partitions share in one mini-batch."""
+
+    sizes: Sequence[int]
+    """The rows of each micro-batch."""
+    recomputed: int
+    """How many micro-batches are, from the first."""
+    seed: RunSeed
+    told: Told
+    context: CallerContext
+    loss: Loss | None
+    """Of a step, on the rank of the last partition."""
+    keep_outputs: bool
+    is_wrapped: bool
+    """Whether what is around a partition must see each backward, as DDP does."""
+    outputs: dict[int, Value] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    failure: tuple[Exception, Action] | None = None
+    """The first error here."""
+    last: Action | None = None
+    """What has begun last."""
+
+
+@dataclass(eq=False)
+class Running:
+    """One partition in one mini-batch."""
+
+    module: StageModule
+    place: Place
+    layers: Layers
+    batch: MiniBatch
+    skips: PartitionSkips
+    inputs: Sequence[Value]
+    """Of each micro-batch, on the first partition."""
+    stats: PartitionStats | None
+    arriving: Boundary | None = None
+    """None on the first partition."""
+    leaving: Boundary | None = None
+    """None on the last."""
+    i: int = 0
+    """The micro-batch that torch's stage is at."""
+
+    def forward(self, tensors: Tensors) -> Tensor | Tensors:
+        """Compute ``F`` of a micro-batch: what torch's stage sends, or the loss."""
+        action = Action(FORWARD, self.i, self.place.j)
+        if self.batch.failure is None:
+            try:
+                return self.batch.context.variables.copy().run(self._forward, action, tensors)
+            except Exception as error:
+                self._fail(error, action)
+        return self._nothing(tensors)
+
+    def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
+        i, loss = action.i, self.batch.loss
+        x = self.inputs[i] if self.arriving is None else _entered(self.arriving.unpack(i, tensors))
+        with self._doing(action):
+            y = self.compute(i, x, i < self.batch.recomputed)
+            if self.leaving is not None:
+                return self.leaving.pack(i, y)
+            y = y.value if isinstance(y, Carried) else y
+            result = torch.zeros(1)
+            if loss is not None:
+                number = self.place.number_of_loss(i)
+                result = loss.compute(i, number, self.batch.seed, y, loss.targets[i]).reshape(1)
+                self.batch.losses[i] = loss.share_of(i, result.detach())
+            if self.batch.keep_outputs:
+                self.batch.outputs[i] = detached(y)
+            return result
+
+    def compute(self, i: int, x: Value, checkpointed: bool) -> Value:
+        """Call the layers."""
+        if self.skips and not isinstance(x, Carried):
+            x = Carried(x, ())
+        compute: Callable[[Value], Value]
+        compute = partial(self.layers.forward, i, checkpointed, None)
+        if checkpointed:
+            again = partial(self.layers.recompute, i)
+            compute = partial(Checkpoint(Again(again, None)).record, compute)
+        with nullcontext() if self.stats is None else self.stats.collecting():
+            return compute(x)
+
+    def backward(self, i: int, go_back: Callable[[], None]) -> bool:
+        """Compute ``B`` of a micro-batch, unless something has failed. Whether it was computed."""
+        action = Action(BACKWARD, i, self.place.j)
+        if self.batch.failure is not None and not self.batch.is_wrapped:
+            return False
+        try:
+            with self._doing(action):
+                self.layers.backward(i, go_back)
+            return True
+        except Exception as error:
+            cause = error.__cause__  # torch's stage says what went in, which may be long
+            self._fail(cause if isinstance(cause, Exception) else error, action)
+            if self.batch.is_wrapped:
+                raise
+            return False
+
+    def _fail(self, error: Exception, action: Action) -> None:
+        self.place.note(error, action)
+        self.batch.failure = self.batch.failure or (error, action)
+
+    def _nothing(self, tensors: Tensors) -> Tensor | Tensors:
+        """Zeros which depend on all that gradients are expected of."""
+        device = self.place.device
+        begin = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
+        zero = sum((t.reshape(-1)[:1].sum() * 0.0 for t in begin), torch.zeros((), device=device))
+        if self.leaving is None:
+            return zero.reshape(1)
+        metas = self.leaving.as_meta()
+        return tuple([zero.to(t.dtype).expand(t.shape).contiguous() if t.requires_grad
+                      else torch.zeros_like(t, device=device) for t in metas])  # fmt: skip
+
+    def _doing(self, action: Action) -> AbstractContextManager[object]:
+        told = self.batch.told
+        self.batch.last = action
+        stack = ExitStack()
+        if told.recorder is not None:
+            stack.enter_context(told.recorded(action, self.place.device))
+        if told.is_observed:
+            stack.enter_context(told.observed(action, self.place.device))
+        return stack
+
+
+def _entered(x: Value) -> Value:
+    """The same as results of an operation: what arrives are leaves, which no layer may change."""
+    xs, rebuild = differentiable(x)
+    return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x
+
+
+class Stage(PipelineStage):
+    """torch's stage, which goes on with zeros where its partition has failed.
+
+    Args:
+        module: a :class:`StageModule`, or what is wrapped around it.
+        running: of the mini-batch; set before each, and taken back after it.
+    """
+
+    running: Running
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.running.i = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        running, i = self.running, bwd_chunk_id
+
+        def go_back() -> None:
+            scaled = loss
+            if scaled is not None and running.batch.loss is not None:
+                scaled = scaled * running.batch.loss.gradient_of(i, scaled.detach())
+            super(Stage, self).backward_one_chunk(i, scaled, *args, **kwargs)
+
+        if not running.backward(i, go_back):
+            self.fwd_cache.pop(i, None)
+        if running.arriving is not None:
+            metas = running.arriving.as_meta()
+            found = zip(self.bwd_cache.get(i) or (None,) * len(metas), metas, strict=True)
+            self.bwd_cache[i] = tuple(
+                [torch.zeros_like(t, device=self.device) if dx is None else dx for dx, t in found]
+            )
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if bwd_chunk_id not in self.dw_runner:
+            return  # its other half has failed
+
+        def go_back() -> None:
+            super(Stage, self).backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+        self.running.backward(bwd_chunk_id, go_back)

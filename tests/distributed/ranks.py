@@ -1,0 +1,118 @@
+"""Processes of one process group over gloo, for tests: each runs a function, and sends a result.
+
+They are forked from a server that has imported torch, so that each begins in some milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pipert.distributed", "tests.distributed.ranks"])
+
+
+class Ended(NamedTuple):
+    """How one rank has ended."""
+
+    result: Any = None
+    """What the function returned; tensors are copies."""
+    error: BaseException | None = None
+    """What it raised, if that can be pickled."""
+    text: str = ""
+    """Its traceback, notes included."""
+    exitcode: int | None = 0
+
+
+def run(size: int, function: Callable[..., Any], *args: Any, seconds: float = 30) -> list[Any]:
+    """Run ``function(rank, *args)`` on ``size`` ranks; return what each returned.
+
+    Raises:
+        AssertionError: a rank failed.
+    """
+    ended = endings(size, function, *args, seconds=seconds)
+    for rank, one in enumerate(ended):
+        assert one.error is None and one.exitcode == 0, f"rank {rank}: {one.exitcode} {one.text}"
+    return [one.result for one in ended]
+
+
+def endings(
+    size: int, function: Callable[..., Any], *args: Any, seconds: float = 30, group: float = 20
+) -> list[Ended]:
+    """Run ``function(rank, *args)`` on ``size`` ranks; return how each ended.
+
+    Args:
+        seconds: until a rank that has not ended is killed; its exit code is -9.
+        group: the time limit of the process group in seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = []
+        for rank in range(size):
+            receiving, sending = _context.Pipe(duplex=False)
+            about = rank, size, store, group, sending, function, args
+            process = _context.Process(target=_rank, args=about, daemon=True)
+            process.start()
+            sending.close()
+            ranks.append((process, receiving))
+        found = [_ended(process, receiving, seconds) for process, receiving in ranks]
+    return found
+
+
+def _ended(process: Any, receiving: Connection, seconds: float) -> Ended:
+    ended = Ended()
+    if wait([receiving], seconds):
+        try:
+            ended = Ended(*pickle.loads(receiving.recv_bytes()))
+        except EOFError:
+            pass  # it was killed: the exit code says so
+    else:
+        ended = Ended(text="it did not end")
+        process.kill()
+    process.join(seconds)
+    return ended._replace(exitcode=process.exitcode)
+
+
+def _rank(
+    rank: int,
+    size: int,
+    store: str,
+    group: float,
+    sending: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=group),
+    )
+    try:
+        result: tuple[Any, ...] = (function(rank, *args),)
+    except BaseException as error:  # noqa: B036
+        text = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            result = (None, RuntimeError(f"{type(error).__name__}: {error}"), text)
+        else:
+            result = (None, error, text)
+    sending.send_bytes(pickle.dumps(result))
+    sending.close()
+    if dist.is_initialized() and result[1:] == ():
+        dist.destroy_process_group()
+    os._exit(0)  # a group in which others have died is not waited for

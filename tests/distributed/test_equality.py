@@ -1,0 +1,91 @@
+"""Values, losses and gradients over several ranks are the plain module's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import distributed
+from tests.distributed.ranks import run
+
+
+def layers() -> nn.Sequential:
+    """Six layers, of which one works in place."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4),
+        nn.Tanh(),
+    )  # fmt: skip
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 8, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def step(
+    rank: int, balance: list[int], schedule: str, checkpoint: str, rows: list[int]
+) -> tuple[list[Tensor], dict[str, Tensor | None], Tensor | None]:
+    """A loss for each mini-batch of so many rows, the gradients, and the outputs of the last."""
+    pipe = distributed.Pipe(
+        layers(), balance, chunks=4, schedule=schedule, checkpoint=checkpoint
+    )
+    losses = []
+    for number in rows:
+        x, y = batch(number)
+        losses.append(pipe.forward_backward(x, target=y, loss_fn=F.mse_loss))
+    gradients = {name: p.grad for name, p in pipe.named_parameters()}
+    return losses, gradients, pipe(batch(rows[-1])[0])
+
+
+def check(found: list[Any], rows: list[int]) -> None:
+    plain = layers()
+    for k, number in enumerate(rows):
+        x, y = batch(number)
+        loss = F.mse_loss(plain(x), y)
+        loss.backward()
+        for losses, _, _ in found:
+            torch.testing.assert_close(losses[k], loss.detach())
+    named = dict(plain.named_parameters())
+    seen = set()
+    for _, gradients, _ in found:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, named[name].grad)
+            seen.add(name)
+    assert seen == set(named)
+    outputs = [output for _, _, output in found if output is not None]
+    assert len(outputs) == 1
+    torch.testing.assert_close(outputs[0], plain(batch(rows[-1])[0]).detach())
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_two_ranks(schedule: str, checkpoint: str) -> None:
+    rows = [8, 10, 3, 8]  # alike, ragged, fewer than chunks, known
+    check(run(2, step, [3, 3], schedule, checkpoint, rows), rows)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_four_ranks(schedule: str) -> None:
+    rows = [8, 10, 2]
+    check(run(4, step, [2, 2, 1, 1], schedule, "always", rows), rows)
+
+
+@pytest.mark.parametrize(
+    "schedule, balance",
+    [
+        ("interleaved", [2, 2, 1, 1]), ("InterleavedZeroBubble", [2, 2, 1, 1]),
+        ("ZBVZeroBubble", [2, 2, 1, 1]), ("DualPipeV", [2, 2, 1, 1]), ("interleaved", [3, 3]),
+    ],
+)  # fmt: skip
+def test_several_partitions_on_a_rank(schedule: str, balance: list[int]) -> None:
+    rows = [8, 10]
+    check(run(2, step, balance, schedule, "never", rows), rows)
+
+
+def test_one_rank() -> None:
+    check(run(1, step, [6], "1f1b", "always", [8, 10]), [8, 10])
