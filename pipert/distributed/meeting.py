@@ -14,7 +14,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
-from pipert.distributed.stages import Running
+from pipert.distributed.stages import Running, entered
 
 __all__: list[str] = []
 
@@ -64,7 +64,7 @@ def _arriving(
 ) -> list[Value] | None:
     if running.place.j == 0:
         return [running.inputs[i] for i in kinds]
-    return None if samples is None else [one.on(running.place.device) for one in samples]
+    return None if samples is None else [entered(one.on(running.place.device)) for one in samples]
 
 
 def _rehearse(running: Running, i: int, x: Value) -> Sample:

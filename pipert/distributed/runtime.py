@@ -327,7 +327,7 @@ class Runtime:
                 raise batch.failure[0] from None
             if not isinstance(error, Exception):
                 raise
-            raise RankError(f"another rank ended or did not answer: {self._lost}") from error
+            raise RankError(f"a rank ended or did not answer: {self._lost}: {error}") from error
 
     def _result(self, batch: MiniBatch) -> tuple[Tensor, Tensor]:
         """The loss, and what gradients are multiplied by, from the last rank to all."""

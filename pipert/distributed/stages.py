@@ -114,9 +114,10 @@ class Running:
 
     def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
         i, loss = action.i, self.batch.loss
-        x = self.inputs[i] if self.arriving is None else _entered(self.arriving.unpack(i, tensors))
+        x = self.inputs[i] if self.arriving is None else entered(self.arriving.unpack(i, tensors))
         with self._doing(action):
-            y = self.compute(i, x, i < self.batch.recomputed)
+            with nullcontext() if self.stats is None else self.stats.collecting():
+                y = self.compute(i, x, i < self.batch.recomputed)
             if self.leaving is not None:
                 return self.leaving.pack(i, y)
             y = y.value if isinstance(y, Carried) else y
@@ -138,8 +139,7 @@ class Running:
         if checkpointed:
             again = partial(self.layers.recompute, i)
             compute = partial(Checkpoint(Again(again, None)).record, compute)
-        with nullcontext() if self.stats is None else self.stats.collecting():
-            return compute(x)
+        return compute(x)
 
     def backward(self, i: int, go_back: Callable[[], None]) -> bool:
         """Compute ``B`` of a micro-batch, unless something has failed. Whether it was computed."""
@@ -183,7 +183,14 @@ class Running:
         return stack
 
 
-def _entered(x: Value) -> Value:
+def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | None:
+    """A gradient as it is sent, zeros where there is none; nothing where none is awaited."""
+    if not of.requires_grad:
+        return None
+    return torch.zeros_like(of, device=device) if dx is None else dx.contiguous()
+
+
+def entered(x: Value) -> Value:
     """The same as results of an operation: what arrives are leaves, which no layer may change."""
     xs, rebuild = differentiable(x)
     return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x
@@ -207,6 +214,8 @@ class Stage(PipelineStage):
         self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any
     ) -> None:
         running, i = self.running, bwd_chunk_id
+        if not self.has_backward:
+            return
 
         def go_back() -> None:
             scaled = loss
@@ -219,9 +228,7 @@ class Stage(PipelineStage):
         if running.arriving is not None:
             metas = running.arriving.as_meta()
             found = zip(self.bwd_cache.get(i) or (None,) * len(metas), metas, strict=True)
-            self.bwd_cache[i] = tuple(
-                [torch.zeros_like(t, device=self.device) if dx is None else dx for dx, t in found]
-            )
+            self.bwd_cache[i] = tuple([_gradient(dx, t, self.device) for dx, t in found])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if bwd_chunk_id not in self.dw_runner:
@@ -231,3 +238,11 @@ class Stage(PipelineStage):
             super(Stage, self).backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
         self.running.backward(bwd_chunk_id, go_back)
+
+    # torch's V-shaped schedules hand gradients over in a forward alone, too, where there are none.
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

@@ -1,0 +1,295 @@
+"""What models may be like, over several ranks: the same as in a ``pipert.Pipe`` of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pipert
+from pipert import distributed
+from pipert.skip import pop, skippable, stash
+from tests.distributed.ranks import run
+
+
+class Case(NamedTuple):
+    """A model and its mini-batch."""
+
+    model: nn.Sequential
+    balance: list[int]
+    args: tuple[Any, ...]
+    target: Any
+    loss_fn: Callable[[Any, Any], Any] = F.mse_loss
+    reduction: str = "mean"
+    scale: float | None = None
+    deferred: bool | None = False
+    kwargs: dict[str, Any] = {}
+
+
+def rows(count: int, *shape: int) -> Tensor:
+    return torch.randn(count, *shape)
+
+
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+
+@skippable(stash=["high"])
+class Down(Up):
+    def forward(self, x: Tensor) -> Any:
+        yield stash("high", x)
+        return F.relu(self.conv(x))
+
+
+@skippable(pop=["high"])
+class Join(Up):
+    def forward(self, x: Tensor) -> Any:
+        high = yield pop("high")
+        return self.conv(x) + high
+
+
+def u_net() -> Case:
+    """Skips over all partitions, of which those between only pass one on."""
+    inner = nn.Conv2d(4, 4, 3, padding=1)
+    model = nn.Sequential(nn.Conv2d(1, 4, 1), Down(), inner, nn.ReLU(), Join(), nn.Conv2d(4, 1, 1))
+    return Case(model, [2, 1, 1, 2], (rows(6, 1, 5, 5),), rows(6, 1, 5, 5))
+
+
+class Head(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def tied() -> Case:
+    """An embedding whose weight is the head's, on another rank."""
+    embed = nn.Embedding(11, 8)
+    model = nn.Sequential(embed, nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8), Head(embed.weight))
+    tokens = torch.randint(11, (6, 5))
+
+    return Case(model, [1, 1, 1, 2], (tokens,), torch.randint(11, (6, 5)), _token_loss)
+
+
+def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def counted() -> Case:
+    """A loss of sums and counts, of which micro-batches have different ones."""
+    case = tied()
+    target = case.target.clone()
+    target[:3, 1:] = -100
+    return case._replace(target=target, loss_fn=_counted_loss)
+
+
+def _counted_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
+    return total, (target != -100).sum()
+
+
+def norms(deferred: bool) -> Case:
+    model = nn.Sequential(
+        nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(inplace=True), nn.Linear(8, 8),
+        nn.BatchNorm1d(8), nn.Linear(8, 2),
+    )  # fmt: skip
+    return Case(model, [2, 1, 2, 1], (rows(9, 3),), rows(9, 2), deferred=deferred)
+
+
+def deferred_norms() -> Case:
+    return norms(True)
+
+
+def own_norms() -> Case:
+    return norms(False)
+
+
+class Tree(nn.Module):
+    """Passes a tensor twice, a mask, a number and a list on, in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"y": y, "same": [y, "word"], "mask": mask, "scale": scale, "time": y.mT}
+
+
+class Through(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: dict[str, Any]) -> dict[str, Any]:
+        y = self.linear(value["y"]) * value["scale"] + value["time"].mT
+        assert value["same"][0] is value["y"] and value["same"][1] == "word"
+        assert value["mask"].dtype == torch.bool
+        return {**value, "y": y, "same": [y, "word"]}
+
+
+class Untree(nn.Module):
+    def forward(self, value: dict[str, Any]) -> Tensor:
+        y: Tensor = value["y"]
+        return y.masked_fill(value["mask"], 0.0)
+
+
+def trees() -> Case:
+    mask = torch.rand(7, 3, 4) < 0.5
+    model = nn.Sequential(Tree(), Through(), Through(), Untree())
+    x = rows(7, 3, 4)
+    return Case(model, [1, 1, 1, 1], (x, mask), rows(7, 3, 4), kwargs={"scale": 0.5})
+
+
+def dropout() -> Case:
+    model = nn.Sequential(
+        nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5), nn.Linear(16, 4)
+    )
+    return Case(model, [2, 1, 1, 1], (rows(8, 4),), rows(8, 4))
+
+
+def frozen() -> Case:
+    """The first layers need no gradient, so none goes back to the first rank, nor through it."""
+    case = dropout()
+    case.model[0].requires_grad_(False)
+    return case
+
+
+def frozen_last() -> Case:
+    case = dropout()
+    case.model[4].requires_grad_(False)
+    return case
+
+
+def inputs() -> Case:
+    """An input that requires grad, in a graph of the caller's."""
+    case = dropout()
+    return case._replace(args=(case.args[0].requires_grad_(),))
+
+
+def summed() -> Case:
+    return dropout()._replace(reduction="sum", scale=16.0)
+
+
+def time_first() -> Case:
+    """Micro-batches differ in a dimension that is not the first behind the first layer."""
+    model = nn.Sequential(Turn(), nn.Linear(4, 4), Turn(), nn.Linear(4, 4))
+    return Case(model, [1, 1, 1, 1], (rows(7, 3, 4),), rows(7, 3, 4))
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
+CASES = [
+    u_net, tied, counted, deferred_norms, own_norms, trees, dropout, frozen, frozen_last, inputs,
+    summed, time_first,
+]  # fmt: skip
+
+
+def made(case: Callable[[], Case]) -> Case:
+    torch.manual_seed(1)
+    return case()
+
+
+def results(pipe: Any, case: Case, is_first: bool, is_last: bool) -> dict[str, Any]:
+    """Two steps and an evaluation."""
+    torch.manual_seed(2)
+    losses = []
+    for _ in range(2):
+        args = case.args
+        if is_first and args[0].requires_grad:
+            args = (args[0] * 2.0,)
+        loss, outputs = pipe.forward_backward(
+            *(args if is_first else ()),
+            **(case.kwargs if is_first else {}),
+            loss_fn=case.loss_fn,
+            target=case.target if is_last else None,
+            reduction=case.reduction,
+            loss_scale=case.scale,
+            return_outputs=True,
+        )
+        losses.append(loss)
+    after = torch.rand(())  # the generator is where it is in one process
+    pipe.eval()
+    with torch.no_grad():
+        evaluated = pipe(*(case.args if is_first else ()), **(case.kwargs if is_first else {}))
+    return {
+        "losses": torch.stack(losses),
+        "outputs": outputs,
+        "evaluated": evaluated,
+        "grads": {n: p.grad for n, p in pipe.named_parameters(remove_duplicate=False)},
+        "buffers": {name: b.clone() for name, b in pipe.named_buffers()},
+        "input": case.args[0].grad,
+        "after": after,
+    }
+
+
+def on_rank(
+    rank: int, case: Callable[[], Case], ranks: int, schedule: str, checkpoint: str
+) -> dict[str, Any]:
+    of_case = made(case)
+    balance = of_case.balance
+    if schedule == "1f1b" and ranks == 2:
+        balance = [balance[0] + balance[1], balance[2] + balance[3]]
+    pipe = distributed.Pipe(
+        of_case.model, balance, chunks=3, schedule=schedule, checkpoint=checkpoint,
+        deferred_batch_norm=of_case.deferred,
+    )  # fmt: skip
+    found = results(pipe, of_case, rank == 0, rank == ranks - 1)
+    found["balance"] = balance
+    return found
+
+
+WAYS = [
+    (2, "1f1b", "never"),
+    (2, "interleaved", "always"),
+    (4, "1f1b", "always"),
+    (4, "gpipe", "never"),
+]
+
+
+def cases_and_ways() -> list[Any]:
+    """Each case in each way; one of them always, the others in the sweep."""
+    return [
+        pytest.param(case, *way, marks=[] if (k + number) % 4 == 0 else [pytest.mark.sweep])
+        for k, case in enumerate(CASES)
+        for number, way in enumerate(WAYS)
+    ]
+
+
+@pytest.mark.parametrize("case, ranks, schedule, checkpoint", cases_and_ways())
+def test_the_same_as_in_one_process(
+    case: Callable[[], Case], ranks: int, schedule: str, checkpoint: str
+) -> None:
+    found = run(ranks, on_rank, case, ranks, schedule, checkpoint)
+    of_case = made(case)
+    balance = found[0]["balance"]
+    with pipert.Pipe(
+        of_case.model, balance, devices=["cpu"] * len(balance), chunks=3, checkpoint=checkpoint,
+        deferred_batch_norm=of_case.deferred,
+    ) as pipe:  # fmt: skip
+        expected = results(pipe, of_case, True, True)
+    grads, buffers = {}, {}
+    for one in found:
+        torch.testing.assert_close(one["losses"], expected["losses"])
+        torch.testing.assert_close(one["after"], expected["after"])
+        buffers.update(one["buffers"])
+        for name, grad in one["grads"].items():
+            torch.testing.assert_close(grad, expected["grads"][name])
+            grads[name] = grad
+    assert set(grads) >= set(expected["grads"])
+    torch.testing.assert_close(buffers, expected["buffers"])
+    for what in ("outputs", "evaluated"):
+        torch.testing.assert_close(found[-1][what], expected[what])
+        assert all(one[what] is None for one in found[:-1])
+    torch.testing.assert_close(found[0]["input"], expected["input"])
