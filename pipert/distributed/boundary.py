@@ -7,6 +7,8 @@ is any pytree with the skips that travel along, and the rows of micro-batches ma
    a new shape, and must not change from then on.
 2. Where a tensor's shape differs between micro-batches it is sent flat, filled up to the size of
    the largest, and cut off behind the boundary: exact, whatever the loss.
+3. Numbers that are no floats are sent as the bytes of some: not every backend takes each dtype, nor
+   does each version of torch's stages.
 """
 
 from __future__ import annotations
@@ -81,18 +83,15 @@ class Boundary:
                     f"{describe(samples[0].value)} and {describe(sample.value)}; {_REMEDY}"
                 )
         self._grads = samples[0].grads
-        self._sent = []
-        for shapes in zip(*self._shapes, strict=True):
-            alike = all(shape == shapes[0] for shape in shapes)
-            self._sent.append(shapes[0] if alike else torch.Size([max(map(prod, shapes))]))
+        columns = zip(self._dtypes, *self._shapes, strict=True)
+        self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
 
     def as_meta(self) -> Tensors:
         """The tensors that are sent for each micro-batch, without data."""
-        described = zip(self._sent, self._dtypes, self._grads, strict=True)
         return tuple(
             [
-                torch.empty(shape, dtype=_sent_as(dtype), device="meta", requires_grad=grad)
-                for shape, dtype, grad in described
+                torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+                for (shape, dtype), grad in zip(self._sent, self._grads, strict=True)
             ]
         )
 
@@ -122,7 +121,7 @@ class Boundary:
                 f"and {self._constants[kind]} when a micro-batch of the same shape came first; "
                 "let it be a tensor, or compute it where it is used"
             )
-        return tuple([_packed(t, shape) for t, shape in zip(tensors, self._sent, strict=True)])
+        return tuple([_packed(t, *sent) for t, sent in zip(tensors, self._sent, strict=True)])
 
     def unpack(self, i: int, tensors: Tensors) -> Value:
         """Return the value that was packed."""
@@ -144,19 +143,25 @@ def _constants(value: Value) -> list[Any]:
     return [leaf for leaf in flatten(value)[0] if not isinstance(leaf, Tensor)]
 
 
-def _sent_as(dtype: torch.dtype) -> torch.dtype:
-    return torch.uint8 if dtype == torch.bool else dtype  # which no backend takes
+def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:
+    if dtype.is_floating_point:
+        alike = all(shape == shapes[0] for shape in shapes)
+        return shapes[0] if alike else torch.Size([max(map(prod, shapes))]), dtype
+    size = max(map(prod, shapes)) * dtype.itemsize
+    return torch.Size([-(-size // torch.float32.itemsize)]), torch.float32
 
 
-def _packed(tensor: Tensor, shape: torch.Size) -> Tensor:
-    if tensor.dtype == torch.bool:
-        tensor = tensor.view(torch.uint8)
-    if tensor.shape != shape:
-        tensor = F.pad(tensor.flatten(), (0, shape.numel() - tensor.numel()))
-    return tensor.contiguous()
+def _packed(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if tensor.dtype == dtype and tensor.shape == shape:
+        return tensor.contiguous()
+    flat = tensor.flatten()
+    if tensor.dtype == dtype:
+        return F.pad(flat, (0, prod(shape) - flat.numel()))
+    flat = flat.view(torch.uint8)
+    return F.pad(flat, (0, prod(shape) * dtype.itemsize - flat.numel())).view(dtype)
 
 
 def _unpacked(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    if tensor.shape != shape:
-        tensor = tensor[: prod(shape)].view(shape)
-    return tensor.view(torch.bool) if dtype == torch.bool else tensor
+    if tensor.dtype != dtype:
+        tensor = tensor.detach().view(torch.uint8)[: prod(shape) * dtype.itemsize].view(dtype)
+    return tensor if tensor.shape == shape else tensor[: prod(shape)].view(shape)

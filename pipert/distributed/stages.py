@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.torch_version import TorchVersion
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
@@ -39,6 +40,8 @@ from pipert.stage.loss import Loss
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
+
+_SENDS_ALL = TorchVersion(torch.__version__) < "2.13"  # a gradient for each tensor that arrived
 
 
 class StageModule(nn.Sequential):
@@ -185,7 +188,7 @@ class Running:
 
 def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | None:
     """A gradient as it is sent, zeros where there is none; nothing where none is awaited."""
-    if not of.requires_grad:
+    if not (of.requires_grad or _SENDS_ALL):
         return None
     return torch.zeros_like(of, device=device) if dx is None else dx.contiguous()
 
@@ -241,7 +244,8 @@ class Stage(PipelineStage):
 
     # torch's V-shaped schedules hand gradients over in a forward alone, too, where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        kept: Any = super()
+        return kept.get_local_bwd_output(mb_index) if self.has_backward else ()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
