@@ -41,7 +41,7 @@ from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
 
-_SENDS_ALL = TorchVersion(torch.__version__) < "2.13"  # a gradient for each tensor that arrived
+_SENDS_ALL = TorchVersion(torch.__version__) < "2.12"  # a gradient for each tensor that arrived
 
 
 class StageModule(nn.Sequential):
