@@ -20,12 +20,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import describe, tensors_of
 from pipert.batch.trees import flatten
 
 __all__: list[str] = []
+
+# Where torch's stages expect a gradient of each tensor that they receive.
+_SENDS_ALL = TorchVersion(torch.__version__) < "2.13"
 
 
 class Sample(NamedTuple):
@@ -90,7 +94,7 @@ class Boundary:
         """The tensors that are sent for each micro-batch, without data."""
         return tuple(
             [
-                torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad)
+                torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad or _SENDS_ALL)
                 for (shape, dtype), grad in zip(self._sent, self._grads, strict=True)
             ]
         )

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.torch_version import TorchVersion
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
@@ -40,8 +39,6 @@ from pipert.stage.loss import Loss
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
-
-_SENDS_ALL = TorchVersion(torch.__version__) < "2.12"  # a gradient for each tensor that arrived
 
 
 class StageModule(nn.Sequential):
@@ -188,7 +185,7 @@ class Running:
 
 def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | None:
     """A gradient as it is sent, zeros where there is none; nothing where none is awaited."""
-    if not (of.requires_grad or _SENDS_ALL):
+    if not of.requires_grad:
         return None
     return torch.zeros_like(of, device=device) if dx is None else dx.contiguous()
 
