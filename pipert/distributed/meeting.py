@@ -14,7 +14,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
-from pipert.distributed.stages import Running, entered
+from pipert.distributed.stages import Running, entered, moved
 
 __all__: list[str] = []
 
@@ -63,7 +63,7 @@ def _arriving(
     running: Running, samples: list[Sample] | None, kinds: Sequence[int]
 ) -> list[Value] | None:
     if running.place.j == 0:
-        return [running.inputs[i] for i in kinds]
+        return [moved(running.inputs[i], running.place.device) for i in kinds]
     return None if samples is None else [entered(one.on(running.place.device)) for one in samples]
 
 

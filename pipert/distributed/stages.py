@@ -25,7 +25,7 @@ from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.again import Again
 from pipert.autograd.checkpoint import Checkpoint
-from pipert.batch.tensors import Carried, differentiable
+from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.boundary import Boundary
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
@@ -114,17 +114,22 @@ class Running:
 
     def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
         i, loss = action.i, self.batch.loss
-        x = self.inputs[i] if self.arriving is None else entered(self.arriving.unpack(i, tensors))
+        device = self.place.device
+        if self.arriving is None:
+            x = moved(self.inputs[i], device)
+        else:
+            x = entered(self.arriving.unpack(i, tensors))
         with self._doing(action):
             with nullcontext() if self.stats is None else self.stats.collecting():
                 y = self.compute(i, x, i < self.batch.recomputed)
             if self.leaving is not None:
                 return self.leaving.pack(i, y)
             y = y.value if isinstance(y, Carried) else y
-            result = torch.zeros(1)
+            result = torch.zeros(1, device=device)
             if loss is not None:
                 number = self.place.number_of_loss(i)
-                result = loss.compute(i, number, self.batch.seed, y, loss.targets[i]).reshape(1)
+                target = moved(loss.targets[i], device)
+                result = loss.compute(i, number, self.batch.seed, y, target).reshape(1)
                 self.batch.losses[i] = loss.share_of(i, result.detach())
             if self.batch.keep_outputs:
                 self.batch.outputs[i] = detached(y)
@@ -188,6 +193,12 @@ def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | N
     if not of.requires_grad:
         return None
     return torch.zeros_like(of, device=device) if dx is None else dx.contiguous()
+
+
+def moved(value: Value, device: torch.device) -> Value:
+    """The same on this rank's device."""
+    tensors, rebuild = tensors_of(value)
+    return rebuild(tuple([tensor.to(device) for tensor in tensors]))
 
 
 def entered(x: Value) -> Value:

@@ -89,3 +89,27 @@ def test_several_partitions_on_a_rank(schedule: str, balance: list[int]) -> None
 
 def test_one_rank() -> None:
     check(run(1, step, [6], "1f1b", "always", [8, 10]), [8, 10])
+
+
+def evaluate_first(rank: int) -> list[Any]:
+    pipe = distributed.Pipe(layers(), [3, 3], chunks=4, deferred_batch_norm=False)
+    first = pipe(batch(8)[0])
+    x, y = batch(8)
+    loss = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    pipe.chunks = 2
+    again = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    return [first, loss, again, pipe(batch(5)[0])]
+
+
+def test_evaluation_before_training_and_other_chunks() -> None:
+    plain = layers()
+    x, y = batch(8)
+    loss = F.mse_loss(plain(x), y).detach()
+    for rank, found in enumerate(run(2, evaluate_first)):
+        first, *losses, last = found
+        torch.testing.assert_close(losses, [loss, loss])
+        if rank == 0:
+            assert first is last is None
+        else:
+            expected = [plain(x).detach(), plain(batch(5)[0]).detach()]
+            torch.testing.assert_close([first, last], expected)
