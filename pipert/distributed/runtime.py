@@ -149,6 +149,8 @@ class Runtime:
         targets: list[Value] = []
         try:
             own, inputs, targets = self._bring(args, kwargs, settings, step)
+            if step is not None:
+                step = step._replace(scale=scale_of(step.scale, [self.site.device]))
         except Exception as raised:
             error = raised
         brought: list[Brought] = self.site.control.agree(error, own)
@@ -166,9 +168,7 @@ class Runtime:
             stats.commit()
         if step is not None:
             _give(inputs, leaves)
-        if not batch.outputs:
-            return loss, None
-        return loss, gather([batch.outputs[i] for i in range(len(first.sizes))], first.sizes)
+        return loss, batch.output
 
     def _bring(
         self, args: Any, kwargs: Any, settings: Settings, step: Step | None
@@ -219,7 +219,7 @@ class Runtime:
         loss = None
         if step is not None and self._is_last:
             targets = targets if len(targets) == m else targets * m  # of one that has no rows
-            scale = scale_of(step.scale, [device])
+            scale: Any = step.scale
             loss = loss_of(step.loss_fn, targets, first.sizes, step.reduction, scale)
         context = CallerContext([device] if device.type == "cuda" else [])
         context.set_variable(store.of_task, store.NEW)
@@ -302,9 +302,7 @@ class Runtime:
         try:
             with _attached(prepared, running):
                 self._schedule(prepared, batch)
-            error, action = batch.failure or (None, None)
-            if batch.loss is not None and not (error or batch.loss.is_differentiable):
-                error = without_grad()
+            error, action = batch.failure or (self._unfit(batch), None)
             if any(self.site.control.agree(error, batch.seed.used, action)):
                 batch.seed.use()
             batch.seed.settle()
@@ -328,6 +326,17 @@ class Runtime:
             if not isinstance(error, Exception):
                 raise
             raise RankError(f"a rank ended or did not answer: {self._lost}: {error}") from error
+
+    def _unfit(self, batch: MiniBatch) -> Exception | None:
+        """Put outputs together; what is wrong with them, or with the loss."""
+        if batch.loss is not None and not batch.loss.is_differentiable:
+            return without_grad()
+        outputs = [batch.outputs.pop(i) for i in sorted(batch.outputs)]
+        try:
+            batch.output = gather(outputs, batch.sizes) if outputs else None
+        except ValueError as error:
+            return error
+        return None
 
     def _result(self, batch: MiniBatch) -> tuple[Tensor, Tensor]:
         """The loss, and what gradients are multiplied by, from the last rank to all."""

@@ -76,6 +76,8 @@ class MiniBatch:
     is_wrapped: bool
     """Whether what is around a partition must see each backward, as DDP does."""
     outputs: dict[int, Value] = field(default_factory=dict)
+    output: Value = None
+    """Of the mini-batch, on the last rank, if it is kept."""
     losses: dict[int, Tensor] = field(default_factory=dict)
     failure: tuple[Exception, Action] | None = None
     """The first error here."""

@@ -62,7 +62,7 @@ def u_net() -> Case:
 
 
 class Head(nn.Module):
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
 
