@@ -146,7 +146,7 @@ class Journey:
         if passage.i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = self.run.context.saved_tensor_hooks
-            passage.tape = Tape(stage.layers, passage.i, hooks, self.step is None)
+            passage.tape = Tape(stage.layers, passage.i, hooks)
             if self.step is not None:
                 self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
