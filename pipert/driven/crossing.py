@@ -200,6 +200,8 @@ class Crossing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # for any micro-batch: no tensor crosses
+            return func(*args, **kwargs or {})
         if func in self._about or not self._is_glue:
             return func(*args, **kwargs or {})
         args = tuple([swapped(a, self.bring) for a in args])
@@ -226,7 +228,7 @@ class Crossing(TorchFunctionMode):
     ) -> list[GradientEdge]:
         """Cut the graph where a tensor of an earlier partition came in and nobody has seen it.
 
-        As by a custom autograd function that glue calls, which is no torch function.
+        As by a custom autograd function or compiled code, which are no torch functions.
 
         Args:
             part: what goes backward.
@@ -237,23 +239,24 @@ class Crossing(TorchFunctionMode):
             The places where it is cut; they are among the entries of the part now.
 
         Raises:
-            RuntimeError: the graph is one of another micro-batch or call as well.
+            RuntimeError: the graph is one of another micro-batch or call as well, or what stands
+                for the tensor was changed.
         """
         for node in nodes:
             if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
                 raise RuntimeError(_KEPT)
         numbers = range(self._starts[0], part.first)
         earlier = {node for node in others if node._sequence_nr() in numbers}
-        edges: dict[tuple[Any, int], None] = dict.fromkeys(
-            edge
-            for node in nodes - earlier - {None}
-            for edge in node.next_functions
-            if edge[0] in earlier
-        )
+        edges: dict[tuple[Any, int], None] = {}
+        for node in nodes - earlier - {None}:
+            for key in node.next_functions:
+                if key[0] in earlier:
+                    self._stand_ins.refuse_unseen(key, node)  # type: ignore[arg-type]
+                    edges[key] = None
         found = []
-        for key in edges:
-            edge, sources = GradientEdge(*key), self._made_in(key[0]._sequence_nr()).sources
-            part.entries.append((edge, sources.setdefault(key, Source(edge))))
+        for place in edges:
+            edge, sources = GradientEdge(*place), self._made_in(place[0]._sequence_nr()).sources
+            part.entries.append((edge, sources.setdefault(place, Source(edge))))
             found.append(edge)
         return found
 

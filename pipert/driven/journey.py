@@ -120,8 +120,7 @@ class Journey:
                 y = passage.forward(x)
             y = swapped(y, crossing.bring)
             if (cut := passage.stage.cut) is not None:
-                # What is compiled would be compiled with what looks at it.
-                with _NOTHING if cut.step.loss.is_compiled else crossing:
+                with crossing:
                     crossing.finish(cut.compute_loss(passage.i, y))
                 y = ()
         self.end(passage, passage.stage)

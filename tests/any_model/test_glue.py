@@ -273,3 +273,31 @@ def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
         return
     with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
         results(own.make(), own, how)
+
+
+class ChangingForAFunction(nn.Module):
+    """Applies a function that no mode sees to what a later partition has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x) * 1
+        z = self.b(x)
+        y.mul_(z)
+        return self.c(_Exp.apply(y))  # type: ignore[no-untyped-call]
+
+
+@each_how
+def test_a_change_before_a_function_of_ones_own_is_right_in_a_call_and_refused_in_a_step(
+    how: How,
+) -> None:
+    model = ChangingForAFunction().double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("function", lambda: Made(model, batch), ("b", "c"))
+    if not how.schedule:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="changed in place in a later one, and used in a custom"):
+        results(own.make(), own, how)
