@@ -36,7 +36,8 @@ from pipert.autograd import order
 from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
-from pipert.batch.tensors import differentiable
+from pipert.batch.tensors import differentiable, tensors_of
+from pipert.driven.asked import refuse_asking
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
@@ -204,11 +205,18 @@ class Crossing(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if func in self._about or not self._is_glue:
             return func(*args, **kwargs or {})
+        if func is torch.autograd.grad and self._cuts:
+            self._refuse_asking(*args, **kwargs or {})
         args = tuple([swapped(a, self.bring) for a in args])
         kwargs = {name: swapped(value, self.bring) for name, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)
         self.settle(result)
         return result
+
+    def _refuse_asking(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+        entries = [entry for part in self.parts.values() for entry in part.entries]
+        cut = {edge.node: source.edge for edge, source in entries}
+        refuse_asking(tensors_of(outputs)[0], tensors_of(inputs)[0], self.bring, cut)
 
     def settle(self, value: Value) -> None:
         """Note what was made: others may copy it, wherever it is."""

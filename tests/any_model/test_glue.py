@@ -165,7 +165,7 @@ class HookingTensors(Three):
         return self.c(z + y)
 
 
-class _Exp(torch.autograd.Function):
+class Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -184,7 +184,7 @@ class ApplyingAFunction(Three):
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
         z = self.b(y)
-        return self.c(_Exp.apply(y) + z)  # type: ignore[no-untyped-call]
+        return self.c(Exp.apply(y) + z)  # type: ignore[no-untyped-call]
 
 
 class HookingModules(Three):
@@ -224,80 +224,3 @@ def family(model: type[Three], **batch: Any) -> Family:
 def test_a_model_gives_what_it_gives_without_a_pipe(model: type[Three], how: How) -> None:
     own = family(model)
     assert_equal(*results(own.make(), own, how))
-
-
-# What a step cannot follow ------------------------------------------------------------------------
-
-NAMES = ["base", "view", "view of the base"]
-
-
-class ChangingViews(nn.Module):
-    """Changes a tensor of an earlier partition, and uses it under another name, or when it is late.
-
-    Args:
-        changed: the name that it is changed by.
-        used: the name that it is used by.
-        later: whether in a later partition.
-    """
-
-    def __init__(self, changed: int, used: int, later: bool) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self.changed, self.used, self.later = changed, used, later
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.a(x) * 1
-        names = [y, y[:, :2], y[:, 1:]]
-        z = self.b(x)
-        names[self.changed].mul_(z[:, :1])
-        if self.later:
-            z = self.c(z)
-        last: Tensor = z + names[self.used].sum(1, keepdim=True)
-        if not self.later:
-            last = self.c(last)
-        return last
-
-
-@each_how
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize("used", range(3), ids=lambda k: f"used-{NAMES[k]}")
-@pytest.mark.parametrize("changed", range(3), ids=lambda k: f"changed-{NAMES[k]}")
-def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
-    changed: int, used: int, later: bool, how: How
-) -> None:
-    model = ChangingViews(changed, used, later).double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("views", lambda: Made(model, batch), ("b", "c"))
-    if not how.schedule or changed == used == 0:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="changed in place in a later one, and used under"):
-        results(own.make(), own, how)
-
-
-class ChangingForAFunction(nn.Module):
-    """Applies a function that no mode sees to what a later partition has changed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Any:
-        y = self.a(x) * 1
-        z = self.b(x)
-        y.mul_(z)
-        return self.c(_Exp.apply(y))  # type: ignore[no-untyped-call]
-
-
-@each_how
-def test_a_change_before_a_function_of_ones_own_is_right_in_a_call_and_refused_in_a_step(
-    how: How,
-) -> None:
-    model = ChangingForAFunction().double()
-    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
-    own = Family("function", lambda: Made(model, batch), ("b", "c"))
-    if not how.schedule:
-        assert_equal(*results(own.make(), own, how))
-        return
-    with pytest.raises(RuntimeError, match="changed in place in a later one, and used in a custom"):
-        results(own.make(), own, how)
