@@ -41,6 +41,7 @@ from pipert.driven.asked import refuse_asking
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
+from pipert.driven.tape import Tape
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
@@ -102,14 +103,14 @@ class Crossing(TorchFunctionMode):
         self.mark = object()
         """On all nodes behind which the graph of a partition begins: whose they are."""
 
-    def begin(self, stage: Stage) -> None:
-        """A partition begins."""
+    def begin(self, stage: Stage, tape: Tape | None) -> None:
+        """A partition begins, whose calls of layers go to ``tape``."""
         self._start = node_count()
         self._part = self.parts[stage.place.j] = Part(self._start)
         self._starts.append(self._start)
         self._order.append(stage.place.j)
         if self._moves is not None:
-            self._moves.begin(stage)
+            self._moves.begin(stage, tape)
 
     def end(self) -> None:
         """It ends: what has entered it is used no more, and its graph is kept for ``B`` alone."""

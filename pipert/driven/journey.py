@@ -149,7 +149,7 @@ class Journey:
             if self.step is not None:
                 self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
-            passage.crossing.begin(stage)
+            passage.crossing.begin(stage, passage.tape)
         if passage.seen is not None:
             passage.seen.begin(stage)
 

@@ -102,6 +102,11 @@ class Tape:
         """No further call is recorded."""
         self._made = None
 
+    def first(self) -> Checkpoint | None:
+        """The one of the calls that goes backward last: until then they are all there."""
+        calls = ((call, weak()) for call, weak in self._calls)
+        return next((found for call, found in calls if found is not None and call.saves), None)
+
     def recompute(self, on_worker: bool) -> None:
         """Compute all calls again: ``R[i,j]``."""
         try:
