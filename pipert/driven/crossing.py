@@ -36,10 +36,12 @@ from pipert.autograd import order
 from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
-from pipert.batch.tensors import differentiable
+from pipert.batch.tensors import differentiable, tensors_of
+from pipert.driven.asked import refuse_asking
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
+from pipert.driven.tape import Tape
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
@@ -101,14 +103,14 @@ class Crossing(TorchFunctionMode):
         self.mark = object()
         """On all nodes behind which the graph of a partition begins: whose they are."""
 
-    def begin(self, stage: Stage) -> None:
-        """A partition begins."""
+    def begin(self, stage: Stage, tape: Tape | None) -> None:
+        """A partition begins, whose calls of layers go to ``tape``."""
         self._start = node_count()
         self._part = self.parts[stage.place.j] = Part(self._start)
         self._starts.append(self._start)
         self._order.append(stage.place.j)
         if self._moves is not None:
-            self._moves.begin(stage)
+            self._moves.begin(stage, tape)
 
     def end(self) -> None:
         """It ends: what has entered it is used no more, and its graph is kept for ``B`` alone."""
@@ -200,13 +202,22 @@ class Crossing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # for any micro-batch: no tensor crosses
+            return func(*args, **kwargs or {})
         if func in self._about or not self._is_glue:
             return func(*args, **kwargs or {})
+        if func is torch.autograd.grad and self._cuts:
+            self._refuse_asking(*args, **kwargs or {})
         args = tuple([swapped(a, self.bring) for a in args])
         kwargs = {name: swapped(value, self.bring) for name, value in (kwargs or {}).items()}
         result = func(*args, **kwargs)
         self.settle(result)
         return result
+
+    def _refuse_asking(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
+        entries = [entry for part in self.parts.values() for entry in part.entries]
+        cut = {edge.node: source.edge for edge, source in entries}
+        refuse_asking(tensors_of(outputs)[0], tensors_of(inputs)[0], self.bring, cut)
 
     def settle(self, value: Value) -> None:
         """Note what was made: others may copy it, wherever it is."""
@@ -226,7 +237,7 @@ class Crossing(TorchFunctionMode):
     ) -> list[GradientEdge]:
         """Cut the graph where a tensor of an earlier partition came in and nobody has seen it.
 
-        As by a custom autograd function that glue calls, which is no torch function.
+        As by a custom autograd function or compiled code, which are no torch functions.
 
         Args:
             part: what goes backward.
@@ -237,23 +248,24 @@ class Crossing(TorchFunctionMode):
             The places where it is cut; they are among the entries of the part now.
 
         Raises:
-            RuntimeError: the graph is one of another micro-batch or call as well.
+            RuntimeError: the graph is one of another micro-batch or call as well, or what stands
+                for the tensor was changed.
         """
         for node in nodes:
             if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
                 raise RuntimeError(_KEPT)
         numbers = range(self._starts[0], part.first)
         earlier = {node for node in others if node._sequence_nr() in numbers}
-        edges: dict[tuple[Any, int], None] = dict.fromkeys(
-            edge
-            for node in nodes - earlier - {None}
-            for edge in node.next_functions
-            if edge[0] in earlier
-        )
+        edges: dict[tuple[Any, int], None] = {}
+        for node in nodes - earlier - {None}:
+            for key in node.next_functions:
+                if key[0] in earlier:
+                    self._stand_ins.refuse_unseen(key, node)  # type: ignore[arg-type]
+                    edges[key] = None
         found = []
-        for key in edges:
-            edge, sources = GradientEdge(*key), self._made_in(key[0]._sequence_nr()).sources
-            part.entries.append((edge, sources.setdefault(key, Source(edge))))
+        for place in edges:
+            edge, sources = GradientEdge(*place), self._made_in(place[0]._sequence_nr()).sources
+            part.entries.append((edge, sources.setdefault(place, Source(edge))))
             found.append(edge)
         return found
 

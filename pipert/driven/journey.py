@@ -120,8 +120,7 @@ class Journey:
                 y = passage.forward(x)
             y = swapped(y, crossing.bring)
             if (cut := passage.stage.cut) is not None:
-                # What is compiled would be compiled with what looks at it.
-                with _NOTHING if cut.step.loss.is_compiled else crossing:
+                with crossing:
                     crossing.finish(cut.compute_loss(passage.i, y))
                 y = ()
         self.end(passage, passage.stage)
@@ -146,11 +145,11 @@ class Journey:
         if passage.i < stage.recomputed:
             stage.layers.take_snapshot()
             hooks = self.run.context.saved_tensor_hooks
-            passage.tape = Tape(stage.layers, passage.i, hooks, self.step is None)
+            passage.tape = Tape(stage.layers, passage.i, hooks)
             if self.step is not None:
                 self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
-            passage.crossing.begin(stage)
+            passage.crossing.begin(stage, passage.tape)
         if passage.seen is not None:
             passage.seen.begin(stage)
 

@@ -13,6 +13,7 @@ from pipert.driven.layers import Layers
 from pipert.driven.stages import actions
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release
+from pipert.model.changes import Changes
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
 from pipert.stage.in_graph import InGraph
@@ -39,12 +40,15 @@ class DrivenModel:
         self.partitions = tuple(partitions)
         self.drivers = Drivers()
         self.layers = Layers(partitions, cuts)
+        begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
+        self._changes = Changes(module, begun, self.layers)
         self._model = Layered(self.partitions, routes(self.partitions))
         intercept(self.layers)
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
+        self._changes.refuse()
         journey = Journey(run, self.module, self.layers, self.drivers, step)
         journey.stats = None if stats is None else stats.partitions[0]
         stages = assemble(run, self._model, inputs, step, None, actions(journey))

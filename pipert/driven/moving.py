@@ -5,6 +5,8 @@ once for the partition, over the copy streams of both devices (section 3.2.3 of 
 
 * In a call the copy is in the graph. In the backward what follows it is the beginning of ``B[i,k]``
   on the other device, so a fork gives it the turn of the micro-batch (``autograd.order``).
+* What is copied from the partition before has that recompute first, while the gradient is still on
+  its way. What skips partitions has not: its gradient may be there long before.
 * When a partition ends, the copy stream of its device waits for what it has computed, so a copy
   waits for that and not for what the device computes later.
 * Parameters are lent: copied once for the run, like tied weights.
@@ -14,6 +16,7 @@ What is on no device of the pipe, such as lengths on the CPU, stays there.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -21,8 +24,11 @@ from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.autograd import order, streams, transfer
+from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import tensors_of, version
 from pipert.driven.lending import Lending
+from pipert.driven.tape import Tape
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 
@@ -41,10 +47,16 @@ class Moves:
         self._versions: dict[int, int] = {}  # of the copies, when they were made
         self._changed: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage: Stage
+        self._start = 0
+        self._before = range(0)  # the nodes of the partition before
+        self._recorded: Tape | None = None  # the calls of this one
+        self._of_before: weakref.ref[Checkpoint] | None = None
 
-    def begin(self, stage: Stage) -> None:
-        """A partition begins."""
+    def begin(self, stage: Stage, tape: Tape | None) -> None:
+        """A partition begins, whose calls go to ``tape``."""
         self._stage = stage
+        self._before, self._start = range(self._start, node_count()), node_count()
+        self._recorded = tape
 
     def end(self) -> None:
         """It ends. A copy that was changed in place stands for its tensor from now on."""
@@ -52,6 +64,9 @@ class Moves:
             if version(moved) != self._versions.pop(key):
                 self._changed[key] = tensor, moved
         self._moved.clear()
+        first = None if self._recorded is None else self._recorded.first()
+        self._of_before = None if first is None else weakref.ref(first)
+        self._recorded = None
         if len(self._devices) > 1:
             self._stage.ends.copies.let_others_copy(self._i)
 
@@ -102,7 +117,11 @@ class Moves:
         elif torch.is_grad_enabled() and tensor.requires_grad:
             copying = self._run.streams.get(tensor.device, self._i)
             compute = streams.compute_stream(tensor.device)
+            number = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
             (tensor,) = transfer.wait_back((tensor,), copying, compute)
+            first = None if self._of_before is None else self._of_before()
+            if first is not None and number in self._before:
+                (tensor,) = recompute_before((tensor,), first)
             # Behind it in the backward: nothing shall wait for a gradient before its turn.
             _, tensor = order.fork(self._i, None, tensor)
         origin = self._run.devices.index(tensor.device)

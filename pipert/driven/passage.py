@@ -293,7 +293,7 @@ class Passage:
 
 
 _COMPILED = (
-    "torch.compile cannot compile what a step of a pipe looks at: functions that the model's own "
-    "code calls between its layers. Make what is compiled a module, whose call is looked at as a "
-    "whole, or leave it uncompiled"
+    "if torch.compile has made a function that the model's own code calls between its layers: "
+    "nothing is brought to the device of a partition for it; make it a module, or leave it "
+    "uncompiled"
 )

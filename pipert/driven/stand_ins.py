@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import describe
 from pipert.stage.shared_memory import overlap
 
@@ -31,13 +32,14 @@ Key = tuple[Node, int]
 class _StandIn:
     """One, in the partition that is current."""
 
-    __slots__ = ("began", "first", "memory", "node", "tensor", "version")
+    __slots__ = ("began", "first", "memory", "node", "since", "tensor", "version")
 
     def __init__(self, of: Tensor, tensor: Tensor) -> None:
         self.tensor = tensor
         self.memory = _memory(of)
         self.first = self.version = tensor._version
         self.began = self.node = tensor.grad_fn
+        self.since = node_count()
 
     def has_changed(self) -> bool:
         return self.tensor._version != self.first
@@ -48,7 +50,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._now: dict[Key, _StandIn] = {}
-        self._later: dict[Key, Tensor] = {}
+        self._later: dict[Key, _StandIn] = {}
         self._changed: dict[int, int] = {}  # the node that a partition began with, by memory
 
     def find(self, key: Key) -> Tensor | None:
@@ -65,7 +67,21 @@ class StandIns:
 
     def changed(self, key: Key) -> Tensor | None:
         """What earlier partitions have made of it, if they have changed it (rule 2)."""
-        return self._later.get(key)
+        one = self._later.get(key)
+        return None if one is None else one.tensor
+
+    def refuse_unseen(self, key: Key, user: Node) -> None:
+        """Refuse a tensor itself in a node where the changed one should have been in its place.
+
+        Also where that was changed later than it was used, but was there already.
+        """
+        one = self._later.get(key)
+        if one is not None and user._sequence_nr() > one.since:
+            raise RuntimeError(
+                "a tensor that one partition has made is changed in place in a later one, and used "
+                "in a custom autograd function or compiled code, where a step of a pipe does not "
+                "see it; change a clone"
+            )
 
     def refuse_stale(self, tensor: Tensor, number: int) -> None:
         """Refuse a tensor whose node has this number, if its memory was changed since (rule 3)."""
@@ -88,7 +104,7 @@ class StandIns:
             if one.has_changed():
                 self._changed[one.memory] = start
                 if one.tensor.grad_fn is not one.began:
-                    self._later[key] = one.tensor
+                    self._later[key] = one
         self._now.clear()
 
     def _refuse_overlapping(self) -> None:

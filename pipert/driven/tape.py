@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
@@ -53,17 +52,14 @@ class Tape:
         layers: of the partition.
         i: the micro-batch.
         hooks: the caller's saved-tensor hooks.
-        is_whole: whether the graph is, as in a call; in a step nobody asks for a graph of
-            gradients.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_hooks", "_i", "_is_whole", "_layers", "_made")
+    __slots__ = ("__weakref__", "_calls", "_hooks", "_i", "_layers", "_made")
 
-    def __init__(self, layers: Layers, i: int, hooks: Hooks, is_whole: bool) -> None:
+    def __init__(self, layers: Layers, i: int, hooks: Hooks) -> None:
         self._layers = layers
         self._i = i
         self._hooks = hooks
-        self._is_whole = is_whole
         self._calls: list[tuple[Call, weakref.ref[Checkpoint]]] = []
         self._made: dict[int, _Made] | None = {}
 
@@ -85,7 +81,7 @@ class Tape:
         made = self._made
         assert made is not None
         note = partial(self._layers.note_of_call, self._i, layer)
-        call = Call(compute, around, note, made, self._hooks, self._is_whole)
+        call = Call(compute, around, note, made, self._hooks)
         checkpoint = Checkpoint(call, self)
         given, objects = Arguments(args, kwargs), Objects((*args, *kwargs.values()))
 
@@ -105,6 +101,11 @@ class Tape:
     def end(self) -> None:
         """No further call is recorded."""
         self._made = None
+
+    def first(self) -> Checkpoint | None:
+        """The one of the calls that goes backward last: until then they are all there."""
+        calls = ((call, weak()) for call, weak in self._calls)
+        return next((found for call, found in calls if found is not None and call.saves), None)
 
     def recompute(self, on_worker: bool) -> None:
         """Compute all calls again: ``R[i,j]``."""
@@ -166,11 +167,10 @@ class Call(Again):
         note: says which layer it is, and what it got.
         made: the outputs of the calls before, by id.
         hooks: as of :class:`Again`.
-        is_connected: whether a graph of gradients may be asked for.
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_from", "_is_connected", "_made", "_note", "_watched",
+        "_around", "_autocast", "_compute", "_from", "_made", "_note", "_watched",
         "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
@@ -181,14 +181,12 @@ class Call(Again):
         note: Callable[[Any, dict[str, Any]], str],
         made: dict[int, _Made],
         hooks: Hooks,
-        is_connected: bool,
     ) -> None:
         super().__init__(None, hooks)
         self._compute = compute
         self._around = around
         self._note = note
         self._made: dict[int, _Made] = made
-        self._is_connected = is_connected
         self._autocast: Autocast = get_autocast()
         self._from: list[tuple[Call, int] | None] = []
         self._watched: list[tuple[Tensor, int]] = []
@@ -235,8 +233,6 @@ class Call(Again):
             return self.first_time(value)
 
     def connections(self, xs: Tensors) -> Tensors:
-        if not self._is_connected:
-            return (_EMPTY,) * len(xs)
         wanting = [self._from[k] for k in self._wanting]
         return tuple(
             [x if of is None else proxy_of(x) for x, of in zip(xs, wanting, strict=True)]
@@ -283,5 +279,4 @@ class Call(Again):
         return f"<Call of {self._compute!r}>"
 
 
-_EMPTY = torch.empty(0, device="cpu")
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

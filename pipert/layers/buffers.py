@@ -3,7 +3,7 @@
 A normalisation layer in training mode updates its running statistics at each call, and a
 recomputation calls it again. Switching the module's updates off would affect other threads that
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
-copies of the statistics, and a counter is returned as it is.
+copies of the statistics, and a counter is returned as it is (and read as 1 if it is 0).
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
 Their results may depend on that, as they do there, so a recomputation that changes a buffer is
@@ -49,6 +49,7 @@ def _register(keeping: Key) -> None:
         keeping.register(operation, _copies(operation, places))
     for operation in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar):
         keeping.register(operation, _counts(operation))
+    keeping.register(torch.ops.aten._local_scalar_dense.default, _read)
 
 
 KEEPING = Key("TESTING_ONLY_GenericWrapper", _register)
@@ -80,6 +81,16 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
             return operation(*args, **kwargs)
 
     return add
+
+
+def _read(tensor: Tensor) -> Any:
+    """Read a tensor's number; of a counter that is not counted yet, in a step, as if it were.
+
+    ``BatchNorm(momentum=None)`` divides by it; what for goes to copies.
+    """
+    with KEEPING.excluded():
+        number = torch.ops.aten._local_scalar_dense.default(tensor)
+    return number or 1 if id(tensor) in (kept_counters.get() or ()) else number
 
 
 class Buffers:

@@ -79,6 +79,11 @@ def release(modules: Iterable[nn.Module]) -> None:
                     module.__dict__[_SLOT] = calls.compiled
 
 
+def is_unseen(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` has taken the slot since."""
+    return type(module.__dict__.get(_SLOT, None)) not in (Calls, type(None))
+
+
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What ``module.compile()`` has put in the slot, intercepted or not."""
     found: Callable[..., Any] | None = getattr(module, _SLOT, None)

@@ -62,7 +62,7 @@ def _mistakes(model: nn.Module, names: Sequence[str]) -> list[str]:
     first = {module: name for name, module in known.items()}
     found = []
     for k, name in enumerate(names):
-        module = _lookup(model, name)
+        module = lookup(model, name)
         if name == "":
             found.append("the cut '' is the whole model, which partition 0 begins; leave it out")
         elif name in names[:k]:
@@ -124,7 +124,7 @@ def _compiled(model: nn.Module, name: str) -> list[str]:
     path = name.split(".")
     for k in range(len(path)):
         outer = ".".join(path[:k])
-        container = _lookup(model, outer)
+        container = lookup(model, outer)
         if container is not None and is_compiled_itself(container):
             whole = f"{outer!r}" if outer else "the model"
             return [
@@ -134,7 +134,7 @@ def _compiled(model: nn.Module, name: str) -> list[str]:
     return []
 
 
-def _lookup(model: nn.Module, name: str) -> nn.Module | None:
+def lookup(model: nn.Module, name: str) -> nn.Module | None:
     """The module of that name, under any of its names."""
     module: nn.Module | None = model
     for part in name.split(".") if name else ():

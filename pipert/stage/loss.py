@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert._typing import Value
 from pipert.batch.microbatch import as_value, scatter_with_sizes
 from pipert.batch.tensors import describe
-from pipert.layers.drawing import is_compiled
 from pipert.layers.generators import DRAWING
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.counts import Counts
@@ -127,15 +126,12 @@ class Loss:
 
     draws: bool = field(init=False)
     """Whether it draws random numbers, or might."""
-    is_compiled: bool = field(init=False)
-    """Whether torch.compile has made the function."""
     counts: Counts = field(init=False)
     """Of the micro-batches that have one: all or none."""
     _computed: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.draws = not _is_functional(self._function)
-        self.is_compiled = _is_compiled(self._function)
         self.counts = Counts(self._shares)
 
     def compute(self, i: int, number: int, seed: RunSeed, *args: Any) -> Tensor:
@@ -198,12 +194,6 @@ class Loss:
             scale = scale.to(loss.device)
         factor = scale / self.counts.expected() if self.counts else self._shares[i] * scale
         return torch.ones_like(loss).mul_(factor)
-
-
-def _is_compiled(function: Any) -> bool:
-    if isinstance(function, nn.Module):
-        return is_compiled(function)
-    return hasattr(function, "_torchdynamo_orig_callable")
 
 
 def _is_functional(function: Any) -> bool:

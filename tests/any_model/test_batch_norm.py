@@ -30,8 +30,10 @@ class Normalising(nn.Module):
 
 
 @each_how
-def test_statistics_are_updated_once_and_are_those_of_the_batch(how: How) -> None:
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving average", "cumulative average"])
+def test_statistics_are_updated_once_and_are_those_of_the_batch(momentum: Any, how: How) -> None:
     model = Normalising().double()
+    model.early.momentum = model.late.momentum = momentum
     batch = {"x": 3 * torch.randn(ROWS, 4, dtype=torch.float64) + 1}
     own = Family("normalising", lambda: Made(model, batch), ("last",))
     piped, plain = copy.deepcopy(model), copy.deepcopy(model)

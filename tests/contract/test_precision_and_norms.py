@@ -309,12 +309,15 @@ def test_running_statistics_are_those_of_a_call(deferred: bool, way: Way) -> Non
 
 
 @each_way
-def test_deferred_statistics_are_those_of_the_mini_batch(way: Way) -> None:
+@pytest.mark.parametrize("momentum", [0.1, None], ids=["moving average", "cumulative average"])
+def test_deferred_statistics_are_those_of_the_mini_batch(momentum: Any, way: Way) -> None:
     module, plain = (nn.Sequential(*list(normalised())[:3]) for _ in range(2))
-    x = batch(8)
+    module.get_submodule("1").momentum = plain.get_submodule("1").momentum = momentum
+    xs = [batch(8), batch(9)]
     with piped(module, way, 4, deferred_batch_norm=True) as pipe:
-        take_step(pipe, way, x)
-    plain(x)
+        for x in xs:
+            take_step(pipe, way, x)
+            plain(x)
     same(dict(module.named_buffers()), dict(plain.named_buffers()))
 
 

@@ -19,6 +19,7 @@ from pipert import Event, Pipe
 from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
+from tests.any_model.driven_pipe import DrivenPipe
 from tests.simulated_gpus.simulation import Simulation
 from tests.skips import popping, stashing
 
@@ -97,6 +98,20 @@ def test_copies_of_a_step_are_hidden(gpus: Simulation, pipe: Pipe) -> None:
     gpus.reset_time()
     pipe.forward_backward(x, loss_fn=lambda y, _: y.sum(), schedule="gpipe")
     assert gpus.makespan() == pytest.approx(2 * PASS, abs=1)
+
+
+@pytest.mark.parametrize("kind", [Pipe, DrivenPipe])
+def test_a_recomputation_does_not_wait_for_the_copy_of_the_gradient(
+    gpus: Simulation, kind: type[Any]
+) -> None:
+    """``R[0,0]`` fills the time before ``B[0,0]``, and that of the copy."""
+    module = nn.Sequential(Busy(), Busy())
+    with kind(module, [1, 1], devices=["cuda:0", "cuda:1"], checkpoint="always") as pipe:
+        x = batch()
+        gpus.reset_time()
+        pipe(x).sum().backward()
+        moves = 2 * M * MOVE
+        assert gpus.makespan() == pytest.approx(5 * COMPUTE + moves, abs=1)
 
 
 # Blocking -----------------------------------------------------------------------------------------

@@ -86,6 +86,8 @@ def test_a_gradient_is_on_its_way_while_those_of_weights_are_added_up(gpus: Simu
 def test_the_peak_of_a_device_does_not_grow_with_the_number_of_micro_batches(
     gpus: Simulation, schedule: str, grows: bool
 ) -> None:
+    """By a micro-batch's inputs of three layers, or more; a gradient that the worker of the device
+    before has not copied yet is less, and is there or not as the threads' time has it."""
     peaks = []
     for m in (8, 32):
         x = torch.randn(m * ROWS, WIDTH, device="cuda:0")
@@ -94,7 +96,8 @@ def test_the_peak_of_a_device_does_not_grow_with_the_number_of_micro_batches(
             torch.cuda.reset_peak_memory_stats(1)
             step(pipe, x, schedule)
             peaks.append(gpus.peak_bytes(1))
-    assert (peaks[1] > peaks[0]) == grows
+    kept = 3 * ROWS * WIDTH * torch.float32.itemsize
+    assert (peaks[1] - peaks[0] >= kept) == grows
 
 
 def test_the_gradients_of_eager_1f1b_are_those_of_the_plain_module(gpus: Simulation) -> None:

@@ -134,7 +134,7 @@ class Fails:
 
     @staticmethod
     def outputs(pipe: Pipe) -> None:
-        setattr(pipe, "2", Apply(lambda x: (x, id(x))))
+        pipe[2].register_forward_hook(lambda layer, args, y: (y, id(y)))
         step(pipe, loss_fn=lambda y, t: y[0].sum(), return_outputs=True)
 
     @staticmethod

@@ -1,0 +1,146 @@
+"""Models whose modules are others than when their pipe was made."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.piped import pipeline
+
+each_schedule = pytest.mark.parametrize("schedule", ["", "1f1b"], ids=["call", "step"])
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.blocks:
+            x = layer(x)
+        return x
+
+
+class Adapted(nn.Module):
+    """A layer, and another one beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.beside = base, nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base(x) + self.beside(x)
+
+
+def replace_cut(model: Any) -> None:
+    model.blocks[2] = block()
+
+
+def replace_cut_by_nothing(model: Any) -> None:
+    model.blocks[2] = nn.Identity()
+
+
+def replace_layer(model: Any) -> None:
+    model.blocks[1] = block()
+
+
+def adapt_layer(model: Any) -> None:
+    model.blocks[3] = Adapted(model.blocks[3])
+
+
+def append_layer(model: Any) -> None:
+    model.blocks.append(block())
+
+
+def delete_before_cut(model: Any) -> None:
+    del model.blocks[0]
+
+
+REFUSED: dict[Callable[[Any], None], str] = {
+    replace_cut: "blocks.2",
+    replace_cut_by_nothing: "blocks.2",
+    replace_layer: "blocks.1",
+    adapt_layer: "blocks.3",
+    append_layer: "blocks.4",
+    delete_before_cut: "blocks.2",
+}
+
+
+def total(output: Any, _: Any = None) -> Any:
+    return output.square().sum()
+
+
+def run(pipe: Any, x: Tensor, schedule: str) -> None:
+    if schedule:
+        pipe.forward_backward(x, loss_fn=total, reduction="sum", schedule=schedule)
+    else:
+        total(pipe(x)).backward()
+
+
+def own(model: Any) -> Family:
+    batch = {"x": torch.randn(ROWS, 4)}
+    return Family("changed", lambda: Made(model, batch), ("blocks.2",))
+
+
+@each_schedule
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
+def test_what_the_pipe_does_not_know_is_refused_by_name(
+    change: Callable[[Any], None], schedule: str
+) -> None:
+    model = Model()
+    x = torch.randn(ROWS, 4)
+    pipe = pipeline(model, own(model), "always")
+    with pipe, copy.deepcopy(pipe) as other:
+        pipe(x)
+        for one in (pipe, other):  # which has not been called
+            change(one.module)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=f"{REFUSED[change]}'.*pipe again"):
+                    run(one, x, schedule)
+
+
+def test_a_pipe_that_is_made_again_knows_them() -> None:
+    model = Model()
+    family = own(model)
+    x = torch.randn(ROWS, 4)
+    with pipeline(model, family, "never") as pipe:
+        adapt_layer(model)
+        with pytest.raises(RuntimeError, match=r"blocks\.3"):
+            pipe(x)
+    with pipeline(model, family, "never") as pipe:
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+@each_schedule
+def test_what_changes_inside_of_layers_or_has_no_parameters_is_taken(schedule: str) -> None:
+    model: Any = Model()
+    x = torch.randn(ROWS, 4)
+    with pipeline(model, own(model), "always") as pipe:
+        pipe(x)
+        model.blocks[1][0] = nn.Linear(4, 4)
+        model.metric = nn.MSELoss()
+        del model.blocks[3]
+        plain = copy.deepcopy(model)
+        run(pipe, x, schedule)
+    total(plain(x)).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@each_schedule
+def test_a_layer_that_was_compiled_afterwards_is_refused(schedule: str) -> None:
+    model = Model()
+    with pipeline(model, own(model), "always") as pipe:
+        model.blocks[2].compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"'blocks\.2'.*compile"):
+            run(pipe, torch.randn(ROWS, 4), schedule)

@@ -1,0 +1,119 @@
+"""Functions that torch.compile has made, called by a model between its layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.any_model.family import ROWS, Family, Made
+from tests.any_model.piped import HOWS, How, assert_equal, pipeline, results
+
+pytestmark = [
+    pytest.mark.slow,  # the first compilation imports for seconds
+    pytest.mark.usefixtures("forget_compiled"),
+    # Of dynamo: about itself, and of NumPy, which need not be there.
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+]
+each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+
+Function = Callable[..., Any]
+
+
+class Calling(nn.Module):
+    """Calls a function in its second partition, with a tensor of each."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 20, nn.Linear(4, 4)) for _ in range(3)
+        )
+        self.function = function
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x) * 1
+        z = self.b(y + 1)
+        return self.c(self.function(y, z)) * y
+
+
+def family(function: Function) -> Family:
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    return Family("calling", lambda: Made(Calling(function).double(), batch), ("b", "c"))
+
+
+def reads(y: Tensor, z: Tensor) -> Tensor:
+    return F.gelu(y) * z.sigmoid() + y
+
+
+def breaks(y: Tensor, z: Tensor) -> Tensor:
+    y = y * z
+    torch._dynamo.graph_break()
+    return y.exp() + z
+
+
+def writes(y: Tensor, z: Tensor) -> Tensor:
+    return y.add_(z).exp()
+
+
+@each_how
+@each_backend
+@pytest.mark.parametrize("function", [reads, breaks, writes])
+def test_a_compiled_function_is_one_of_the_models_own(
+    function: Function, backend: str, how: How
+) -> None:
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    own = family(compiled)
+    assert_equal(*results(own.make(), own, how))
+
+
+@each_backend
+def test_it_is_compiled_once_for_all_micro_batches(backend: str) -> None:
+    graphs = []
+    own = family(torch.compile(reads, backend=backend, fullgraph=True))
+    for _ in range(2):
+        results(own.make(), own, HOWS[3])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+
+
+def test_a_compiled_function_in_a_loss_is_compiled_as_well() -> None:
+    own = family(reads)
+    compiled = torch.compile(own.loss, backend="eager")
+    one = dataclasses.replace(own, loss=lambda output: compiled(output))
+    assert_equal(*results(own.make(), one, HOWS[3]))
+
+
+@pytest.mark.cuda
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("schedule", ["", "1f1b"], ids=["call", "step"])
+def test_what_is_on_another_device_is_not_brought_for_it(schedule: str) -> None:
+    compiled = torch.compile(reads, backend="aot_eager")
+    x = torch.randn(ROWS, 4, dtype=torch.float64)
+    for function, refused in ((lambda _, z: compiled(z, z), False), (compiled, True)):
+        own = family(function)
+        devices = ["cuda:0", "cuda:1", "cuda:0"]
+        with pipeline(own.make().model, own, "never", devices=devices) as pipe:
+            if not refused:
+                run(pipe, x, schedule)
+                continue
+            with pytest.raises(RuntimeError, match="same device") as caught:
+                run(pipe, x, schedule)
+            assert "make it a module" in caught.value.__notes__[-1]
+
+
+def run(pipe: Any, x: Tensor, schedule: str) -> None:
+    if schedule:
+        pipe.forward_backward(x, loss_fn=mean_of, schedule=schedule)
+    else:
+        mean_of(pipe(x)).backward()
+
+
+def mean_of(output: Any, _: Any = None) -> Any:
+    return output.square().mean()
