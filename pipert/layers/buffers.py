@@ -15,7 +15,7 @@ forward, which normalisation does not do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -25,12 +25,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert.batch.tensors import version
+from pipert.batch.tensors import Versions
 from pipert.errors import RecomputationError
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.dispatch_keys import Key, operations
-from pipert.layers.intercepted import compiled_call
-from pipert.layers.modules import modules_of
+from pipert.layers.intercepted import SLOT, compiled_call
 
 __all__: list[str] = []
 
@@ -85,35 +84,36 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
 class Buffers:
     """The buffers of modules that are computed again together, before their first forward."""
 
-    __slots__ = ("_homes", "_modules", "_norms", "_others", "_runs_compiled")
+    __slots__ = ("_counters", "_homes", "_modules", "_others", "_runs_compiled", "_versions")
 
     def __init__(self) -> None:
+        self._counters: list[Any] = []  # the homes of the counters of normalisation layers
         self._homes: list[dict[str, Tensor | None]] = []
         self._modules: list[nn.Module] = []
-        self._norms: list[Any] = []
-        self._others: list[tuple[Tensor, int, str]] = []
+        self._others: dict[int, Tensor] = {}  # by id
+        self._versions = Versions()  # of the others
         self._runs_compiled = False
 
-    def add(self, module: nn.Module) -> None:
-        """Note the buffers of a module."""
+    def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
+        """Note the buffers of a module and of all modules inside of it, its ``parts``."""
         self._modules.append(module)
-        compiled = any(map(_runs_compiled_code, module.modules()))
+        compiled = any(map(_runs_compiled_code, _of_each_kind(parts)))
         self._runs_compiled |= compiled
-        norms = [part for part in modules_of(module) if _COUNTER in part._buffers]
-        self._norms += norms
+        homes = [part._buffers for part in parts if part._buffers]
+        counters = [home for home in homes if _COUNTER in home]
+        self._counters += counters
+        self._homes += [h for h in homes if isinstance(h, dict) and _COUNTER not in h]
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
-        known = {id(getattr(norm, name, None)) for norm in norms for name in updated}
-        self._homes += [
-            home
-            for home in (part._buffers for part in modules_of(module))
-            if home and isinstance(home, dict) and _COUNTER not in home
+        known = {id(home[name]) for home in counters for name in updated if name in home}
+        others = [
+            buffer
+            for home in homes
+            for buffer in home.values()
+            if buffer is not None and id(buffer) not in known and not is_lazy(buffer)
         ]
-        self._others += [
-            (buffer, version(buffer), name)
-            for name, buffer in module.named_buffers()
-            if id(buffer) not in known and not is_lazy(buffer)
-        ]
+        self._others.update(zip(map(id, others), others, strict=True))
+        self._versions.add(others)
 
     def keep_during(self, call: Callable[[], T]) -> T:
         """Return what ``call`` does, which computes again, in context variables of its own.
@@ -121,8 +121,8 @@ class Buffers:
         Raises:
             RecomputationError: it changes a buffer.
         """
-        counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
-        kept_counters.set(frozenset([id(counter) for _, counter in counters]))
+        counters = [home[_COUNTER] for home in self._counters]
+        kept_counters.set(frozenset(map(id, counters)))
         before = [(home, name, old) for home in self._homes for name, old in home.items()]
         try:
             with self._keeping_statistics(), self._refusing_changes():
@@ -132,9 +132,9 @@ class Buffers:
                     _refuse_replaced(home, name, old)
             return result
         finally:
-            for norm, counter in counters:
-                if norm.num_batches_tracked is not counter:  # replaced by one that is greater
-                    norm.num_batches_tracked = counter
+            for home, counter in zip(self._counters, counters, strict=True):
+                if home[_COUNTER] is not counter:  # replaced by one that is greater
+                    home[_COUNTER] = counter
 
     def _keeping_statistics(self) -> AbstractContextManager[object]:
         # Compiled code may run no operation of torch for it; torch.compile sees a function mode.
@@ -143,9 +143,16 @@ class Buffers:
         return PartitionStats(nn.ModuleList(self._modules)).discarding()
 
     def _refusing_changes(self) -> AbstractContextManager[object]:
-        if all(version(buffer) == before for buffer, before, _ in self._others):
+        if self._versions.are_current():
             return contextlib.nullcontext()
-        return _RefuseChanges({_place(buffer): (buffer, name) for buffer, _, name in self._others})
+        return _RefuseChanges(
+            {
+                _place(buffer): (buffer, name)
+                for module in self._modules
+                for name, buffer in module.named_buffers()
+                if id(buffer) in self._others
+            }
+        )
 
 
 class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -212,12 +219,19 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 def _runs_compiled_code(module: nn.Module) -> bool:
     """Whether torch.compile has made it, its call, or the ``forward`` of its class."""
     return (
-        type(module).__module__.startswith("torch._dynamo")
-        or compiled_call(module) is not None
+        compiled_call(module) is not None
+        or type(module).__module__.startswith("torch._dynamo")
         or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
 
 
-def may_change_buffers(module: nn.Module) -> bool:
-    """Whether calling ``module`` now might update running statistics or other buffers."""
-    return any(part.training and part._buffers for part in modules_of(module))
+def _of_each_kind(modules: Collection[nn.Module]) -> Iterable[nn.Module]:
+    """One of each class, and those that have a call or a ``forward`` of their own."""
+    found = {type(module): module for module in modules}
+    own = [m for m in modules if "forward" in m.__dict__ or SLOT in m.__dict__]
+    return (*found.values(), *own)
+
+
+def may_change_buffers(parts: Iterable[nn.Module]) -> bool:
+    """Whether calling these modules now might update running statistics or other buffers."""
+    return any(part.training and part._buffers for part in parts)

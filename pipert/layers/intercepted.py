@@ -16,7 +16,8 @@ from torch import nn
 
 __all__: list[str] = []
 
-_SLOT = "_compiled_call_impl"
+SLOT = "_compiled_call_impl"
+"""Its name."""
 
 
 class Interceptor(Protocol):
@@ -43,7 +44,7 @@ class Calls:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.compiled: Callable[..., Any] | None = getattr(module, _SLOT, None)
+        self.compiled: Callable[..., Any] | None = getattr(module, SLOT, None)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,25 +62,25 @@ class Calls:
 def intercept(modules: Iterable[nn.Module]) -> None:
     """Intercept the calls of these modules, until :func:`release` was called as often."""
     for module in modules:
-        calls = module.__dict__.get(_SLOT)
+        calls = module.__dict__.get(SLOT)
         if not isinstance(calls, Calls):
-            calls = module.__dict__[_SLOT] = Calls(module)
+            calls = module.__dict__[SLOT] = Calls(module)
         calls.users += 1
 
 
 def release(modules: Iterable[nn.Module]) -> None:
     """Intercept them no more."""
     for module in modules:
-        calls = module.__dict__.get(_SLOT)
+        calls = module.__dict__.get(SLOT)
         if isinstance(calls, Calls):
             calls.users -= 1
             if not calls.users:
-                del module.__dict__[_SLOT]
+                del module.__dict__[SLOT]
                 if calls.compiled is not None:
-                    module.__dict__[_SLOT] = calls.compiled
+                    module.__dict__[SLOT] = calls.compiled
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """What ``module.compile()`` has put in the slot, intercepted or not."""
-    found: Callable[..., Any] | None = getattr(module, _SLOT, None)
+    found: Callable[..., Any] | None = getattr(module, SLOT, None)
     return found.compiled if isinstance(found, Calls) else found
