@@ -3,13 +3,16 @@
 A normalisation layer in training mode updates its running statistics at each call, and a
 recomputation calls it again. Switching the module's updates off would affect other threads that
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
-copies of the statistics, and a counter is returned as it is.
+copies of the statistics, and a counter is returned as it is. A kernel in Python costs as much as
+the operation does. So torch's own BatchNorm layers get a shorter way meanwhile, which threads that
+recompute nothing pass by, in the slot of ``layers/intercepted.py``: it normalises with spare
+statistics and counts nothing. Where it is missing, or somebody looks, the kernels do the work.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
 Their results may depend on that, as they do there, so a recomputation that changes a buffer is
-refused, and so is one that puts another tensor in its place. A dispatch mode sees changes. It costs
-much for each operation, so it is on only where the version of a buffer has moved since the first
-forward, which normalisation does not do.
+refused (``layers/changes.py``), and so is one that puts another tensor in its place. To see changes
+costs much for each operation, so it is done only where the version of a buffer has moved since the
+first forward, which normalisation does not do.
 """
 
 from __future__ import annotations
@@ -18,25 +21,38 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipert.batch.tensors import Versions
-from pipert.errors import RecomputationError
 from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.changes import RefuseChanges, place_of, refuse_replaced
 from pipert.layers.dispatch_keys import Key, operations
-from pipert.layers.intercepted import SLOT, compiled_call
+from pipert.layers.drawing import HOOKS_OF_ALL
+from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
 
-# In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
-kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
-
 T = TypeVar("T")
+Spare = dict[Any, tuple[Tensor, Tensor]]
+
+
+class Kept(NamedTuple):
+    """What a recomputation leaves alone."""
+
+    counters: frozenset[int]
+    """The ids of the counters of its normalisation layers."""
+    spare: Spare
+    """By what they look like: statistics that may be updated in place of those of a layer."""
+
+
+kept: ContextVar[Kept | None] = ContextVar("pipert_kept", default=None)
+"""Set in a recomputation, and in runs inside of it."""
 
 _COUNTER = "num_batches_tracked"
 
@@ -73,7 +89,8 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a kernel that adds in place, but not to a counter."""
 
     def add(*args: Any, **kwargs: Any) -> Any:
-        if id(args[0]) in (kept_counters.get() or ()):
+        now = kept.get()
+        if now is not None and id(args[0]) in now.counters:
             return args[0]
         with KEEPING.excluded():
             return operation(*args, **kwargs)
@@ -81,10 +98,44 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
+def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
+    """Call a BatchNorm layer: in its recomputation by the shorter way."""
+    now, buffers = kept.get(), norm._buffers
+    if now is None or id(buffers[_COUNTER]) not in now.counters or _is_seen(norm):
+        return norm._call_impl(input)  # type: ignore[no-untyped-call]
+    with KEEPING.excluded():
+        mean, var = buffers["running_mean"], buffers["running_var"]
+        if mean is None or var is None or not (norm.training and norm.track_running_stats):
+            return norm._call_impl(input)  # type: ignore[no-untyped-call]  # changes nothing
+        look = mean.shape, mean.dtype, mean.device
+        spare = now.spare.get(look)
+        if spare is None:
+            with torch.inference_mode(False):
+                spare = now.spare[look] = torch.zeros_like(mean), torch.zeros_like(var)
+        norm._check_input_dim(input)  # type: ignore[no-untyped-call]
+        return F.batch_norm(input, *spare, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _is_seen(module: nn.Module) -> bool:
+    """Whether hooks, modes or transforms see what it does."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(HOOKS_OF_ALL)
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
 class Buffers:
     """The buffers of modules that are computed again together, before their first forward."""
 
-    __slots__ = ("_counters", "_homes", "_modules", "_others", "_runs_compiled", "_versions")
+    __slots__ = (
+        "_counters", "_homes", "_modules", "_others", "_runs_compiled", "_shorter", "_spare",
+        "_versions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self._counters: list[Any] = []  # the homes of the counters of normalisation layers
@@ -93,6 +144,8 @@ class Buffers:
         self._others: dict[int, Tensor] = {}  # by id
         self._versions = Versions()  # of the others
         self._runs_compiled = False
+        self._shorter: list[tuple[dict[str, Any], Shortcut]] = []
+        self._spare: Spare = {}
 
     def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
         """Note the buffers of a module and of all modules inside of it, its ``parts``."""
@@ -106,6 +159,13 @@ class Buffers:
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
         known = {id(home[name]) for home in counters for name in updated if name in home}
+        self._shorter += [
+            (part.__dict__, Shortcut(_normalise, part))
+            for part in parts
+            if isinstance(part, _BatchNorm)
+            and type(part).forward is _BatchNorm.forward
+            and "forward" not in part.__dict__
+        ]
         others = [
             buffer
             for home in homes
@@ -122,16 +182,22 @@ class Buffers:
             RecomputationError: it changes a buffer.
         """
         counters = [home[_COUNTER] for home in self._counters]
-        kept_counters.set(frozenset(map(id, counters)))
+        kept.set(Kept(frozenset(map(id, counters)), self._spare))
         before = [(home, name, old) for home in self._homes for name, old in home.items()]
+        shorter = () if self._runs_compiled else self._shorter
         try:
+            for attributes, normalise in shorter:
+                attributes.setdefault(SLOT, normalise)  # unless it is compiled, or intercepted
             with self._keeping_statistics(), self._refusing_changes():
                 result = call()
             for home, name, old in before:
                 if home.get(name) is not old:
-                    _refuse_replaced(home, name, old)
+                    refuse_replaced(home, name, old)
             return result
         finally:
+            for attributes, normalise in shorter:
+                if attributes.get(SLOT) is normalise:
+                    del attributes[SLOT]
             for home, counter in zip(self._counters, counters, strict=True):
                 if home[_COUNTER] is not counter:  # replaced by one that is greater
                     home[_COUNTER] = counter
@@ -145,75 +211,14 @@ class Buffers:
     def _refusing_changes(self) -> AbstractContextManager[object]:
         if self._versions.are_current():
             return contextlib.nullcontext()
-        return _RefuseChanges(
+        return RefuseChanges(
             {
-                _place(buffer): (buffer, name)
+                place_of(buffer): (buffer, name)
                 for module in self._modules
                 for name, buffer in module.named_buffers()
                 if id(buffer) in self._others
             }
         )
-
-
-class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that change buffers.
-
-    Args:
-        buffers: by where their data are, with their names.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, buffers: dict[int, tuple[Tensor, str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = buffers
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or its first call would import dynamo, which takes seconds
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        places = {_place(tensor) for tensor in _written(func, args, kwargs or {})}
-        changed = [self._buffers[place] for place in places & self._buffers.keys()]
-        before = [buffer.clone() for buffer, _ in changed]
-        result = func(*args, **kwargs or {})
-        for (buffer, name), old in zip(changed, before, strict=True):
-            if not torch.equal(buffer, old):
-                buffer.copy_(old)
-                raise _changed(name)
-        return result
-
-
-def _refuse_replaced(home: dict[str, Tensor | None], name: str, old: Tensor | None) -> None:
-    """Refuse that another tensor is in the place of a buffer, unless it has the same values."""
-    new = home.get(name)
-    if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
-        home[name] = old
-        raise _changed(name)
-
-
-def _changed(name: str) -> RecomputationError:
-    return RecomputationError(
-        f"a layer changes its buffer {name!r} when it is recomputed, so its result may differ from "
-        "its forward's. Use checkpoint='never', or leave the buffer alone while "
-        "pipert.is_recomputing()"
-    )
-
-
-def _place(tensor: Tensor) -> int:
-    """Where its data are, as for all of its views."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    arguments: Any = getattr(getattr(func, "_schema", None), "arguments", ())
-    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-    found = [given[a.name] for a in arguments if a.is_write and a.name in given]
-    flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]
-    return [x for x in flat if isinstance(x, Tensor)]
 
 
 def _runs_compiled_code(module: nn.Module) -> bool:

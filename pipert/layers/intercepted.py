@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -44,7 +45,7 @@ class Calls:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.compiled: Callable[..., Any] | None = getattr(module, SLOT, None)
+        self.compiled: Callable[..., Any] | None = compiled_call(module)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +58,12 @@ class Calls:
 
     def __repr__(self) -> str:
         return f"<Calls of {type(self._module()).__name__}, for {self.users}>"
+
+
+class Shortcut(partial[Any]):
+    """What stands in the slot of a module for a while, and is nothing compiled."""
+
+    compiled = None
 
 
 def intercept(modules: Iterable[nn.Module]) -> None:
@@ -81,6 +88,6 @@ def release(modules: Iterable[nn.Module]) -> None:
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` has put in the slot, intercepted or not."""
+    """What ``module.compile()`` has put in the slot, whatever stands there now."""
     found: Callable[..., Any] | None = getattr(module, SLOT, None)
-    return found.compiled if isinstance(found, Calls) else found
+    return found.compiled if isinstance(found, Calls | Shortcut) else found
