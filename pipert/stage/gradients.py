@@ -71,6 +71,10 @@ class Gradients:
 
     def add(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch; ``None`` for a weight that was not used."""
+        if len({*map(id, weights)}) < len(weights):  # one that is used beside what stands for it
+            for weight, gradient in zip(weights, gradients, strict=True):
+                self.add((weight,), (gradient,))
+            return
         totals, added = list[Tensor](), list[Tensor]()
         shared, with_them = list[_Sum](), list[Tensor]()
         for weight, gradient in zip(weights, gradients, strict=True):
