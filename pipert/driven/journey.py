@@ -24,7 +24,7 @@ from pipert.driven.recorded import Seen
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.buffers import KEEPING, kept
+from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.nested_checkpoint import is_in_checkpoint
@@ -93,7 +93,7 @@ class Journey:
         try:
             # The model's own code may draw. Inside of a layer that another pipe recomputes, buffers
             # stay as they are.
-            keeping = _NOTHING if kept.get() is None else KEEPING.included()
+            keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
             with DRAWING.included(), keeping, notes:
                 yield
         finally:

@@ -5,8 +5,8 @@ recomputation calls it again. Switching the module's updates off would affect ot
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
 copies of the statistics, and a counter is returned as it is. A kernel in Python costs as much as
 the operation does. So torch's own BatchNorm layers get a shorter way meanwhile, which threads that
-recompute nothing pass by, in the slot of ``layers/intercepted.py``: it normalises with spare
-statistics and counts nothing. Where it is missing, or somebody looks, the kernels do the work.
+recompute nothing pass by, in the slot of ``layers/intercepted.py``: it updates other statistics and
+counts nothing. Where it is missing, or there are hooks, the kernels do the work.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
 Their results may depend on that, as they do there, so a recomputation that changes a buffer is
@@ -21,7 +21,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,23 +38,13 @@ from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
 
+# In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
+kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
+
 T = TypeVar("T")
-Spare = dict[Any, tuple[Tensor, Tensor]]
-
-
-class Kept(NamedTuple):
-    """What a recomputation leaves alone."""
-
-    counters: frozenset[int]
-    """The ids of the counters of its normalisation layers."""
-    spare: Spare
-    """By what they look like: statistics that may be updated in place of those of a layer."""
-
-
-kept: ContextVar[Kept | None] = ContextVar("pipert_kept", default=None)
-"""Set in a recomputation, and in runs inside of it."""
 
 _COUNTER = "num_batches_tracked"
+_FORWARD = _BatchNorm.forward  # as long as nobody puts another in its place
 
 
 def _register(keeping: Key) -> None:
@@ -89,8 +79,7 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a kernel that adds in place, but not to a counter."""
 
     def add(*args: Any, **kwargs: Any) -> Any:
-        now = kept.get()
-        if now is not None and id(args[0]) in now.counters:
+        if id(args[0]) in (kept_counters.get() or ()):
             return args[0]
         with KEEPING.excluded():
             return operation(*args, **kwargs)
@@ -100,32 +89,25 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
     """Call a BatchNorm layer: in its recomputation by the shorter way."""
-    now, buffers = kept.get(), norm._buffers
-    if now is None or id(buffers[_COUNTER]) not in now.counters or _is_seen(norm):
+    buffers = norm._buffers
+    if id(buffers[_COUNTER]) not in (kept_counters.get() or ()) or _has_hooks(norm):
         return norm._call_impl(input)  # type: ignore[no-untyped-call]
     with KEEPING.excluded():
         mean, var = buffers["running_mean"], buffers["running_var"]
         if mean is None or var is None or not (norm.training and norm.track_running_stats):
             return norm._call_impl(input)  # type: ignore[no-untyped-call]  # changes nothing
-        look = mean.shape, mean.dtype, mean.device
-        spare = now.spare.get(look)
-        if spare is None:
-            with torch.inference_mode(False):
-                spare = now.spare[look] = torch.zeros_like(mean), torch.zeros_like(var)
         norm._check_input_dim(input)  # type: ignore[no-untyped-call]
-        return F.batch_norm(input, *spare, norm.weight, norm.bias, True, 0.0, norm.eps)
+        others = torch.empty_like(mean), torch.empty_like(var)
+        return F.batch_norm(input, *others, norm.weight, norm.bias, True, 0.0, norm.eps)
 
 
-def _is_seen(module: nn.Module) -> bool:
-    """Whether hooks, modes or transforms see what it does."""
+def _has_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or any(HOOKS_OF_ALL)
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
@@ -133,8 +115,7 @@ class Buffers:
     """The buffers of modules that are computed again together, before their first forward."""
 
     __slots__ = (
-        "_counters", "_homes", "_modules", "_others", "_runs_compiled", "_shorter", "_spare",
-        "_versions",
+        "_counters", "_homes", "_modules", "_others", "_runs_compiled", "_shorter", "_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -145,7 +126,6 @@ class Buffers:
         self._versions = Versions()  # of the others
         self._runs_compiled = False
         self._shorter: list[tuple[dict[str, Any], Shortcut]] = []
-        self._spare: Spare = {}
 
     def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
         """Note the buffers of a module and of all modules inside of it, its ``parts``."""
@@ -163,7 +143,7 @@ class Buffers:
             (part.__dict__, Shortcut(_normalise, part))
             for part in parts
             if isinstance(part, _BatchNorm)
-            and type(part).forward is _BatchNorm.forward
+            and type(part).forward is _FORWARD
             and "forward" not in part.__dict__
         ]
         others = [
@@ -182,7 +162,7 @@ class Buffers:
             RecomputationError: it changes a buffer.
         """
         counters = [home[_COUNTER] for home in self._counters]
-        kept.set(Kept(frozenset(map(id, counters)), self._spare))
+        kept_counters.set(frozenset(map(id, counters)))
         before = [(home, name, old) for home in self._homes for name, old in home.items()]
         shorter = () if self._runs_compiled else self._shorter
         try:
@@ -197,7 +177,7 @@ class Buffers:
         finally:
             for attributes, normalise in shorter:
                 if attributes.get(SLOT) is normalise:
-                    del attributes[SLOT]
+                    attributes.pop(SLOT, None)  # another backward of the graph may have, too
             for home, counter in zip(self._counters, counters, strict=True):
                 if home[_COUNTER] is not counter:  # replaced by one that is greater
                     home[_COUNTER] = counter

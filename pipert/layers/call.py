@@ -20,7 +20,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import add_note
-from pipert.layers.buffers import KEEPING, kept
+from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
 from pipert.layers.generators import DRAWING
@@ -279,7 +279,7 @@ class RandomLayers(Layers):
     def __init__(self, seed: RunSeed, *args: Any) -> None:
         super().__init__(*args)
         self._seed = seed
-        self._is_recomputed = kept.get() is not None
+        self._is_recomputed = kept_counters.get() is not None
 
     def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
         keeping = KEEPING.included() if self._is_recomputed else _NOTHING

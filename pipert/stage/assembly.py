@@ -13,7 +13,7 @@ from torch import nn
 
 from pipert._typing import Value
 from pipert.layers.batchnorm import DeferredStats
-from pipert.layers.buffers import kept
+from pipert.layers.buffers import kept_counters
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place, last_layer
@@ -98,7 +98,7 @@ def _layers(
     run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
 ) -> Layers:
     draws_loss = step is not None and place.j == place.n - 1 and step.loss.draws
-    if draws_loss or draws(partition) or kept.get() is not None:
+    if draws_loss or draws(partition) or kept_counters.get() is not None:
         return RandomLayers(run.seed, partition, place, run.context, skips, run.told)
     return Layers(partition, place, run.context, skips, run.told)
 

@@ -237,11 +237,11 @@ def test_nothing_is_left_in_a_norm(fails: bool, way: Way) -> None:
     assert SLOT not in vars(norm)
 
 
-# What the first recomputation of a norm is in.
+# What a recomputation of a norm is in.
 
 
 @each_way
-def test_spare_statistics_serve_after_a_layer_in_inference_mode(way: Way) -> None:
+def test_a_norm_is_recomputed_after_a_call_in_inference_mode(way: Way) -> None:
     def infer(norm: nn.Module) -> None:
         with torch.inference_mode():
             norm(torch.ones(4, 4, dtype=torch.float64))
@@ -257,7 +257,7 @@ def test_spare_statistics_serve_after_a_layer_in_inference_mode(way: Way) -> Non
 
 @each_way
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_spare_statistics_are_none_of_a_transform(way: Way) -> None:
+def test_a_norm_is_recomputed_in_a_transform(way: Way) -> None:
     class Ensemble(nn.Module):
         def __init__(self) -> None:
             super().__init__()
