@@ -137,6 +137,23 @@ def test_a_hook_is_called_in_a_recomputation_as_well(kind: str, way: Way) -> Non
 
 
 @each_way
+def test_a_forward_of_its_own_is_called_again(way: Way) -> None:
+    called, norm = [], norm_of()
+    usual = norm.forward
+
+    def forward(x: Tensor) -> Tensor:
+        called.append(is_recomputing())
+        return usual(x)
+
+    norm.forward = forward  # type: ignore[assignment]
+    options: Any = {"devices": ["cpu"], "checkpoint": "always", "deferred_batch_norm": False}
+    with Pipe(model(norm), [8], **options) as pipe:
+        take_step(pipe, way, batch(4))
+    assert called == [False, True]
+    assert norm.num_batches_tracked == 1
+
+
+@each_way
 def test_a_dispatch_mode_sees_what_it_saw_in_the_forward(way: Way) -> None:
     seen: dict[bool, list[str]] = {False: [], True: []}
 
