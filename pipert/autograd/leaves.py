@@ -78,23 +78,25 @@ def leaves_behind(
     Not only parameters of layers: a layer may train a tensor that it keeps for itself. ``ours`` are
     the numbers of the nodes that nobody else goes through; it looks at none of ``stop``.
     """
-    left: list[Any] = [*{*ends}]
-    seen: set[Any] = {*left, *stop, None}
-    found, leaves, others = {id(leaf) for leaf in known}, list[Tensor](), list[Node]()
-    while left:  # some microseconds a node in Python, so this does not look at more than it must
+    own: list[Any] = [*dict.fromkeys(ends)]
+    seen: set[Any] = {*own, *stop, None}
+    accumulators = [node for node in own if type(node) is _AccumulateGrad]
+    left = [node for node in own if type(node) is not _AccumulateGrad]
+    others = list[Node]()
+    while left:  # about a microsecond a node, so this does not look at more than it must
         node = left.pop()
-        below = node.next_functions
-        if not below and type(node) is _AccumulateGrad:
-            leaf = node.variable
-            if id(leaf) not in found and leaf.requires_grad:
-                found.add(id(leaf))
-                leaves.append(leaf)
-        elif ours is not None and node._sequence_nr() not in ours:
+        if ours is not None and node._sequence_nr() not in ours:
             others.append(node)
-        for child, _ in below:
+        for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
-                left.append(child)
+                (accumulators if type(child) is _AccumulateGrad else left).append(child)
+    found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
+    for node in accumulators:
+        leaf = node.variable
+        if id(leaf) not in found and leaf.requires_grad:
+            found.add(id(leaf))
+            leaves.append(leaf)
     return Behind(leaves, others, seen)
 
 
@@ -111,31 +113,26 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
         the engine; or leaves whose hooks would see a part of their gradient.
     """
     seen: set[Any] = {*begins, None}
-    left: list[Any] = []
-    leaves: dict[int, Tensor] = {}  # by id: the hash of a tensor is a call in Python
-    for y in ys:
-        if y.is_leaf:
-            leaves[id(y)] = y
-        elif y.grad_fn not in seen:
-            seen.add(y.grad_fn)
-            left.append(y.grad_fn)
+    leaves = {id(y): y for y in ys if y.is_leaf}  # by id: the hash of a tensor is a call in Python
+    roots: dict[Any, None] = dict.fromkeys([y.grad_fn for y in ys])
+    left = [node for node in roots if node not in seen]
+    seen.update(left)
+    accumulators: list[Any] = []
     numbers: set[int] = set()
     while left:
         node = left.pop()
-        below = node.next_functions
-        if not below and type(node) is _AccumulateGrad:
-            leaf = node.variable
-            leaves[id(leaf)] = leaf
-            continue
         number = node._sequence_nr()
         # Threads count for themselves, so two nodes with one number are not both ours.
         if number not in made or number in numbers or isinstance(node, BackwardCFunction):
             return None
         numbers.add(number)
-        for child, _ in below:
+        for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
-                left.append(child)
+                (accumulators if type(child) is _AccumulateGrad else left).append(child)
+    for node in accumulators:
+        leaf = node.variable
+        leaves[id(leaf)] = leaf
     wanting = []
     for leaf in leaves.values():
         if leaf._backward_hooks:

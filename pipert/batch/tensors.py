@@ -7,10 +7,10 @@ both places, as in the plain module. Skips are values of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -111,4 +111,28 @@ def version(tensor: Tensor | None) -> int:
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
+class Versions:
+    """The versions of many tensors, which to compare takes no Python for each."""
+
+    __slots__ = ("_before", "_tensors")
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._before: list[int] = []
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Note what they are now, of those that count them."""
+        counting = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._tensors += counting
+        self._before += map(_version, counting)
+
+    def are_current(self) -> bool:
+        """Whether none was modified since."""
+        return list(map(_version, self._tensors)) == self._before
+
+    def __repr__(self) -> str:
+        return f"<Versions of {len(self._tensors)} tensors>"
+
+
+_version: Callable[[Tensor], int] = attrgetter("_version")
 _only: Callable[[Tensors], Any] = itemgetter(0)

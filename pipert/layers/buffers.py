@@ -3,34 +3,39 @@
 A normalisation layer in training mode updates its running statistics at each call, and a
 recomputation calls it again. Switching the module's updates off would affect other threads that
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
-copies of the statistics, and a counter is returned as it is (and read as 1 if it is 0).
+copies of the statistics, and a counter is returned as it is (and read as 1 if it is 0). A kernel in
+Python costs as much as the operation does. So torch's own BatchNorm layers get a shorter way
+meanwhile, which threads that recompute nothing pass by, in the slot of ``layers/intercepted.py``:
+it updates other statistics and counts nothing. Where it is missing, or there are hooks, the kernels
+do the work.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
 Their results may depend on that, as they do there, so a recomputation that changes a buffer is
-refused, and so is one that puts another tensor in its place. A dispatch mode sees changes. It costs
-much for each operation, so it is on only where the version of a buffer has moved since the first
-forward, which normalisation does not do.
+refused (``layers/changes.py``), and so is one that puts another tensor in its place. To see changes
+costs much for each operation, so it is done only where the version of a buffer has moved since the
+first forward, which normalisation does not do.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipert.batch.tensors import version
-from pipert.errors import RecomputationError
+from pipert.batch.tensors import Versions
 from pipert.layers.batchnorm import PartitionStats
+from pipert.layers.changes import RefuseChanges, place_of, refuse_replaced
 from pipert.layers.dispatch_keys import Key, operations
-from pipert.layers.intercepted import compiled_call
-from pipert.layers.modules import modules_of
+from pipert.layers.drawing import HOOKS_OF_ALL
+from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
 
@@ -40,6 +45,7 @@ kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", def
 T = TypeVar("T")
 
 _COUNTER = "num_batches_tracked"
+_FORWARD = _BatchNorm.forward  # as long as nobody puts another in its place
 
 
 def _register(keeping: Key) -> None:
@@ -93,38 +99,73 @@ def _read(tensor: Tensor) -> Any:
     return number or 1 if id(tensor) in (kept_counters.get() or ()) else number
 
 
+def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
+    """Call a BatchNorm layer: in its recomputation by the shorter way."""
+    buffers = norm._buffers
+    if id(buffers[_COUNTER]) not in (kept_counters.get() or ()) or _has_hooks(norm):
+        return norm._call_impl(input)  # type: ignore[no-untyped-call]
+    with KEEPING.excluded():
+        mean, var = buffers["running_mean"], buffers["running_var"]
+        if mean is None or var is None or not (norm.training and norm.track_running_stats):
+            return norm._call_impl(input)  # type: ignore[no-untyped-call]  # changes nothing
+        norm._check_input_dim(input)  # type: ignore[no-untyped-call]
+        others = torch.empty_like(mean), torch.empty_like(var)
+        return F.batch_norm(input, *others, norm.weight, norm.bias, True, 0.0, norm.eps)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or any(HOOKS_OF_ALL)
+    )
+
+
 class Buffers:
     """The buffers of modules that are computed again together, before their first forward."""
 
-    __slots__ = ("_homes", "_modules", "_norms", "_others", "_runs_compiled")
+    __slots__ = (
+        "_counters", "_homes", "_modules", "_others", "_runs_compiled", "_shorter", "_versions",
+    )  # fmt: skip
 
     def __init__(self) -> None:
+        self._counters: list[Any] = []  # the homes of the counters of normalisation layers
         self._homes: list[dict[str, Tensor | None]] = []
         self._modules: list[nn.Module] = []
-        self._norms: list[Any] = []
-        self._others: list[tuple[Tensor, int, str]] = []
+        self._others: dict[int, Tensor] = {}  # by id
+        self._versions = Versions()  # of the others
         self._runs_compiled = False
+        self._shorter: list[tuple[dict[str, Any], Shortcut]] = []
 
-    def add(self, module: nn.Module) -> None:
-        """Note the buffers of a module."""
+    def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
+        """Note the buffers of a module and of all modules inside of it, its ``parts``."""
         self._modules.append(module)
-        compiled = any(map(_runs_compiled_code, module.modules()))
+        compiled = any(map(_runs_compiled_code, _of_each_kind(parts)))
         self._runs_compiled |= compiled
-        norms = [part for part in modules_of(module) if _COUNTER in part._buffers]
-        self._norms += norms
+        homes = [part._buffers for part in parts if part._buffers]
+        counters = [home for home in homes if _COUNTER in home]
+        self._counters += counters
+        self._homes += [h for h in homes if isinstance(h, dict) and _COUNTER not in h]
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
-        known = {id(getattr(norm, name, None)) for norm in norms for name in updated}
-        self._homes += [
-            home
-            for home in (part._buffers for part in modules_of(module))
-            if home and isinstance(home, dict) and _COUNTER not in home
+        known = {id(home[name]) for home in counters for name in updated if name in home}
+        self._shorter += [
+            (part.__dict__, Shortcut(_normalise, part))
+            for part in parts
+            if isinstance(part, _BatchNorm)
+            and type(part).forward is _FORWARD
+            and "forward" not in part.__dict__
         ]
-        self._others += [
-            (buffer, version(buffer), name)
-            for name, buffer in module.named_buffers()
-            if id(buffer) not in known and not is_lazy(buffer)
+        others = [
+            buffer
+            for home in homes
+            for buffer in home.values()
+            if buffer is not None and id(buffer) not in known and not is_lazy(buffer)
         ]
+        self._others.update(zip(map(id, others), others, strict=True))
+        self._versions.add(others)
 
     def keep_during(self, call: Callable[[], T]) -> T:
         """Return what ``call`` does, which computes again, in context variables of its own.
@@ -132,20 +173,26 @@ class Buffers:
         Raises:
             RecomputationError: it changes a buffer.
         """
-        counters = [(norm, norm.num_batches_tracked) for norm in self._norms]
-        kept_counters.set(frozenset([id(counter) for _, counter in counters]))
+        counters = [home[_COUNTER] for home in self._counters]
+        kept_counters.set(frozenset(map(id, counters)))
         before = [(home, name, old) for home in self._homes for name, old in home.items()]
+        shorter = () if self._runs_compiled else self._shorter
         try:
+            for attributes, normalise in shorter:
+                attributes.setdefault(SLOT, normalise)  # unless it is compiled, or intercepted
             with self._keeping_statistics(), self._refusing_changes():
                 result = call()
             for home, name, old in before:
                 if home.get(name) is not old:
-                    _refuse_replaced(home, name, old)
+                    refuse_replaced(home, name, old)
             return result
         finally:
-            for norm, counter in counters:
-                if norm.num_batches_tracked is not counter:  # replaced by one that is greater
-                    norm.num_batches_tracked = counter
+            for attributes, normalise in shorter:
+                if attributes.get(SLOT) is normalise:
+                    attributes.pop(SLOT, None)  # another backward of the graph may have, too
+            for home, counter in zip(self._counters, counters, strict=True):
+                if home[_COUNTER] is not counter:  # replaced by one that is greater
+                    home[_COUNTER] = counter
 
     def _keeping_statistics(self) -> AbstractContextManager[object]:
         # Compiled code may run no operation of torch for it; torch.compile sees a function mode.
@@ -154,81 +201,34 @@ class Buffers:
         return PartitionStats(nn.ModuleList(self._modules)).discarding()
 
     def _refusing_changes(self) -> AbstractContextManager[object]:
-        if all(version(buffer) == before for buffer, before, _ in self._others):
+        if self._versions.are_current():
             return contextlib.nullcontext()
-        return _RefuseChanges({_place(buffer): (buffer, name) for buffer, _, name in self._others})
-
-
-class _RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that change buffers.
-
-    Args:
-        buffers: by where their data are, with their names.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, buffers: dict[int, tuple[Tensor, str]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._buffers = buffers
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or its first call would import dynamo, which takes seconds
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        places = {_place(tensor) for tensor in _written(func, args, kwargs or {})}
-        changed = [self._buffers[place] for place in places & self._buffers.keys()]
-        before = [buffer.clone() for buffer, _ in changed]
-        result = func(*args, **kwargs or {})
-        for (buffer, name), old in zip(changed, before, strict=True):
-            if not torch.equal(buffer, old):
-                buffer.copy_(old)
-                raise _changed(name)
-        return result
-
-
-def _refuse_replaced(home: dict[str, Tensor | None], name: str, old: Tensor | None) -> None:
-    """Refuse that another tensor is in the place of a buffer, unless it has the same values."""
-    new = home.get(name)
-    if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
-        home[name] = old
-        raise _changed(name)
-
-
-def _changed(name: str) -> RecomputationError:
-    return RecomputationError(
-        f"a layer changes its buffer {name!r} when it is recomputed, so its result may differ from "
-        "its forward's. Use checkpoint='never', or leave the buffer alone while "
-        "pipert.is_recomputing()"
-    )
-
-
-def _place(tensor: Tensor) -> int:
-    """Where its data are, as for all of its views."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
-    arguments: Any = getattr(getattr(func, "_schema", None), "arguments", ())
-    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
-    found = [given[a.name] for a in arguments if a.is_write and a.name in given]
-    flat = [x for one in found for x in (one if isinstance(one, list | tuple) else (one,))]
-    return [x for x in flat if isinstance(x, Tensor)]
+        return RefuseChanges(
+            {
+                place_of(buffer): (buffer, name)
+                for module in self._modules
+                for name, buffer in module.named_buffers()
+                if id(buffer) in self._others
+            }
+        )
 
 
 def _runs_compiled_code(module: nn.Module) -> bool:
     """Whether torch.compile has made it, its call, or the ``forward`` of its class."""
     return (
-        type(module).__module__.startswith("torch._dynamo")
-        or compiled_call(module) is not None
+        compiled_call(module) is not None
+        or type(module).__module__.startswith("torch._dynamo")
         or hasattr(module.forward, "_torchdynamo_orig_callable")
     )
 
 
-def may_change_buffers(module: nn.Module) -> bool:
-    """Whether calling ``module`` now might update running statistics or other buffers."""
-    return any(part.training and part._buffers for part in modules_of(module))
+def _of_each_kind(modules: Collection[nn.Module]) -> Iterable[nn.Module]:
+    """One of each class, and those that have a call or a ``forward`` of their own."""
+    found = {type(module): module for module in modules}
+    own = [m for m in modules if "forward" in m.__dict__ or SLOT in m.__dict__]
+    return (*found.values(), *own)
+
+
+def may_change_buffers(parts: Iterable[nn.Module]) -> bool:
+    """Whether calling these modules now might update running statistics or other buffers."""
+    return any(part.training and part._buffers for part in parts)

@@ -30,7 +30,7 @@ def draws(partition: nn.Sequential) -> bool:
 
     Hooks of all modules may draw in any.
     """
-    return any(may_draw(layer) for layer in partition) or any(_hooks_of_all)
+    return any(may_draw(layer) for layer in partition) or any(HOOKS_OF_ALL)
 
 
 def is_compiled(layer: nn.Module) -> bool:
@@ -47,7 +47,7 @@ def is_compiled_itself(module: nn.Module) -> bool:
     )
 
 
-_hooks_of_all = (
+HOOKS_OF_ALL = (
     all_modules._global_forward_hooks,
     all_modules._global_forward_pre_hooks,
     all_modules._global_backward_hooks,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import nn
 
 __all__: list[str] = []
 
-_SLOT = "_compiled_call_impl"
+SLOT = "_compiled_call_impl"
+"""Its name."""
 
 
 class Interceptor(Protocol):
@@ -43,7 +45,7 @@ class Calls:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self.compiled: Callable[..., Any] | None = getattr(module, _SLOT, None)
+        self.compiled: Callable[..., Any] | None = compiled_call(module)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -58,33 +60,39 @@ class Calls:
         return f"<Calls of {type(self._module()).__name__}, for {self.users}>"
 
 
+class Shortcut(partial[Any]):
+    """What stands in the slot of a module for a while, and is nothing compiled."""
+
+    compiled = None
+
+
 def intercept(modules: Iterable[nn.Module]) -> None:
     """Intercept the calls of these modules, until :func:`release` was called as often."""
     for module in modules:
-        calls = module.__dict__.get(_SLOT)
+        calls = module.__dict__.get(SLOT)
         if not isinstance(calls, Calls):
-            calls = module.__dict__[_SLOT] = Calls(module)
+            calls = module.__dict__[SLOT] = Calls(module)
         calls.users += 1
 
 
 def release(modules: Iterable[nn.Module]) -> None:
     """Intercept them no more."""
     for module in modules:
-        calls = module.__dict__.get(_SLOT)
+        calls = module.__dict__.get(SLOT)
         if isinstance(calls, Calls):
             calls.users -= 1
             if not calls.users:
-                del module.__dict__[_SLOT]
+                del module.__dict__[SLOT]
                 if calls.compiled is not None:
-                    module.__dict__[_SLOT] = calls.compiled
+                    module.__dict__[SLOT] = calls.compiled
 
 
 def is_unseen(module: nn.Module) -> bool:
     """Whether ``module.compile()`` has taken the slot since."""
-    return type(module.__dict__.get(_SLOT, None)) not in (Calls, type(None))
+    return type(module.__dict__.get(SLOT)) not in (Calls, type(None))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` has put in the slot, intercepted or not."""
-    found: Callable[..., Any] | None = getattr(module, _SLOT, None)
-    return found.compiled if isinstance(found, Calls) else found
+    """What ``module.compile()`` has put in the slot, whatever stands there now."""
+    found: Callable[..., Any] | None = getattr(module, SLOT, None)
+    return found.compiled if isinstance(found, Calls | Shortcut) else found

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from torch import nn
 
 __all__: list[str] = []
 
 
-def modules_of(module: nn.Module) -> Iterable[nn.Module]:
+def modules_of(module: nn.Module) -> Collection[nn.Module]:
     """Return ``module`` and all modules inside of it, each once."""
     found: dict[nn.Module, None] = {}
     left: list[nn.Module | None] = [module]
     while left:
         part = left.pop()
-        if part is not None and part not in found:
+        if part not in found and part is not None:
             found[part] = None
-            left.extend(part._modules.values())
+            if part._modules:  # most have none
+                left.extend(part._modules.values())
     return found

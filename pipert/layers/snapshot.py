@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from pipert.batch.tensors import version
+from pipert.batch.tensors import Versions
 from pipert.layers.buffers import Buffers, may_change_buffers
 from pipert.layers.modules import modules_of
 
@@ -15,13 +18,20 @@ Home = dict[str, nn.Parameter | None]
 
 
 class Snapshot:
-    """The parameters of a partition and their versions. One for a stage."""
+    """The parameters of a partition and their versions. One for a stage.
 
-    __slots__ = ("_modules", "_parameters", "buffers")
+    Each run makes one, and each ``R`` compares it. So it walks the modules once, and comparing is
+    done in C.
+    """
+
+    __slots__ = ("_homes", "_modules", "_names", "_parameters", "_versions", "buffers")
 
     def __init__(self, partition: nn.Module) -> None:
         self._modules: set[nn.Module] = set()
-        self._parameters: list[tuple[Home, str, nn.Parameter | None, int]] = []
+        self._homes: list[Home] = []
+        self._names: list[str] = []
+        self._parameters: list[nn.Parameter | None] = []
+        self._versions = Versions()
         self.buffers: Buffers | None = None
         """Those that calls might change, if any."""
         self.add(partition)
@@ -31,32 +41,31 @@ class Snapshot:
         if module in self._modules:
             return
         self._modules.add(module)
-        # Walking the modules again for each R would cost more than the rest of it for small ones.
+        parts = modules_of(module)
         # A parameter that is still uninitialised is about to change.
-        self._parameters += [
-            (home, name, p, version(p))
-            for home, name, p in _places(module)
-            if p is None or not is_lazy(p)
-        ]
-        if may_change_buffers(module):
+        places = [one for one in _places(parts) if one[2] is None or not is_lazy(one[2])]
+        self._homes += [home for home, _, _ in places]
+        self._names += [name for _, name, _ in places]
+        self._parameters += [parameter for _, _, parameter in places]
+        self._versions.add(p for _, _, p in places if p is not None)
+        if may_change_buffers(parts):
             self.buffers = self.buffers or Buffers()
-            self.buffers.add(module)
+            self.buffers.add(module, parts)
 
     def is_current(self) -> bool:
         """Whether the parameters are still the same, and unchanged."""
-        return all(
-            home.get(name) is p and version(p) == before
-            for home, name, p, before in self._parameters
-        )
+        found = map(dict.get, self._homes, self._names)
+        same = all(map(operator.is_, found, self._parameters))
+        return same and self._versions.are_current()
 
 
-def _places(module: nn.Module) -> list[tuple[Home, str, nn.Parameter | None]]:
-    """The parameters of a module by where they are looked up, which is quick to do again.
+def _places(parts: Iterable[nn.Module]) -> list[tuple[Home, str, nn.Parameter | None]]:
+    """The parameters of modules by where they are looked up, which is quick to do again.
 
     A scripted module cannot be looked up in.
     """
     return [
         (home if isinstance(home, dict) else {name: parameter}, name, parameter)
-        for home in (child._parameters for child in modules_of(module))
+        for home in [part._parameters for part in parts]
         for name, parameter in home.items()
     ]

@@ -45,6 +45,14 @@ def test_a_sum_is_laid_out_as_its_weight(
     assert total.stride() == weight.stride() and total.eq(3).all()
 
 
+def test_a_weight_that_comes_twice_with_a_micro_batch_has_the_sum_of_all() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    sums = Gradients()
+    for second in (None, torch.full((2,), 10.0), torch.full((2,), 10.0)):
+        sums.add([weight, weight], [torch.ones(2), second])
+    assert [total.tolist() for _, total in sums.take()] == [[23.0, 23.0]]
+
+
 def test_a_weight_that_was_not_used_has_no_sum() -> None:
     weight = torch.ones(2, requires_grad=True)
     sums = Gradients()
