@@ -52,6 +52,10 @@ REASONS = {
         "told.recorded(action, device)",
     ): "records; see the mutants of stage/recorded.py",
     (
+        "pipert/distributed/stages.py",
+        "told.recorded(action, self.place.device)",
+    ): "records; see the mutants of stage/recorded.py",
+    (
         "pipert/driven/recorded.py",
         "stamp(self._at[-1][1])",
     ): "as that of a layer in stage/recorded.py, which has a mutant",
