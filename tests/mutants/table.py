@@ -7,6 +7,7 @@ from tests.mutants import (
     of_check,
     of_foundations,
     of_models,
+    of_ranks,
     of_recording,
     of_stages,
     of_streams,
@@ -26,5 +27,10 @@ MUTANTS = [
 ]
 """Of what is asked of streams, events and devices: noticed on simulated GPUs."""
 
-BREAKAGES = [*of_foundations.BREAKAGES, *of_models.BREAKAGES, *of_the_engine.BREAKAGES]
+BREAKAGES = [
+    *of_foundations.BREAKAGES,
+    *of_models.BREAKAGES,
+    *of_the_engine.BREAKAGES,
+    *of_ranks.BREAKAGES,
+]
 """Of the rest of what pipert promises: noticed on the CPU."""

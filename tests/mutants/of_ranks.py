@@ -1,0 +1,52 @@
+"""Breakages of a pipe over several processes."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+__all__ = ["BREAKAGES"]
+
+BOUNDARY, GRADIENTS = "pipert/distributed/boundary.py", "pipert/distributed/gradients.py"
+MEETING, STAGES = "pipert/distributed/meeting.py", "pipert/distributed/stages.py"
+ROUTES, NUMBERS = "pipert/skip/routes.py", "pipert/layers/random_numbers.py"
+EQUALITY = ("tests/distributed/test_equality.py",)
+FEATURES = ("tests/distributed/test_features.py",)
+
+BREAKAGES = [
+    Mutant(
+        "padding-of-the-next", BOUNDARY,
+        "of a ragged micro-batch what fills it up is taken for its values",
+        "tensor[: prod(shape)].view(shape)", "tensor[-prod(shape) :].view(shape)", EQUALITY,
+    ),
+    Mutant(
+        "tied-gradient-of-one-rank", GRADIENTS,
+        "a rank's copy of a shared parameter gets this rank's gradient alone",
+        "dist.all_reduce(parameter.grad, group=group)", "pass", FEATURES,
+    ),
+    Mutant(
+        "accumulated-gradient-dropped", GRADIENTS,
+        "what a parameter's gradient was before the mini-batch is lost",
+        "parameter.grad = before.add_(new.mul_(factor))", "new.mul_(factor)", EQUALITY,
+    ),
+    Mutant(
+        "meeting-updates-statistics", MEETING,
+        "the micro-batch that is passed first to see shapes moves running statistics",
+        "with _buffers_kept(running.module):", "with torch.enable_grad():", FEATURES,
+    ),
+    Mutant(
+        "arriving-leaf-changed-in-place", STAGES,
+        "a first layer that works in place gets the leaf that arrived",
+        "return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x", "return x", FEATURES,
+    ),
+    Mutant(
+        "skip-not-passed-on", ROUTES,
+        "a skip does not leave the partitions that it only passes",
+        "if first[key] <= j < last[key]", "if first[key] == j < last[key]", FEATURES,
+    ),
+    Mutant(
+        "seed-of-each-rank", NUMBERS,
+        "ranks other than the first forget the seed that was agreed on",
+        "self._number = number\n\n    def forget(self) -> None:",
+        "pass\n\n    def forget(self) -> None:", FEATURES,
+    ),
+]
