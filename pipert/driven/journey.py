@@ -62,6 +62,7 @@ class Journey:
         self.stats: PartitionStats | None = None
         """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
         self._moves = {device.type for device in run.devices} != {"cpu"}  # arguments, if no more
+        self.binds = not self._moves
         self._lending = Lending(module, step is not None, self._moves)
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
