@@ -16,20 +16,15 @@ Within a partition a tensor crosses once, whoever uses it how often.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
@@ -43,6 +38,8 @@ from pipert.driven.swapped import swapped
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
+
+_C: Any = torch._C
 
 
 class Source:
@@ -97,7 +94,7 @@ class Crossing(TorchFunctionMode):
         self._start = 0
         self._part: Part = Part(0)
         self._stand_ins = StandIns()
-        self._is_glue = True
+        self.is_glue = True
         self.mark = object()
         """On all nodes behind which the graph of a partition begins: whose they are."""
 
@@ -129,22 +126,29 @@ class Crossing(TorchFunctionMode):
         self._part.entries += [(edge, Source(None)) for edge in edges_of(entered)]
         return rebuild(entered)
 
+    def bring_all(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call, with what stands for their tensors."""
+        brought = tuple([swapped(value, self.bring) for value in args])
+        return brought, {name: swapped(value, self.bring) for name, value in kwargs.items()}
+
     def bring(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor in the partition that is current."""
         if self._lends is not None and isinstance(tensor, nn.Parameter):
             return self._lends(tensor)
-        node = tensor.grad_fn
         if not self._cuts:
             return self._here(tensor)
-        if node is None:
-            return self._with_its_graph(tensor)
-        number = node._sequence_nr()
-        if number >= self._start:
-            if self._cuts and tensor._is_view():
-                refuse_old_base(tensor, range(self._starts[0], self._start))
-            return self._with_its_graph(tensor)
-        if number < self._starts[0]:
-            return self._with_its_graph(tensor)  # the caller's
+        node = tensor.grad_fn
+        if node is not None:
+            number = node._sequence_nr()
+            if number >= self._start:
+                if tensor._is_view():
+                    refuse_old_base(tensor, range(self._starts[0], self._start))
+            elif number >= self._starts[0]:  # else it is the caller's
+                return self._stand_in(tensor, node, number)
+        return tensor if self._moves is None else self._with_its_graph(tensor)
+
+    def _stand_in(self, tensor: Tensor, node: Node, number: int) -> Tensor:
+        """What stands for one of an earlier partition, whose node has this number."""
         key = node, tensor.output_nr
         entered = self._stand_ins.find(key)
         if entered is not None:
@@ -180,30 +184,16 @@ class Crossing(TorchFunctionMode):
             return self._here(tensor)
         return moves.bring_in_graph(tensor)
 
-    @contextlib.contextmanager
-    def outside_of_glue(self) -> Iterator[None]:
-        """Let the functions of a layer alone."""
-        modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if modes and modes[-1] is self:
-            _pop_mode()  # type: ignore[no-untyped-call]
-            try:
-                yield
-            finally:
-                _push_mode(self)  # type: ignore[no-untyped-call]
-            return
-        aside, self._is_glue = self._is_glue, False
-        try:
-            yield
-        finally:
-            self._is_glue = aside
+    def outside_of_glue(self) -> AbstractContextManager[None]:
+        """A block in which the functions of a layer are let alone."""
+        return _OutsideOfGlue(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in self._about or not self._is_glue:
+        if func in self._about or not self.is_glue:
             return func(*args, **kwargs or {})
-        args = tuple([swapped(a, self.bring) for a in args])
-        kwargs = {name: swapped(value, self.bring) for name, value in (kwargs or {}).items()}
+        args, kwargs = self.bring_all(args, kwargs or {})
         result = func(*args, **kwargs)
         self.settle(result)
         return result
@@ -260,6 +250,29 @@ class Crossing(TorchFunctionMode):
     def _made_in(self, number: int) -> Part:
         """The part in which the node of this number was made."""
         return self.parts[self._order[bisect_right(self._starts, number) - 1]]
+
+
+class _OutsideOfGlue:
+    """A block in which a crossing looks at nothing. It is for each call, so no generator."""
+
+    __slots__ = ("_crossing", "_was_glue", "_was_on_top")
+
+    def __init__(self, crossing: Crossing) -> None:
+        self._crossing = crossing
+
+    def __enter__(self) -> None:
+        depth = _C._len_torch_function_stack()
+        self._was_on_top = depth > 0 and _C._get_function_stack_at(depth - 1) is self._crossing
+        if self._was_on_top:
+            _C._pop_torch_function_stack()
+        else:
+            self._was_glue, self._crossing.is_glue = self._crossing.is_glue, False
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on_top:
+            _C._push_on_torch_function_stack(self._crossing)
+        else:
+            self._crossing.is_glue = self._was_glue
 
 
 _KEPT = (

@@ -175,8 +175,7 @@ class Journey:
             y = self._call(passage, layer, call, args, kwargs)
         else:
             with crossing.outside_of_glue():
-                args = swapped(args, crossing.bring)
-                kwargs = swapped(kwargs, crossing.bring)
+                args, kwargs = crossing.bring_all(args, kwargs)
                 y = self._call(passage, layer, call, args, kwargs)
                 crossing.settle(y)
         if passage.seen is not None:
@@ -193,18 +192,17 @@ class Journey:
         if self._lending.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             call = self._lending.around(stage, passage.i, [layer.module, *given], call)
-        around = None
-        if self.draws:
-            number = passage.calls * _CALLS + stage.place.number(passage.i)
-            around = partial(_drawing, self.run.seed, number)
+        number = passage.calls * _CALLS + stage.place.number(passage.i) if self.draws else 0
         tape = passage.tape
         if tape is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint()  # which keeps what the layer needs
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
+            around = partial(_drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
-        with _NOTHING if around is None else around():
+        # What draws is given a generator on drivers anyway (around).
+        with Stream(self.run.seed, number) if self.draws else _NOTHING:
             return call(*args, **kwargs)
 
     def rests(self, passage: Passage) -> None:

@@ -2,10 +2,10 @@
 
 Who wakes the driver waits from then on, so its core is free in a moment. The operating system does
 not know that. It wakes a thread on the core on which it was last, busy or not, and where there are
-as many workers as cores, one of them idles meanwhile: a third of the time of a step with two. So on
-Linux a worker binds the driver to its own core before it wakes it, and the first thing that the
-driver does is to allow itself all cores of its worker again. Nothing of the user's runs while it is
-bound, and no worker ever is.
+as many workers as cores, one core idles meanwhile: for a quarter of a step with two. So on Linux a
+worker binds the driver to its own core before it wakes it, and the first thing that the driver does
+is to allow itself all cores of its worker again. Nothing of the user's runs while it is bound, and
+no worker ever is.
 """
 
 from __future__ import annotations
