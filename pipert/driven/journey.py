@@ -199,7 +199,7 @@ class Journey:
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
-            around = partial(_drawing, self.run.seed, number) if self.draws else None
+            around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
         # What draws is given a generator on drivers anyway (around).
         with Stream(self.run.seed, number) if self.draws else _NOTHING:
@@ -223,11 +223,22 @@ class Journey:
         self.tapes.clear()
 
 
-@contextlib.contextmanager
-def _drawing(seed: RunSeed, number: int) -> Iterator[None]:
-    """Let the operations in the block draw the random numbers of one call."""
-    with Stream(seed, number), DRAWING.included():
-        yield
+class _Drawing:
+    """A block whose operations draw the random numbers of one call. For each, so no generator."""
+
+    __slots__ = ("_key", "_stream")
+
+    def __init__(self, seed: RunSeed, number: int) -> None:
+        self._stream = Stream(seed, number)
+
+    def __enter__(self) -> None:
+        self._key = DRAWING.included()
+        self._stream.__enter__()
+        self._key.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._key.__exit__(*error)
+        self._stream.__exit__(*error)
 
 
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
