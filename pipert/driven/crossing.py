@@ -16,20 +16,15 @@ Within a partition a tensor crosses once, whoever uses it how often.
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
-from torch.overrides import (
-    TorchFunctionMode,
-    _get_current_function_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.overrides import TorchFunctionMode
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
@@ -38,6 +33,7 @@ from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.asked import refuse_asking
+from pipert.driven.glue import ABOUT, ABOUT_DEVICES, OutsideOfGlue
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
@@ -45,6 +41,8 @@ from pipert.driven.tape import Tape
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
+
+_C: Any = torch._C
 
 
 class Source:
@@ -91,7 +89,7 @@ class Crossing(TorchFunctionMode):
         super().__init__()
         self._moves = moves
         self._lends = lends
-        self._about = _ABOUT if moves is None else _ABOUT - _ABOUT_DEVICES
+        self._about = ABOUT if moves is None else ABOUT - ABOUT_DEVICES
         self.parts: dict[int, Part] = {}
         self._cuts = cuts
         self._starts: list[int] = []
@@ -99,7 +97,7 @@ class Crossing(TorchFunctionMode):
         self._start = 0
         self._part: Part = Part(0)
         self._stand_ins = StandIns()
-        self._is_glue = True
+        self.is_glue = True
         self.mark = object()
         """On all nodes behind which the graph of a partition begins: whose they are."""
 
@@ -131,22 +129,29 @@ class Crossing(TorchFunctionMode):
         self._part.entries += [(edge, Source(None)) for edge in edges_of(entered)]
         return rebuild(entered)
 
+    def bring_all(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The arguments of a call, with what stands for their tensors."""
+        brought = tuple([swapped(value, self.bring) for value in args])
+        return brought, {name: swapped(value, self.bring) for name, value in kwargs.items()}
+
     def bring(self, tensor: Tensor) -> Tensor:
         """What stands for a tensor in the partition that is current."""
         if self._lends is not None and isinstance(tensor, nn.Parameter):
             return self._lends(tensor)
-        node = tensor.grad_fn
         if not self._cuts:
             return self._here(tensor)
-        if node is None:
-            return self._with_its_graph(tensor)
-        number = node._sequence_nr()
-        if number >= self._start:
-            if self._cuts and tensor._is_view():
-                refuse_old_base(tensor, range(self._starts[0], self._start))
-            return self._with_its_graph(tensor)
-        if number < self._starts[0]:
-            return self._with_its_graph(tensor)  # the caller's
+        node = tensor.grad_fn
+        if node is not None:
+            number = node._sequence_nr()
+            if number >= self._start:
+                if tensor._is_view():
+                    refuse_old_base(tensor, range(self._starts[0], self._start))
+            elif number >= self._starts[0]:  # else it is the caller's
+                return self._stand_in(tensor, node, number)
+        return tensor if self._moves is None else self._with_its_graph(tensor)
+
+    def _stand_in(self, tensor: Tensor, node: Node, number: int) -> Tensor:
+        """What stands for one of an earlier partition, whose node has this number."""
         key = node, tensor.output_nr
         entered = self._stand_ins.find(key)
         if entered is not None:
@@ -182,34 +187,20 @@ class Crossing(TorchFunctionMode):
             return self._here(tensor)
         return moves.bring_in_graph(tensor)
 
-    @contextlib.contextmanager
-    def outside_of_glue(self) -> Iterator[None]:
-        """Let the functions of a layer alone."""
-        modes: Any = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        if modes and modes[-1] is self:
-            _pop_mode()  # type: ignore[no-untyped-call]
-            try:
-                yield
-            finally:
-                _push_mode(self)  # type: ignore[no-untyped-call]
-            return
-        aside, self._is_glue = self._is_glue, False
-        try:
-            yield
-        finally:
-            self._is_glue = aside
+    def outside_of_glue(self) -> AbstractContextManager[None]:
+        """A block in which the functions of a layer are let alone."""
+        return OutsideOfGlue(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():  # for any micro-batch: no tensor crosses
             return func(*args, **kwargs or {})
-        if func in self._about or not self._is_glue:
+        if func in self._about or not self.is_glue:
             return func(*args, **kwargs or {})
         if func is torch.autograd.grad and self._cuts:
             self._refuse_asking(*args, **kwargs or {})
-        args = tuple([swapped(a, self.bring) for a in args])
-        kwargs = {name: swapped(value, self.bring) for name, value in (kwargs or {}).items()}
+        args, kwargs = self.bring_all(args, kwargs or {})
         result = func(*args, **kwargs)
         self.settle(result)
         return result
@@ -279,21 +270,3 @@ _KEPT = (
     "forward_backward cannot go back through; detach it there, or call the pipe and "
     "loss.backward()"
 )
-
-_ABOUT = frozenset(
-    getattr(Tensor, name).__get__
-    for name in (
-        "shape", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim",
-        "output_nr", "_version", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested",
-        "is_mkldnn", "is_cpu", "retains_grad", "nbytes", "itemsize",
-    )
-) | {
-    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
-    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
-}  # fmt: skip
-"""Functions that look at a tensor and not at its values."""
-
-_ABOUT_DEVICES = frozenset(
-    getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
-) | {Tensor.get_device}
-"""Those of them whose answer is another one where a tensor is used."""

@@ -72,7 +72,7 @@ class Drivers:
     def _give(self, passage: Passage, driver: Driver) -> None:
         passage.driver, driver.passage = driver, passage
         try:
-            driver.in_queue.put(passage)
+            passage.wake(driver)
         except QueueClosed:
             passage.driver = driver.passage = None
             if self._stopped:

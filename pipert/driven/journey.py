@@ -62,6 +62,7 @@ class Journey:
         self.stats: PartitionStats | None = None
         """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
         self._moves = {device.type for device in run.devices} != {"cpu"}  # arguments, if no more
+        self.binds = not self._moves
         self._lending = Lending(module, step is not None, self._moves)
         self._drivers = drivers
         self.crossings: dict[int, Crossing] = {}
@@ -173,8 +174,7 @@ class Journey:
             y = self._call(passage, layer, call, args, kwargs)
         else:
             with crossing.outside_of_glue():
-                args = swapped(args, crossing.bring)
-                kwargs = swapped(kwargs, crossing.bring)
+                args, kwargs = crossing.bring_all(args, kwargs)
                 y = self._call(passage, layer, call, args, kwargs)
                 crossing.settle(y)
         if passage.seen is not None:
@@ -191,18 +191,17 @@ class Journey:
         if self._lending.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
             call = self._lending.around(stage, passage.i, [layer.module, *given], call)
-        around = None
-        if self.draws:
-            number = passage.calls * _CALLS + stage.place.number(passage.i)
-            around = partial(_drawing, self.run.seed, number)
+        number = passage.calls * _CALLS + stage.place.number(passage.i) if self.draws else 0
         tape = passage.tape
         if tape is not None and torch.is_grad_enabled() and not (
             layer.is_in_place or is_in_checkpoint()  # which keeps what the layer needs
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
+            around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
-        with _NOTHING if around is None else around():
+        # What draws is given a generator on drivers anyway (around).
+        with Stream(self.run.seed, number) if self.draws else _NOTHING:
             return call(*args, **kwargs)
 
     def rests(self, passage: Passage) -> None:
@@ -223,11 +222,22 @@ class Journey:
         self.tapes.clear()
 
 
-@contextlib.contextmanager
-def _drawing(seed: RunSeed, number: int) -> Iterator[None]:
-    """Let the operations in the block draw the random numbers of one call."""
-    with Stream(seed, number), DRAWING.included():
-        yield
+class _Drawing:
+    """A block whose operations draw the random numbers of one call. For each, so no generator."""
+
+    __slots__ = ("_key", "_stream")
+
+    def __init__(self, seed: RunSeed, number: int) -> None:
+        self._stream = Stream(seed, number)
+
+    def __enter__(self) -> None:
+        self._key = DRAWING.included()
+        self._stream.__enter__()
+        self._key.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._key.__exit__(*error)
+        self._stream.__exit__(*error)
 
 
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipert.batch.tensors import version
 from pipert.layers.drawing import is_compiled
+from pipert.layers.modules import modules_of
 from pipert.layers.tied import Substitute
 from pipert.stage.stage import Stage
 
@@ -33,12 +34,10 @@ class Lending:
         self._is_step = is_step
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._layers: dict[tuple[Any, ...], Substitute | None] = {}
-        weights = list(module.parameters())
-        self.is_needed = moves or (
-            is_step and any(weight._backward_hooks for weight in weights)
-        )
+        self.is_needed = moves or (is_step and _has_hooks(module))
         """Whether there are any such parameters, as far as is known in the caller."""
-        self._versions = {id(w): version(w) for w in weights} if self.is_needed else {}
+        weights = module.parameters() if self.is_needed else ()
+        self._versions = {id(w): version(w) for w in weights}
 
     def is_lent(self, stage: Stage, weight: Tensor) -> bool:
         """Whether something else stands for a parameter here."""
@@ -77,3 +76,11 @@ class Lending:
             self._layers[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._layers[key]
         return call if substitute is None else partial(substitute.during, call)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    for part in modules_of(module):
+        for weight in part._parameters.values():  # of each step, so nothing but this
+            if weight is not None and weight._backward_hooks:
+                return True
+    return False

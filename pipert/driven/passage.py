@@ -37,7 +37,6 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -47,9 +46,10 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.driven.crossing import Crossing
 from pipert.driven.layers import Layer, Layers
+from pipert.driven.loans import Loans
 from pipert.driven.recorded import Seen
 from pipert.driven.tape import Tape
-from pipert.errors import PipeClosedError, PipertError, WorkerDiedError, add_note
+from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
 from pipert.queues.once import Once
@@ -74,6 +74,7 @@ class Journey(Protocol):
     n: int
     module: nn.Module
     layers: Layers
+    binds: bool
 
     def around(self) -> AbstractContextManager[None]:
         """What is on from the beginning of a passage to its end."""
@@ -119,8 +120,7 @@ class Passage:
         self.calls = 0
         """How many calls of layers there were."""
         self._stage: Stage | None = None
-        self._loans: SimpleQueue[Stage | None] = SimpleQueue()
-        self._returns: SimpleQueue[tuple[Value, BaseException | None]] = SimpleQueue()
+        self._loans = Loans(journey.binds)
         self._ended = Latch(1)
         self._unsettled = Once((self.i,))
         self._is_inside = False
@@ -136,24 +136,18 @@ class Passage:
         if self.j > stage.place.j:
             return ()
         started = perf_counter()
-        self._loans.put(stage)
-        value, error = self._returned()
-        stage.layers.took = perf_counter() - started
-        if error is None:
-            return value
+        if self.driver is not None and self.j > 0:
+            self._loans.bind(self.driver)
+        self._loans.lend(stage)
         try:
-            raise error
+            return self._loans.wait(self._is_lost)
         finally:
-            del error  # it references this frame
+            stage.layers.took = perf_counter() - started
 
-    def _returned(self) -> tuple[Value, BaseException | None]:
-        while True:
-            try:
-                return self._returns.get(timeout=_LOOK)
-            except Empty:
-                pass
-            if self._is_lost() and self._returns.empty():
-                raise WorkerDiedError("a driver thread was ended from outside during the call")
+    def wake(self, driver: WorkerThread) -> None:
+        """Let a driver that is idle take it."""
+        self._loans.bind(driver)
+        driver.in_queue.put(self)
 
     def _is_lost(self) -> bool:
         """Whether it has no driver, or that has died and could not even say so."""
@@ -164,19 +158,18 @@ class Passage:
 
     def unwind(self) -> None:
         """Let it end: nobody lends it a turn any more. Any thread; again: no-op."""
-        self._loans.put(None)
+        self._loans.end()
 
     def wait(self) -> None:
         """Wait until it has ended, and keep nothing of it."""
         while not self._ended.wait(_LOOK) and not self._is_lost():
             pass
-        while not self._returns.empty():
-            self._returns.get()  # an error that nobody took, whose frames reference this
+        self._loans.drop()  # an error that nobody took, whose frames reference this
 
     # On its driver.
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
-        stage = self._loans.get()
+        stage = self._loans.take()
         return NOT_RUN if stage is None else stage
 
     def execute(self, stage: Stage) -> Any:
@@ -196,7 +189,7 @@ class Passage:
         # Whether a turn is lent is known to workers alone: an exception from outside may have come
         # while it was handed over. What nobody waits for is dropped.
         self._stage = None
-        self._returns.put((value, failed))
+        self._loans.give_back(value, failed)
         del failed, value
         return ()
 
@@ -260,8 +253,8 @@ class Passage:
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         self._journey.end(self, self.stage)
         self.j, self._stage = j, None
-        self._returns.put(((), None))
-        stage = self._loans.get()
+        self._loans.give_back((), None)
+        stage = self._loans.take()
         if stage is None:
             raise Unwound
         self._stage = stage
@@ -279,7 +272,7 @@ class Passage:
 
     def abandon(self, error: BaseException) -> None:
         """Its driver was ended from outside, or would not take it."""
-        self._returns.put(((), error))
+        self._loans.give_back((), error)
         self._settle()
 
     def _settle(self) -> None:

@@ -76,6 +76,10 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
+    told = stage.run.told
+    if not told.is_observed and told.recorder is None:
+        stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
+        return ()
     with _seen(stage, Action(BACKWARD, i, j)):
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()

@@ -83,9 +83,10 @@ class Tape:
         note = partial(self._layers.note_of_call, self._i, layer)
         call = Call(compute, around, note, made, self._hooks)
         checkpoint = Checkpoint(call, self)
-        given, objects = Arguments(args, kwargs), Objects((*args, *kwargs.values()))
+        given = Arguments(args, kwargs) if kwargs else args  # a tuple is taken apart faster
+        objects = Objects((*args, *kwargs.values()))
 
-        def first_time(value: Arguments) -> Value:
+        def first_time(value: Value) -> Value:
             # A list or a dict is the caller's own: the layer may add to it.
             return call.first_time(given if call.has_callers_tensors else value)
 
@@ -197,10 +198,11 @@ class Call(Again):
         self.has_callers_tensors = True
         """Whether the layer gets what the caller has given, and no copy of a leaf."""
 
-    def first_time(self, value: Arguments) -> Value:
+    def first_time(self, value: Value) -> Value:
         """Call the layer."""
+        args, kwargs = _arguments(value)
         with _NOTHING if self._around is None else self._around():
-            return self._compute(*value.args, **value.kwargs)
+            return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
         """Refuse a layer that has changed an argument in place, whose graph does not know it."""
@@ -220,13 +222,13 @@ class Call(Again):
         try:
             y = self._again_under_autocast(value)
         except BaseException as error:
-            add_note(error, partial(self._note, value.args, value.kwargs))
+            add_note(error, partial(self._note, *_arguments(value)))
             raise
         if self.is_used:
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
 
-    def _again_under_autocast(self, value: Arguments) -> Value:
+    def _again_under_autocast(self, value: Value) -> Value:
         if get_autocast() == self._autocast:
             return self.first_time(value)
         with autocast(self._autocast, False):  # the model's own code has put it on
@@ -277,6 +279,10 @@ class Call(Again):
 
     def __repr__(self) -> str:
         return f"<Call of {self._compute!r}>"
+
+
+def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:
+    return value if isinstance(value, Arguments) else (value, {})
 
 
 _NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -1,0 +1,57 @@
+"""Glue: what a model's own code calls between its layers, and what of it is not looked at."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import _C, Tensor
+
+__all__: list[str] = []
+
+
+ABOUT = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim",
+        "output_nr", "_version", "is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested",
+        "is_mkldnn", "is_cpu", "retains_grad", "nbytes", "itemsize",
+    )
+) | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
+}  # fmt: skip
+"""Functions that look at a tensor and not at its values."""
+
+ABOUT_DEVICES = frozenset(
+    getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
+) | {Tensor.get_device}
+"""Those of them whose answer is another one where a tensor is used."""
+
+
+class Looking(Protocol):
+    """A function mode that looks at glue as long as it is told that there is some."""
+
+    is_glue: bool
+
+
+class OutsideOfGlue:
+    """A block in which a crossing looks at nothing. It is for each call, so no generator."""
+
+    __slots__ = ("_crossing", "_was_glue", "_was_on_top")
+
+    def __init__(self, crossing: Looking) -> None:
+        self._crossing = crossing
+
+    def __enter__(self) -> None:
+        depth = _C._len_torch_function_stack()
+        self._was_on_top = depth > 0 and _C._get_function_stack_at(depth - 1) is self._crossing
+        if self._was_on_top:
+            _C._pop_torch_function_stack()
+        else:
+            self._was_glue, self._crossing.is_glue = self._crossing.is_glue, False
+
+    def __exit__(self, *_: object) -> None:
+        if self._was_on_top:
+            _C._push_on_torch_function_stack(self._crossing)
+        else:
+            self._crossing.is_glue = self._was_glue

@@ -1,0 +1,95 @@
+"""Loans of turns: on which cores drivers run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import pipert
+from pipert.driven import loans
+from pipert.driven.loans import Loans
+
+if sys.platform != "linux":
+    pytest.skip("elsewhere nobody is bound to a core", allow_module_level=True)
+
+CORES = frozenset(os.sched_getaffinity(0))
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="with one core there is no other")
+
+
+@pytest.fixture(params=sorted(CORES)[:2])
+def core(request: Any) -> Iterator[int]:
+    """One that the current thread is on."""
+    os.sched_setaffinity(0, {request.param})
+    yield request.param
+    os.sched_setaffinity(0, CORES)
+
+
+def test_a_driver_is_woken_on_the_core_of_its_worker(
+    core: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken_on = []
+    monkeypatch.setattr(loans, "allow", lambda _: woken_on.append(os.sched_getaffinity(0)))
+    of_one = Loans(binds=True)
+    driver = threading.Thread(target=of_one.take)
+    driver.start()
+    of_one.bind(driver)
+    of_one.end()
+    driver.join()
+    assert woken_on == [{core}]
+
+
+def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def refuse(pid: int, cores: Any) -> None:
+        asked.append(pid)
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    model = Model()
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
+        assert pipe(torch.ones(2, 3)).shape == (2, 3)
+    assert len(asked) == 4  # for each F, once
+
+
+class Layer(nn.Linear):
+    """Notes which cores it may run on."""
+
+    cores: set[int]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cores = os.sched_getaffinity(0)
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(3, 3), Layer(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+
+def test_layers_run_on_all_cores_of_their_worker() -> None:
+    model = Model()
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
+        pipe(torch.ones(2, 3))
+        assert model.first.cores == model.second.cores == CORES
+        core = min(CORES)
+        for thread in threading.enumerate():
+            if thread.name == "pipert-cpu-1":
+                os.sched_setaffinity(thread.native_id or 0, {core})
+        for _ in range(2):  # the same drivers again
+            pipe(torch.ones(2, 3))
+            assert model.first.cores == CORES
+            assert model.second.cores == {core}
