@@ -7,7 +7,10 @@ device waits for: where one fails, all raise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -33,16 +36,19 @@ class Failure(NamedTuple):
 
 def failure_of(error: BaseException, action: Action | None = None) -> Failure:
     """Describe an error, of an action if it is of any."""
-    lines = [f"{type(error).__qualname__}: {error}", *getattr(error, "__notes__", ())]
-    place: tuple[int, ...] = (-1,)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    place: tuple[int, ...] = (sys.maxsize,)
     if action is not None:
         goes = action.kind == FORWARD
         place = action.i, not goes, action.j if goes else -action.j
-    return Failure(place, "\n".join(lines))
+    return Failure(place, text)
 
 
 class Control:
     """The group in which ranks agree. Each method is called by all of them.
+
+    Where the others cannot be reached it raises :class:`RankError`, at once from then on: a rank
+    that has missed a message would take the next one for it.
 
     Args:
         ranks: all that train one model, data-parallel replicas included.
@@ -50,31 +56,80 @@ class Control:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
-        self.group = dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+        self._lost = ""
+        self.group = self.make_group(ranks, "gloo")
 
-    def gather(self, own: Any) -> list[Any]:
-        """What each rank brings, which must be picklable."""
-        found: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+    def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Make a group of some of the ranks, with the time limit of the default one."""
+        store: Any = dist.distributed_c10d._get_default_store()
+        with self.talking():
+            group: dist.ProcessGroup = dist.new_group(
+                ranks, store.timeout, backend, use_local_synchronization=True
+            )
+        return group
 
-    def agree(
-        self, error: BaseException | None, own: Any = None, action: Action | None = None
-    ) -> list[Any]:
-        """Go on together: return what each rank brings, by rank.
+    @contextmanager
+    def talking(self, at: Callable[[], object] = lambda: "between mini-batches") -> Iterator[None]:
+        """Talk to other ranks in the block: an error there is the last.
 
         Raises:
-            RankError: another rank has an error; or this rank's own.
+            RankError: there was one, now or before.
+        """
+        me = dist.get_rank()
+        if self._lost:
+            raise RankError(f"{self._lost}; start all ranks anew")
+        try:
+            yield
+        except BaseException as error:
+            self._lost = f"rank {me} lost the others {at()}: {type(error).__name__}: {error}"
+            if not isinstance(error, Exception):
+                raise
+            raise RankError(f"a rank ended or did not answer: {self._lost}") from error
+
+    @contextmanager
+    def agreeing(self) -> Iterator[list[Any]]:
+        """Do in the block what may fail on one rank: then all raise.
+
+        Yields:
+            A list for what this rank brings; after the block, of what each has brought, by rank.
+
+        Raises:
+            BaseException: this rank's own error.
+            RankError: another rank has one.
+        """
+        brought: list[Any] = []
+        errors: list[BaseException | None] = []
+        try:
+            yield brought
+        except BaseException as error:
+            if self._lost:
+                raise
+            errors.append(error)
+        brought[:] = self.agree(*brought or [None], *errors)
+
+    def agree(
+        self, own: Any, error: BaseException | None = None, action: Action | None = None
+    ) -> list[Any]:
+        """Go on together: return what each rank brings, which can be pickled, by rank.
+
+        Raises:
+            BaseException: this rank's own error.
+            RankError: another rank has one that comes first.
         """
         failure = None if error is None else failure_of(error, action)
-        gathered = self.gather((failure, own))
-        if error is not None:
-            raise error
-        failed = [(bad, rank) for (bad, _), rank in zip(gathered, self._ranks, strict=True) if bad]
-        if failed:
-            first, rank = min(failed)
-            raise RankError(f"rank {rank} failed: {first.text}")
-        return [brought for _, brought in gathered]
+        found: list[Any] = [None] * len(self._ranks)
+        with self.talking():
+            dist.all_gather_object(found, (failure, own), group=self.group)
+        failed = [(bad, rank) for (bad, _), rank in zip(found, self._ranks, strict=True) if bad]
+        if not failed:
+            return [brought for _, brought in found]
+        first, rank = min(failed)
+        try:
+            if failure is not None and error is not None and failure.place == first.place:
+                raise error
+            raise RankError(f"rank {rank} failed: {first.text}") from error
+        finally:
+            del error  # it references this frame
 
     def require_same(self, what: str, given: Sequence[Any]) -> None:
         """Refuse, on all ranks, what each has ``given`` and must be the same."""
@@ -88,17 +143,15 @@ class Control:
 
     def send(self, value: Any, rank: int) -> None:
         """Send an object to one rank."""
-        dist.send_object_list([value], rank, group=self.group)
+        with self.talking():
+            dist.send_object_list([value], rank, group=self.group)
 
     def receive(self, rank: int) -> Any:
         """Receive what it sends."""
         found: list[Any] = [None]
-        dist.recv_object_list(found, rank, group=self.group)
+        with self.talking():
+            dist.recv_object_list(found, rank, group=self.group)
         return found[0]
-
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        dist.barrier(self.group)
 
     def __repr__(self) -> str:
         return f"<Control of ranks {self._ranks}>"

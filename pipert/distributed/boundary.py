@@ -24,7 +24,6 @@ from torch.torch_version import TorchVersion
 
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import describe, tensors_of
-from pipert.batch.trees import flatten
 
 __all__: list[str] = []
 
@@ -74,7 +73,7 @@ class Boundary:
         parts = [tensors_of(sample.value) for sample in samples]
         self._rebuild = [rebuild for _, rebuild in parts]
         self._shapes = [[tensor.shape for tensor in tensors] for tensors, _ in parts]
-        self._constants = [_constants(sample.value) for sample in samples]
+        self._frames = [_frame(sample.value) for sample in samples]
         self._dtypes = [tensor.dtype for tensor in parts[0][0]]
         for (tensors, _), sample in zip(parts, samples, strict=True):
             for tensor in tensors:
@@ -119,11 +118,11 @@ class Boundary:
                 f"{describe(value)} {self._name} requires grad, and did not when a micro-batch of "
                 f"the same shape came first: {_REMEDY}"
             )
-        if type(value) is not Tensor and _constants(value) != self._constants[kind]:
+        if _frame(value) != self._frames[kind]:
             raise TypeError(
-                f"what is no tensor in the value {self._name} has changed: {_constants(value)}, "
-                f"and {self._constants[kind]} when a micro-batch of the same shape came first; "
-                "let it be a tensor, or compute it where it is used"
+                f"what is no tensor in the value {self._name} has changed: {_frame(value)}, and "
+                f"{self._frames[kind]} when a micro-batch of the same shape came first; let it be "
+                "a tensor, or compute it where it is used"
             )
         return tuple([_packed(t, *sent) for t, sent in zip(tensors, self._sent, strict=True)])
 
@@ -143,8 +142,11 @@ _REMEDY = (
 )
 
 
-def _constants(value: Value) -> list[Any]:
-    return [leaf for leaf in flatten(value)[0] if not isinstance(leaf, Tensor)]
+def _frame(value: Value) -> Value:
+    """The value with the numbers of its tensors in their place."""
+    tensors, rebuild = tensors_of(value)
+    numbered: Any = tuple([f"tensor {k}" for k in range(len(tensors))])
+    return rebuild(numbered)
 
 
 def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipert.distributed.agreement import Control
+
 __all__: list[str] = []
 
 Shared = list[tuple[nn.Parameter, list[int]]]
@@ -46,7 +48,7 @@ def find_shared(
     return [(parameter, sorted(of)) for parameter, of in homes.items() if len(of) > 1]
 
 
-def tie(shared: Shared) -> list[Tied]:
+def tie(shared: Shared, control: Control) -> list[Tied]:
     """Make the groups of the shared parameters that this rank has, and their values alike."""
     me = dist.get_rank()
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -55,8 +57,9 @@ def tie(shared: Shared) -> list[Tied]:
         if me in ranks:
             key = tuple(ranks)
             if key not in groups:
-                groups[key] = dist.new_group(ranks, use_local_synchronization=True)
-            dist.broadcast(parameter.detach(), ranks[0], group=groups[key])
+                groups[key] = control.make_group(ranks)
+            with control.talking():
+                dist.broadcast(parameter.detach(), ranks[0], group=groups[key])
             tied.append(Tied(parameter, groups[key], me == ranks[0]))
     return tied
 

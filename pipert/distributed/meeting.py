@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from pipert._typing import Value
+from pipert._typing import Tensors, Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
@@ -38,7 +40,7 @@ def meet(
         Exception: a layer failed.
     """
     crossed: dict[int, list[Sample] | None] = {}
-    error: Exception | None = None
+    errors: list[BaseException] = []
     for j, home in enumerate(homes[:-1]):
         if j in running:
             passed = None
@@ -48,14 +50,14 @@ def meet(
                     passed = [
                         _rehearse(running[j], i, x) for i, x in zip(kinds, arrived, strict=True)
                     ]
-            except Exception as raised:
-                error = error or raised
+            except BaseException as error:  # noqa: B036  raised when all know
+                errors.append(error)
             crossed[j + 1] = passed
             if homes[j + 1] != home:
                 control.send(passed, homes[j + 1])
         elif j + 1 in running:
             crossed[j + 1] = control.receive(home)
-    control.agree(error)
+    control.agree(None, errors.pop(0) if errors else None)
     return {j: samples for j, samples in crossed.items() if samples is not None}
 
 
@@ -67,9 +69,25 @@ def _arriving(
     return None if samples is None else [entered(one.on(running.place.device)) for one in samples]
 
 
+class _Rehearsed(NamedTuple):
+    running: Running
+    i: int
+    x: Value
+
+    def forward(self, _: Tensors) -> Value:
+        run = self.running.batch.context.variables.copy().run
+        return run(self.running.compute, self.i, self.x, False)
+
+
 def _rehearse(running: Running, i: int, x: Value) -> Sample:
-    with _buffers_kept(running.module):
-        return sample_of(running.batch.context.variables.copy().run(running.compute, i, x, False))
+    module, called = running.module, running.called
+    unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
+    with _buffers_kept(module), unsynchronized or contextlib.nullcontext():
+        module.running = _Rehearsed(running, i, x)
+        try:
+            return sample_of(called())
+        finally:
+            module.running = None
 
 
 @contextlib.contextmanager

@@ -125,26 +125,23 @@ class Pipe(nn.Module):
         replicas = mesh.mesh.reshape(mesh.mesh.size(0), -1).T.tolist()
         ranks = dist.get_process_group_ranks(mesh.get_group(0))
         control = Control(mesh.mesh.flatten().tolist())
-        error, parts = None, None
-        try:
+        with control.agreeing() as layouts:
             home = _device_of(mesh, device)
             self._settings, balance = _settings_of(
                 module, balance, len(ranks), chunks, schedule, checkpoint, deferred_batch_norm
             )
             parts = _parts_of(module, balance, self._settings.schedule, ranks, home)
-        except Exception as refused:
-            error = refused
-        layout = None if parts is None else (balance, self._settings, parts.layout)
-        control.require_same("arguments and layers", control.agree(error, layout))
-        assert parts is not None
+            layouts.append((balance, self._settings, parts.layout))
+        control.require_same("arguments and layers", layouts)
         last = parts.placement[-1]
         ends = [(control.place(each[0]), control.place(each[last])) for each in replicas]
         homes = [ranks[home] for home in parts.placement]
         site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), home)
         for part in parts.modules.values():
             self._modules.update(part._modules)
-        tied = tie(parts.shared)
-        wrapped = {j: (wrap(part) if wrap else None) or part for j, part in parts.modules.items()}
+        tied = tie(parts.shared, control)
+        with control.agreeing():
+            wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
         self.training = module.training
         self._elsewhere = parts.names - set(self._modules)
         self._runtime = Runtime(site, parts.modules, wrapped, parts.skips, parts.before, tied)
@@ -239,13 +236,12 @@ class Pipe(nn.Module):
         grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
         norm = get_total_norm(grads, norm_type).to(self._runtime.site.device)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        group = self._runtime.site.group
-        if norm_type == torch.inf:
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
-            return norm
-        norm = norm**norm_type
-        dist.all_reduce(norm, group=group)
-        return norm ** (1.0 / norm_type)
+        is_max = norm_type == torch.inf
+        norm = norm if is_max else norm**norm_type
+        with self._runtime.site.control.talking():
+            how = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+            dist.all_reduce(norm, how, self._runtime.site.group)
+        return norm if is_max else norm ** (1.0 / norm_type)
 
     def __repr__(self) -> str:
         lines = [f"Pipe of {len(self._runtime.site.homes)} partitions, of which here:"]

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from pipert._typing import Value
 from pipert.batch.joining import gather
@@ -130,9 +131,10 @@ class Runtime:
     def __post_init__(self) -> None:
         self.counters = Counters()
         self._n = len(self.site.homes)
+        layers = [layer for part in self.modules.values() for layer in part.modules()]
+        self._is_sharded = any(isinstance(layer, FSDPModule) for layer in layers)
         self._is_last = self._n - 1 in self.modules
         self._kept: OrderedDict[Any, Prepared] = OrderedDict()
-        self._lost = ""
 
     def run(
         self, args: Any, kwargs: Any, settings: Settings, step: Step | None
@@ -142,18 +144,11 @@ class Runtime:
         Returns:
             The loss of a step; and, on the last rank, the outputs if they are wanted.
         """
-        if self._lost:
-            raise RankError(f"{self._lost}; start all ranks anew")
-        error, own = None, None
-        inputs: list[Value] = []
-        targets: list[Value] = []
-        try:
+        with self.site.control.agreeing() as brought:
             own, inputs, targets = self._bring(args, kwargs, settings, step)
             if step is not None:
                 step = step._replace(scale=scale_of(step.scale, [self.site.device]))
-        except Exception as raised:
-            error = raised
-        brought: list[Brought] = self.site.control.agree(error, own)
+            brought.append(own)
         self._check(brought)
         first = brought[self.site.ends[self.site.number][0]]
         with self.counters.open(plan("gpipe", len(first.sizes), self._n)) as told:
@@ -162,13 +157,13 @@ class Runtime:
             leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
             running = self._running(batch, leaves, stats)
             prepared = self._prepare(brought, running, settings, step is not None)
-            loss = self._go(prepared, running, batch, step is not None)
+            loss, outputs = self._go(prepared, running, batch, step is not None)
             told.outcome = "succeeded"
         if stats is not None:
             stats.commit()
         if step is not None:
             _give(inputs, leaves)
-        return loss, batch.output
+        return loss, outputs
 
     def _bring(
         self, args: Any, kwargs: Any, settings: Settings, step: Step | None
@@ -176,6 +171,7 @@ class Runtime:
         """What this rank brings, and its micro-batches of inputs and targets."""
         refuse_compilation()
         refuse_transforms()
+        compute_cached(self.modules.values())
         inputs: list[Value] = []
         targets: list[Value] = []
         sizes: list[int] = []
@@ -194,7 +190,8 @@ class Runtime:
         autocast = torch.is_autocast_enabled(self.site.device.type)
         alike = kind, mode, f"autocast={autocast}", *settings
         looks = tuple(map(_look, inputs))
-        return Brought(alike, tuple(sizes), looks, tuple(rows), next_seed()), inputs, targets
+        own = Brought(alike, tuple(sizes), looks, tuple(rows), next_seed())
+        return own, inputs, targets
 
     def _check(self, brought: Sequence[Brought]) -> None:
         """Refuse on all ranks what does not go together."""
@@ -229,13 +226,13 @@ class Runtime:
             GivenSeed(first.seed), told, context, loss,
             keep_outputs=step is None or step.keep_outputs,
             is_wrapped=any(self.wrapped[j] is not part for j, part in self.modules.items()),
+            is_sharded=self._is_sharded,
         )  # fmt: skip
 
     def _running(
         self, batch: MiniBatch, inputs: Sequence[Value], stats: DeferredStats | None
     ) -> dict[int, Running]:
         """This rank's partitions, as they run this mini-batch."""
-        compute_cached(self.modules.values())
         running = {}
         for k, (j, module) in enumerate(self.modules.items()):
             place = Place(j, self._n, len(batch.sizes), self.site.device, self.before[j])
@@ -245,7 +242,8 @@ class Runtime:
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
             of_stats = None if stats is None else stats.partitions[k]
-            running[j] = Running(module, place, layers, batch, self.skips[j], inputs, of_stats)
+            own = batch, self.skips[j], inputs, of_stats
+            running[j] = Running(module, self.wrapped[j], place, layers, *own)
         return running
 
     def _prepare(
@@ -266,17 +264,12 @@ class Runtime:
         kinds = list(dict.fromkeys(mine))
         samples = meet(control, running, self.site.homes, [mine.index(kind) for kind in kinds])
         numbers = [kinds.index(look) for look in mine]
-        error, prepared = None, None
-        try:
+        with control.agreeing():
             boundaries = {j: Boundary(j, found, numbers) for j, found in samples.items()}
             stages = [self._stage(j, boundaries) for j in running]
             loss_fn = _as_it_is if is_step else None
             schedule = make_schedule(settings.schedule, stages, len(mine), loss_fn)
             prepared = Prepared(schedule, stages, boundaries)
-        except Exception as raised:
-            error = raised
-        control.agree(error)
-        assert prepared is not None
         self._kept[key] = prepared
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
@@ -291,26 +284,28 @@ class Runtime:
 
     def _go(
         self, prepared: Prepared, running: dict[int, Running], batch: MiniBatch, is_step: bool
-    ) -> Tensor | None:
+    ) -> tuple[Tensor | None, Value]:
         """Run torch's schedule; let gradients arrive if all ranks have succeeded.
 
         Returns:
-            The loss of a step.
+            The loss of a step, and the outputs.
         """
+        control = self.site.control
         parameters = [p for part in self.modules.values() for p in part.parameters()]
         gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [])
         try:
             with _attached(prepared, running):
                 self._schedule(prepared, batch)
-            error, action = batch.failure or (self._unfit(batch), None)
-            if any(self.site.control.agree(error, batch.seed.used, action)):
+            result, outputs = self._result(batch)
+            if any(control.agree(batch.seed.used, *batch.take_failure())):
                 batch.seed.use()
             batch.seed.settle()
             if not is_step:
-                return None
-            loss, factor = self._result(batch)
-            gradients.add(self.tied, factor)
-            return loss
+                return None, outputs
+            with control.talking():
+                dist.broadcast(result, self.site.homes[-1], group=self.site.group)
+                gradients.add(self.tied, result[1])
+            return result[0].to(torch.get_default_dtype()), outputs
         except BaseException:
             gradients.restore()
             raise
@@ -318,37 +313,34 @@ class Runtime:
     def _schedule(self, prepared: Prepared, batch: MiniBatch) -> None:
         numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
         try:
-            prepared.schedule.step(**numbers)
-        except BaseException as error:
-            self._lost = f"rank {dist.get_rank()} left a mini-batch in the middle, at {batch.last}"
-            if batch.failure is not None:
-                raise batch.failure[0] from None
-            if not isinstance(error, Exception):
+            with self.site.control.talking(lambda: f"at {batch.last}"):
+                prepared.schedule.step(**numbers)
+        except RankError:
+            if batch.failure is None:
                 raise
-            raise RankError(f"a rank ended or did not answer: {self._lost}: {error}") from error
+            raise batch.take_failure()[0] from None  # type: ignore[misc]
 
-    def _unfit(self, batch: MiniBatch) -> Exception | None:
-        """Put outputs together; what is wrong with them, or with the loss."""
-        if batch.loss is not None and not batch.loss.is_differentiable:
-            return without_grad()
-        outputs = [batch.outputs.pop(i) for i in sorted(batch.outputs)]
+    def _result(self, batch: MiniBatch) -> tuple[Tensor, Value]:
+        """What the last rank tells the others, and the outputs.
+
+        That is the loss, and what gradients are multiplied by.
+        """
+        result, outputs = torch.ones(2, dtype=torch.float64, device=self.site.device), None
+        m = len(batch.sizes)
         try:
-            batch.output = gather(outputs, batch.sizes) if outputs else None
-        except ValueError as error:
-            return error
-        return None
-
-    def _result(self, batch: MiniBatch) -> tuple[Tensor, Tensor]:
-        """The loss, and what gradients are multiplied by, from the last rank to all."""
-        result = torch.ones(2, dtype=torch.float64, device=self.site.device)
-        if batch.loss is not None:
-            losses = [batch.losses[i].reshape(()) for i in range(len(batch.sizes))]
-            result[0] = batch.loss.of_mini_batch(torch.stack(losses))
-            correction = batch.loss.counts.correction()
-            if correction is not None:
-                result[1] = correction
-        dist.broadcast(result, self.site.homes[-1], group=self.site.group)
-        return result[0].to(torch.get_default_dtype()), result[1]
+            if batch.loss is not None and batch.failure is None:
+                if not batch.loss.is_differentiable:
+                    raise without_grad()
+                losses = [batch.losses[i].reshape(()) for i in range(m)]
+                result[0] = batch.loss.of_mini_batch(torch.stack(losses))
+                correction = batch.loss.counts.correction()
+                if correction is not None:
+                    result[1] = correction
+            if len(batch.outputs) == m:
+                outputs = gather([batch.outputs[i] for i in range(m)], batch.sizes)
+        except Exception as error:
+            batch.fail(error, None)
+        return result, outputs
 
 
 @contextmanager
@@ -366,7 +358,8 @@ def _attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]
             stage.running.module.running = None
             del stage.running
             stage.clear_runtime_states()
-            stage.bwd_cache.clear()
+            for kept in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+                kept.clear()
 
 
 def _as_it_is(output: Tensor, _: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,9 +47,9 @@ class StageModule(nn.Sequential):
     Its forward takes and returns the tensors that cross, and is called by a pipe.
     """
 
-    running: Running | None = None
+    running: Running | Rehearsal | None = None
 
-    def forward(self, *tensors: Tensor) -> Tensor | Tensors:
+    def forward(self, *tensors: Tensor) -> Any:
         """Compute one micro-batch of the mini-batch that is running."""
         if self.running is None:
             raise RuntimeError(
@@ -57,6 +57,13 @@ class StageModule(nn.Sequential):
                 "pipe, or the partition's layers"
             )
         return self.running.forward(tensors)
+
+
+class Rehearsal(Protocol):
+    """Takes the place of a mini-batch when the ranks meet a new shape."""
+
+    def forward(self, tensors: Tensors) -> Any:
+        """Compute a micro-batch."""
 
 
 @dataclass(eq=False)
@@ -75,14 +82,23 @@ class MiniBatch:
     keep_outputs: bool
     is_wrapped: bool
     """Whether what is around a partition must see each backward, as DDP does."""
+    is_sharded: bool
+    """Whether layers talk to other replicas, as by ``fully_shard``: an error ends it at once."""
     outputs: dict[int, Value] = field(default_factory=dict)
-    output: Value = None
-    """Of the mini-batch, on the last rank, if it is kept."""
     losses: dict[int, Tensor] = field(default_factory=dict)
-    failure: tuple[Exception, Action] | None = None
-    """The first error here."""
+    failure: tuple[BaseException, Action | None] | None = None
+    """The first error here, and what has failed."""
     last: Action | None = None
     """What has begun last."""
+
+    def fail(self, error: BaseException, action: Action | None) -> None:
+        """Note an error, unless there is one."""
+        self.failure = self.failure or (error, action)
+
+    def take_failure(self) -> tuple[BaseException, Action | None] | tuple[()]:
+        """The error, which is forgotten, so that no cycle keeps its frames alive."""
+        failure, self.failure = self.failure, None
+        return failure or ()
 
 
 @dataclass(eq=False)
@@ -90,6 +106,8 @@ class Running:
     """One partition in one mini-batch."""
 
     module: StageModule
+    called: nn.Module
+    """The module, or what is wrapped around it."""
     place: Place
     layers: Layers
     batch: MiniBatch
@@ -110,8 +128,10 @@ class Running:
         if self.batch.failure is None:
             try:
                 return self.batch.context.variables.copy().run(self._forward, action, tensors)
-            except Exception as error:
+            except BaseException as error:  # noqa: B036  raised when all are through
                 self._fail(error, action)
+                if self.batch.is_sharded:
+                    raise
         return self._nothing(tensors)
 
     def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
@@ -157,16 +177,17 @@ class Running:
             with self._doing(action):
                 self.layers.backward(i, go_back)
             return True
-        except Exception as error:
-            cause = error.__cause__  # torch's stage says what went in, which may be long
-            self._fail(cause if isinstance(cause, Exception) else error, action)
-            if self.batch.is_wrapped:
+        except BaseException as error:
+            self._fail(error, action)
+            if self.batch.is_wrapped or self.batch.is_sharded:
                 raise
             return False
 
-    def _fail(self, error: Exception, action: Action) -> None:
+    def _fail(self, error: BaseException, action: Action) -> None:
+        if _OF_STAGE in str(error) and error.__cause__ is not None:
+            error = error.__cause__
         self.place.note(error, action)
-        self.batch.failure = self.batch.failure or (error, action)
+        self.batch.fail(error, action)
 
     def _nothing(self, tensors: Tensors) -> Tensor | Tensors:
         """Zeros which depend on all that gradients are expected of."""
@@ -188,6 +209,9 @@ class Running:
         if told.is_observed:
             stack.enter_context(told.observed(action, self.place.device))
         return stack
+
+
+_OF_STAGE = "Failed to run stage backward"  # torch's, of what went in, which may be long
 
 
 def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | None:

@@ -35,15 +35,21 @@ class Ended(NamedTuple):
     exitcode: int | None = 0
 
 
-def run(size: int, function: Callable[..., Any], *args: Any, seconds: float = 30) -> list[Any]:
+def run(
+    size: int, function: Callable[..., Any], *args: Any, seconds: float = 30, group: float = 20
+) -> list[Any]:
     """Run ``function(rank, *args)`` on ``size`` ranks; return what each returned.
 
     Raises:
         AssertionError: a rank failed.
     """
-    ended = endings(size, function, *args, seconds=seconds)
-    for rank, one in enumerate(ended):
-        assert one.error is None and one.exitcode == 0, f"rank {rank}: {one.exitcode} {one.text}"
+    ended = endings(size, function, *args, seconds=seconds, group=group)
+    failed = [
+        f"rank {rank}: {one.exitcode} {one.text}"
+        for rank, one in enumerate(ended)
+        if one.error is not None or one.exitcode
+    ]
+    assert not failed, "\n".join(failed)
     return [one.result for one in ended]
 
 

@@ -1,0 +1,524 @@
+"""Faults on one rank of several: every rank ends, and says why."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
+
+from pipert import distributed, is_recomputing
+from tests.distributed.ranks import Ended, endings, run
+
+
+class Oops(Exception):
+    """What fails here."""
+
+
+_OOPS = f"{Oops.__module__}.Oops"
+
+
+class Trap(nn.Module):
+    """Passes a value on, and does what it is set to, once: in F, R or B of a micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[weakref.ref[Tensor]] = []
+        self.set_to("", 0, None)
+
+    def set_to(self, phase: str, i: int, act: Any) -> None:
+        self.phase, self.left, self.act = phase, i, act
+
+    def happens(self, phase: str) -> None:
+        if phase == self.phase:
+            self.left -= 1
+            if self.left < 0:
+                self.phase = ""
+                self.act()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(weakref.ref(x))
+        self.happens("R" if is_recomputing() else "F")
+        y: Tensor = _Sprung.apply(x, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Sprung(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, trap: Trap) -> Tensor:
+        ctx.trap = trap
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.trap.happens("B")
+        return dy, None
+
+
+def trapped(n: int) -> nn.Sequential:
+    """Three layers for each of ``n`` partitions."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[one for _ in range(n) for one in (nn.Linear(4, 4), Trap(), nn.Tanh())])
+
+
+def batch(rows: int = 8) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 4, generator=generator)
+
+
+def step(pipe: distributed.Pipe, rows: int = 8, loss_fn: Any = F.mse_loss) -> Tensor:
+    x, y = batch(rows)
+    loss: Tensor = pipe.forward_backward(x, target=y, loss_fn=loss_fn)
+    return loss
+
+
+def caught(do: Callable[[], Any]) -> tuple[type[BaseException], str]:
+    """What it raises: the type, and all that it says."""
+    try:
+        do()
+    except BaseException as error:  # noqa: B036  interrupts, too
+        notes = getattr(error, "__notes__", ())
+        return type(error), "\n".join([str(error), *notes])
+    raise AssertionError("nothing was raised")
+
+
+def check_works(pipe: distributed.Pipe, n: int, rows: int = 8) -> None:
+    """A step has the loss and the gradients of the plain module."""
+    pipe.zero_grad()
+    found = step(pipe, rows)
+    plain = trapped(n)
+    x, y = batch(rows)
+    loss = F.mse_loss(plain(x), y)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(found, loss.detach())
+    named = dict(plain.named_parameters())
+    for name, p in pipe.named_parameters():
+        torch.testing.assert_close(p.grad, named[name].grad)
+
+
+def trap_of(pipe: distributed.Pipe, k: int = 0) -> Trap:
+    """That of one of this rank's partitions."""
+    trap = pipe.partitions[k][1]
+    assert isinstance(trap, Trap)
+    return trap
+
+
+def grads(pipe: distributed.Pipe) -> list[Tensor]:
+    """Copies of all gradients, which are there."""
+    return [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
+
+
+def fail() -> None:
+    raise Oops("on purpose")
+
+
+class Case(NamedTuple):
+    j: int
+    phase: str
+    i: int
+
+
+def layers_raise(rank: int, n: int, schedule: str, checkpoint: str, cases: list[Case]) -> None:
+    gc.disable()  # what is alive is referenced
+    ranks = torch.distributed.get_world_size()
+    pipe = distributed.Pipe(
+        trapped(n), [3] * n, chunks=4, schedule=schedule, checkpoint=checkpoint
+    )
+    traps = {j: trap_of(pipe, j // ranks) for j in range(n) if j % ranks == rank}
+    check_works(pipe, n)
+    for j, phase, i in cases:
+        before = grads(pipe)
+        if j in traps:
+            traps[j].set_to(phase, i, fail)
+        for trap in traps.values():
+            trap.seen.clear()
+        kind, text = caught(lambda: step(pipe))
+        where = f"[{i},{j}]: partition {j} on cpu"
+        if j in traps:
+            assert kind is Oops and text.startswith("on purpose\n"), (kind, text)
+        else:
+            assert kind is distributed.RankError, (kind, text)
+            assert text.startswith(f"rank {j % ranks} failed: {_OOPS}: on purpose\n"), text
+        assert f"{phase}{where}" in text and f"micro-batch {i} of 4" in text, text
+        assert all(torch.equal(now, then) for now, then in zip(grads(pipe), before, strict=True))
+        alive = [ref for trap in traps.values() for ref in trap.seen if ref() is not None]
+        assert not alive, f"{len(alive)} after {phase}[{i},{j}]"
+        check_works(pipe, n)
+
+
+@pytest.mark.parametrize(
+    "ranks, n, schedule, checkpoint",
+    [
+        (2, 2, "gpipe", "always"), (2, 2, "1f1b", "never"), (4, 4, "1f1b", "always"),
+        (2, 4, "interleaved", "never"), (2, 4, "InterleavedZeroBubble", "never"),
+    ],
+)  # fmt: skip
+def test_a_layer_raises(ranks: int, n: int, schedule: str, checkpoint: str) -> None:
+    phases = "FB" if checkpoint == "never" else "FR"
+    cases = [Case(j, phase, i) for j in range(n) for phase in phases for i in (0, 2)]
+    run(ranks, layers_raise, n, schedule, checkpoint, cases)
+
+
+def meeting(rank: int, n: int) -> None:
+    """Layers raise for shapes that the ranks have not met, of which only the first is computed."""
+    pipe = distributed.Pipe(trapped(n), [3] * n, chunks=2)
+    trap = trap_of(pipe)
+    for j in range(n):
+        rows = 4 * (j + 1)
+        if j == rank:
+            trap.set_to("F", 0, fail)
+        kind, text = caught(partial(step, pipe, rows))
+        assert kind is (Oops if j == rank else distributed.RankError), (kind, text)
+        assert f"F[0,{j}]: partition {j} on cpu" in text and "on purpose" in text, text
+        assert j == rank or text.startswith(f"rank {j} failed: {_OOPS}")
+        assert all(p.grad is None for p in pipe.parameters())
+        check_works(pipe, n, rows)
+        pipe.zero_grad()
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_layer_raises_when_ranks_meet_a_shape(n: int) -> None:
+    run(n, meeting, n)
+
+
+def interrupts(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4, checkpoint="always")
+    trap = trap_of(pipe)
+    for error in (KeyboardInterrupt, SystemExit):
+        for phase in ("F", "F", "R", "B"):  # the first time, they meet
+            for j in range(2):
+                if j == rank:
+                    trap.set_to(phase, 0, lambda error=error: _raise(error("on purpose")))
+                kind, text = caught(lambda: step(pipe))
+                assert kind is (error if j == rank else distributed.RankError), (kind, text)
+                assert f"{phase}[0,{j}]: partition {j}" in text and "on purpose" in text, text
+            check_works(pipe, 2)
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def test_a_layer_interrupts_or_exits() -> None:
+    run(2, interrupts)
+
+
+def two_fail(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    check_works(pipe, 2)
+    trap = trap_of(pipe)
+    trap.set_to("F", 2 - rank, fail)  # a later micro-batch on the first rank
+    kind, text = caught(lambda: step(pipe))
+    assert "F[1,1]: partition 1" in text and "F[2,0]" not in text, text
+    assert kind is (Oops if rank else distributed.RankError)
+    check_works(pipe, 2)
+    if rank == 1:
+        trap.forward = _only_what_is_not_zero  # type: ignore[method-assign]
+    else:
+        trap.set_to("F", 1, fail)
+    kind, text = caught(lambda: step(pipe))  # what one raises is a consequence
+    assert "Oops: on purpose" in text or kind is Oops
+    assert "F[1,0]: partition 0" in text and "all zero" not in text, text
+
+
+def _only_what_is_not_zero(x: Tensor) -> Tensor:
+    if not x.any():
+        raise ValueError("all zero")
+    return x
+
+
+def test_of_several_failures_the_first_is_told() -> None:
+    run(2, two_fail)
+
+
+class Call(NamedTuple):
+    """What a rank gives to a mini-batch, if it is not as usual."""
+
+    x: Any = batch()[0]
+    target: Any = batch()[1]
+    loss_fn: Any = F.mse_loss
+    more: dict[str, Any] = {}
+
+    def make(self, pipe: distributed.Pipe) -> None:
+        pipe.forward_backward(self.x, target=self.target, loss_fn=self.loss_fn, **self.more)
+
+
+class Forward(Call):
+    def make(self, pipe: distributed.Pipe) -> None:
+        pipe.forward(self.x)
+
+
+class Evaluation(Call):
+    def make(self, pipe: distributed.Pipe) -> None:
+        super().make(pipe.eval())
+
+
+class Chunks(Call):
+    def make(self, pipe: distributed.Pipe) -> None:
+        pipe.chunks = 2
+        super().make(pipe)
+
+
+class NoGrad(Call):
+    def make(self, pipe: distributed.Pipe) -> None:
+        with torch.no_grad():
+            super().make(pipe)
+
+
+class Autocast(Call):
+    def make(self, pipe: distributed.Pipe) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            super().make(pipe)
+
+
+def _loss_fails(y: Tensor, target: Tensor) -> Tensor:
+    raise Oops("in the loss")
+
+
+def _two_elements(y: Tensor, target: Tensor) -> Tensor:
+    return y[:2, 0]
+
+
+def _no_grad(y: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(y.detach(), target)
+
+
+def _sometimes_counts(y: Tensor, target: Tensor) -> Any:
+    loss = y.square().sum()
+    return (loss, 3) if torch.equal(target, batch()[1][:2]) else loss
+
+
+ON = distributed.RankError
+CALLS: dict[str, tuple[Any, Any, type[BaseException], type[BaseException], str]] = {
+    # given on the first rank and on the last, what they raise, and what both say
+    "loss_fn raises": (
+        Call(), Call(loss_fn=_loss_fails), ON, Oops, "F[0,1]: partition 1 on cpu, micro-batch 0",
+    ),
+    "loss of two elements": (Call(), Call(loss_fn=_two_elements), ON, TypeError, "one element"),
+    "loss without grad": (Call(), Call(loss_fn=_no_grad), ON, RuntimeError, "not require grad"),
+    "loss that counts once": (Call(), Call(loss_fn=_sometimes_counts), ON, TypeError, "a sum and"),
+    "rows differ": (
+        Call(), Call(target=batch(6)[1]), ValueError, ValueError, "have 8 and the target on the la",
+    ),
+    "x has no rows": (
+        Call(torch.ones(())), Call(), ValueError, ValueError, "have 1 and the target on the last",
+    ),
+    "x has no rows there": (
+        Call((batch()[0], batch(6)[0])), Call(), ValueError, ON, "same number of rows",
+    ),
+    "no target": (Call(), Call(target=None), ON, AttributeError, "NoneType"),
+    "loss_fn is none": (Call(), Call(loss_fn=None), ON, TypeError, "loss_fn must be"),
+    "loss_fn is none, first": (Call(loss_fn=None), Call(), TypeError, ON, "loss_fn must be"),
+    "reduction": (Call(more={"reduction": "max"}), Call(), ValueError, ON, "'mean' or 'sum'"),
+    "other reduction": (
+        Call(more={"reduction": "sum"}), Call(), ValueError, ValueError, "reduction='sum'",
+    ),
+    "loss_scale": (Call(), Call(more={"loss_scale": "2"}), ON, TypeError, "loss_scale must be"),
+    "forward": (Forward(), Call(), ValueError, ValueError, "'forward'"),
+    "forward on the last": (Call(), Forward(), ValueError, ValueError, "'forward'"),
+    "evaluation": (Evaluation(), Call(), ValueError, ValueError, "'evaluation'"),
+    "chunks": (Chunks(), Call(), ValueError, ValueError, "0: "),
+    "no_grad": (NoGrad(), Call(), RuntimeError, ON, "gradients, which are disabled"),
+    "autocast": (Call(), Autocast(), ValueError, ValueError, "autocast=True"),
+}  # fmt: skip
+
+
+def calls(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    for _ in range(2):  # when they meet, and when they have met
+        for name, (*given, first, last, says) in CALLS.items():
+            kind, text = caught(partial(given[rank].make, pipe))
+            assert kind is (first, last)[rank], (name, kind, text)
+            assert says in text, (name, text)
+            assert all(p.grad is None for p in pipe.parameters()), name
+            pipe.train().chunks = 4
+        check_works(pipe, 2)
+        pipe.zero_grad()
+
+
+def test_what_ranks_give_does_not_go_together() -> None:
+    run(2, calls)
+
+
+class Changing(nn.Module):
+    """Returns what it is set to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.does: Any = _usual
+
+    def forward(self, x: Tensor) -> Any:
+        return self.does(x)
+
+
+def _usual(x: Tensor) -> Any:
+    return x, 1
+
+
+class First(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x[0] if isinstance(x, tuple) else x
+
+
+def changes(rank: int) -> None:
+    torch.manual_seed(0)
+    changing = Changing()
+    model = nn.Sequential(nn.Linear(4, 4), changing, First(), nn.Linear(4, 4))
+    pipe = distributed.Pipe(model, [2, 2], chunks=4)
+    losses = [step(pipe)]
+    for does, says in [
+        (lambda x: (x, 2), "what is no tensor"),
+        (lambda x: (x, 1, x), "what is no tensor"),
+        (lambda x: x, "what is no tensor"),
+        (lambda x: (x[:, :2], 1), "other tensors"),
+        (lambda x: (x.double(), 1), "other tensors"),
+        (lambda x: (x, x.clone(), 1), "other tensors"),
+        (lambda x: None, "other tensors"),
+    ]:
+        if rank == 0:
+            changing.does = does
+        kind, text = caught(lambda: step(pipe))
+        assert kind is (distributed.RankError if rank else TypeError), (says, kind, text)
+        assert says in text and "partitions 0 and 1" in text and "micro-batch 0 of 4" in text, text
+        changing.does = _usual
+        losses.append(step(pipe))
+    assert torch.equal(torch.stack(losses), losses[0].expand(8))
+
+
+def test_what_crosses_changes() -> None:
+    run(2, changes)
+
+
+def wrong(rank: int) -> None:
+    """Ranks make pipes that do not go together."""
+    def make(module: Any = None, balance: Any = (3, 3), **settings: Any) -> distributed.Pipe:
+        return distributed.Pipe(module or trapped(2), balance, **settings)
+
+    def fails(part: nn.Sequential) -> None:
+        raise Oops("no wrap")
+
+    other = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    same = "the same arguments and layers"
+    cases: list[tuple[dict[str, Any], Any, Any, str]] = [
+        ({"balance": [2, 4]}, ValueError, ValueError, same),
+        ({"chunks": 2}, ValueError, ValueError, same),
+        ({"schedule": "gpipe", "checkpoint": "never"}, ValueError, ValueError, same),
+        ({"checkpoint": "always"}, ValueError, ValueError, same),
+        ({"module": other}, ValueError, ValueError, same),
+        ({"balance": [3, 4]}, ValueError, distributed.RankError, "balance"),
+        ({"chunks": 0}, ValueError, distributed.RankError, "chunks"),
+        ({"schedule": "none"}, ValueError, distributed.RankError, "schedule must be"),
+        ({"module": nn.Linear(4, 4)}, TypeError, distributed.RankError, "Sequential"),
+        ({"device": "no device"}, RuntimeError, distributed.RankError, "no device"),
+        ({"wrap": fails}, Oops, distributed.RankError, "no wrap"),
+    ]
+    for given, mine, others, says in cases:
+        for bad in range(2):
+            kind, text = caught(partial(make, **given if rank == bad else {}))
+            assert kind is (mine if rank == bad else others), (given, kind, text)
+            assert says in text, (given, text)
+    check_works(make(chunks=4), 2)
+
+
+def test_what_ranks_are_given_differs() -> None:
+    run(2, wrong)
+
+
+def die(how: str) -> None:
+    if how == "exit":
+        os._exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(rank: int, n: int, phase: str, how: str) -> list[tuple[type[BaseException], str]]:
+    """One dies: where they meet a shape the first, else the last. The others say what they get."""
+    pipe = distributed.Pipe(trapped(n), [3] * n, chunks=4)
+    if phase == "meeting":
+        if rank == 0:
+            trap_of(pipe).set_to("F", 0, lambda: die(how))
+    else:
+        check_works(pipe, n)
+        if rank == n - 1:
+            if phase == "between":
+                die(how)
+            trap_of(pipe).set_to(phase, 1, lambda: die(how))
+    before = {name: p.grad for name, p in pipe.named_parameters()}
+    found = [caught(lambda: step(pipe)), caught(lambda: step(pipe))]
+    found += [caught(lambda: pipe(batch()[0])), caught(lambda: pipe.grad_norm())]
+    assert all(p.grad is before[name] for name, p in pipe.named_parameters())
+    return found
+
+
+def check_died(ended: list[Ended], dead: int, exitcode: int) -> None:
+    for rank, one in enumerate(ended):
+        if rank == dead:
+            assert one.exitcode == exitcode
+            continue
+        assert one.error is None, one.text
+        assert [kind for kind, _ in one.result] == [distributed.RankError] * 4
+        (_, first), *others = one.result
+        lost = f"rank {rank} lost the others"
+        assert first.startswith(f"a rank ended or did not answer: {lost}"), first
+        for _, text in others:
+            assert text.startswith(lost) and text.endswith("start all ranks anew"), text
+
+
+@pytest.mark.parametrize("phase", ["meeting", "F", "B", "between"])
+@pytest.mark.parametrize("n, how", [(2, "exit"), (3, "kill")])
+def test_a_rank_dies(n: int, how: str, phase: str) -> None:
+    found = endings(n, dying, n, phase, how, group=2)
+    check_died(found, 0 if phase == "meeting" else n - 1, 3 if how == "exit" else -signal.SIGKILL)
+
+
+def dying_at_construction(rank: int, where: str) -> tuple[type[BaseException], str]:
+    if rank == 1 and where == "before":
+        die("kill")
+    wrap = (lambda _: die("kill")) if rank == 1 else None
+    return caught(lambda: distributed.Pipe(trapped(2), [3, 3], wrap=wrap))
+
+
+@pytest.mark.parametrize("where", ["before", "wrap"])
+def test_a_rank_dies_at_construction(where: str) -> None:
+    first, second = endings(2, dying_at_construction, where, group=2)
+    assert second.exitcode == -signal.SIGKILL and first.error is None, first.text
+    kind, text = first.result
+    assert kind is distributed.RankError and "a rank ended or did not answer" in text
+
+
+def leaving(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    check_works(pipe, 2)
+    if rank:
+        raise Oops("between steps")
+    step(pipe)
+
+
+def test_a_rank_leaves_between_steps() -> None:
+    first, second = endings(2, leaving, group=10)
+    assert isinstance(second.error, Oops)
+    assert isinstance(first.error, distributed.RankError), first.text
+
+
+def silent(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    check_works(pipe, 2)
+    if rank == 0:
+        kind, text = caught(lambda: step(pipe))
+        assert kind is distributed.RankError and "did not answer" in text, text
+        _get_default_store().set("over", "1")
+    else:
+        _get_default_store().wait(["over"])
+
+
+def test_a_rank_does_not_answer() -> None:
+    run(2, silent, group=2)
