@@ -335,6 +335,8 @@ class Runtime:
                 result[0] = batch.loss.of_mini_batch(torch.stack(losses))
                 correction = batch.loss.counts.correction()
                 if correction is not None:
+                    if batch.is_wrapped or batch.is_sharded:
+                        raise TypeError(_UNCOUNTED)
                     result[1] = correction
             if len(batch.outputs) == m:
                 outputs = gather([batch.outputs[i] for i in range(m)], batch.sizes)
@@ -360,6 +362,12 @@ def _attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]
             stage.clear_runtime_states()
             for kept in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
                 kept.clear()
+
+
+_UNCOUNTED = (
+    "loss_fn returned a sum and a count, and gradients are averaged over replicas before all "
+    "counts of a mini-batch are known; use schedule='gpipe', or return the mean of the micro-batch"
+)
 
 
 def _as_it_is(output: Tensor, _: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Iterable
 
 from torch import nn
@@ -43,7 +44,8 @@ class Snapshot:
         self._modules.add(module)
         parts = modules_of(module)
         # A parameter that is still uninitialised is about to change.
-        places = [one for one in _places(parts) if one[2] is None or not is_lazy(one[2])]
+        found = [] if _are_sharded(parts) else _places(parts)
+        places = [one for one in found if one[2] is None or not is_lazy(one[2])]
         self._homes += [home for home, _, _ in places]
         self._names += [name for _, name, _ in places]
         self._parameters += [parameter for _, _, parameter in places]
@@ -57,6 +59,12 @@ class Snapshot:
         found = map(dict.get, self._homes, self._names)
         same = all(map(operator.is_, found, self._parameters))
         return same and self._versions.are_current()
+
+
+def _are_sharded(parts: Iterable[nn.Module]) -> bool:
+    """Whether they have other parameters while they compute, as by ``fully_shard``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in parts)
 
 
 def _places(parts: Iterable[nn.Module]) -> list[tuple[Home, str, nn.Parameter | None]]:

@@ -16,7 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipert import distributed
 from tests.distributed.ranks import run
-from tests.distributed.test_rank_faults import Oops, Trap, batch, caught, fail, trapped
+from tests.distributed.test_rank_faults import (
+    Oops,
+    batch,
+    caught,
+    fail,
+    grads,
+    trap_of,
+    trapped,
+)
 
 Wrapper = Callable[[DeviceMesh], Callable[[nn.Sequential], nn.Module | None]]
 
@@ -61,9 +69,9 @@ def steps(rank: int, wrap: Wrapper, rows: list[tuple[int, int]], settings: dict[
     for mine in rows:
         x, y = batch(mine[mesh["dp"].get_local_rank()])
         losses.append(pipe.forward_backward(x, target=y, loss_fn=F.mse_loss))
-    grads = {name: whole(p.grad) for name, p in pipe.named_parameters()}
+    found = {name: whole(p.grad) for name, p in pipe.named_parameters()}
     x, _ = batch(8)
-    return losses, grads, pipe(x)
+    return losses, found, pipe(x)
 
 
 def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
@@ -79,10 +87,10 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
         expected.append(of_step)
     named = dict(plain.named_parameters())
     seen = set()
-    for rank, (losses, grads, output) in enumerate(found):
+    for rank, (losses, gradients, output) in enumerate(found):
         for loss, of_step in zip(losses, expected, strict=True):
             torch.testing.assert_close(loss, of_step[rank % 2])
-        for name, grad in grads.items():
+        for name, grad in gradients.items():
             torch.testing.assert_close(grad, named[name].grad)
             seen.add(name)
         if rank >= 2:
@@ -111,3 +119,101 @@ def test_gradients_are_the_mean(settings: dict[str, Any]) -> None:
 def test_sharded(settings: dict[str, Any]) -> None:
     rows = [(8, 8), (8, 8), (6, 4)]
     check(run(4, steps, sharded, rows, settings), rows)
+
+
+def counted(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """A mean over the rows whose target is positive, as a sum and a count."""
+    kept = target[:, 0] > 0
+    return (y - target)[kept].square().sum(), int(kept.sum())
+
+
+def counting(rank: int) -> None:
+    pipe, mesh = pipe_of(ddp, schedule="gpipe", checkpoint="never")
+    rows = (8, 12)
+    x, y = batch(rows[mesh["dp"].get_local_rank()])
+    pipe.forward_backward(x, target=y, loss_fn=counted)
+    plain = trapped(2)
+    for number in rows:
+        x, y = batch(number)
+        total, count = counted(plain(x), y)
+        (total / count / 2).backward()  # type: ignore[no-untyped-call]
+    named = dict(plain.named_parameters())
+    for name, p in pipe.named_parameters():
+        torch.testing.assert_close(p.grad, named[name].grad)
+
+
+def counting_too_late(rank: int) -> None:
+    pipe, mesh = pipe_of(ddp, schedule="1f1b")
+    pipe.chunks = 4
+    x, y = batch(8)
+    kind, text = caught(lambda: pipe.forward_backward(x, target=y, loss_fn=counted))
+    assert kind is (distributed.RankError if rank < 2 else TypeError)
+    assert "averaged over replicas before" in text, text
+    assert all(p.grad is None for p in pipe.parameters())
+
+
+def test_counts_of_replicas_are_their_own() -> None:
+    run(4, counting)
+
+
+def test_counts_that_are_known_too_late_are_refused() -> None:
+    run(4, counting_too_late)
+
+
+def faults(rank: int) -> None:
+    """A layer raises in F, in each place and replica: no rank hangs, and all go on."""
+    pipe, _ = pipe_of(ddp)
+    trap = trap_of(pipe)
+    x, y = batch(8)
+
+    def step() -> Tensor:
+        loss: Tensor = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        return loss
+
+    first = step()
+    before = grads(pipe)
+    for bad in range(4):
+        for i in range(2):
+            if rank == bad:
+                trap.set_to("F", i, fail)
+            kind, text = caught(step)
+            assert kind is (Oops if rank == bad else distributed.RankError), (kind, text)
+            assert f"F[{i},{bad // 2}]" in text, text
+            assert rank == bad or text.startswith(f"rank {bad} failed"), text
+            assert all(torch.equal(now, then) for now, then in zip(grads(pipe), before))
+    pipe.zero_grad()
+    assert torch.equal(step(), first)
+    assert all(torch.equal(now, then) for now, then in zip(grads(pipe), before))
+
+
+def test_a_replica_fails() -> None:
+    run(4, faults)
+
+
+def faults_that_end_it(
+    rank: int, wrap: Wrapper, phase: str
+) -> list[tuple[type[BaseException], str]]:
+    pipe, _ = pipe_of(wrap)
+    x, y = batch(8)
+
+    def step() -> Tensor:
+        loss: Tensor = pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+        return loss
+
+    step()
+    if rank == 2:
+        trap_of(pipe).set_to(phase, 0, fail)
+    first, second = caught(step), caught(step)
+    assert second[0] is distributed.RankError and "start all ranks anew" in second[1]
+    return [first, second]
+
+
+@pytest.mark.parametrize("wrap, phase", [(ddp, "B"), (sharded, "F"), (sharded, "B")])
+def test_a_replica_fails_where_others_wait_for_its_gradients(wrap: Wrapper, phase: str) -> None:
+    """A collective of the wrapper is left out, so the pipe ends: within the time limit."""
+    (zero, _), (one, _), (two, _), (three, says) = (
+        each[0] for each in run(4, faults_that_end_it, wrap, phase, group=3)
+    )
+    assert zero is one is distributed.RankError and two is Oops
+    # Its replica is told by the wrapper's collective, in a layer or a backward.
+    assert three in (distributed.RankError, RuntimeError) and "Connection closed" in says, says
