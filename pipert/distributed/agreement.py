@@ -81,7 +81,8 @@ class Control:
         try:
             yield
         except BaseException as error:
-            self._lost = f"rank {me} lost the others {at()}: {type(error).__name__}: {error}"
+            why = error.__cause__ or error  # of a stage's, which says what went in
+            self._lost = f"rank {me} lost the others {at()}: {type(why).__name__}: {why}"
             if not isinstance(error, Exception):
                 raise
             raise RankError(f"a rank ended or did not answer: {self._lost}") from error

@@ -134,8 +134,11 @@ def layers_raise(rank: int, n: int, schedule: str, checkpoint: str, cases: list[
     pipe = distributed.Pipe(
         trapped(n), [3] * n, chunks=4, schedule=schedule, checkpoint=checkpoint
     )
-    traps = {j: trap_of(pipe, j // ranks) for j in range(n) if j % ranks == rank}
+    homes = [*range(ranks), *reversed(range(ranks))] if schedule in V else [*range(ranks)] * 2
+    own = [j for j in range(n) if homes[j] == rank]
+    traps = {j: trap_of(pipe, k) for k, j in enumerate(own)}
     check_works(pipe, n)
+    pipe(batch()[0])
     for j, phase, i in cases:
         before = grads(pipe)
         if j in traps:
@@ -148,19 +151,29 @@ def layers_raise(rank: int, n: int, schedule: str, checkpoint: str, cases: list[
             assert kind is Oops and text.startswith("on purpose\n"), (kind, text)
         else:
             assert kind is distributed.RankError, (kind, text)
-            assert text.startswith(f"rank {j % ranks} failed: {_OOPS}: on purpose\n"), text
+            assert text.startswith(f"rank {homes[j]} failed: {_OOPS}: on purpose\n"), text
         assert f"{phase}{where}" in text and f"micro-batch {i} of 4" in text, text
         assert all(torch.equal(now, then) for now, then in zip(grads(pipe), before, strict=True))
         alive = [ref for trap in traps.values() for ref in trap.seen if ref() is not None]
         assert not alive, f"{len(alive)} after {phase}[{i},{j}]"
+        if phase == "F":
+            if j in traps:
+                traps[j].set_to(phase, i, fail)
+            kind, text = caught(partial(pipe, batch()[0]))
+            assert kind is (Oops if j in traps else distributed.RankError), (kind, text)
+            assert f"F{where}" in text, text
         check_works(pipe, n)
+
+
+V = ("ZBVZeroBubble", "DualPipeV")
 
 
 @pytest.mark.parametrize(
     "ranks, n, schedule, checkpoint",
     [
         (2, 2, "gpipe", "always"), (2, 2, "1f1b", "never"), (4, 4, "1f1b", "always"),
-        (2, 4, "interleaved", "never"), (2, 4, "InterleavedZeroBubble", "never"),
+        (2, 4, "interleaved", "always"), (2, 4, "InterleavedZeroBubble", "never"),
+        (2, 4, "ZBVZeroBubble", "never"), (2, 4, "DualPipeV", "never"),
     ],
 )  # fmt: skip
 def test_a_layer_raises(ranks: int, n: int, schedule: str, checkpoint: str) -> None:
