@@ -6,6 +6,7 @@ Buffers and random numbers stay as if it had not. The last partition computes no
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -22,15 +23,18 @@ __all__: list[str] = []
 
 
 def meet(
-    control: Control, running: dict[int, Running], homes: Sequence[int], kinds: Sequence[int]
+    control: Control, running: dict[int, Running], homes: Sequence[int], firsts: Sequence[int]
 ) -> dict[int, list[Sample]]:
     """Let a micro-batch of each kind pass.
+
+    Partition by partition, after which all ranks agree: the layers of replicas talk to each other,
+    so where one replica fails none goes on.
 
     Args:
         control: the ranks.
         running: this rank's partitions in the mini-batch.
         homes: the rank of each partition.
-        kinds: the first micro-batch of each kind.
+        firsts: the first micro-batch of each kind.
 
     Returns:
         By the partition that receives, as far as this rank sends or receives.
@@ -39,55 +43,57 @@ def meet(
         RankError: a layer failed on another rank.
         Exception: a layer failed.
     """
-    crossed: dict[int, list[Sample] | None] = {}
-    errors: list[BaseException] = []
+    crossed: dict[int, bytes] = {}
     for j, home in enumerate(homes[:-1]):
-        if j in running:
-            passed = None
-            try:
-                arrived = _arriving(running[j], crossed.get(j), kinds)
-                if arrived is not None:
-                    passed = [
-                        _rehearse(running[j], i, x) for i, x in zip(kinds, arrived, strict=True)
-                    ]
-            except BaseException as error:  # noqa: B036  raised when all know
-                errors.append(error)
-            crossed[j + 1] = passed
-            if homes[j + 1] != home:
-                control.send(passed, homes[j + 1])
-        elif j + 1 in running:
+        with control.agreeing():
+            if j in running:
+                arrived = _arriving(running[j], crossed.get(j), firsts)
+                passed = [_rehearse(running[j], i, x) for i, x in zip(firsts, arrived, strict=True)]
+                crossed[j + 1] = pickle.dumps(passed)
+        if j in running and homes[j + 1] != home:
+            control.send(crossed[j + 1], homes[j + 1])
+        elif j + 1 in running and j not in running:
             crossed[j + 1] = control.receive(home)
-    control.agree(None, errors.pop(0) if errors else None)
-    return {j: samples for j, samples in crossed.items() if samples is not None}
+    with control.agreeing():
+        samples = {j: pickle.loads(found) for j, found in crossed.items()}
+    return samples
 
 
-def _arriving(
-    running: Running, samples: list[Sample] | None, kinds: Sequence[int]
-) -> list[Value] | None:
-    if running.place.j == 0:
-        return [moved(running.inputs[i], running.place.device) for i in kinds]
-    return None if samples is None else [entered(one.on(running.place.device)) for one in samples]
+def _arriving(running: Running, crossed: bytes | None, firsts: Sequence[int]) -> list[Value]:
+    device = running.place.device
+    if crossed is None:
+        return [moved(running.inputs[i], device) for i in firsts]
+    return [entered(sample.on(device)) for sample in pickle.loads(crossed)]
 
 
 class _Rehearsed(NamedTuple):
     running: Running
     i: int
     x: Value
+    errors: list[BaseException]
 
     def forward(self, _: Tensors) -> Value:
         run = self.running.batch.context.variables.copy().run
-        return run(self.running.compute, self.i, self.x, False)
+        try:
+            return run(self.running.compute, self.i, self.x, False)
+        except BaseException as error:  # noqa: B036  raised when DDP has put away its own state
+            self.errors.append(error)
+            return None
 
 
 def _rehearse(running: Running, i: int, x: Value) -> Sample:
     module, called = running.module, running.called
     unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
+    errors: list[BaseException] = []
     with _buffers_kept(module), unsynchronized or contextlib.nullcontext():
-        module.running = _Rehearsed(running, i, x)
+        module.running = _Rehearsed(running, i, x, errors)
         try:
-            return sample_of(called())
+            y = called()
         finally:
             module.running = None
+        if errors:
+            raise errors.pop()
+        return sample_of(y)
 
 
 @contextlib.contextmanager

@@ -73,8 +73,8 @@ class Pipe(nn.Module):
             values, to load a checkpoint into.
         balance: the number of layers in each partition, in order; one for each rank, or a multiple
             with ``'interleaved'``, whose partitions go round the ranks.
-        mesh: the ranks: of one dimension, or of two, the pipeline's and the data-parallel one's.
-            Default: all ranks are one pipeline.
+        mesh: the ranks: of one dimension, or of two, the pipeline's and the data-parallel one's,
+            whose replicas must have as many micro-batches. Default: all ranks are one pipeline.
         device: this rank's. Default: the CUDA device numbered ``LOCAL_RANK`` or as current if the
             mesh is on CUDA, else ``'cpu'``.
         chunks: the number of micro-batches, at most; default 1.

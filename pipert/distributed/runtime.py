@@ -196,6 +196,13 @@ class Runtime:
     def _check(self, brought: Sequence[Brought]) -> None:
         """Refuse on all ranks what does not go together."""
         self.site.control.require_same("call and settings", [one.settings for one in brought])
+        counts = [len(brought[first].sizes) for first, _ in self.site.ends]
+        if len(set(counts)) > 1:
+            raise ValueError(
+                "replicas must have as many micro-batches, but have "
+                f"{' and '.join(map(str, counts))}; give each as many rows as the pipe has chunks, "
+                "or leave the last batch out"
+            )
         for first, last in self.site.ends:
             sizes, rows = brought[first].sizes, brought[last].target_sizes
             if rows and rows != sizes:
@@ -261,8 +268,9 @@ class Runtime:
             self._kept.move_to_end(key)
             return self._kept[key]
         mine = looks[self.site.number]
-        kinds = list(dict.fromkeys(mine))
-        samples = meet(control, running, self.site.homes, [mine.index(kind) for kind in kinds])
+        firsts = sorted({of.index(look) for of in looks for look in of})  # of kinds, anywhere
+        kinds = [mine[i] for i in firsts]
+        samples = meet(control, running, self.site.homes, firsts)
         numbers = [kinds.index(look) for look in mine]
         with control.agreeing():
             boundaries = {j: Boundary(j, found, numbers) for j, found in samples.items()}

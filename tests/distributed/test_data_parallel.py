@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from pipert import distributed
 from tests.distributed.ranks import run
 from tests.distributed.test_rank_faults import (
     Oops,
+    Trap,
     batch,
     caught,
     fail,
@@ -107,7 +109,7 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip
 def test_gradients_are_the_mean(settings: dict[str, Any]) -> None:
-    rows = [(8, 4), (8, 4), (6, 6), (5, 1)]  # the last of other micro-batches, and fewer
+    rows = [(8, 4), (8, 4), (6, 6), (5, 2)]
     check(run(4, steps, ddp, rows, settings), rows)
 
 
@@ -217,3 +219,33 @@ def test_a_replica_fails_where_others_wait_for_its_gradients(wrap: Wrapper, phas
     assert zero is one is distributed.RankError and two is Oops
     # Its replica is told by the wrapper's collective, in a layer or a backward.
     assert three in (distributed.RankError, RuntimeError) and "Connection closed" in says, says
+
+
+def uneven(rank: int, wrap: Wrapper) -> None:
+    """Replicas whose micro-batches are of other kinds, or fewer; DDP brings buffers around."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    trap = Trap()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), trap, nn.Linear(4, 4), nn.Tanh())
+    pipe = distributed.Pipe(model, [3, 2], mesh=mesh, chunks=4, wrap=wrap(mesh))
+    trap.set_to("F", 0, fail if rank == 1 else _nothing)
+    for rows, says in [
+        ((16, 16), "on purpose"),  # in the meeting
+        ((16, 14), ""),
+        ((16, 3), "as many micro-batches, but have 4 and 3"),
+        ((16, 14), ""),
+    ]:
+        x, y = batch(rows[mesh["dp"].get_local_rank()])
+        step = partial(pipe.forward_backward, x, target=y, loss_fn=F.mse_loss)
+        if says:
+            assert says in caught(step)[1]
+        else:
+            step()
+
+
+def _nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("wrap", [ddp, sharded])
+def test_replicas_with_buffers_may_be_uneven(wrap: Wrapper) -> None:
+    run(4, uneven, wrap, group=3, seconds=10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -535,3 +536,22 @@ def silent(rank: int) -> None:
 
 def test_a_rank_does_not_answer() -> None:
     run(2, silent, group=2)
+
+
+def unpicklable(rank: int) -> None:
+    changing = Changing()
+    changing.does = _with_a_lock
+    model = nn.Sequential(nn.Linear(4, 4), changing, First(), nn.Linear(4, 4))
+    pipe = distributed.Pipe(model, [2, 2], chunks=4)
+    kind, text = caught(lambda: step(pipe))
+    assert kind is (distributed.RankError if rank else TypeError) and "pickle" in text, text
+    changing.does = _usual
+    step(pipe)
+
+
+def _with_a_lock(x: Tensor) -> Any:
+    return x, threading.Lock()
+
+
+def test_what_crosses_cannot_be_sent() -> None:
+    run(2, unpicklable)
