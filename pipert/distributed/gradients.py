@@ -65,10 +65,18 @@ def tie(shared: Shared, control: Control) -> list[Tied]:
 
 
 class Gradients:
-    """Those that parameters had before a mini-batch, put aside while it runs."""
+    """Those that parameters had before a mini-batch, put aside while it runs.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._before = [(parameter, parameter.grad) for parameter in parameters]
+    Args:
+        parameters: each once.
+        are_views: whether their memory is that of the mini-batch's, as of DDP's buckets.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], are_views: bool) -> None:
+        self._before = [
+            (parameter, None if (dx := parameter.grad) is None else dx.clone() if are_views else dx)
+            for parameter in parameters
+        ]
         for parameter in parameters:
             parameter.grad = None
 

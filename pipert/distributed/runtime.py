@@ -300,7 +300,10 @@ class Runtime:
         """
         control = self.site.control
         parameters = [p for part in self.modules.values() for p in part.parameters()]
-        gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [])
+        are_views = any(
+            getattr(called, "gradient_as_bucket_view", False) for called in self.wrapped.values()
+        )
+        gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [], are_views)
         try:
             with _attached(prepared, running):
                 self._schedule(prepared, batch)

@@ -40,6 +40,13 @@ def ddp(mesh: DeviceMesh) -> Callable[[nn.Sequential], nn.Module]:
     return replicated
 
 
+def ddp_of_views(mesh: DeviceMesh) -> Callable[[nn.Sequential], nn.Module]:
+    group = mesh["dp"].get_group()
+    return lambda part: DistributedDataParallel(
+        part, process_group=group, gradient_as_bucket_view=True
+    )
+
+
 def sharded(mesh: DeviceMesh) -> Callable[[nn.Sequential], None]:
     def shard(part: nn.Sequential) -> None:
         for layer in part:
@@ -111,6 +118,11 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
 def test_gradients_are_the_mean(settings: dict[str, Any]) -> None:
     rows = [(8, 4), (8, 4), (6, 6), (5, 2)]
     check(run(4, steps, ddp, rows, settings), rows)
+
+
+def test_gradients_that_are_views_of_a_bucket() -> None:
+    rows = [(8, 4), (6, 6), (5, 2)]
+    check(run(4, steps, ddp_of_views, rows, {}), rows)
 
 
 @pytest.mark.parametrize(
