@@ -303,7 +303,8 @@ class Runtime:
         are_views = any(
             getattr(called, "gradient_as_bucket_view", False) for called in self.wrapped.values()
         )
-        gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [], are_views)
+        # In a forward, too: torch's new stages drop those of what fully_shard has changed.
+        gradients = Gradients(list(dict.fromkeys(parameters)), is_step and are_views)
         try:
             with _attached(prepared, running):
                 self._schedule(prepared, batch)
@@ -312,6 +313,7 @@ class Runtime:
                 batch.seed.use()
             batch.seed.settle()
             if not is_step:
+                gradients.restore()
                 return None, outputs
             with control.talking():
                 dist.broadcast(result, self.site.homes[-1], group=self.site.group)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import get_total_norm
 
 from pipert import distributed
 from tests.distributed.ranks import run
@@ -80,7 +81,7 @@ def steps(rank: int, wrap: Wrapper, rows: list[tuple[int, int]], settings: dict[
         losses.append(pipe.forward_backward(x, target=y, loss_fn=F.mse_loss))
     found = {name: whole(p.grad) for name, p in pipe.named_parameters()}
     x, _ = batch(8)
-    return losses, found, pipe(x)
+    return losses, found, pipe(x), pipe.grad_norm()
 
 
 def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
@@ -95,13 +96,15 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
             of_step.append(loss.detach())
         expected.append(of_step)
     named = dict(plain.named_parameters())
+    expected_grads = [p.grad for p in named.values() if p.grad is not None]
     seen = set()
-    for rank, (losses, gradients, output) in enumerate(found):
+    for rank, (losses, gradients, output, norm) in enumerate(found):
         for loss, of_step in zip(losses, expected, strict=True):
             torch.testing.assert_close(loss, of_step[rank % 2])
         for name, grad in gradients.items():
             torch.testing.assert_close(grad, named[name].grad)
             seen.add(name)
+        torch.testing.assert_close(norm, get_total_norm(expected_grads))
         if rank >= 2:
             torch.testing.assert_close(output, plain(batch(8)[0]).detach())
     assert seen == set(named)
