@@ -11,6 +11,9 @@ MEETING, STAGES = "pipert/distributed/meeting.py", "pipert/distributed/stages.py
 ROUTES, NUMBERS = "pipert/skip/routes.py", "pipert/layers/random_numbers.py"
 EQUALITY = ("tests/distributed/test_equality.py",)
 FEATURES = ("tests/distributed/test_features.py",)
+FAULTS = ("tests/distributed/test_rank_faults.py",)
+REPLICAS = ("tests/distributed/test_data_parallel.py",)
+AGREEMENT, RUNTIME = "pipert/distributed/agreement.py", "pipert/distributed/runtime.py"
 
 BREAKAGES = [
     Mutant(
@@ -31,12 +34,44 @@ BREAKAGES = [
     Mutant(
         "meeting-updates-statistics", MEETING,
         "the micro-batch that is passed first to see shapes moves running statistics",
-        "with _buffers_kept(running.module):", "with torch.enable_grad():", FEATURES,
+        "with _buffers_kept(module), unsynchronized", "with unsynchronized", FEATURES,
     ),
     Mutant(
         "arriving-leaf-changed-in-place", STAGES,
         "a first layer that works in place gets the leaf that arrived",
         "return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x", "return x", FEATURES,
+    ),
+    Mutant(
+        "structure-of-the-first-time", BOUNDARY,
+        "what is no tensor, or comes twice, is what it was when the ranks met the shape",
+        "if _frame(value) != self._frames[kind]:", "if False:", FAULTS,
+    ),
+    Mutant(
+        "consequence-told", AGREEMENT,
+        "a rank that fails on what another has failed to send raises its own error",
+        "and failure.place == first.place", "", FAULTS,
+    ),
+    Mutant(
+        "group-of-30-minutes", AGREEMENT,
+        "ranks wait for one that does not answer for as long as torch's groups do by default",
+        "ranks, store.timeout, backend,", "ranks, None, backend,", FAULTS,
+    ),
+    Mutant(
+        "gradient-in-the-bucket", GRADIENTS,
+        "what is put aside is memory of a bucket of DDP, which the mini-batch overwrites",
+        "dx.clone() if are_views else dx", "dx", REPLICAS,
+    ),
+    Mutant(
+        "kinds-of-one-replica", RUNTIME,
+        "replicas meet other micro-batches, and wait for each other's collectives",
+        "for of in looks for look in of", "for of in [mine] for look in of", REPLICAS,
+    ),
+    Mutant(
+        "forward-drops-gradients", RUNTIME,
+        "an evaluation loses the gradients that sharded parameters have",
+        "gradients = Gradients(list(dict.fromkeys(parameters)), is_step",
+        "gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [], is_step",
+        REPLICAS,
     ),
     Mutant(
         "skip-not-passed-on", ROUTES,
