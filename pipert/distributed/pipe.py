@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,6 +23,7 @@ from torch.nn.utils import get_total_norm
 from pipert._typing import Device, Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.gradients import Shared, find_shared, tie
+from pipert.distributed.recording import record
 from pipert.distributed.runtime import Runtime, Settings, Site, Step
 from pipert.distributed.schedules import check_schedule, ranks_of
 from pipert.distributed.stages import StageModule
@@ -31,9 +33,12 @@ from pipert.layers.generators import DRAWING
 from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks, whole
 from pipert.model.split import check_balance, check_module, require_balance, sequential, split
+from pipert.seeing.observers import Observer
 from pipert.skip.routes import PartitionSkips, routes_along
 from pipert.skip.verify import verify_skippables
 from pipert.stage.loss import LossFunction
+from pipert.status import Statistics
+from pipert.timeline.timeline import Timeline
 
 __all__ = ["Pipe"]
 
@@ -64,8 +69,8 @@ class Pipe(nn.Module):
     keeps its partition, under the plain module's names: ``parameters()`` and ``state_dict()`` are
     this rank's.
 
-    >>> pipe = pipert.distributed.Pipe(model, balance=[6, 6, 6, 6], chunks=16)  # doctest: +SKIP
-    >>> loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn)  # doctest: +SKIP
+    >>> pipe = pipert.distributed.Pipe(module, balance, chunks=4)  # doctest: +SKIP
+    >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
 
     Args:
         module: the layers, skippable ones included. Only this rank's move to its device, so build
@@ -211,6 +216,26 @@ class Pipe(nn.Module):
         step = Step(loss_fn, target, reduction, loss_scale, return_outputs)
         loss, outputs = self._runtime.run(args, kwargs, self._settings, step)
         return (loss, outputs) if return_outputs else loss
+
+    def record(self) -> AbstractContextManager[Timeline]:
+        """Record what all ranks of the pipeline do in the block, as :meth:`pipert.Pipe.record`.
+
+        All ranks enter and leave it, and get the same timeline at its end: a lane for each rank,
+        whose report says which rank waits for which.
+        """
+        return record(self._runtime, self._settings.chunks)
+
+    def statistics(self) -> Statistics:
+        """Return counts of what this rank has done, as :meth:`pipert.Pipe.statistics`."""
+        return Statistics(**self._runtime.counters.read(), workers=())
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` about what this rank does from now on."""
+        self._runtime.counters.add_observer(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop telling ``observer``."""
+        self._runtime.counters.remove_observer(observer)
 
     def train(self, mode: bool = True) -> Self:
         """As in ``nn.Module``."""

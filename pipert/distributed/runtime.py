@@ -39,7 +39,7 @@ from pipert.layers.parametrized import compute_cached
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import GivenSeed, next_seed
 from pipert.model.settings import recomputed
-from pipert.schedules.plan import plan
+from pipert.schedules.plan import plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.told import Told
 from pipert.skip import store
@@ -151,7 +151,9 @@ class Runtime:
             brought.append(own)
         self._check(brought)
         first = brought[self.site.ends[self.site.number][0]]
-        with self.counters.open(plan("gpipe", len(first.sizes), self._n)) as told:
+        m, ranks = len(first.sizes), range(self._n)
+        planned = plan_call(m, self._n, ranks) if step is None else plan("gpipe", m, self._n)
+        with self.counters.open(planned) as told, _failing(told):
             batch = self._batch(first, settings, step, targets, told)
             stats = DeferredStats(list(self.modules.values())) if settings.deferred else None
             leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
@@ -356,6 +358,16 @@ class Runtime:
         except Exception as error:
             batch.fail(error, None)
         return result, outputs
+
+
+@contextmanager
+def _failing(told: Told) -> Iterator[None]:
+    """Count what is raised as a failure, and nothing else: an interrupt cancels."""
+    try:
+        yield
+    except Exception:
+        told.outcome = "failed"
+        raise
 
 
 @contextmanager
