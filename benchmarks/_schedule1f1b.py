@@ -1,11 +1,12 @@
-"""A peer with processes instead of threads: ``Schedule1F1B`` of ``torch.distributed.pipelining``.
+"""Processes instead of threads: ``Schedule1F1B`` of ``torch.distributed.pipelining``, and over it
+``pipert.distributed``.
 
-    python _schedule1f1b.py RANK STORE
+    python _schedule1f1b.py CASE RANK STORE
 
-is one of its processes: it holds one stage of the model. For each line it reads it takes a step
-and writes the step's seconds and the loss, which the last stage knows. Between steps
-it waits, so as not to disturb the other runtimes. :func:`processes` starts them. They communicate
-over gloo, and find each other through the file STORE.
+is one of the processes: it holds one stage of the model for each of the two. For each line it reads
+it takes a step with the runtime of that name, and writes the step's seconds and the loss, as far as
+it knows it. Between steps it waits, so as not to disturb the other runtimes. :func:`processes`
+starts them. They communicate over gloo, and find each other through the file STORE.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
-__all__ = ["BALANCE", "CHUNKS", "batch", "convolutions", "processes"]
+import pipert.distributed
+
+__all__ = ["BALANCE", "CHUNKS", "OURS", "TORCHS", "batch", "convolutions", "linears", "processes"]
+
+TORCHS, OURS = "Schedule1F1B", "pipert.distributed"
 
 LAYERS, CHANNELS, SIDE, ROWS, CHUNKS = 9, 32, 64, 32, 8
 BALANCE = [5, 4]  # the first layer has no gradient of its input to compute
@@ -47,14 +52,33 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, target
 
 
+def linears() -> nn.Sequential:
+    """As many layers that compute nothing worth speaking of."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)])
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """A mini-batch for these, and its target."""
+    torch.manual_seed(1)
+    x, target = torch.randn(2, ROWS, 4)
+    return x, target
+
+
+CASES = {"convolutions": (convolutions, batch), "linears": (linears, rows)}
+
+Step = Callable[[], float]
+"""Takes a step in one process; returns the loss, as far as it is known there."""
+
+
 @contextlib.contextmanager
-def processes() -> Iterator[Callable[[], tuple[float, float]]]:
-    """Yield what takes a step in all of them, and returns its seconds and its loss."""
+def processes(case: str = "convolutions") -> Iterator[Callable[[str], tuple[float, float]]]:
+    """Yield what takes a step with one runtime in all of them; returns its seconds and its loss."""
     with contextlib.ExitStack() as stack:
         store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         started = [
             subprocess.Popen(
-                [sys.executable, __file__, str(rank), str(store)],
+                [sys.executable, __file__, case, str(rank), str(store)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -66,10 +90,10 @@ def processes() -> Iterator[Callable[[], tuple[float, float]]]:
             stack.enter_context(process)
             stack.callback(process.kill)
 
-        def step() -> tuple[float, float]:
+        def step(runtime: str) -> tuple[float, float]:
             for process in started:
                 assert process.stdin is not None
-                process.stdin.write("step\n")
+                process.stdin.write(f"{runtime}\n")
                 process.stdin.flush()
             answers = [list(map(float, _line(process).split())) for process in started]
             return max(seconds for seconds, _ in answers), answers[-1][1]
@@ -85,29 +109,54 @@ def _line(process: subprocess.Popen[str]) -> str:
     return line
 
 
-def main(rank: int, store: str) -> None:
+def by_torch(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step:
+    """A step of torch's own, written as its documentation does."""
+    start = sum(BALANCE[:rank])
+    part = model[start : start + BALANCE[rank]]
+    stage = PipelineStage(part, rank, len(BALANCE), torch.device("cpu"))
+    schedule = Schedule1F1B(stage, n_microbatches=CHUNKS, loss_fn=functional.mse_loss)
+
+    def step() -> float:
+        losses: list[Tensor] = []
+        given: dict[str, Any] = {"target": target, "losses": losses} if rank else {}
+        part.zero_grad()
+        schedule.step(*([] if rank else [x]), **given)
+        return torch.stack(losses).mean().item() if rank else 0.0
+
+    return step
+
+
+def by_pipert(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step:
+    """The same, of a pipe."""
+    pipe = pipert.distributed.Pipe(model, BALANCE, chunks=CHUNKS, schedule="1f1b")
+
+    def step() -> float:
+        pipe.zero_grad()
+        loss: Tensor = pipe.forward_backward(x, target=target, loss_fn=functional.mse_loss)
+        return loss.item()
+
+    return step
+
+
+def main(case: str, rank: int, store: str) -> None:
     """Take a step for each line."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=len(BALANCE)
     )
-    start = sum(BALANCE[:rank])
-    part = convolutions()[start : start + BALANCE[rank]]
-    stage = PipelineStage(part, rank, len(BALANCE), torch.device("cpu"))
-    schedule = Schedule1F1B(stage, n_microbatches=CHUNKS, loss_fn=functional.mse_loss)
-    x, target = batch()
-    for _ in sys.stdin:
-        losses: list[Tensor] = []
-        given: dict[str, Any] = {"target": target, "losses": losses} if rank else {}
-        part.zero_grad()
+    model, data = CASES[case]
+    steps = {
+        TORCHS: by_torch(rank, model(), *data()),
+        OURS: by_pipert(rank, model(), *data()),
+    }
+    for line in sys.stdin:
         dist.barrier()
         begin = time.perf_counter()
-        schedule.step(*([] if rank else [x]), **given)
-        seconds = time.perf_counter() - begin
-        print(seconds, torch.stack(losses).mean().item() if rank else 0.0, flush=True)
+        loss = steps[line.strip()]()
+        print(time.perf_counter() - begin, loss, flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from _malloc import bytes_in_use, check_counter
 from _measure import Row, report, rows, start, take_turns, verdict
-from _schedule1f1b import BALANCE, CHUNKS, batch, convolutions, processes
+from _schedule1f1b import BALANCE, CHUNKS, TORCHS, batch, convolutions, processes
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
@@ -107,7 +107,7 @@ def runtimes() -> Iterator[dict[str, Timed]]:
                 convolutions(), BALANCE, devices=devices, chunks=CHUNKS, checkpoint=mode
             )
             add(f"torchgpipe, {mode}", peer, partial(by_autograd, peer, x, target))
-        found["Schedule1F1B, two processes"] = stack.enter_context(processes())
+        found["Schedule1F1B, two processes"] = partial(stack.enter_context(processes()), TORCHS)
         for way in WAYS:
             pipe = Pipe(
                 convolutions(), BALANCE, devices=devices, chunks=CHUNKS, checkpoint="never"

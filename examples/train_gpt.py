@@ -5,6 +5,7 @@
     python examples/train_gpt.py --stop-at 40 --save gpt.pt       # the first part of a run
     python examples/train_gpt.py --resume gpt.pt --save gpt.pt    # the rest of it
     python examples/train_gpt.py --resume gpt.pt --sample 1000    # when finished: only write
+    torchrun --nproc_per_node=2 examples/train_gpt.py --distributed    # a process for each device
 
 The first takes about a quarter of a minute on two idle cores, and says at its end how to go on.
 
@@ -25,15 +26,18 @@ import pickle
 import sysconfig
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+import pipert.distributed
 from pipert import Pipe
 
 VOCABULARY = 256  # a token is a byte
@@ -172,14 +176,14 @@ def cut_windows(text: Tensor, starts: Tensor, context: int) -> Tensor:
 # --- training -------------------------------------------------------------------------------------
 
 
-def loss_of(pipe: Pipe, windows: Tensor) -> Tensor:
+def loss_of(pipe: AnyPipe, windows: Tensor) -> Tensor:
     """Returns the mean cross entropy of the next byte, a scalar on the last device."""
     inputs, targets = windows[:, :-1], windows[:, 1:]
     logits = pipe(inputs.to(pipe.devices[0]))
     return next_byte_loss(logits, targets.to(pipe.devices[-1]))
 
 
-def loss_with_gradients(pipe: Pipe, windows: Tensor, schedule: str) -> Tensor:
+def loss_with_gradients(pipe: AnyPipe, windows: Tensor, schedule: str) -> Tensor:
     """Returns the same loss and adds its gradients to ``.grad``.
 
     ``autograd`` runs the whole backward after the whole forward. The schedules of
@@ -200,7 +204,7 @@ def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def evaluate(pipe: Pipe, windows: Tensor, batch: int) -> float:
+def evaluate(pipe: AnyPipe, windows: Tensor, batch: int) -> float:
     """Returns the mean loss over ``windows``, in nats per byte."""
     pipe.eval()
     with torch.no_grad():
@@ -219,7 +223,7 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int) -> float:
 class Trainer:
     """A pipe and everything its next step depends on: optimizer, step and random states."""
 
-    def __init__(self, pipe: Pipe, options: argparse.Namespace) -> None:
+    def __init__(self, pipe: AnyPipe, options: argparse.Namespace) -> None:
         self.pipe, self.options, self.step = pipe, options, 0
         self.optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.lr, betas=(0.9, 0.95))
         self.generator = torch.Generator().manual_seed(options.seed)  # draws the batches
@@ -229,14 +233,16 @@ class Trainer:
         options, began = self.options, time.perf_counter()
         self.pipe.train()
         steps = range(self.step, stop)
-        with tqdm(steps, desc="training", unit="step", initial=self.step, total=stop) as bar:
+        with tqdm(
+            steps, "training", total=stop, initial=self.step, unit="step", disable=not is_first()
+        ) as bar:
             for done, step in enumerate(bar, start=1):
                 places = len(text) - options.context
                 starts = torch.randint(places, (options.batch,), generator=self.generator)
                 windows = cut_windows(text, starts, options.context)
                 self.optimizer.zero_grad()
                 loss = loss_with_gradients(self.pipe, windows, options.schedule)
-                nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)
+                clip(self.pipe)
                 for group in self.optimizer.param_groups:
                     group["lr"] = learning_rate(step, options.lr, options.warmup, options.steps)
                 self.optimizer.step()
@@ -246,9 +252,10 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values only, which ``torch.load(..., weights_only=True)`` takes."""
+        model, optimizer = whole_state(self.pipe, self.optimizer)
         return {
-            "model": self.pipe.state_dict(),  # under the plain module's names
-            "optimizer": self.optimizer.state_dict(),
+            "model": model,  # under the plain module's names
+            "optimizer": optimizer,
             "step": self.step,
             "batches": self.generator.get_state(),
             "random": [torch.get_rng_state(), *torch.cuda.get_rng_state_all()],  # for dropout
@@ -256,8 +263,7 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume where :meth:`state_dict` was called; skips the states of missing GPUs."""
-        self.pipe.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_whole_state(self.pipe, self.optimizer, state["model"], state["optimizer"])
         self.step = state["step"]
         self.generator.set_state(state["batches"])
         torch.set_rng_state(state["random"][0])
@@ -265,7 +271,7 @@ class Trainer:
             torch.cuda.set_rng_state(random, index)
 
 
-def generate(pipe: Pipe, count: int, context: int, temperature: float, seed: int) -> bytes:
+def generate(pipe: AnyPipe, count: int, context: int, temperature: float, seed: int) -> bytes:
     """Generates ``count`` bytes after ``PROMPT``, each drawn from the model's prediction."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(PROMPT)])  # [1, time], growing
@@ -277,6 +283,104 @@ def generate(pipe: Pipe, count: int, context: int, temperature: float, seed: int
             drawn = torch.multinomial(probabilities, 1, generator=generator)
             tokens = torch.cat([tokens, drawn], dim=1)
     return bytes(tokens[0, len(PROMPT) :].tolist())
+
+
+# --- over several processes -----------------------------------------------------------------------
+
+
+class RanksPipe(pipert.distributed.Pipe):
+    """A partition in each process, for the same loop: all processes get what the last computes."""
+
+    def __init__(self, model: nn.Sequential, balance: Sequence[int], **settings: Any) -> None:
+        self.names = [name for name, _ in model.named_parameters()]  # of all processes
+        super().__init__(model, balance, **settings)
+        self.balance = list(balance)
+        self.devices = 2 * [next(self.parameters()).device]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the outputs, in all processes."""
+        outputs = [super().forward(*args, **kwargs)]
+        dist.broadcast_object_list(outputs, src=dist.get_world_size() - 1)
+        return outputs[0].to(self.devices[0])
+
+    def forward_backward(self, *args: Any, schedule: str = "1f1b", **kwargs: Any) -> Any:
+        """Go through a step by the schedule that the pipe was made with."""
+        return super().forward_backward(*args, **kwargs)
+
+
+AnyPipe = Pipe | RanksPipe
+
+
+def is_first() -> bool:
+    """Whether this process prints and saves."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def clip(pipe: AnyPipe, error_if_nonfinite: bool = False) -> None:
+    """Scale the gradients of all layers, wherever they are, down to a norm of 1."""
+    if isinstance(pipe, RanksPipe):
+        norm = pipe.grad_norm()
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}")
+        nn.utils.clip_grads_with_norm_(pipe.parameters(), 1.0, norm)
+    else:
+        nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=error_if_nonfinite)
+
+
+def whole_state(
+    pipe: AnyPipe, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of the model and its optimizer as one process has them, in each process.
+
+    An optimizer numbers its parameters, and each process has some of them. As in one process they
+    are numbered in the model's order.
+    """
+    model, own = pipe.state_dict(), optimizer.state_dict()
+    if not isinstance(pipe, RanksPipe):
+        return model, own
+    numbers = [pipe.names.index(name) for name, _ in pipe.named_parameters()]
+    numbered = {numbers[k]: of_parameter for k, of_parameter in own["state"].items()}
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (model, numbered))
+    model = {name: tensor for part, _ in parts for name, tensor in part.items()}
+    state = {number: found for _, part in parts for number, found in part.items()}
+    every = list(range(len(pipe.names)))
+    groups = [{**group, "params": every} for group in own["param_groups"]]
+    return model, {"state": state, "param_groups": groups}
+
+
+def load_whole_state(
+    pipe: AnyPipe,
+    optimizer: torch.optim.Optimizer,
+    model: dict[str, Any],
+    state: dict[str, Any],
+) -> None:
+    """Load what :func:`whole_state` returned, in one process or any number of them."""
+    pipe.load_state_dict(model)
+    if isinstance(pipe, RanksPipe):
+        numbers = [pipe.names.index(name) for name, _ in pipe.named_parameters()]
+        own = {k: state["state"][n] for k, n in enumerate(numbers) if n in state["state"]}
+        every = list(range(len(numbers)))
+        groups = [{**group, "params": every} for group in state["param_groups"]]
+        state = {"state": own, "param_groups": groups}
+    optimizer.load_state_dict(state)
+
+
+def join() -> None:
+    """Join the processes that torchrun has started."""
+    if not dist.is_initialized():
+        on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+
+
+def make_pipe(model: nn.Sequential, options: argparse.Namespace) -> AnyPipe:
+    """The pipe that the options ask for."""
+    settings = {"chunks": options.chunks, "checkpoint": options.checkpoint}
+    if not options.distributed:
+        return Pipe(model, options.balance, devices=options.devices, **settings)
+    return RanksPipe(model, options.balance, schedule=options.schedule, **settings)
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -346,6 +450,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
     add("--data", help="a text file, or a folder of them; else the standard library")
     add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
+    add("--distributed", action="store_true", help="under torchrun: one partition goes to each"
+        " process, in place of --devices")  # fmt: skip
     add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
     add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
@@ -379,8 +485,14 @@ def read_options(
         raise ValueError(f"--save needs a folder that exists, not {options.save.parent}")
     if options.save is not None and options.save.is_dir():
         raise ValueError(f"--save needs a file, and {options.save} is a folder")
+    partitions = len(options.devices)
+    if options.distributed:
+        join()
+        partitions = dist.get_world_size()
+        if options.schedule == "autograd":
+            options.schedule = "1f1b"  # there is no other backward than that of a schedule
     if options.balance is None:
-        options.balance = even_balance(config.layers + 2, len(options.devices))
+        options.balance = even_balance(config.layers + 2, partitions)
     return options, config, saved
 
 
@@ -396,6 +508,12 @@ def share_cores(devices: Sequence[torch.device]) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), share))
 
 
+def say(text: str) -> None:
+    """Print in one process."""
+    if is_first():
+        print(text)
+
+
 def main(argv: Sequence[str] | None = None) -> Result:
     """Train as ``argv`` says; an error in it exits with a message and code 2."""
     parser = build_parser()
@@ -405,21 +523,17 @@ def main(argv: Sequence[str] | None = None) -> Result:
         training, held_out = split_text(text, config.context)
         torch.manual_seed(options.seed)
         model = build_model(config)
-        pipe = Pipe(
-            model,
-            options.balance,
-            devices=options.devices,
-            chunks=options.chunks,
-            checkpoint=options.checkpoint,
-        )
+        pipe = make_pipe(model, options)
     except (IndexError, OSError, ValueError) as error:
         parser.error(str(error))
-    share_cores(pipe.devices)
+    if isinstance(pipe, Pipe):
+        share_cores(pipe.devices)
     starts = torch.linspace(0, len(held_out) - config.context - 1, HELD_OUT_WINDOWS).long()
     windows = cut_windows(held_out, starts, config.context)
-    with pipe:
-        where = ", ".join(f"{b} on {d}" for b, d in zip(pipe.balance, pipe.devices, strict=True))
-        print(f"{len(model)} layers: {where}; {len(training):,} bytes to learn from")
+    with pipe if isinstance(pipe, Pipe) else nullcontext():
+        homes = pipe.devices if isinstance(pipe, Pipe) else range(len(pipe.balance))
+        where = ", ".join(f"{b} on {d}" for b, d in zip(pipe.balance, homes, strict=True))
+        say(f"{len(model)} layers: {where}; {len(training):,} bytes to learn from")
         trainer = Trainer(pipe, options)
         before = evaluate(pipe, windows, options.batch)
         if saved is not None:
@@ -428,12 +542,13 @@ def main(argv: Sequence[str] | None = None) -> Result:
         if options.save is not None:
             kept = {name: getattr(options, name) for name in SAVED_OPTIONS}
             state = {"config": asdict(config), "options": kept, "trainer": trainer.state_dict()}
-            save_state(options.save, state)
+            if is_first():
+                save_state(options.save, state)
         after = evaluate(pipe, windows, options.batch)
         sample = generate(pipe, options.sample, config.context, options.temperature, options.seed)
     if sample:
-        print(f"--- a sample ---\n{(PROMPT + sample).decode(errors='replace')}\n---")
-    print(f"held-out loss: {before:.2f} before, {after:.2f} after {trainer.step} steps\n\n{GO_ON}")
+        say(f"--- a sample ---\n{(PROMPT + sample).decode(errors='replace')}\n---")
+    say(f"held-out loss: {before:.2f} before, {after:.2f} after {trainer.step} steps\n\n{GO_ON}")
     return Result(before, after, trainer.step, sample)
 
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import subprocess
 import sys
 from pathlib import Path
 
@@ -33,6 +34,7 @@ ROOMS = [
     {"pipes"},
     {"pipe", "pipeline", "prometheus", "__init__"},
     {"check", "transformers"},
+    {"distributed"},  # which nothing below imports
     {"__main__"},
 ]
 
@@ -200,6 +202,11 @@ def test_import_needs_torch_alone() -> None:
         for module, _ in imports_of(file):
             assert module.split(".")[0] in known | extra, f"{file} imports {module}"
             assert not module.startswith(tuple(f"pipert.{name}" for name in OPTIONAL))
+
+
+def test_several_processes_are_imported_by_those_who_ask() -> None:
+    code = "import sys, pipert; sys.exit('pipert.distributed' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_every_module_imports() -> None:

@@ -6,16 +6,19 @@ import doctest
 import importlib
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import pipert
 import pipert.balance
+import pipert.distributed
 import pipert.schedules
 import pipert.skip
 import pipert.timeline
@@ -34,7 +37,7 @@ NEEDS = {
     "any_model": ("transformers", "accelerate", "peft"),
     "running_for_weeks": ("prometheus_client",),
     "seeing": ("matplotlib",),
-    "several_machines": ("numpy",),
+    "ddp": ("numpy",), "several_machines": ("numpy",),
 }
 
 
@@ -52,7 +55,7 @@ def given(page: Path) -> dict[str, object]:
     data = [(torch.randn(16, 8), torch.randn(16, 8))]
     return {"torch": torch, "nn": nn, "a": a, "b": b, "c": c, "d": d, "data": data,
             "loss_fn": nn.functional.mse_loss, "llama": Blocks(), "batch": {"x": data[0][0]},
-            "labels": data[0][1]}  # fmt: skip
+            "labels": data[0][1], "balance": [4]}  # fmt: skip
 
 
 class Blocks(nn.Module):
@@ -68,14 +71,25 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    at = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=at, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_measurement")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("page", [p for p in PAGES if CODE.search(p.read_text())], ids=named)
 def test_the_code_of_a_page_runs_from_top_to_bottom(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
+    if page == OUTSIDE[0]:
+        request.getfixturevalue("one_rank")
     for package in NEEDS.get(page.stem, ()):
         pytest.importorskip(package, reason="the page uses it")
     monkeypatch.chdir(tmp_path)  # where pages that write files do so
@@ -106,6 +120,7 @@ def optional(name: str) -> list[ModuleType]:
 
 
 MODULES = [pipert, pipert.skip, pipert.balance, pipert.schedules, pipert.timeline]
+MODULES += [pipert.distributed]
 MODULES += [*optional("pipert.prometheus"), *optional("pipert.transformers")]
 PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
@@ -148,7 +163,7 @@ class Table(nn.Module):
 
 def known(pipe: Pipe) -> dict[str, Any]:
     """What the examples of the reference use and do not make."""
-    names: dict[str, Any] = {"torch": torch, "nn": nn}
+    names: dict[str, Any] = {"torch": torch, "nn": nn, "pipert": pipert, "balance": [4]}
     for module in (pipert, pipert.skip, pipert.balance, pipert.schedules):
         names |= {name: getattr(module, name) for name in module.__all__}
     (skips,) = examples_in(pipert.skip, "pipert.skip")
@@ -164,7 +179,7 @@ def known(pipe: Pipe) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_measurement")
+@pytest.mark.usefixtures("one_measurement", "one_rank")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_the_examples_of_the_reference_run(
     example: doctest.DocTest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

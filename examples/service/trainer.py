@@ -20,10 +20,8 @@ import torch
 from service.corpus import Corpus
 from service.log_lines import log_event
 from service.random_state import get_random_state, set_random_state
-from torch import Tensor, nn
-from train_gpt import loss_with_gradients
-
-from pipert import Pipe
+from torch import Tensor
+from train_gpt import AnyPipe, clip, load_whole_state, loss_with_gradients, whole_state
 
 __all__ = ["Trainer"]
 
@@ -34,7 +32,8 @@ class Trainer:
     """A pipe, its optimizer and scheduler, and the position in the text.
 
     Args:
-        pipe: its ``chunks`` may rise, up to one per row of a batch.
+        pipe: its ``chunks`` may rise, up to one per row of a batch. Of one process or of several,
+            which then all have the trainer, and the same state of it.
         corpus: the source of the batches.
         batch: rows per batch.
         lr: the peak learning rate, reached after ``warmup`` steps. It then falls with the
@@ -45,7 +44,7 @@ class Trainer:
 
     def __init__(
         self,
-        pipe: Pipe,
+        pipe: AnyPipe,
         corpus: Corpus,
         batch: int,
         lr: float,
@@ -73,7 +72,7 @@ class Trainer:
         loss = self._with_gradients(windows)
         while loss is None:
             loss = self._with_gradients(windows)
-        nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0, error_if_nonfinite=True)
+        clip(self.pipe, error_if_nonfinite=True)
         self._optimizer.step()
         self._scheduler.step()
         self._optimizer.zero_grad()
@@ -107,11 +106,12 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns tensors and plain values, for ``torch.load(..., weights_only=True)``."""
+        model, optimizer = whole_state(self.pipe, self._optimizer)
         return {
             "steps": self.steps,
             "chunks": {"asked": self._asked, "now": self.pipe.chunks},
-            "model": self.pipe.state_dict(),  # under the plain module's names
-            "optimizer": self._optimizer.state_dict(),
+            "model": model,  # under the plain module's names
+            "optimizer": optimizer,
             "scheduler": self._scheduler.state_dict(),
             "corpus": self.corpus.state_dict(),
             "random": get_random_state(),
@@ -125,8 +125,7 @@ class Trainer:
         self.steps = state["steps"]
         if state["chunks"]["asked"] == self._asked:
             self.pipe.chunks = state["chunks"]["now"]
-        self.pipe.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_whole_state(self.pipe, self._optimizer, state["model"], state["optimizer"])
         self._scheduler.load_state_dict(state["scheduler"])
         self.corpus.load_state_dict(state["corpus"])
         set_random_state(state["random"])

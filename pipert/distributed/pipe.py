@@ -8,9 +8,9 @@ tells it what pipert knows of a model, and brings the same values, losses and ke
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,40 +21,24 @@ from torch.nn.utils import get_total_norm
 
 from pipert._typing import Device, Value
 from pipert.distributed.agreement import Control
-from pipert.distributed.gradients import Shared, find_shared, tie
-from pipert.distributed.runtime import Runtime, Settings, Site, Step
-from pipert.distributed.schedules import check_schedule, ranks_of
-from pipert.distributed.stages import StageModule
+from pipert.distributed.asked import Settings, Site, Step
+from pipert.distributed.gradients import tie
+from pipert.distributed.parts import parts_of
+from pipert.distributed.recording import record
+from pipert.distributed.runtime import Runtime
+from pipert.distributed.schedules import check_schedule
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.buffers import KEEPING
-from pipert.layers.generators import DRAWING
-from pipert.layers.place import last_layer
 from pipert.model.settings import check_checkpoint, check_chunks, whole
-from pipert.model.split import check_balance, check_module, require_balance, sequential, split
-from pipert.skip.routes import PartitionSkips, routes_along
+from pipert.model.split import check_balance, check_module, require_balance
+from pipert.seeing.observers import Observer
 from pipert.skip.verify import verify_skippables
 from pipert.stage.loss import LossFunction
+from pipert.status import Statistics
+from pipert.timeline.timeline import Timeline
 
 __all__ = ["Pipe"]
 
 Wrap = Callable[[nn.Sequential], nn.Module | None]
-
-
-class _Parts(NamedTuple):
-    """A model that is split, and this rank's partitions on their device."""
-
-    placement: list[int]
-    """The rank of each partition, counted in the pipeline."""
-    modules: dict[int, StageModule]
-    """This rank's, by number."""
-    skips: Sequence[PartitionSkips]
-    before: Sequence[str]
-    """What errors call the layer before each partition."""
-    shared: Shared
-    names: set[str]
-    """Of all layers."""
-    layout: int
-    """Stands for the parameters of the whole model."""
 
 
 class Pipe(nn.Module):
@@ -64,8 +48,8 @@ class Pipe(nn.Module):
     keeps its partition, under the plain module's names: ``parameters()`` and ``state_dict()`` are
     this rank's.
 
-    >>> pipe = pipert.distributed.Pipe(model, balance=[6, 6, 6, 6], chunks=16)  # doctest: +SKIP
-    >>> loss = pipe.forward_backward(x, target=y, loss_fn=loss_fn)  # doctest: +SKIP
+    >>> pipe = pipert.distributed.Pipe(module, balance, chunks=4)  # doctest: +SKIP
+    >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
 
     Args:
         module: the layers, skippable ones included. Only this rank's move to its device, so build
@@ -130,7 +114,7 @@ class Pipe(nn.Module):
             self._settings, balance = _settings_of(
                 module, balance, len(ranks), chunks, schedule, checkpoint, deferred_batch_norm
             )
-            parts = _parts_of(module, balance, self._settings.schedule, ranks, home)
+            parts = parts_of(module, balance, self._settings.schedule, ranks, home)
             layouts.append((balance, self._settings, parts.layout))
         control.require_same("arguments and layers", layouts)
         last = parts.placement[-1]
@@ -212,6 +196,26 @@ class Pipe(nn.Module):
         loss, outputs = self._runtime.run(args, kwargs, self._settings, step)
         return (loss, outputs) if return_outputs else loss
 
+    def record(self) -> AbstractContextManager[Timeline]:
+        """Record what all ranks of the pipeline do in the block, as :meth:`pipert.Pipe.record`.
+
+        All ranks enter and leave it, and get the same timeline at its end: a lane for each rank,
+        whose report says which rank waits for which.
+        """
+        return record(self._runtime, self._settings.chunks)
+
+    def statistics(self) -> Statistics:
+        """Return counts of what this rank has done, as :meth:`pipert.Pipe.statistics`."""
+        return Statistics(**self._runtime.counters.read(), workers=())
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` about what this rank does from now on."""
+        self._runtime.counters.add_observer(observer)
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop telling ``observer``."""
+        self._runtime.counters.remove_observer(observer)
+
     def train(self, mode: bool = True) -> Self:
         """As in ``nn.Module``."""
         super().train(mode)
@@ -278,41 +282,3 @@ def _settings_of(
     schedule = check_schedule(schedule, len(balance), ranks, chosen)
     check_batch_norm(module, deferred)
     return Settings(check_chunks(chunks), chosen, schedule, bool(deferred)), balance
-
-
-def _parts_of(
-    module: nn.Sequential,
-    balance: list[int],
-    schedule: str,
-    ranks: list[int],
-    device: torch.device,
-) -> _Parts:
-    DRAWING.prepare()
-    KEEPING.prepare()
-    partitions = split(module, balance)
-    placement = ranks_of(schedule, len(balance), len(ranks))
-    shared = find_shared(partitions, placement, ranks)
-    if shared and any(p.is_meta for p, _ in shared):
-        raise ValueError(
-            "parameters that several partitions share cannot be on the meta device, where each "
-            "rank would get others; build the model on CPU"
-        )
-    me = ranks.index(dist.get_rank())
-    modules = {
-        j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
-    }
-    before = ["", *map(last_layer, partitions)]
-    names = {name for part in partitions for name in part._modules}
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
-    layout = zlib.crc32(str(shapes).encode())
-    return _Parts(placement, modules, routes_along(partitions), before, shared, names, layout)
-
-
-def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
-    if any(p.is_meta for p in partition.parameters()):
-        partition.to_empty(device=device)
-    else:
-        partition.to(device)
-    made = sequential(partition._modules, partition.training, StageModule)
-    assert isinstance(made, StageModule)
-    return made

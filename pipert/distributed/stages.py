@@ -11,8 +11,8 @@ for what never comes. When all ranks are through, all raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from pipert.autograd.checkpoint import Checkpoint
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.boundary import Boundary
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.call import Layers
+from pipert.layers.call import AfterLayer, Layers
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.schedules.action import BACKWARD, FORWARD, Action
@@ -141,9 +141,9 @@ class Running:
             x = moved(self.inputs[i], device)
         else:
             x = entered(self.arriving.unpack(i, tensors))
-        with self._doing(action):
+        with self._doing(action) as after_layer:
             with nullcontext() if self.stats is None else self.stats.collecting():
-                y = self.compute(i, x, i < self.batch.recomputed)
+                y = self.compute(i, x, i < self.batch.recomputed, after_layer)
             if self.leaving is not None:
                 return self.leaving.pack(i, y)
             y = y.value if isinstance(y, Carried) else y
@@ -157,12 +157,14 @@ class Running:
                 self.batch.outputs[i] = detached(y)
             return result
 
-    def compute(self, i: int, x: Value, checkpointed: bool) -> Value:
+    def compute(
+        self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None
+    ) -> Value:
         """Call the layers."""
         if self.skips and not isinstance(x, Carried):
             x = Carried(x, ())
         compute: Callable[[Value], Value]
-        compute = partial(self.layers.forward, i, checkpointed, None)
+        compute = partial(self.layers.forward, i, checkpointed, after_layer)
         if checkpointed:
             again = partial(self.layers.recompute, i)
             compute = partial(Checkpoint(Again(again, None)).record, compute)
@@ -187,6 +189,8 @@ class Running:
         if _OF_STAGE in str(error) and error.__cause__ is not None:
             error = error.__cause__
         self.place.note(error, action)
+        if self.batch.failure is None:
+            self.batch.told.failed(action, self.place.device, error)
         self.batch.fail(error, action)
 
     def _nothing(self, tensors: Tensors) -> Tensor | Tensors:
@@ -200,15 +204,17 @@ class Running:
         return tuple([zero.to(t.dtype).expand(t.shape).contiguous() if t.requires_grad
                       else torch.zeros_like(t, device=device) for t in metas])  # fmt: skip
 
-    def _doing(self, action: Action) -> AbstractContextManager[object]:
-        told = self.batch.told
+    @contextmanager
+    def _doing(self, action: Action) -> Iterator[AfterLayer]:
+        told, after_layer = self.batch.told, None
         self.batch.last = action
-        stack = ExitStack()
-        if told.recorder is not None:
-            stack.enter_context(told.recorded(action, self.place.device))
-        if told.is_observed:
-            stack.enter_context(told.observed(action, self.place.device))
-        return stack
+        with ExitStack() as stack:
+            if told.recorder is not None:
+                span = stack.enter_context(told.recorded(action, self.place.device))
+                after_layer = told.recorder.after_layer(span)
+            if told.is_observed:
+                stack.enter_context(told.observed(action, self.place.device))
+            yield after_layer
 
 
 _OF_STAGE = "Failed to run stage backward"  # torch's, of what went in, which may be long

@@ -132,13 +132,11 @@ class Pipelined(Placed):
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about all calls from now on. A copy of the pipe has no observers."""
-        if not isinstance(observer, Observer):
-            raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
-        self._runtime.counters.observers[id(observer)] = observer
+        self._runtime.counters.add_observer(observer)
 
     def remove_observer(self, observer: Observer) -> None:
         """Stop telling ``observer`` about calls."""
-        self._runtime.counters.observers.pop(id(observer), None)
+        self._runtime.counters.remove_observer(observer)
 
     def close(self, timeout: float | None = None) -> None:
         """End the threads and wait for them. Calls are refused from then on; closing again is fine.

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from pipert.queues.process_lock import ProcessLock
 from pipert.schedules.plan import Plan
-from pipert.seeing.observers import Observers, RunInfo
+from pipert.seeing.observers import Observer, Observers, RunInfo
 from pipert.seeing.ranges import profiler_looks
 from pipert.seeing.recorder import Recorder, Recording
 from pipert.seeing.told import Told
@@ -92,6 +92,16 @@ class Counters:
             self.runs += 1
             self.live.add(told)
         return told
+
+    def add_observer(self, observer: Observer) -> None:
+        """Tell ``observer`` about all runs from now on."""
+        if not isinstance(observer, Observer):
+            raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
+        self.observers[id(observer)] = observer
+
+    def remove_observer(self, observer: Observer) -> None:
+        """Stop telling ``observer`` about runs."""
+        self.observers.pop(id(observer), None)
 
     def start_recording(self, recording: Recording) -> None:
         """Record the runs from now on."""

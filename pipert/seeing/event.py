@@ -51,7 +51,8 @@ class Event:
     origin: int | None = None
     """Of a copy: the partition it comes from; ``None`` of what the partition takes from elsewhere,
     arguments of the call and parameters that live on another device. Gradients of those go back
-    with ``origin == j``, other gradients with ``origin > j``."""
+    with ``origin == j``, other gradients with ``origin > j``. Of a wait: the partition that it is
+    for, if that is another rank's."""
     bytes: int = 0
     """Of a copy: its size."""
 

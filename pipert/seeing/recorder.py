@@ -12,7 +12,7 @@ appended to, which is atomic.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -73,17 +73,17 @@ class Recording:
         events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
         return sorted(events, key=lambda event: (event.start, event.end))
 
-    def layer_seconds(self, balance: Sequence[int]) -> list[list[float]] | None:
-        """The median of what each of a partition's layers took in a forward task, if all ran."""
-        seconds: list[list[list[float]]] = [[] for _ in balance]
+    def layer_seconds(self, j: int, layers: int) -> list[float]:
+        """The median of what each of a partition's layers took in a forward task; none if none ran.
+
+        A task that failed did not reach its last layer.
+        """
+        tasks = []
         for span in list(self.spans):
-            # A failed task did not reach its last layer.
-            if span.end is not None and len(span.layers) == balance[span.j] + 1:
+            if span.j == j and span.end is not None and len(span.layers) == layers + 1:
                 dates = [self.origin.date(moment, span.clock) for moment in span.layers]
-                seconds[span.j].append([after - before for before, after in pairwise(dates)])
-        if not all(seconds):
-            return None
-        return [[median(layer) for layer in zip(*tasks, strict=True)] for tasks in seconds]
+                tasks.append([after - before for before, after in pairwise(dates)])
+        return [median(layer) for layer in zip(*tasks, strict=True)]
 
     def close(self) -> None:
         """Keep what is over; note nothing more."""
@@ -133,6 +133,14 @@ class Recorder:
         """What began as ``span`` is over."""
         if self:
             span.end = stamp(span.clock, on)
+
+    def after_layer(self, span: Span) -> Callable[[], None] | None:
+        """What is called after each layer of a forward, to note when it was done; if anybody keeps.
+        """
+        if not self:
+            return None
+        span.layers = moments = [span.start]
+        return lambda: moments.append(stamp(span.clock))
 
     def fail(self) -> None:
         """Note that the run has failed, or was cancelled."""

@@ -22,7 +22,6 @@ from pipert.schedules.action import FORWARD, Action
 from pipert.seeing.backward import makers, watch_backward, watch_node
 from pipert.seeing.event import COPY, WAIT
 from pipert.seeing.recorder import Recorder, Span
-from pipert.seeing.stamp import Stamp, stamp
 from pipert.stage.copies import Transport
 from pipert.stage.forward import compute_layers, forward
 from pipert.stage.links import Link
@@ -62,19 +61,11 @@ def _compute(to_look_at: list[Callable[[], None]], stage: Stage, i: int, x: Valu
     inputs, first = makers(differentiable(x)[0]), node_count()
     with told.recorded(Action(FORWARD, i, j), device) as span:
         assert told.recorder is not None
-        after_layer = None
-        if told.recorder:
-            span.layers = moments = [span.start]
-            after_layer = partial(_note_layer, moments, device)
-        y = compute_layers(stage, i, x, after_layer)
+        y = compute_layers(stage, i, x, told.recorder.after_layer(span))
     if stage.cut is None and stage.run.context.grad_enabled:
         made, ys = range(first, node_count()), differentiable(y)[0]
         to_look_at.append(partial(watch_backward, told.recorder, i, j, device, inputs, made, ys))
     return y
-
-
-def _note_layer(moments: list[Stamp], device: torch.device) -> None:
-    moments.append(stamp(device))
 
 
 def _send(

@@ -15,7 +15,7 @@ from textwrap import wrap
 import torch
 
 from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Costs, Seen, advise, cores
+from pipert.timeline.advice import Advice, Costs, Seen, advise
 from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 
 __all__ = ["DeviceTimes", "Report"]
@@ -58,6 +58,8 @@ class Report:
     outside: float
     """The part of ``seconds`` when the pipe was not at work."""
     devices: tuple[DeviceTimes, ...]
+    waits: tuple[tuple[str, str, float], ...]
+    """Of ranks: one, another, and the seconds for which the first waited for it, longest first."""
     bubble: float
     """The share of the devices' time in which they did not compute, from 0 to 1."""
     forward_bubble: float | None
@@ -74,6 +76,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), "", _bubble_line(self)]
+        lines += wrap(_waits_line(self), _COLUMNS)
         for one in self.advice:
             lines += wrap(f"* {one.text}", _COLUMNS, subsequent_indent="  ")
         return "\n".join(lines)
@@ -90,6 +93,7 @@ def make_report(
     chunks: int | None,
     steps: frozenset[int],
     failed: frozenset[int],
+    cores: int,
 ) -> Report:
     """See :meth:`Timeline.report`."""
     sizes, broken = _calls(events, len(devices), steps, failed)
@@ -114,7 +118,7 @@ def make_report(
     of_forward = length(union(forward)) / (length(work) or 1.0)
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
     back = (n - 1) / n if one_thread else (n - 1) / (m + n - 1)
-    seen = Seen(m, chunks, costs, lanes, workers, devices, layers, share, one_thread, cores())
+    seen = Seen(m, chunks, costs, lanes, workers, devices, layers, share, one_thread, cores)
     return Report(
         calls=len(sizes),
         incomplete=len(broken),
@@ -122,6 +126,7 @@ def make_report(
         seconds=seconds,
         outside=outside,
         devices=tuple(_device(*lane, work) for lane in zip(lanes, of_lanes, strict=True)),
+        waits=_waits(events, lanes, workers, work),
         bubble=_bubble(busy, work),
         forward_bubble=None if stepped else _bubble(busy, union(forward)),
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
@@ -190,6 +195,19 @@ def _device(name: str, events: Sequence[Event], work: list[Interval]) -> DeviceT
     )
 
 
+def _waits(
+    events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int], work: list[Interval]
+) -> tuple[tuple[str, str, float], ...]:
+    """Returns how long lanes waited for others, where that is known."""
+    times: dict[tuple[str, str], list[Interval]] = {}
+    for event in events:
+        if event.kind == WAIT and event.origin is not None:
+            who, awaited = lanes[workers[event.j]], lanes[workers[event.origin]]
+            times.setdefault((who, awaited), []).append((event.start, event.end))
+    found = [(*pair, length(overlap(union(of), work))) for pair, of in times.items()]
+    return tuple(sorted(found, key=lambda one: -one[2]))
+
+
 def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
     """Returns the share of the devices' time in ``work`` in which they did not compute."""
     whole = len(busy) * length(work)
@@ -249,6 +267,13 @@ def _bubble_line(report: Report) -> str:
         f"Bubble: {100 * report.bubble:.0f}% of the devices' time{apart}; "
         f"equal partitions would leave {100 * report.ideal_bubble:.0f}%."
     )
+
+
+def _waits_line(report: Report) -> str:
+    work = report.seconds - report.outside
+    shares = [(who, awaited, _percent(time, work)) for who, awaited, time in report.waits]
+    said = [f"{who} for {awaited} {share}%" for who, awaited, share in shares if share]
+    return f"Waits: {', '.join(said)} of the time." if said else ""
 
 
 def _percent(part: float, whole: float) -> int:

@@ -13,6 +13,7 @@ from pipert.model.devices import assign_workers
 from pipert.seeing.counters import Counters
 from pipert.seeing.event import KINDS, Event
 from pipert.seeing.recorder import Recording
+from pipert.timeline.advice import cores
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture
 from pipert.timeline.report import Report, make_report
@@ -56,6 +57,7 @@ class Timeline:
         self._chunks = chunks
         self._steps = frozenset(steps)
         self._failed = frozenset(failed)
+        self._cores = cores()  # which CPU workers share
         n = len(self._devices)
         if len(self._workers) != n or {*self._workers} != {*range(len({*self._workers}))}:
             raise ValueError(
@@ -118,7 +120,7 @@ class Timeline:
         """
         return make_report(
             self.events, self.lanes, self._workers, self._devices, self.layer_seconds,
-            self._chunks, self.steps, self.failed,
+            self._chunks, self.steps, self.failed, self._cores,
         )  # fmt: skip
 
     def save(self, path: str | Path) -> None:
@@ -180,7 +182,8 @@ class LiveTimeline(Timeline):
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        return self._recording.layer_seconds(self._balance)
+        each = [self._recording.layer_seconds(j, n) for j, n in enumerate(self._balance)]
+        return each if all(each) else None
 
 
 class Record:

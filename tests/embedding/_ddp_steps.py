@@ -1,6 +1,6 @@
 """Cases of ``_ddp_worker.py``: two processes that take whole steps.
 
-What is tried is the code of docs/several_machines.md as it stands there. The reference is the plain
+What is tried is the code of docs/ddp.md as it stands there. The reference is the plain
 module on the rows of both processes.
 """
 
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipert import Pipe
 
-PAGE = Path(__file__).parents[2] / "docs" / "several_machines.md"
+PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 SCHEDULES = ("gpipe", "1f1b")

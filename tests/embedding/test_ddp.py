@@ -114,9 +114,9 @@ def test_importing_pipert_imports_nothing_but_pipert() -> None:
     assert (result.stdout.split(), result.returncode) == (["pipert"], 0), result.stderr
 
 
-def test_no_module_of_pipert_names_torch_distributed() -> None:
+def test_no_module_but_those_for_several_processes_names_torch_distributed() -> None:
     # `import torch` imports torch.distributed by itself, so that sys.modules cannot tell.
-    for file in PACKAGE.rglob("*.py"):
+    for file in {*PACKAGE.rglob("*.py")} - {*(PACKAGE / "distributed").iterdir()}:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

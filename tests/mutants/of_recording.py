@@ -110,8 +110,8 @@ MUTANTS = [
         "with told.recorded(Action(FORWARD, i, j), _CPU) as span",
     ),
     Mutant(
-        "layers-by-the-process", STAGE, "the device's clock for layers",
-        "moments.append(stamp(device))", "moments.append(stamp(_CPU))",
+        "layers-by-the-process", RECORDER, "the device's clock for layers",
+        "moments.append(stamp(span.clock))", 'moments.append(stamp(torch.device("cpu")))',
     ),
     Mutant(
         "step-backward-by-the-process", STEP, "the device's clock for a backward of a step",

@@ -58,7 +58,7 @@ REASONS = {
     (
         "pipert/driven/recorded.py",
         "stamp(self._at[-1][1])",
-    ): "as that of a layer in stage/recorded.py, which has a mutant",
+    ): "as that of a layer in seeing/recorder.py, which has a mutant",
     ("pipert/stage/cut.py", "self.copies.let_others_copy(i)"): "what calls it has a mutant",
 }
 """Why a place needs no mutant."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipert import Event, Timeline
-from pipert.timeline import report
+from pipert.timeline import timeline
 from pipert.timeline.intervals import length, overlap, union
 
 CPU = torch.device("cpu")
@@ -71,6 +71,14 @@ def test_times_of_a_device_add_up() -> None:
 def test_a_device_that_computes_meanwhile_does_not_wait() -> None:
     events = [*grid([1.0, 1.0], 2), Event("wait", 1, 1, CUDA[1], 0.5, 1.5)]
     assert Timeline(events, CUDA[:2]).report().devices[1].for_input == 0.5
+
+
+def test_it_is_said_for_whom_ranks_wait() -> None:
+    known = Event("wait", 0, 1, CUDA[1], 0.0, 1.0, origin=0)
+    unknown = Event("wait", 1, 0, CUDA[0], 2.0, 2.5)
+    report = Timeline([*grid([1.0, 1.0], 2), known, unknown], CUDA[:2]).report()
+    assert report.waits == (("cuda:1", "cuda:0", 1.0),)  # of the other it is not known
+    assert "Waits: cuda:1 for cuda:0 33% of the time." in str(report)
 
 
 def test_a_recomputation_inside_of_a_backward_counts_once() -> None:
@@ -140,7 +148,7 @@ def test_more_chunks_are_advised_while_they_pay() -> None:
 def test_no_more_chunks_are_advised_to_workers_that_share_cores(
     cores: int, kinds: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "cores", lambda: cores)
+    monkeypatch.setattr(timeline, "cores", lambda: cores)
     events = on_cpu(grid([1.0] * 4, 4))
     advice = Timeline(events, [f"cpu:{k}" for k in range(4)]).report().advice
     assert [one.kind for one in advice] == kinds

@@ -1,0 +1,86 @@
+"""A step over two processes: ``pipert.distributed.Pipe`` beside the stages that it is made of.
+
+The convolutions of ``forward_backward.py``, nine with 32 channels of 64x64, a mini-batch of 32 rows
+in 8 micro-batches, under 1F1B. ``PipelineStage`` and ``Schedule1F1B`` of
+``torch.distributed.pipelining`` as its documentation uses them, ``pipert.distributed.Pipe`` in the
+same two processes over gloo, and ``pipert.Pipe`` with two CPU workers in this one take turns. All
+have one intra-op thread for each partition. The bar is for what the second adds to the first: the
+ranks agree before a step and after it, and all get the loss.
+
+With **layers that compute nothing**, nine ``nn.Linear(4, 4)``, a step is what it costs the host: it
+has no bar.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+from _measure import Row, report, rows, start, take_turns, verdict
+from _schedule1f1b import BALANCE, CASES, CHUNKS, OURS, TORCHS, processes
+from torch.nn import functional
+
+from pipert import Pipe
+
+__all__ = ["main"]
+
+OF_TORCHS = 1.03  # of the time of torch's stages, at most
+ONE_PROCESS = "pipert, one process"
+
+Timed = Callable[[], tuple[float, float]]
+
+
+@contextmanager
+def runtimes(case: str) -> Iterator[dict[str, Timed]]:
+    """Yield what takes a step of each, and returns its seconds and its loss."""
+    model, data = CASES[case]
+    pipe = Pipe(model(), BALANCE, devices=["cpu"] * len(BALANCE), chunks=CHUNKS)
+    x, target = data()
+
+    def step() -> tuple[float, float]:
+        begin = perf_counter()
+        pipe.zero_grad()
+        loss = pipe.forward_backward(x, target=target, loss_fn=functional.mse_loss)
+        return perf_counter() - begin, loss.item()
+
+    with closing(pipe), processes(case) as step_of:
+        yield {TORCHS: partial(step_of, TORCHS), OURS: partial(step_of, OURS), ONE_PROCESS: step}
+
+
+def measured(case: str, repeats: int, slack: float | None) -> list[Row]:
+    """Milliseconds of a step of each, and what they are of torch's; no ``slack``, no bar."""
+    with runtimes(case) as steps:
+        samples = take_turns(lambda name: steps[name](), tuple(steps), repeats=repeats)
+    losses = [loss for found in samples.values() for _, loss in found]
+    assert max(losses) - min(losses) < 1e-4, "they do not compute the same"
+    seconds = {name: median(took for took, _ in found) for name, found in samples.items()}
+    table = []
+    for name, took in seconds.items():
+        ratio, bar = took / seconds[TORCHS], ""
+        missed: tuple[str, ...] = ()
+        if name == OURS and slack is not None:
+            bar = f"{OF_TORCHS * slack:.2f}"
+            if ratio > OF_TORCHS * slack:
+                missed = (f"{name} takes {ratio:.3f} of {TORCHS}, the bar is {bar}",)
+        table.append(Row((name, f"{1e3 * took:.1f}", f"{ratio:.3f}", bar), missed))
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables; under ``--check`` return 1 if a bar was missed."""
+    arguments = start(argv, __doc__)
+    check, repeats = arguments.check, 5 if arguments.short else 25
+    columns = "runtime", "step, ms", f"of {TORCHS}", "bar"
+    table = rows(partial(measured, "convolutions", repeats, arguments.slack), check=check)
+    missed = report("Nine convolutions, two partitions, 8 micro-batches", columns, table)
+    table = rows(partial(measured, "linears", 4 * repeats, None), check=check)
+    missed += report("Nine layers that compute nothing, likewise", columns, table)
+    return verdict(missed, check=check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

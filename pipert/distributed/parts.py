@@ -1,0 +1,78 @@
+"""A model that is split, of which this rank keeps its partitions."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipert.distributed.gradients import Shared, find_shared
+from pipert.distributed.schedules import ranks_of
+from pipert.distributed.stages import StageModule
+from pipert.layers.buffers import KEEPING
+from pipert.layers.generators import DRAWING
+from pipert.layers.place import last_layer
+from pipert.model.split import sequential, split
+from pipert.skip.routes import PartitionSkips, routes_along
+
+__all__: list[str] = []
+
+
+class Parts(NamedTuple):
+    """A model that is split, and this rank's partitions on their device."""
+
+    placement: list[int]
+    """The rank of each partition, counted in the pipeline."""
+    modules: dict[int, StageModule]
+    """This rank's, by number."""
+    skips: Sequence[PartitionSkips]
+    before: Sequence[str]
+    """What errors call the layer before each partition."""
+    shared: Shared
+    names: set[str]
+    """Of all layers."""
+    layout: int
+    """Stands for the parameters of the whole model."""
+
+
+def parts_of(
+    module: nn.Sequential,
+    balance: list[int],
+    schedule: str,
+    ranks: list[int],
+    device: torch.device,
+) -> Parts:
+    """Split a model; move this rank's partitions to its device, and nothing else."""
+    DRAWING.prepare()
+    KEEPING.prepare()
+    partitions = split(module, balance)
+    placement = ranks_of(schedule, len(balance), len(ranks))
+    shared = find_shared(partitions, placement, ranks)
+    if shared and any(p.is_meta for p, _ in shared):
+        raise ValueError(
+            "parameters that several partitions share cannot be on the meta device, where each "
+            "rank would get others; build the model on CPU"
+        )
+    me = ranks.index(dist.get_rank())
+    modules = {
+        j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
+    }
+    before = ["", *map(last_layer, partitions)]
+    names = {name for part in partitions for name in part._modules}
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
+    layout = zlib.crc32(str(shapes).encode())
+    return Parts(placement, modules, routes_along(partitions), before, shared, names, layout)
+
+
+def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
+    if any(p.is_meta for p in partition.parameters()):
+        partition.to_empty(device=device)
+    else:
+        partition.to(device)
+    made = sequential(partition._modules, partition.training, StageModule)
+    assert isinstance(made, StageModule)
+    return made
