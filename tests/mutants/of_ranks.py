@@ -10,6 +10,7 @@ BOUNDARY, GRADIENTS = "pipert/distributed/boundary.py", "pipert/distributed/grad
 MEETING, STAGES = "pipert/distributed/meeting.py", "pipert/distributed/stages.py"
 ROUTES, NUMBERS = "pipert/skip/routes.py", "pipert/layers/random_numbers.py"
 EQUALITY = ("tests/distributed/test_equality.py",)
+PREPARED = "pipert/distributed/prepared.py"
 FEATURES = ("tests/distributed/test_features.py",)
 FAULTS = ("tests/distributed/test_rank_faults.py",)
 REPLICAS = ("tests/distributed/test_data_parallel.py",)
@@ -62,7 +63,7 @@ BREAKAGES = [
         "dx.clone() if are_views else dx", "dx", REPLICAS,
     ),
     Mutant(
-        "kinds-of-one-replica", RUNTIME,
+        "kinds-of-one-replica", PREPARED,
         "replicas meet other micro-batches, and wait for each other's collectives",
         "for of in looks for look in of", "for of in [mine] for look in of", REPLICAS,
     ),
