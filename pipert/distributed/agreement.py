@@ -7,18 +7,23 @@ device waits for: where one fails, all raise.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
 
 __all__ = ["RankError"]
+
+_SHORT = 4096  # bytes
+_HEAD = 2  # bytes that say how many there are
 
 
 class RankError(PipertError):
@@ -118,9 +123,8 @@ class Control:
             RankError: another rank has one that comes first.
         """
         failure = None if error is None else failure_of(error, action)
-        found: list[Any] = [None] * len(self._ranks)
         with self.talking():
-            dist.all_gather_object(found, (failure, own), group=self.group)
+            found = self._gather((failure, own))
         failed = [(bad, rank) for (bad, _), rank in zip(found, self._ranks, strict=True) if bad]
         if not failed:
             return [brought for _, brought in found]
@@ -131,6 +135,22 @@ class Control:
             raise RankError(f"rank {rank} failed: {first.text}") from error
         finally:
             del error  # it references this frame
+
+    def _gather(self, own: Any) -> list[Any]:
+        """What each rank has: in one message from each if it is short, as it mostly is."""
+        data = pickle.dumps(own)
+        size = len(data) if len(data) <= _SHORT else 0
+        sent = bytearray(size.to_bytes(_HEAD) + data[:size].ljust(_SHORT))
+        arrived = [bytearray(len(sent)) for _ in self._ranks]
+        as_tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in (sent, *arrived)]
+        dist.all_gather(as_tensors[1:], as_tensors[0], group=self.group)
+        sizes = [int.from_bytes(one[:_HEAD]) for one in arrived]
+        if all(sizes):
+            pairs = zip(arrived, sizes, strict=True)
+            return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in pairs]
+        found: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(found, own, group=self.group)
+        return found
 
     def require_same(self, what: str, given: Sequence[Any]) -> None:
         """Refuse, on all ranks, what each has ``given`` and must be the same."""

@@ -162,14 +162,20 @@ class Runtime:
             with attached(prepared, running):
                 self._schedule(prepared, batch)
             result, outputs = self._result(batch)
-            if any(control.agree(batch.seed.used, *batch.take_failure())):
+            on_cpu = self.site.device.type == "cpu"  # elsewhere nobody waits for a device
+            own = batch.seed.used, result if on_cpu else None
+            told = control.agree(own, *batch.take_failure())
+            if any(used for used, _ in told):
                 batch.seed.use()
             batch.seed.settle()
             if not is_step:
                 gradients.restore()
                 return None, outputs
             with control.talking():
-                dist.broadcast(result, self.site.homes[-1], group=self.site.group)
+                if on_cpu:
+                    result = told[self.site.ends[self.site.number][1]][1]
+                else:
+                    dist.broadcast(result, self.site.homes[-1], group=self.site.group)
                 gradients.add(self.tied, result[1])
             return result[0].to(torch.get_default_dtype()), outputs
         except BaseException:
