@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
@@ -23,7 +24,7 @@ from pipert.schedules.action import FORWARD, Action
 __all__ = ["RankError"]
 
 _SHORT = 4096  # bytes
-_HEAD = 2  # bytes that say how many there are
+_HEAD = 8  # bytes that say how many there are
 
 
 class RankError(PipertError):
@@ -139,18 +140,19 @@ class Control:
     def _gather(self, own: Any) -> list[Any]:
         """What each rank has: in one message from each if it is short, as it mostly is."""
         data = pickle.dumps(own)
-        size = len(data) if len(data) <= _SHORT else 0
-        sent = bytearray(size.to_bytes(_HEAD) + data[:size].ljust(_SHORT))
-        arrived = [bytearray(len(sent)) for _ in self._ranks]
-        as_tensors = [torch.frombuffer(one, dtype=torch.uint8) for one in (sent, *arrived)]
-        dist.all_gather(as_tensors[1:], as_tensors[0], group=self.group)
+        size = len(data).to_bytes(_HEAD)
+        arrived = self._messages(size + data[:_SHORT], _HEAD + _SHORT)
         sizes = [int.from_bytes(one[:_HEAD]) for one in arrived]
-        if all(sizes):
-            pairs = zip(arrived, sizes, strict=True)
-            return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in pairs]
-        found: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(found, own, group=self.group)
-        return found
+        if max(sizes) > _SHORT:
+            arrived = self._messages(size + data, _HEAD + max(sizes))
+        pairs = zip(arrived, sizes, strict=True)
+        return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in pairs]
+
+    def _messages(self, own: bytes, size: int) -> list[bytearray]:
+        """A message from each rank, of the same size."""
+        arrived = [bytearray(size) for _ in self._ranks]
+        dist.all_gather(list(map(_tensor, arrived)), _tensor(own.ljust(size)), group=self.group)
+        return arrived
 
     def require_same(self, what: str, given: Sequence[Any]) -> None:
         """Refuse, on all ranks, what each has ``given`` and must be the same."""
@@ -164,15 +166,25 @@ class Control:
 
     def send(self, value: Any, rank: int) -> None:
         """Send an object to one rank."""
+        data = pickle.dumps(value)
         with self.talking():
-            dist.send_object_list([value], rank, group=self.group)
+            for message in (len(data).to_bytes(_HEAD), data):
+                dist.send(_tensor(message), rank, group=self.group)
 
     def receive(self, rank: int) -> Any:
         """Receive what it sends."""
-        found: list[Any] = [None]
+        size = bytearray(_HEAD)
         with self.talking():
-            dist.recv_object_list(found, rank, group=self.group)
-        return found[0]
+            dist.recv(_tensor(size), rank, group=self.group)
+            data = bytearray(int.from_bytes(size))
+            dist.recv(_tensor(data), rank, group=self.group)
+        return pickle.loads(data)
 
     def __repr__(self) -> str:
         return f"<Control of ranks {self._ranks}>"
+
+
+def _tensor(message: bytes | bytearray) -> Tensor:
+    """The bytes of a message; of a bytearray not a copy."""
+    writable = message if isinstance(message, bytearray) else bytearray(message)
+    return torch.frombuffer(writable, dtype=torch.uint8)
