@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipert.layers.buffers import KEEPING
+from pipert.layers.generators import DRAWING
+
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pipert.distributed", "tests.distributed.ranks"])
+_context.set_forkserver_preload(["pipert.distributed", __name__])
+for _key in (DRAWING, KEEPING):
+    _key.prepare()  # in the server, where it takes longer than the rest of many a test
 
 
 class Ended(NamedTuple):
