@@ -28,7 +28,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 
     for module in (recorder, backward):
         monkeypatch.setattr(module, "stamp", note)
-    monkeypatch.setattr("pipert.stage.recorded.stamp", note)
     return fake
 
 
