@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
+from pipert.batch.tensors import tensors_of
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
@@ -61,9 +62,14 @@ def meet(
 
 def _arriving(running: Running, crossed: bytes | None, firsts: Sequence[int]) -> list[Value]:
     device = running.place.device
-    if crossed is None:
-        return [moved(running.inputs[i], device) for i in firsts]
+    if crossed is None:  # layers may change their input, and get it again when all goes through
+        return [_copied(moved(running.inputs[i], device)) for i in firsts]
     return [entered(sample.on(device)) for sample in pickle.loads(crossed)]
+
+
+def _copied(value: Value) -> Value:
+    tensors, rebuild = tensors_of(value)
+    return rebuild(tuple([tensor.clone() for tensor in tensors]))
 
 
 class _Rehearsed(NamedTuple):

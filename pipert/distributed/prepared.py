@@ -102,6 +102,16 @@ def attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
             stage.clear_runtime_states()
             for kept in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
                 kept.clear()
+            for arrived in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                _renew(arrived)
+
+
+def _renew(arrived: Sequence[Any]) -> None:
+    """Let the next mini-batch arrive in other memory: outputs and what hooks keep may be in this."""
+    for info in arrived:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None:
+            info.buffer = torch.empty_like(buffer, requires_grad=buffer.requires_grad)
 
 
 def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
