@@ -555,3 +555,42 @@ def _with_a_lock(x: Tensor) -> Any:
 
 def test_what_crosses_cannot_be_sent() -> None:
     run(2, unpicklable)
+
+
+class Views(nn.Module):
+    """Returns a tensor and a view of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x[:, :2]
+
+
+class InPlace(nn.Module):
+    """Changes one of two tensors, or none."""
+
+    changes = True
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        x, view = value
+        x = x.mul_(2.0) if self.changes else x * 2.0
+        return x + view.sum(1, keepdim=True)
+
+
+def views(rank: int, balance: list[int]) -> None:
+    torch.manual_seed(0)
+    changing = InPlace()
+    model = nn.Sequential(nn.Linear(4, 4), Views(), nn.Identity(), changing, nn.Linear(4, 4))
+    schedule = "interleaved" if len(balance) > 2 else "1f1b"
+    pipe = distributed.Pipe(model, balance, chunks=4, schedule=schedule)
+    for checks in (True, False, True):
+        changing.changes = checks
+        if checks:
+            kind, text = caught(lambda: step(pipe))
+            assert kind in (RuntimeError, distributed.RankError), text
+            assert "share memory" in text and "changed in place" in text, text
+        else:
+            step(pipe)
+
+
+@pytest.mark.parametrize("balance", [[2, 3], [2, 1, 1, 1]])
+def test_of_tensors_that_shared_memory_one_is_changed(balance: list[int]) -> None:
+    run(2, views, balance)
