@@ -53,7 +53,7 @@ class Shapes:
         """torch's schedule and stages for these shapes, in all replicas alike."""
         control = self._site.control
         looks = tuple([brought[first].looks for first, _ in self._site.ends])
-        key = looks, brought[0].settings
+        key = looks, brought[0].settings, tuple([one.parameters for one in brought])
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -107,7 +107,7 @@ def attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
 
 
 def _renew(arrived: Sequence[Any]) -> None:
-    """Let the next mini-batch arrive in other memory: outputs and what hooks keep may be in this."""
+    """Let the next mini-batch arrive in other memory: outputs, or what hooks keep, are in this."""
     for info in arrived:
         buffer = getattr(info, "buffer", None)
         if buffer is not None:

@@ -165,3 +165,38 @@ def test_what_has_arrived_is_not_overwritten() -> None:
     x = batch(8)[0]
     for k, kept in enumerate(run(2, keeps)[1]):
         torch.testing.assert_close(kept, plain(x + float(k >= 4)).detach())
+
+
+def thaws(rank: int) -> list[Any]:
+    """Layers are frozen, thawed, and brought to another dtype, at a shape that the pipe knows."""
+    pipe = distributed.Pipe(layers(), [3, 3], chunks=2)
+    x, y = batch(8)
+    pipe.requires_grad_(rank == 1)
+    pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    pipe.requires_grad_(True).zero_grad()
+    pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    gradients = {name: p.grad for name, p in pipe.named_parameters()}
+    pipe.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    with torch.autocast("cpu", torch.float16):
+        pipe.forward_backward(x, target=y, loss_fn=F.mse_loss)
+    loss = pipe.double().forward_backward(x.double(), target=y.double(), loss_fn=F.mse_loss)
+    return [gradients, loss]
+
+
+def test_what_requires_grad_and_dtypes_change() -> None:
+    plain = layers()
+    x, y = batch(8)
+    torch.autograd.backward(F.mse_loss(plain(x), y))
+    named = dict(plain.named_parameters())
+    plain = layers()
+    expected = F.mse_loss(plain.double()(x.double()), y.double()).detach()
+    seen = set()
+    for gradients, loss in run(2, thaws):
+        torch.testing.assert_close(loss, expected)  # of the same dtype
+        for name, gradient in gradients.items():
+            assert gradient is not None
+            torch.testing.assert_close(gradient, named[name].grad)
+            seen.add(name)
+    assert seen == set(named)
