@@ -16,6 +16,7 @@ is any pytree with the skips that travel along, and the rows of micro-batches ma
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -131,7 +132,7 @@ class Boundary:
                 f"{describe(value)} {self._name} requires grad, and did not when a micro-batch of "
                 f"the same shape came first: {_REMEDY}"
             )
-        if _frame(value) != self._frames[kind]:
+        if not _equal(_frame(value), self._frames[kind]):
             raise TypeError(
                 f"what is no tensor in the value {self._name} has changed: {_frame(value)}, and "
                 f"{self._frames[kind]} when a micro-batch of the same shape came first; let it be "
@@ -164,6 +165,11 @@ def _frame(value: Value) -> Value:
     tensors, rebuild = tensors_of(value)
     numbered: Any = tuple([f"tensor {k}" for k in range(len(tensors))])
     return rebuild(numbered)
+
+
+def _equal(frame: Value, known: Value) -> bool:
+    """Whether they are; what has no equality of its own, as nan and many objects, by its bytes."""
+    return bool(frame == known) or pickle.dumps(frame) == pickle.dumps(known)
 
 
 def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:

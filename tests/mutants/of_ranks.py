@@ -45,7 +45,7 @@ BREAKAGES = [
     Mutant(
         "structure-of-the-first-time", BOUNDARY,
         "what is no tensor, or comes twice, is what it was when the ranks met the shape",
-        "if _frame(value) != self._frames[kind]:", "if False:", FAULTS,
+        "if not _equal(_frame(value), self._frames[kind]):", "if False:", FAULTS,
     ),
     Mutant(
         "consequence-told", AGREEMENT,
