@@ -94,8 +94,11 @@ class Control:
             raise RankError(f"a rank ended or did not answer: {self._lost}") from error
 
     @contextmanager
-    def agreeing(self) -> Iterator[list[Any]]:
+    def agreeing(self, to: str = "") -> Iterator[list[Any]]:
         """Do in the block what may fail on one rank: then all raise.
+
+        Args:
+            to: do what, as in :meth:`agree`.
 
         Yields:
             A list for what this rank brings; after the block, of what each has brought, by rank.
@@ -112,23 +115,42 @@ class Control:
             if self._lost:
                 raise
             errors.append(error)
-        brought[:] = self.agree(*brought or [None], *errors)
+        own, failed = brought[0] if brought else None, errors.pop() if errors else None
+        try:
+            brought[:] = self.agree(own, failed, to=to)
+        finally:
+            del failed  # it references this frame
 
     def agree(
-        self, own: Any, error: BaseException | None = None, action: Action | None = None
+        self,
+        own: Any,
+        error: BaseException | None = None,
+        action: Action | None = None,
+        to: str = "",
     ) -> list[Any]:
         """Go on together: return what each rank brings, which can be pickled, by rank.
 
+        Args:
+            own: what this rank brings.
+            error: what has failed here, if anything.
+            action: where.
+            to: what the ranks begin, which each might begin alone.
+
         Raises:
+            ValueError: they begin different things.
             BaseException: this rank's own error.
             RankError: another rank has one that comes first.
         """
         failure = None if error is None else failure_of(error, action)
         with self.talking():
-            found = self._gather((failure, own))
-        failed = [(bad, rank) for (bad, _), rank in zip(found, self._ranks, strict=True) if bad]
+            found = self._gather((to, failure, own))
+        try:
+            self.require_same("call", [begun for begun, _, _ in found])
+        except ValueError as differs:
+            raise differs from error
+        failed = [(bad, rank) for (_, bad, _), rank in zip(found, self._ranks, strict=True) if bad]
         if not failed:
-            return [brought for _, brought in found]
+            return [brought for _, _, brought in found]
         first, rank = min(failed)
         try:
             if failure is not None and error is not None and failure.place == first.place:

@@ -13,6 +13,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.distributed.agreement import Control
+from pipert.distributed.gradients import Tied
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import next_seed
@@ -68,6 +69,10 @@ class Brought(NamedTuple):
     """What each looks like: those that are alike cross boundaries alike; likewise."""
     target_sizes: tuple[int, ...]
     """The rows of each micro-batch of the target, if it has any; the last rank's count."""
+    parameters: int
+    """Stands for the dtypes of this rank's and which require grad: what crosses depends on it."""
+    shared: dict[int, bool]
+    """Of the weights that this rank shares, by number, whether they require grad."""
     seed: int
     """Of the random numbers; the first rank's counts."""
 
@@ -79,6 +84,7 @@ def bring(
     kwargs: Any,
     settings: Settings,
     step: Step | None,
+    tied: Sequence[Tied],
 ) -> tuple[Brought, list[Value], list[Value]]:
     """What this rank brings, and its micro-batches of inputs and targets."""
     refuse_compilation()
@@ -91,7 +97,8 @@ def bring(
     kind = "forward"
     if step is not None:
         check_step(step.loss_fn, step.reduction)
-        kind = f"forward_backward with reduction={step.reduction!r}"
+        scale = "no" if step.scale is None else "a"
+        kind = f"forward_backward with reduction={step.reduction!r} and {scale} loss_scale"
     if 0 in modules:
         inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)
     if step is not None and len(site.homes) - 1 in modules:
@@ -99,16 +106,27 @@ def bring(
         if not any(tensor.dim() for tensor in tensors_of(step.target)[0]):
             rows = []
     mode = "training" if any(m.training for m in modules.values()) else "evaluation"
-    autocast = torch.is_autocast_enabled(site.device.type)
+    on = site.device.type
+    autocast = torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on)
     alike = kind, mode, f"autocast={autocast}", *settings
     looks = tuple(map(_look, inputs))
-    own = Brought(alike, tuple(sizes), looks, tuple(rows), next_seed())
+    parameters = hash(tuple([(p.dtype, p.requires_grad) for m in modules.values()
+                             for p in m.parameters()]))  # fmt: skip
+    shared = {one.number: one.parameter.requires_grad for one in tied}
+    own = Brought(alike, tuple(sizes), looks, tuple(rows), parameters, shared, next_seed())
     return own, inputs, targets
 
 
 def check(site: Site, brought: Sequence[Brought]) -> None:
     """Refuse on all ranks what does not go together."""
     site.control.require_same("call and settings", [one.settings for one in brought])
+    numbers = {shared for one in brought for shared in one.shared}
+    for number in numbers:
+        if len({one.shared[number] for one in brought if number in one.shared}) > 1:
+            raise ValueError(
+                "a weight that several ranks share must require grad on all of them or on none; "
+                "call requires_grad_() of it on each"
+            )
     counts = [len(brought[first].sizes) for first, _ in site.ends]
     if len(set(counts)) > 1:
         raise ValueError(

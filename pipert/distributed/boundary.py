@@ -7,12 +7,16 @@ is any pytree with the skips that travel along, and the rows of micro-batches ma
    a new shape, and must not change from then on.
 2. Where a tensor's shape differs between micro-batches it is sent flat, filled up to the size of
    the largest, and cut off behind the boundary: exact, whatever the loss.
-3. Numbers that are no floats are sent as the bytes of some: not every backend takes each dtype, nor
-   does each version of torch's stages.
+3. Complex numbers are sent as pairs of real ones, through which gradients come back. Others that
+   are no floats are sent as the bytes of some: not every backend takes each dtype, nor does each
+   version of torch's stages.
+4. Tensors that share memory do no more when they have crossed. So what may be read may not be
+   changed in place there, where the plain module would change both.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -24,6 +28,7 @@ from torch.torch_version import TorchVersion
 
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import describe, tensors_of
+from pipert.stage.shared_memory import Shared, find_shared
 
 __all__: list[str] = []
 
@@ -38,6 +43,8 @@ class Sample(NamedTuple):
     """Detached, on CPU."""
     grads: tuple[bool, ...]
     """Whether each of its tensors requires grad."""
+    shared: Shared
+    """Which of them share memory, or did when they left their layer."""
 
     def on(self, device: torch.device) -> Value:
         """The value as it arrives: leaves, which require grad where they did."""
@@ -48,11 +55,17 @@ class Sample(NamedTuple):
         )
 
 
-def sample_of(value: Value) -> Sample:
-    """Take a value apart from its graph and its device."""
+def sample_of(value: Value, handed_on: Shared) -> Sample:
+    """Take a value apart from its graph and its device.
+
+    Args:
+        value: what a partition returned.
+        handed_on: which of its tensors shared memory before they came to this partition.
+    """
     tensors, rebuild = tensors_of(value)
     apart = tuple([tensor.detach().cpu() for tensor in tensors])
-    return Sample(rebuild(apart), tuple([tensor.requires_grad for tensor in tensors]))
+    grads = tuple([tensor.requires_grad for tensor in tensors])
+    return Sample(rebuild(apart), grads, {**handed_on, **find_shared(value)})
 
 
 class Boundary:
@@ -86,6 +99,7 @@ class Boundary:
                     f"{describe(samples[0].value)} and {describe(sample.value)}; {_REMEDY}"
                 )
         self._grads = samples[0].grads
+        self._shared = [sample.shared for sample in samples]
         columns = zip(self._dtypes, *self._shapes, strict=True)
         self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
 
@@ -118,13 +132,17 @@ class Boundary:
                 f"{describe(value)} {self._name} requires grad, and did not when a micro-batch of "
                 f"the same shape came first: {_REMEDY}"
             )
-        if _frame(value) != self._frames[kind]:
+        if not _equal(_frame(value), self._frames[kind]):
             raise TypeError(
                 f"what is no tensor in the value {self._name} has changed: {_frame(value)}, and "
                 f"{self._frames[kind]} when a micro-batch of the same shape came first; let it be "
                 "a tensor, or compute it where it is used"
             )
         return tuple([_packed(t, *sent) for t, sent in zip(tensors, self._sent, strict=True)])
+
+    def shared(self, i: int) -> Shared:
+        """Which tensors of micro-batch ``i`` shared memory."""
+        return self._shared[self._kinds[i]]
 
     def unpack(self, i: int, tensors: Tensors) -> Value:
         """Return the value that was packed."""
@@ -149,7 +167,14 @@ def _frame(value: Value) -> Value:
     return rebuild(numbered)
 
 
+def _equal(frame: Value, known: Value) -> bool:
+    """Whether they are; what has no equality of its own, as nan and many objects, by its bytes."""
+    return bool(frame == known) or pickle.dumps(frame) == pickle.dumps(known)
+
+
 def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:
+    if dtype.is_complex:
+        shapes, dtype = [torch.Size([*shape, 2]) for shape in shapes], dtype.to_real()
     if dtype.is_floating_point:
         alike = all(shape == shapes[0] for shape in shapes)
         return shapes[0] if alike else torch.Size([max(map(prod, shapes))]), dtype
@@ -158,6 +183,8 @@ def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Si
 
 
 def _packed(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     if tensor.dtype == dtype and tensor.shape == shape:
         return tensor.contiguous()
     flat = tensor.flatten()
@@ -168,6 +195,8 @@ def _packed(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def _unpacked(tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if dtype.is_complex:
+        return torch.view_as_complex(_unpacked(tensor, torch.Size([*shape, 2]), dtype.to_real()))
     if tensor.dtype != dtype:
         tensor = tensor.detach().view(torch.uint8)[: prod(shape) * dtype.itemsize].view(dtype)
     return tensor if tensor.shape == shape else tensor[: prod(shape)].view(shape)

@@ -29,6 +29,8 @@ class Tied(NamedTuple):
     """Of the ranks that have it."""
     is_first: bool
     """Whether this rank is the first of them."""
+    number: int
+    """Among all that ranks share."""
 
 
 def find_shared(
@@ -53,14 +55,14 @@ def tie(shared: Shared, control: Control) -> list[Tied]:
     me = dist.get_rank()
     groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
     tied = []
-    for parameter, ranks in shared:
+    for number, (parameter, ranks) in enumerate(shared):
         if me in ranks:
             key = tuple(ranks)
             if key not in groups:
                 groups[key] = control.make_group(ranks)
             with control.talking():
                 dist.broadcast(parameter.detach(), ranks[0], group=groups[key])
-            tied.append(Tied(parameter, groups[key], me == ranks[0]))
+            tied.append(Tied(parameter, groups[key], me == ranks[0], number))
     return tied
 
 
@@ -87,10 +89,12 @@ class Gradients:
 
     def add(self, tied: Sequence[Tied], factor: Tensor) -> None:
         """Add those of the mini-batch, times ``factor``: one number on CPU."""
-        for parameter, group, _ in tied:
+        for parameter, group, *_ in tied:
             if parameter.requires_grad:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+                elif parameter.grad.is_sparse:  # and on other ranks it may be dense
+                    parameter.grad = parameter.grad.to_dense()
                 dist.all_reduce(parameter.grad, group=group)
         for parameter, before in self._before:
             new = parameter.grad

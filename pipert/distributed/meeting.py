@@ -6,8 +6,9 @@ Buffers and random numbers stay as if it had not. The last partition computes no
 from __future__ import annotations
 
 import contextlib
-import pickle
+import io
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
+from pipert.batch.tensors import tensors_of
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
+from pipert.stage.shared_memory import Shared, compute_watching
 
 __all__: list[str] = []
 
@@ -48,52 +51,76 @@ def meet(
         with control.agreeing():
             if j in running:
                 arrived = _arriving(running[j], crossed.get(j), firsts)
-                passed = [_rehearse(running[j], i, x) for i, x in zip(firsts, arrived, strict=True)]
-                crossed[j + 1] = pickle.dumps(passed)
+                passed = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
+                crossed[j + 1] = _saved(passed)
         if j in running and homes[j + 1] != home:
             control.send(crossed[j + 1], homes[j + 1])
         elif j + 1 in running and j not in running:
             crossed[j + 1] = control.receive(home)
     with control.agreeing():
-        samples = {j: pickle.loads(found) for j, found in crossed.items()}
+        samples = {j: _loaded(found) for j, found in crossed.items()}
     return samples
 
 
-def _arriving(running: Running, crossed: bytes | None, firsts: Sequence[int]) -> list[Value]:
+def _saved(samples: list[Sample]) -> bytes:
+    """As bytes; pickle alone would not bring back each dtype."""
+    file = io.BytesIO()
+    torch.save(samples, file)
+    return file.getvalue()
+
+
+def _loaded(crossed: bytes) -> list[Sample]:
+    samples: list[Sample] = torch.load(io.BytesIO(crossed), weights_only=False)
+    return samples
+
+
+def _arriving(
+    running: Running, crossed: bytes | None, firsts: Sequence[int]
+) -> tuple[list[Value], list[Shared]]:
+    """The inputs of a partition, and which of their tensors share memory."""
     device = running.place.device
-    if crossed is None:
-        return [moved(running.inputs[i], device) for i in firsts]
-    return [entered(sample.on(device)) for sample in pickle.loads(crossed)]
+    if crossed is None:  # layers may change their input, and get it again when all goes through
+        return [_copied(moved(running.inputs[i], device)) for i in firsts], [{} for _ in firsts]
+    samples = _loaded(crossed)
+    return [entered(sample.on(device)) for sample in samples], [each.shared for each in samples]
+
+
+def _copied(value: Value) -> Value:
+    tensors, rebuild = tensors_of(value)
+    return rebuild(tuple([tensor.clone() for tensor in tensors]))
 
 
 class _Rehearsed(NamedTuple):
     running: Running
     i: int
     x: Value
+    shared: Shared
+    handed_on: Shared
     errors: list[BaseException]
 
     def forward(self, _: Tensors) -> Value:
         run = self.running.batch.context.variables.copy().run
         try:
-            return run(self.running.compute, self.i, self.x, False)
+            compute = partial(self.running.compute, self.i, checkpointed=False)
+            return run(compute_watching, self.shared, self.handed_on.update, compute, self.x)
         except BaseException as error:  # noqa: B036  raised when DDP has put away its own state
             self.errors.append(error)
             return None
 
 
-def _rehearse(running: Running, i: int, x: Value) -> Sample:
+def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
     module, called = running.module, running.called
     unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
     errors: list[BaseException] = []
     with _buffers_kept(module), unsynchronized or contextlib.nullcontext():
-        module.running = _Rehearsed(running, i, x, errors)
+        module.running = rehearsed = _Rehearsed(running, i, x, shared, {}, errors)
         try:
             y = called()
         finally:
             module.running = None
         if errors:
             raise errors.pop()
-        return sample_of(y)
+        return sample_of(y, rehearsed.handed_on)
 
 
 @contextlib.contextmanager

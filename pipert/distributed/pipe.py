@@ -181,7 +181,7 @@ class Pipe(nn.Module):
             loss_fn: as in :meth:`pipert.Pipe.forward_backward`; called on the last rank.
             target: likewise, on the last rank; ignored on others.
             reduction: likewise.
-            loss_scale: likewise.
+            loss_scale: likewise; the same on all ranks.
             return_outputs: whether to return the outputs, too: on the last rank.
 
         Returns:
@@ -223,6 +223,18 @@ class Pipe(nn.Module):
             part.train(mode)
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            self.add_module(name, value)
+        super().__setattr__(name, value)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """Refuse: it would have parameters, and not be called."""
+        raise RuntimeError(
+            f"{name!r} cannot be set to a module: a pipert.distributed.Pipe keeps its layers; "
+            "replace those of the Sequential, on all ranks, and make a new pipe"
+        )
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -231,20 +243,24 @@ class Pipe(nn.Module):
         return super().load_state_dict(own, strict, assign)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of all ranks of the pipeline; called by all of them.
+        """Return the norm of the gradients of all ranks of the pipeline; called by all ranks.
 
         A parameter that ranks share counts once. To clip:
         ``clip_grads_with_norm_(pipe.parameters(), max_norm, pipe.grad_norm())``.
         """
+        site = self._runtime.site
         copies = {tied.parameter for tied in self._runtime.tied if not tied.is_first}
-        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
-        norm = get_total_norm(grads, norm_type).to(self._runtime.site.device)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        with site.control.agreeing("grad_norm()") as norm_types:
+            grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
+            norm = get_total_norm(grads, norm_type).to(site.device)
+            norm_types.append(norm_type)
+        site.control.require_same("norm_type", norm_types)
         is_max = norm_type == torch.inf
-        norm = norm if is_max else norm**norm_type
-        with self._runtime.site.control.talking():
+        with site.control.talking():
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            norm = norm if is_max else norm**norm_type
             how = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-            dist.all_reduce(norm, how, self._runtime.site.group)
+            dist.all_reduce(norm, how, site.group)
         return norm if is_max else norm ** (1.0 / norm_type)
 
     def __repr__(self) -> str:

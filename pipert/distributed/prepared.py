@@ -53,7 +53,7 @@ class Shapes:
         """torch's schedule and stages for these shapes, in all replicas alike."""
         control = self._site.control
         looks = tuple([brought[first].looks for first, _ in self._site.ends])
-        key = looks, brought[0].settings
+        key = looks, brought[0].settings, tuple([one.parameters for one in brought])
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
@@ -102,6 +102,16 @@ def attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
             stage.clear_runtime_states()
             for kept in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
                 kept.clear()
+            for arrived in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+                _renew(arrived)
+
+
+def _renew(arrived: Sequence[Any]) -> None:
+    """Let the next mini-batch arrive in other memory: outputs, or what hooks keep, are in this."""
+    for info in arrived:
+        buffer = getattr(info, "buffer", None)
+        if buffer is not None:
+            info.buffer = torch.empty_like(buffer, requires_grad=buffer.requires_grad)
 
 
 def _as_it_is(output: Tensor, _: Tensor) -> Tensor:

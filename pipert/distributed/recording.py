@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -84,7 +84,8 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
     Where an error ends it, the ranks may be anywhere, so they tell one another nothing.
     """
     site = runtime.site
-    here = _gathered(site.control, (site.device, platform.node(), cores()))
+    own_site = site.device, platform.node(), cores()
+    here = site.control.agree(own_site, to="record()")
     devices = [here[site.control.place(home)][0] for home in site.homes]
     machines = dict([about[1:] for about in here])
     timeline = RankTimeline(site.homes, devices, chunks, sum(machines.values()))
@@ -98,16 +99,12 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
     layers = {j: recording.layer_seconds(j, len(part)) for j, part in runtime.modules.items()}
     dates = [recording.origin.date(moment, _CPU) for moment in met]
     own = _Part(recording.events(), layers, recording.steps, recording.failed, dates)
-    parts = _gathered(site.control, own)
+    parts = site.control.agree(own, to="the end of record()")
     timeline.fill([parts[site.control.place(rank)] for rank in sorted(set(site.homes))])
 
 
-def _gathered(control: Control, own: Any) -> list[Any]:
-    return control.agree(own=own, error=None)
-
-
 def _meeting(control: Control) -> float:
-    _gathered(control, None)
+    control.agree(None)
     return perf_counter()
 
 

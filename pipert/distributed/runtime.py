@@ -78,8 +78,9 @@ class Runtime:
         Returns:
             The loss of a step; and, on the last rank, the outputs if they are wanted.
         """
-        with self.site.control.agreeing() as brought:
-            own, inputs, targets = bring(self.site, self.modules, args, kwargs, settings, step)
+        with self.site.control.agreeing("a mini-batch") as brought:
+            given = args, kwargs, settings, step
+            own, inputs, targets = bring(self.site, self.modules, *given, self.tied)
             if step is not None:
                 step = step._replace(scale=scale_of(step.scale, [self.site.device]))
             brought.append(own)
@@ -161,23 +162,24 @@ class Runtime:
         try:
             with attached(prepared, running):
                 self._schedule(prepared, batch)
-            result, outputs = self._result(batch)
+            result, dtype, outputs = self._result(batch)
             on_cpu = self.site.device.type == "cpu"  # elsewhere nobody waits for a device
-            own = batch.seed.used, result if on_cpu else None
+            own = batch.seed.used, dtype, result if on_cpu else None
             told = control.agree(own, *batch.take_failure())
-            if any(used for used, _ in told):
+            if any(used for used, _, _ in told):
                 batch.seed.use()
             batch.seed.settle()
             if not is_step:
                 gradients.restore()
                 return None, outputs
+            _, dtype, of_last = told[self.site.ends[self.site.number][1]]
             with control.talking():
                 if on_cpu:
-                    result = told[self.site.ends[self.site.number][1]][1]
+                    result = of_last
                 else:
                     dist.broadcast(result, self.site.homes[-1], group=self.site.group)
                 gradients.add(self.tied, result[1])
-            return result[0].to(torch.get_default_dtype()), outputs
+            return result[0].to(dtype), outputs
         except BaseException:
             gradients.restore()
             raise
@@ -192,11 +194,12 @@ class Runtime:
                 raise
             raise batch.take_failure()[0] from None  # type: ignore[misc]
 
-    def _result(self, batch: MiniBatch) -> tuple[Tensor, Value]:
+    def _result(self, batch: MiniBatch) -> tuple[Tensor, torch.dtype, Value]:
         """What the last rank tells the others, and the outputs.
 
-        That is the loss, and what gradients are multiplied by.
+        That is the loss, and what gradients are multiplied by; and the loss's dtype.
         """
+        dtype = torch.float64
         result, outputs = torch.ones(2, dtype=torch.float64, device=self.site.device), None
         m = len(batch.sizes)
         try:
@@ -204,7 +207,8 @@ class Runtime:
                 if not batch.loss.is_differentiable:
                     raise without_grad()
                 losses = [batch.losses[i].reshape(()) for i in range(m)]
-                result[0] = batch.loss.of_mini_batch(torch.stack(losses))
+                result[0] = loss = batch.loss.of_mini_batch(torch.stack(losses))
+                dtype = loss.dtype
                 correction = batch.loss.counts.correction()
                 if correction is not None:
                     if batch.is_wrapped or batch.is_sharded:
@@ -214,7 +218,7 @@ class Runtime:
                 outputs = gather([batch.outputs[i] for i in range(m)], batch.sizes)
         except Exception as error:
             batch.fail(error, None)
-        return result, outputs
+        return result, dtype, outputs
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from pipert.seeing.told import Told
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import detached
 from pipert.stage.loss import Loss
+from pipert.stage.shared_memory import Shared, compute_watching
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
@@ -137,13 +138,18 @@ class Running:
     def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
         i, loss = action.i, self.batch.loss
         device = self.place.device
+        shared: Shared = {}
         if self.arriving is None:
             x = moved(self.inputs[i], device)
         else:
             x = entered(self.arriving.unpack(i, tensors))
+            shared = self.arriving.shared(i)
         with self._doing(action) as after_layer:
             with nullcontext() if self.stats is None else self.stats.collecting():
-                y = self.compute(i, x, i < self.batch.recomputed, after_layer)
+                recomputed = i < self.batch.recomputed
+                compute = partial(self.compute, i, checkpointed=recomputed, after_layer=after_layer)
+                # What is handed on has been known since the ranks met this shape.
+                y = compute_watching(shared, lambda _: None, compute, x) if shared else compute(x)
             if self.leaving is not None:
                 return self.leaving.pack(i, y)
             y = y.value if isinstance(y, Carried) else y

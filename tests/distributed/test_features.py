@@ -190,9 +190,59 @@ class Turn(nn.Module):
         return x.transpose(0, 1)
 
 
+class Complex(nn.Module):
+    """Returns complex numbers, of which some are conjugated without having been computed."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = torch.complex(x, 2.0 * x)
+        return z, (z + 1.0).conj()
+
+
+class Real(nn.Module):
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        z, conjugated = value
+        return (z * z).real + conjugated.imag
+
+
+def complex_numbers() -> Case:
+    model = nn.Sequential(nn.Linear(4, 4), Complex(), nn.Identity(), Real(), nn.Linear(4, 4))
+    return Case(model, [2, 1, 1, 1], (rows(7, 4),), rows(7, 4))
+
+
+class Tag:
+    """Something that has no equality of its own."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Tagged(nn.Module):
+    """Returns what is no tensor and is not equal to a copy, and a tensor of a small dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tag = Tag(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tag, float, Tensor]:
+        return x, self.tag, float("nan"), x.detach().to(torch.float8_e4m3fn)
+
+
+class Untagged(nn.Module):
+    def forward(self, value: tuple[Tensor, Tag, float, Tensor]) -> Tensor:
+        x, tag, number, small = value
+        assert number != number
+        return x * tag.number + small.float()
+
+
+def tagged() -> Case:
+    model = nn.Sequential(nn.Linear(4, 4), Tagged(), nn.Identity(), Untagged(), nn.Linear(4, 4))
+    return Case(model, [2, 1, 1, 1], (rows(7, 4),), rows(7, 4))
+
+
 CASES = [
     u_net, tied, counted, deferred_norms, own_norms, trees, dropout, frozen, frozen_last, inputs,
-    summed, time_first,
+    summed, time_first, complex_numbers,
+    tagged,
 ]  # fmt: skip
 
 

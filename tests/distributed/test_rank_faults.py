@@ -343,7 +343,10 @@ CALLS: dict[str, tuple[Any, Any, type[BaseException], type[BaseException], str]]
     "evaluation": (Evaluation(), Call(), ValueError, ValueError, "'evaluation'"),
     "chunks": (Chunks(), Call(), ValueError, ValueError, "0: "),
     "no_grad": (NoGrad(), Call(), RuntimeError, ON, "gradients, which are disabled"),
-    "autocast": (Call(), Autocast(), ValueError, ValueError, "autocast=True"),
+    "autocast": (Call(), Autocast(), ValueError, ValueError, "autocast=torch.bfloat16"),
+    "no loss_scale": (
+        Call(more={"loss_scale": 2.0}), Call(), ValueError, ValueError, "and no loss_scale",
+    ),
 }  # fmt: skip
 
 
@@ -555,3 +558,127 @@ def _with_a_lock(x: Tensor) -> Any:
 
 def test_what_crosses_cannot_be_sent() -> None:
     run(2, unpicklable)
+
+
+class Views(nn.Module):
+    """Returns a tensor and a view of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x[:, :2]
+
+
+class InPlace(nn.Module):
+    """Changes one of two tensors, or none."""
+
+    changes = True
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        x, view = value
+        x = x.mul_(2.0) if self.changes else x * 2.0
+        return x + view.sum(1, keepdim=True)
+
+
+def views(rank: int, balance: list[int]) -> None:
+    torch.manual_seed(0)
+    changing = InPlace()
+    model = nn.Sequential(nn.Linear(4, 4), Views(), nn.Identity(), changing, nn.Linear(4, 4))
+    schedule = "interleaved" if len(balance) > 2 else "1f1b"
+    pipe = distributed.Pipe(model, balance, chunks=4, schedule=schedule)
+    for checks in (True, False, True):
+        changing.changes = checks
+        if checks:
+            kind, text = caught(lambda: step(pipe))
+            assert kind in (RuntimeError, distributed.RankError), text
+            assert "share memory" in text and "changed in place" in text, text
+        else:
+            step(pipe)
+
+
+@pytest.mark.parametrize("balance", [[2, 3], [2, 1, 1, 1]])
+def test_of_tensors_that_shared_memory_one_is_changed(balance: list[int]) -> None:
+    run(2, views, balance)
+
+
+def alone(rank: int) -> None:
+    """The first rank calls what the other does not."""
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    check_works(pipe, 2)
+
+    def recorded() -> None:
+        with pipe.record():
+            step(pipe)
+
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (pipe.grad_norm, "0: grad_norm(); 1: a mini-batch"),
+        (recorded, "0: record(); 1: a mini-batch"),
+    ]
+    for call, says in calls:
+        kind, text = caught((lambda: step(pipe)) if rank else call)
+        assert kind is ValueError and says in text, (kind, text)
+        check_works(pipe, 2)
+    with pipe.record():
+        if rank == 0:
+            assert caught(lambda: pipe.grad_norm("x"))[0] is ValueError  # type: ignore[arg-type]
+        else:
+            assert caught(pipe.grad_norm)[0] is distributed.RankError
+    kind, text = caught(lambda: pipe.grad_norm(1.0 + rank))
+    assert kind is ValueError and "the same norm_type" in text, text
+    check_works(pipe, 2)
+
+
+def test_one_rank_calls_alone() -> None:
+    run(2, alone)
+
+
+def sets_a_layer(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    for name in (*pipe._modules, "other"):
+        kind, text = caught(partial(setattr, pipe, name, nn.Linear(4, 4)))
+        assert kind is RuntimeError and f"'{name}' cannot be set" in text, text
+    check_works(pipe, 2)
+
+
+def test_layers_cannot_be_replaced() -> None:
+    run(2, sets_a_layer)
+
+
+class Head(nn.Module):
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T
+
+
+def _tied(sparse: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    embedding = nn.Embedding(7, 4, sparse=sparse)
+    return nn.Sequential(embedding, nn.Linear(4, 4), Head(embedding.weight))
+
+
+def shares(rank: int, sparse: bool) -> None:
+    """A shared weight is frozen on one rank alone; or its gradient is sparse on one."""
+    pipe = distributed.Pipe(_tied(sparse), [2, 1])
+    tokens = torch.arange(6)
+    own = next(pipe.parameters())
+
+    def train() -> Tensor:
+        loss: Tensor = pipe.forward_backward(tokens, target=tokens, loss_fn=F.cross_entropy)
+        return loss
+
+    own.requires_grad_(rank == 1)
+    kind, text = caught(train)
+    assert kind is ValueError and "require grad on all of them or on none" in text, text
+    own.requires_grad_()
+    loss = train()
+    plain = _tied(False)
+    expected = F.cross_entropy(plain(tokens), tokens)
+    expected.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(own.grad, next(plain.parameters()).grad)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_shared_weight_differs_between_ranks(sparse: bool) -> None:
+    run(2, shares, sparse)

@@ -38,6 +38,26 @@ BREAKAGES = [
         "with _buffers_kept(module), unsynchronized", "with unsynchronized", FEATURES,
     ),
     Mutant(
+        "meeting-changes-the-input", MEETING,
+        "a first layer that works in place changes its input twice at a new shape",
+        "[_copied(moved(running.inputs[i], device))", "[moved(running.inputs[i], device)", EQUALITY,
+    ),
+    Mutant(
+        "next-mini-batch-in-the-outputs", PREPARED,
+        "outputs that are what has arrived are overwritten by the next mini-batch",
+        "                _renew(arrived)", "                pass", EQUALITY,
+    ),
+    Mutant(
+        "change-of-one-of-two-views", STAGES,
+        "what shared memory with another tensor is changed in place, and the other is not",
+        "shared = self.arriving.shared(i)", "pass", FAULTS,
+    ),
+    Mutant(
+        "another-call-taken-for-this", AGREEMENT,
+        "a rank that calls grad_norm() alone is taken to begin the mini-batch of the others",
+        'self.require_same("call", [begun for begun, _, _ in found])', "pass", FAULTS,
+    ),
+    Mutant(
         "arriving-leaf-changed-in-place", STAGES,
         "a first layer that works in place gets the leaf that arrived",
         "return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x", "return x", FEATURES,
@@ -45,7 +65,7 @@ BREAKAGES = [
     Mutant(
         "structure-of-the-first-time", BOUNDARY,
         "what is no tensor, or comes twice, is what it was when the ranks met the shape",
-        "if _frame(value) != self._frames[kind]:", "if False:", FAULTS,
+        "if not _equal(_frame(value), self._frames[kind]):", "if False:", FAULTS,
     ),
     Mutant(
         "consequence-told", AGREEMENT,
