@@ -53,14 +53,6 @@ class _Sum:
             self.total = self.total + gradient
 
 
-def _laid_out_alike(weight: Tensor, gradient: Tensor, total: Tensor) -> bool:
-    """Whether the sum of two gradients is laid out as the weight is."""
-    return (
-        gradient.layout == total.layout == weight.layout == torch.strided
-        and gradient.stride() == total.stride() == weight.stride()
-    )
-
-
 class Gradients:
     """The sums of one partition. Its worker's; the caller's when all is over."""
 
@@ -76,7 +68,6 @@ class Gradients:
                 self.add((weight,), (gradient,))
             return
         totals, added = list[Tensor](), list[Tensor]()
-        shared, with_them = list[_Sum](), list[Tensor]()
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
@@ -86,17 +77,10 @@ class Gradients:
             elif before.is_own and gradient.layout == torch.strided:
                 totals.append(before.total)
                 added.append(gradient)
-            elif _laid_out_alike(weight, gradient, before.total):
-                shared.append(before)
-                with_them.append(gradient)
             else:
-                before.add(gradient)
+                before.add(gradient)  # one by one: in one call all sums would be there twice
         if totals:
             torch._foreach_add_(totals, added)  # of many small ones a call takes most of the time
-        if shared:
-            found = torch._foreach_add([one.total for one in shared], with_them)
-            for one, total in zip(shared, found, strict=True):
-                one.total, one.is_own = total, True
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all of them: in their place, but for what others have as well."""
