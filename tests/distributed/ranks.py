@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -26,6 +27,11 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pipert.distributed", __name__])
 for _key in (DRAWING, KEEPING):
     _key.prepare()  # in the server, where it takes longer than the rest of many a test
+
+
+def in_sweep(*values: Any) -> Any:
+    """A case that the sweep runs, and the tests that people wait for do not."""
+    return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 class Ended(NamedTuple):

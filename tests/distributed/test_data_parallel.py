@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from pipert import distributed
-from tests.distributed.ranks import run
+from tests.distributed.ranks import in_sweep, run
 from tests.distributed.test_rank_faults import (
     Oops,
     Trap,
@@ -113,8 +113,8 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"schedule": "1f1b"}, {"schedule": "gpipe"}, {"checkpoint": "always"},
-        {"schedule": "interleaved", "balance": [1, 2, 1, 2]},
+        in_sweep({"schedule": "1f1b"}), in_sweep({"schedule": "gpipe"}), {"checkpoint": "always"},
+        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}),
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip
@@ -130,7 +130,11 @@ def test_gradients_that_are_views_of_a_bucket() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"checkpoint": "always"}, {"schedule": "interleaved", "balance": [1, 2, 1, 2]}],
+    [
+        in_sweep({}),
+        in_sweep({"checkpoint": "always"}),
+        {"schedule": "interleaved", "balance": [1, 2, 1, 2]},
+    ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )
 def test_sharded(settings: dict[str, Any]) -> None:
@@ -225,7 +229,9 @@ def faults_that_end_it(
     return [first, second]
 
 
-@pytest.mark.parametrize("wrap, phase", [(ddp, "B"), (sharded, "F"), (sharded, "B")])
+@pytest.mark.parametrize(
+    "wrap, phase", [in_sweep(ddp, "B"), in_sweep(sharded, "F"), (sharded, "B")]
+)
 def test_a_replica_fails_where_others_wait_for_its_gradients(wrap: Wrapper, phase: str) -> None:
     """A collective of the wrapper is left out, so the pipe ends: within the time limit."""
     (zero, _), (one, _), (two, _), (three, says) = (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipert import distributed, is_recomputing
-from tests.distributed.ranks import Ended, endings, run
+from tests.distributed.ranks import Ended, endings, in_sweep, run
 
 
 class Oops(Exception):
@@ -172,9 +172,10 @@ V = ("ZBVZeroBubble", "DualPipeV")
 @pytest.mark.parametrize(
     "ranks, n, schedule, checkpoint",
     [
-        (2, 2, "gpipe", "always"), (2, 2, "1f1b", "never"), (4, 4, "1f1b", "always"),
-        (2, 4, "interleaved", "always"), (2, 4, "InterleavedZeroBubble", "never"),
-        (2, 4, "ZBVZeroBubble", "never"), (2, 4, "DualPipeV", "never"),
+        (2, 2, "gpipe", "always"), (2, 2, "1f1b", "never"),
+        in_sweep(4, 4, "1f1b", "always"), in_sweep(2, 4, "interleaved", "always"),
+        in_sweep(2, 4, "InterleavedZeroBubble", "never"), (2, 4, "ZBVZeroBubble", "never"),
+        in_sweep(2, 4, "DualPipeV", "never"),
     ],
 )  # fmt: skip
 def test_a_layer_raises(ranks: int, n: int, schedule: str, checkpoint: str) -> None:
@@ -491,7 +492,7 @@ def check_died(ended: list[Ended], dead: int, exitcode: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["meeting", "F", "B", "between"])
-@pytest.mark.parametrize("n, how", [(2, "exit"), (3, "kill")])
+@pytest.mark.parametrize("n, how", [(2, "exit"), in_sweep(3, "kill")])
 def test_a_rank_dies(n: int, how: str, phase: str) -> None:
     found = endings(n, dying, n, phase, how, group=2)
     check_died(found, 0 if phase == "meeting" else n - 1, 3 if how == "exit" else -signal.SIGKILL)
@@ -504,6 +505,7 @@ def dying_at_construction(rank: int, where: str) -> tuple[type[BaseException], s
     return caught(lambda: distributed.Pipe(trapped(2), [3, 3], wrap=wrap))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("where", ["before", "wrap"])
 def test_a_rank_dies_at_construction(where: str) -> None:
     first, second = endings(2, dying_at_construction, where, group=2)
@@ -537,6 +539,7 @@ def silent(rank: int) -> None:
         _get_default_store().wait(["over"])
 
 
+@pytest.mark.sweep
 def test_a_rank_does_not_answer() -> None:
     run(2, silent, group=2)
 

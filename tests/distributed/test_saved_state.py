@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 import pipert
 from pipert import distributed
-from tests.distributed.ranks import run
+from tests.distributed.ranks import in_sweep, run
 
 
 class Head(nn.Linear):
@@ -122,11 +122,11 @@ def load(rank: int, way: str, tied: bool, path: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     "saver, loader, tied",
     [
-        ("two ranks", "four ranks", True), ("four ranks", "two ranks", False),
-        ("two ranks", "interleaved", False), ("interleaved", "two ranks", True),
-        ("two ranks", "one rank", True), ("one rank", "two ranks", False),
-        ("two ranks", "one process", False), ("one process", "four ranks", True),
-        ("two ranks", "plain", True), ("plain", "two ranks", True),
+        ("two ranks", "four ranks", True), in_sweep("four ranks", "two ranks", False),
+        in_sweep("two ranks", "interleaved", False), ("interleaved", "two ranks", True),
+        in_sweep("two ranks", "one rank", True), in_sweep("one rank", "two ranks", False),
+        ("two ranks", "one process", False), in_sweep("one process", "four ranks", True),
+        in_sweep("two ranks", "plain", True), ("plain", "two ranks", True),
     ],
 )  # fmt: skip
 def test_training_goes_on(saver: str, loader: str, tied: bool, tmp_path: Path) -> None:
