@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store
@@ -499,6 +500,7 @@ def test_a_rank_dies(n: int, how: str, phase: str) -> None:
 
 
 def dying_at_construction(rank: int, where: str) -> tuple[type[BaseException], str]:
+    dist.barrier()  # or the group itself may not come about
     if rank == 1 and where == "before":
         die("kill")
     wrap = (lambda _: die("kill")) if rank == 1 else None
