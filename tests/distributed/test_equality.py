@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import distributed
+from pipert.distributed.agreement import Control
 from tests.distributed.ranks import run
 
 
@@ -200,3 +201,16 @@ def test_what_requires_grad_and_dtypes_change() -> None:
             torch.testing.assert_close(gradient, named[name].grad)
             seen.add(name)
     assert seen == set(named)
+
+
+SIZES = [(10, 10), (10, 4000), (5000, 10), (9000, 20_000)]
+
+
+def long_and_short(rank: int) -> list[list[bytes]]:
+    control = Control([0, 1])
+    return [control.agree(bytes([rank]) * each[rank]) for each in SIZES]
+
+
+def test_ranks_tell_one_another_what_is_longer_than_a_message() -> None:
+    expected = [[b"\0" * first, b"\1" * second] for first, second in SIZES]
+    assert run(2, long_and_short) == [expected, expected]

@@ -14,6 +14,7 @@ import pipert
 from pipert import distributed
 from pipert.skip import pop, skippable, stash
 from tests.distributed.ranks import run
+from tests.distributed.tied_head import Head
 
 
 class Case(NamedTuple):
@@ -59,15 +60,6 @@ def u_net() -> Case:
     inner = nn.Conv2d(4, 4, 3, padding=1)
     model = nn.Sequential(nn.Conv2d(1, 4, 1), Down(), inner, nn.ReLU(), Join(), nn.Conv2d(4, 1, 1))
     return Case(model, [2, 1, 1, 2], (rows(6, 1, 5, 5),), rows(6, 1, 5, 5))
-
-
-class Head(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
 
 
 def tied() -> Case:

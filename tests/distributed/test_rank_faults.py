@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from pipert import distributed, is_recomputing
 from tests.distributed.ranks import Ended, endings, in_sweep, run
+from tests.distributed.tied_head import Head
 
 
 class Oops(Exception):
@@ -645,15 +646,6 @@ def sets_a_layer(rank: int) -> None:
 
 def test_layers_cannot_be_replaced() -> None:
     run(2, sets_a_layer)
-
-
-class Head(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight.T
 
 
 def _tied(sparse: bool) -> nn.Sequential:
