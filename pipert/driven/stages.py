@@ -31,11 +31,12 @@ def actions(journey: Journey) -> Actions:
 
     def forward(stage: Stage) -> How:
         body = partial(_forward, journey)
-        return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
+        on_worker = stage.run.context.on_worker
+        return How(stage.links.x.receive, on_worker, body, stage.links.y.send, True)
 
     def recompute(stage: Stage) -> How:
         body = partial(_recompute, journey)
-        return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send)
+        return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send, True)
 
     def backward(stage: Stage) -> How:
         context = stage.run.context.going_back_on_worker
