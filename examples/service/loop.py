@@ -161,11 +161,14 @@ class Service:
 
     def _told(self) -> int | None:
         """The signal to stop, which any process may have got: all stop after the same step."""
-        if self.options.distributed:
-            signals: list[int | None] = [None] * dist.get_world_size()
-            dist.all_gather_object(signals, self.stop.signal)
-            self.stop.signal = next((one for one in signals if one is not None), None)
-        return self.stop.signal
+        if not self.options.distributed:
+            return self.stop.signal
+        signals: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(signals, self.stop.signal)
+        told = next((one for one in signals if one is not None), None)
+        if told is not None:  # one that has come since is heard of after the next step
+            self.stop.signal = told
+        return told
 
     def _count(self, loss: float, seconds: float) -> None:
         metrics, trainer = self.metrics, self.trainer
