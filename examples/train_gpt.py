@@ -25,11 +25,12 @@ import os
 import pickle
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from tqdm import tqdm
 import pipert.distributed
 from pipert import Pipe
 
+T = TypeVar("T")
 VOCABULARY = 256  # a token is a byte
 MAX_BYTES = 4_000_000  # of text
 HELD_OUT = 0.1  # the last part of the text
@@ -366,20 +368,33 @@ def load_whole_state(
     optimizer.load_state_dict(state)
 
 
-def join() -> None:
-    """Join the processes that torchrun has started."""
+def join(timeout: float | None = None) -> None:
+    """Join the processes that torchrun has started; each waits ``timeout`` seconds for others."""
     if not dist.is_initialized():
         on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
 
 
-def make_pipe(model: nn.Sequential, options: argparse.Namespace) -> AnyPipe:
+def of_first(make: Callable[[], T]) -> T:
+    """What ``make`` returns in the first process, which alone calls it, in each of them."""
+    made: list[Any] = [make() if is_first() else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(made, src=0)
+    value: T = made[0]
+    return value
+
+
+def make_pipe(
+    model: nn.Sequential, options: argparse.Namespace, timeout: float | None = None
+) -> AnyPipe:
     """The pipe that the options ask for."""
     settings = {"chunks": options.chunks, "checkpoint": options.checkpoint}
     if not options.distributed:
-        return Pipe(model, options.balance, devices=options.devices, **settings)
+        devices = options.devices
+        return Pipe(model, options.balance, devices=devices, timeout=timeout, **settings)
     return RanksPipe(model, options.balance, schedule=options.schedule, **settings)
 
 
@@ -485,15 +500,22 @@ def read_options(
         raise ValueError(f"--save needs a folder that exists, not {options.save.parent}")
     if options.save is not None and options.save.is_dir():
         raise ValueError(f"--save needs a file, and {options.save} is a folder")
+    place(options, config)
+    return options, config, saved
+
+
+def place(
+    options: argparse.Namespace, config: ModelConfig, timeout: float | None = None
+) -> None:
+    """Fill in what depends on where the model goes; joins the other processes."""
     partitions = len(options.devices)
     if options.distributed:
-        join()
+        join(timeout)
         partitions = dist.get_world_size()
         if options.schedule == "autograd":
             options.schedule = "1f1b"  # there is no other backward than that of a schedule
     if options.balance is None:
         options.balance = even_balance(config.layers + 2, partitions)
-    return options, config, saved
 
 
 def share_cores(devices: Sequence[torch.device]) -> None:

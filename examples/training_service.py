@@ -3,6 +3,7 @@
     python examples/training_service.py --data texts --state state
     curl 127.0.0.1:9464/metrics
     curl 127.0.0.1:9464/healthz
+    torchrun --nproc_per_node=2 examples/training_service.py --distributed --data texts ...
 
 After any stop, restart it with the same command: it resumes from the last saved state and ends up
 bit for bit where it would be without the stop. It stops by itself
@@ -10,6 +11,10 @@ bit for bit where it would be without the stop. It stops by itself
 * with code 0 after ``--steps``, and after SIGTERM or SIGINT: it finishes the step and saves;
 * with code 3 if a forward takes longer than ``--timeout``: it logs what each worker was doing;
 * with code 2 if an option is wrong, and with code 1 for any other error it cannot handle.
+
+Under torchrun there is a partition in each process; the first one has the saved states, which fit
+one process and several in turns, the endpoints and the log. All stop where one is told to, and end
+where one fails: let torchrun restart them.
 
 It logs to stderr, one JSON object per line. ``docs/running_for_weeks.md`` explains what such
 a service has to do; each of its parts is a file in ``examples/service``. It needs the extras
@@ -27,6 +32,7 @@ from collections.abc import Sequence
 from service.log_lines import log_event, log_to
 from service.loop import Service, Stop
 from service.options import read_options
+from train_gpt import is_first
 
 from pipert import PipelineTimeout
 
@@ -40,7 +46,7 @@ def main(argv: Sequence[str] | None = None, service: type[Service] = Service) ->
     # For CUDA to be deterministic; read when CUDA is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     options = read_options(argv)
-    log_to(sys.stderr)
+    log_to(sys.stderr, logging.INFO if is_first() else logging.WARNING)
     stop = Stop()
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)

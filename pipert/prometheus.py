@@ -36,6 +36,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
@@ -46,7 +47,6 @@ except ImportError as error:
         "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
-from pipert.pipe import Pipe
 from pipert.seeing.observers import Observer, RunInfo, TaskInfo
 from pipert.status import WAITING, Statistics
 
@@ -55,6 +55,16 @@ __all__ = ["PipeMetrics"]
 _BUCKETS = (
     0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0,
 )  # fmt: skip
+
+
+class _Counted(Protocol):
+    """A pipe of one process, or one process's of a :class:`pipert.distributed.Pipe`."""
+
+    def statistics(self) -> Statistics: ...
+
+    def add_observer(self, observer: Observer) -> None: ...
+
+    def remove_observer(self, observer: Observer) -> None: ...
 
 
 class PipeMetrics(Collector):
@@ -79,10 +89,10 @@ class PipeMetrics(Collector):
             )
         self._buckets = tuple(buckets)
         self._lock = threading.Lock()
-        self._pipes: dict[str, tuple[weakref.ref[Pipe], _Durations]] = {}
+        self._pipes: dict[str, tuple[weakref.ref[_Counted], _Durations]] = {}
         registry.register(self)
 
-    def add(self, pipe: Pipe, name: str) -> None:
+    def add(self, pipe: _Counted, name: str) -> None:
         """Show ``pipe`` as ``name``; durations and failures count from now on.
 
         Raises:
@@ -121,7 +131,7 @@ class PipeMetrics(Collector):
         figures = [(name, pipe.statistics()) for name, pipe in alive.items()]
         return [*_families(figures), *_merged(durations)]
 
-    def _alive(self) -> dict[str, Pipe]:
+    def _alive(self) -> dict[str, _Counted]:
         pipes = {name: reference() for name, (reference, _) in self._pipes.items()}
         return {name: pipe for name, pipe in pipes.items() if pipe is not None}
 

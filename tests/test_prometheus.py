@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe, PipelineTimeout
+from pipert import Pipe, PipelineTimeout, distributed
 from tests import scripts
 from tests.activations import until
 from tests.callers import Caller
 from tests.contract.ways import CALL, Way, take_step
+from tests.distributed.ranks import run
 from tests.faults.stuck import WAIT, WHERES, Stuck
 from tests.layers import Apply
 from tests.step.faulty import acting
@@ -364,3 +365,18 @@ def test_without_the_package_the_error_names_it() -> None:
     last = scripts.run(script).stderr.splitlines()[-1]
     assert last.startswith("ImportError: pipert.prometheus needs the package prometheus_client")
     assert last.endswith("pip install prometheus_client")
+
+
+def counted(rank: int) -> dict[str, float]:
+    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), [1, 1], chunks=2)
+    registry = CollectorRegistry()
+    PipeMetrics(registry).add(pipe, "ranks")
+    pipe(ROWS)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {one.name: one.value for family in families for one in family.samples
+            if one.labels.get("outcome") == "succeeded"}  # fmt: skip
+
+
+def test_each_rank_of_a_pipe_over_several_has_its_own() -> None:
+    for found in run(2, counted):
+        assert found["pipert_runs_total"] == found["pipert_run_duration_seconds_count"] == 1

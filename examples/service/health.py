@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipert import Pipe
+from train_gpt import AnyPipe
 
 __all__ = ["Health"]
 
@@ -20,7 +20,7 @@ class Health:
     """
 
     def __init__(
-        self, pipe: Pipe, limit: float, clock: Callable[[], float] = time.monotonic
+        self, pipe: AnyPipe, limit: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._pipe, self._limit, self._clock = pipe, limit, clock
         self._last = clock()

@@ -52,11 +52,11 @@ def log_event(
     logger.log(level, "%s", event, extra={"fields": fields}, exc_info=error)
 
 
-def log_to(stream: TextIO) -> None:
+def log_to(stream: TextIO, level: int = logging.INFO) -> None:
     """Send all logging to ``stream``, and log what would otherwise be written there."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = _log_uncaught_in_thread

@@ -8,10 +8,12 @@ import logging
 import math
 import random
 import sys
+from contextlib import ExitStack
 from time import perf_counter
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from service.checkpoints import CheckpointError, Checkpoints
 from service.corpus import Corpus
 from service.endpoints import Endpoints
@@ -21,7 +23,7 @@ from service.metrics import Metrics
 from service.options import kept, model_config
 from service.trainer import Trainer
 from torch import nn
-from train_gpt import build_model, share_cores
+from train_gpt import build_model, is_first, make_pipe, of_first, share_cores
 
 from pipert import Pipe, PipelineTimeout
 
@@ -70,38 +72,42 @@ class Service:
 
     def _run(self) -> None:
         options = self.options
-        with Checkpoints(options.state, options.keep) as self.checkpoints:
+        with ExitStack() as folder:
+            if is_first():
+                own = Checkpoints(options.state, options.keep)
+                self.checkpoints = folder.enter_context(own)
             torch.manual_seed(options.seed)
             random.seed(options.seed)
             torch.use_deterministic_algorithms(True)
-            self.pipe = Pipe(
-                self.build_model(),
-                options.balance,
-                devices=options.devices,
-                chunks=options.chunks,
-                checkpoint=options.checkpoint,
-                timeout=options.timeout,
-            )
+            self.pipe = make_pipe(self.build_model(), options, options.timeout)
             try:
                 self._serve()
             except PipelineTimeout:
                 raise  # nothing to wait for
             except BaseException:
-                self.pipe.close()
+                self._close()
                 raise
+            self._close()
+
+    def _close(self) -> None:
+        if isinstance(self.pipe, Pipe):
             self.pipe.close()
 
     def _serve(self) -> None:
         options, pipe = self.options, self.pipe
-        share_cores(pipe.devices)
+        if isinstance(pipe, Pipe):
+            share_cores(pipe.devices)
         self.corpus = Corpus(options.data, options.context, options.seed)
         self.trainer = Trainer(
             pipe, self.corpus, options.batch, options.lr, options.warmup, options.schedule
         )
         self.metrics, self.health = Metrics(pipe), Health(pipe, options.stale_after)
         registry, problems = self.metrics.registry, self.health.problems
-        with Endpoints(options.host, options.port, registry, problems) as endpoints:
-            log_event(_log, logging.INFO, "serving", host=endpoints.host, port=endpoints.port)
+        with ExitStack() as serving:
+            if is_first():
+                own = Endpoints(options.host, options.port, registry, problems)
+                endpoints = serving.enter_context(own)
+                log_event(_log, logging.INFO, "serving", host=endpoints.host, port=endpoints.port)
             self._resume_or_begin()
             self._show()
             self._train()
@@ -109,7 +115,7 @@ class Service:
         log_event(_log, logging.INFO, "stopped", step=self.trainer.steps, signal=self.stop.signal)
 
     def _resume_or_begin(self) -> None:
-        state = self.checkpoints.load()
+        state = of_first(lambda: self.checkpoints.load())
         if state is None:
             self._look()
             if not self.corpus.windows:
@@ -129,7 +135,7 @@ class Service:
         options, trainer = self.options, self.trainer
         logged, logged_at = trainer.steps, perf_counter()
         last = math.inf if options.steps is None else options.steps
-        while self.stop.signal is None and trainer.steps < last:
+        while self._told() is None and trainer.steps < last:
             self._watch()
             began = perf_counter()
             loss = trainer.step()
@@ -153,6 +159,17 @@ class Service:
                 self._look()
                 self._save()
 
+    def _told(self) -> int | None:
+        """The signal to stop, which any process may have got: all stop after the same step."""
+        if not self.options.distributed:
+            return self.stop.signal
+        signals: list[int | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(signals, self.stop.signal)
+        told = next((one for one in signals if one is not None), None)
+        if told is not None:  # one that has come since is heard of after the next step
+            self.stop.signal = told
+        return told
+
     def _count(self, loss: float, seconds: float) -> None:
         metrics, trainer = self.metrics, self.trainer
         metrics.steps.inc()
@@ -171,8 +188,12 @@ class Service:
         trainer.retries = 0
 
     def _look(self) -> None:
-        found = self.corpus.look()
+        """Find new text; the first process does, since it may be growing while others look."""
+        found = of_first(self.corpus.look)
         if found:
+            state = of_first(self.corpus.state_dict)
+            if not is_first():
+                self.corpus.load_state_dict(state)
             log_event(
                 _log, logging.INFO, "text found", bytes=found, windows=self.corpus.windows
             )
@@ -184,8 +205,10 @@ class Service:
         self._watch()
         began = perf_counter()
         state = {"options": kept(self.options), "trainer": self.trainer.state_dict()}
-        path = self.checkpoints.save(self.trainer.steps, state)
         self._saved_at = self.trainer.steps
+        if not is_first():
+            return
+        path = self.checkpoints.save(self.trainer.steps, state)
         seconds = perf_counter() - began
         self.metrics.save_seconds.observe(seconds)
         self.metrics.saved.set_to_current_time()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from train_gpt import AnyPipe
 
-from pipert import Pipe
 from pipert.prometheus import PipeMetrics
 
 __all__ = ["Metrics"]
@@ -15,7 +15,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class Metrics:
     """The metrics, in a registry of their own. Counters start at 0 with the process."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: AnyPipe) -> None:
         self.registry = registry = CollectorRegistry()
         ProcessCollector(registry=registry)  # memory, processor time, open files, start
         PipeMetrics(registry).add(pipe, "training")

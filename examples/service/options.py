@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_gpt import SCHEDULES, ModelConfig, devices, even_balance, integers, positive
+from train_gpt import SCHEDULES, ModelConfig, devices, integers, place, positive
 
 __all__ = ["kept", "model_config", "read_options"]
 
@@ -24,8 +24,6 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     try:
         config = model_config(options)
-        if options.balance is None:
-            options.balance = even_balance(config.layers + 2, len(options.devices))
         for name in ("lr", "timeout", "stale_after"):
             if not getattr(options, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be above 0")
@@ -33,6 +31,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--port must be from 0 to 65535, not {options.port}")
         if not options.data.is_dir():
             raise ValueError(f"--data must be a folder, and {options.data} is none")
+        place(options, config, options.timeout)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -72,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--warmup", type=positive, default=100, help="steps until the learning rate is there")
     add("--seed", type=int, default=0, help="of the parameters, the order of the text and dropout")
     add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
+    add("--distributed", action="store_true", help="under torchrun: one partition goes to each"
+        " process, in place of --devices; all read the same --data")  # fmt: skip
     add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
     add("--chunks", type=positive, default=4, help="micro-batches; more if memory does not suffice")
     add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"

@@ -23,6 +23,8 @@ from service.random_state import get_random_state, set_random_state
 from torch import Tensor
 from train_gpt import AnyPipe, clip, load_whole_state, loss_with_gradients, whole_state
 
+from pipert.distributed import RankError
+
 __all__ = ["Trainer"]
 
 _log = logging.getLogger("service.trainer")
@@ -84,8 +86,9 @@ class Trainer:
         before = get_random_state()
         try:
             return loss_with_gradients(self.pipe, windows, self._schedule).item()
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            if self.pipe.chunks >= self.batch:
+        except (torch.OutOfMemoryError, MemoryError, RankError) as error:
+            # Where one process has run out, the others get an error that quotes its own.
+            if self.pipe.chunks >= self.batch or "MemoryError" not in f"{type(error)} {error}":
                 raise
             self.pipe.chunks = min(2 * self.pipe.chunks, self.batch)
             log_event(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from pipert.balance.by_cost import balance_by_cost
 from pipert.balance.by_size import LayerSize, balance_by_size, layer_sizes
 from pipert.balance.by_time import balance_by_time, layer_times
+from pipert.balance.crossing import crossing_sizes
 from pipert.batch.microbatch import Arguments
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "balance_by_cost",
     "balance_by_size",
     "balance_by_time",
+    "crossing_sizes",
     "layer_sizes",
     "layer_times",
 ]

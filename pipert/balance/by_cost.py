@@ -13,7 +13,11 @@ __all__ = ["balance_by_cost"]
 
 
 def balance_by_cost(
-    costs: Iterable[float], partitions: int, *, speeds: Iterable[float] | None = None
+    costs: Iterable[float],
+    partitions: int,
+    *,
+    speeds: Iterable[float] | None = None,
+    crossing: Iterable[float] | None = None,
 ) -> list[int]:
     """Returns the balance that minimises the slowest partition's time, for any costs.
 
@@ -25,32 +29,46 @@ def balance_by_cost(
     [2, 1, 2]
     >>> balance_by_cost([1, 1, 9, 1], partitions=3, speeds=[10, 1, 10])
     [1, 1, 2]
+    >>> balance_by_cost([1, 1, 1, 1], partitions=2, crossing=[0, 1, 5, 0])
+    [3, 1]
 
     Args:
         costs: the cost of each layer, in the order of the layers and in any unit.
         partitions: the number of devices; each takes one layer or more.
         speeds: the speed of each device, in the order of the devices and in any unit. On device *j*
             a partition takes ``sum(its costs) / speeds[j]``. Default: all are equal.
+        crossing: what it costs to cut before each layer, in the unit of a cost over a speed: the
+            partition that sends pays it, and the one that receives. The first is that of the
+            input. Default: nothing. See :func:`crossing_sizes`.
 
     Returns:
         The number of layers in each partition, ready for ``Pipe(balance=...)``.
 
     Raises:
         ValueError: a cost is negative, infinite or NaN; a speed is one of these or zero; there are
-            no partitions, more of them than layers, or not one speed for each.
+            no partitions, more of them than layers, or not one speed for each; or not one number in
+            ``crossing`` for each layer.
         TypeError: a cost or a speed is not a number, or ``partitions`` is not an integer.
     """
     layers = check_numbers(costs, "costs", "layer", zero=True)
     n = check_partitions(partitions, len(layers))
-    if speeds is None:
-        return minimise_longest_block(layers, [1] * n)
-    devices = check_numbers(speeds, "speeds", "device", zero=False)
+    devices = [1.0] * n
+    if speeds is not None:
+        devices = check_numbers(speeds, "speeds", "device", zero=False)
     if len(devices) != n:
         raise ValueError(
             f"speeds must have one number for each of the {n} partitions, got {len(devices)}; give "
             "the speed of each device, in the order of the devices"
         )
-    return minimise_longest_block(layers, devices)
+    if crossing is None:
+        return minimise_longest_block(layers, devices)
+    cuts = check_numbers(crossing, "crossing", "layer", zero=True)
+    if len(cuts) != len(layers):
+        raise ValueError(
+            f"crossing must have one number for each of the {len(layers)} layers, got {len(cuts)}; "
+            "give what it costs to cut before each layer, and 0 before the first"
+        )
+    return minimise_longest_block(layers, devices, cuts, [*cuts[1:], 0])
 
 
 def check_partitions(partitions: object, layers: int) -> int:

@@ -17,7 +17,7 @@ from pipert.distributed.gradients import Tied
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import next_seed
-from pipert.stage.loss import LossFunction, check_step
+from pipert.stage.loss import LossFunction, check_step, scale_of
 from pipert.workers.context import refuse_transforms
 
 __all__: list[str] = []
@@ -85,8 +85,8 @@ def bring(
     settings: Settings,
     step: Step | None,
     tied: Sequence[Tied],
-) -> tuple[Brought, list[Value], list[Value]]:
-    """What this rank brings, and its micro-batches of inputs and targets."""
+) -> tuple[Brought, Step | None, list[Value], list[Value]]:
+    """What this rank brings, its step with the scale's value, and its inputs and targets."""
     refuse_compilation()
     refuse_transforms()
     compute_cached(modules.values())
@@ -97,8 +97,12 @@ def bring(
     kind = "forward"
     if step is not None:
         check_step(step.loss_fn, step.reduction)
-        scale = "no" if step.scale is None else "a"
-        kind = f"forward_backward with reduction={step.reduction!r} and {scale} loss_scale"
+        scale = scale_of(step.scale, [site.device])
+        # One on a GPU would have to be waited for.
+        value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
+        given = None if step.scale is None else value
+        kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={given}"
+        step = step._replace(scale=scale)
     if 0 in modules:
         inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)
     if step is not None and len(site.homes) - 1 in modules:
@@ -114,7 +118,7 @@ def bring(
                              for p in m.parameters()]))  # fmt: skip
     shared = {one.number: one.parameter.requires_grad for one in tied}
     own = Brought(alike, tuple(sizes), looks, tuple(rows), parameters, shared, next_seed())
-    return own, inputs, targets
+    return own, step, inputs, targets
 
 
 def check(site: Site, brought: Sequence[Brought]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from pipert._typing import Device
 from pipert.distributed.gradients import Shared, find_shared
 from pipert.distributed.schedules import ranks_of
 from pipert.distributed.stages import StageModule
@@ -37,6 +40,16 @@ class Parts(NamedTuple):
     """Of all layers."""
     layout: int
     """Stands for the parameters of the whole model."""
+
+
+def device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
+    """This rank's device, unless one is given."""
+    if device is not None:
+        return torch.device(device)
+    if mesh.device_type != "cuda":
+        return torch.device(mesh.device_type)
+    number = os.environ.get("LOCAL_RANK")
+    return torch.device("cuda", torch.cuda.current_device() if number is None else int(number))
 
 
 def parts_of(

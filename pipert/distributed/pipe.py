@@ -7,7 +7,6 @@ tells it what pipert knows of a model, and brings the same values, losses and ke
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
@@ -23,7 +22,7 @@ from pipert._typing import Device, Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.asked import Settings, Site, Step
 from pipert.distributed.gradients import tie
-from pipert.distributed.parts import parts_of
+from pipert.distributed.parts import device_of, parts_of
 from pipert.distributed.recording import record
 from pipert.distributed.runtime import Runtime
 from pipert.distributed.schedules import check_schedule
@@ -110,7 +109,7 @@ class Pipe(nn.Module):
         ranks = dist.get_process_group_ranks(mesh.get_group(0))
         control = Control(mesh.mesh.flatten().tolist())
         with control.agreeing() as layouts:
-            home = _device_of(mesh, device)
+            home = device_of(mesh, device)
             self._settings, balance = _settings_of(
                 module, balance, len(ranks), chunks, schedule, checkpoint, deferred_batch_norm
             )
@@ -235,6 +234,13 @@ class Pipe(nn.Module):
             "replace those of the Sequential, on all ranks, and make a new pipe"
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse to be copied or pickled: a copy would talk for this rank alone."""
+        raise TypeError(
+            "a pipert.distributed.Pipe cannot be copied or pickled, as its process groups belong to"
+            " this process; save its state_dict(), or make another pipe, on all ranks"
+        )
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -269,15 +275,6 @@ class Pipe(nn.Module):
             shown = f"partition {j} on {self._runtime.site.device}: {part!r}"
             lines.append("  " + shown.replace("\n", "\n  "))
         return "\n".join(lines)
-
-
-def _device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    if mesh.device_type != "cuda":
-        return torch.device(mesh.device_type)
-    number = os.environ.get("LOCAL_RANK")
-    return torch.device("cuda", torch.cuda.current_device() if number is None else int(number))
 
 
 def _settings_of(

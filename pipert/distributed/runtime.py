@@ -40,7 +40,7 @@ from pipert.seeing.told import Told
 from pipert.skip import store
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import leaf_inputs
-from pipert.stage.loss import loss_of, scale_of
+from pipert.stage.loss import loss_of
 from pipert.stage.step import without_grad
 from pipert.workers.context import CallerContext
 
@@ -80,9 +80,7 @@ class Runtime:
         """
         with self.site.control.agreeing("a mini-batch") as brought:
             given = args, kwargs, settings, step
-            own, inputs, targets = bring(self.site, self.modules, *given, self.tied)
-            if step is not None:
-                step = step._replace(scale=scale_of(step.scale, [self.site.device]))
+            own, step, inputs, targets = bring(self.site, self.modules, *given, self.tied)
             brought.append(own)
         check(self.site, brought)
         first = brought[self.site.ends[self.site.number][0]]

@@ -40,12 +40,14 @@ def longest(
     costs: Sequence[float],
     speeds: Sequence[float],
     entries: Sequence[float] | None = None,
+    exits: Sequence[float] | None = None,
 ) -> Fraction:
     """The cost of the longest block, in fractions."""
     exact = [Fraction(cost) for cost in costs]
     first = [Fraction(entry) for entry in entries or [0] * len(costs)]
+    last = [Fraction(leaving) for leaving in exits or [0] * len(costs)]
     return max(
-        (first[s] + sum(exact[s:e])) / Fraction(speed)
+        first[s] + sum(exact[s:e]) / Fraction(speed) + last[e - 1]
         for (s, e), speed in zip(pairwise([0, *accumulate(counts)]), speeds, strict=True)
     )
 
@@ -57,11 +59,14 @@ def compositions(layers: int, n: int) -> Iterator[list[int]]:
 
 
 def shortest(
-    costs: Sequence[float], speeds: Sequence[float], entries: Sequence[float] | None = None
+    costs: Sequence[float],
+    speeds: Sequence[float],
+    entries: Sequence[float] | None = None,
+    exits: Sequence[float] | None = None,
 ) -> Fraction:
     """The longest block of the best composition, found by trying all."""
     every = compositions(len(costs), len(speeds))
-    return min(longest(counts, costs, speeds, entries) for counts in every)
+    return min(longest(counts, costs, speeds, entries, exits) for counts in every)
 
 
 def check_shape(counts: list[int], layers: int, n: int) -> None:
@@ -75,25 +80,29 @@ def check_optimal(
     costs: Sequence[float],
     speeds: Sequence[float],
     entries: Sequence[float] | None = None,
+    exits: Sequence[float] | None = None,
 ) -> None:
     """Follow all places where blocks below the longest could end: the last layer is not one."""
     check_shape(counts, len(costs), len(speeds))
-    limit = longest(counts, costs, speeds, entries)
-    exact = [Fraction(x) for x in (*costs, *(entries or [0] * len(costs)))]
+    limit = longest(counts, costs, speeds, entries, exits)
+    none = [0] * len(costs)
+    exact = [Fraction(x) for x in (*costs, *(entries or none), *(exits or none), *speeds)]
     unit = math.lcm(*(x.denominator for x in exact))
-    loads = [int(x * unit) for x in exact]
-    totals = [0, *accumulate(loads[: len(costs)])]
+    whole = [int(x * unit) for x in exact]
+    layers = len(costs)
+    first, last = whole[layers : 2 * layers], [0, *whole[2 * layers : 3 * layers]]
+    totals = [0, *accumulate(unit * cost for cost in whole[:layers])]
     ends = {0}
-    for speed in speeds:
-        most = math.ceil(limit * Fraction(speed) * unit) - 1
+    for speed in whole[3 * layers :]:
+        most = math.ceil(limit * speed * unit) - 1
         starts, ends = ends, set()
         best = -math.inf
         for t, total in enumerate(totals):
-            if total - most <= best:
+            if total + speed * last[t] - most <= best:
                 ends.add(t)
-            if t in starts and t < len(costs):
-                best = max(best, total - loads[len(costs) + t])
-    assert len(costs) not in ends
+            if t in starts and t < layers:
+                best = max(best, total - speed * first[t])
+    assert layers not in ends
 
 
 def greedy(costs: Sequence[float], speeds: Sequence[float], limit: float) -> list[int]:
@@ -138,15 +147,34 @@ def test_no_composition_is_better_with_entry_costs(cost: str, speed: str) -> Non
 
 
 @every_kind
+@pytest.mark.parametrize("cost", COSTS)
+def test_no_composition_is_better_with_what_crosses(cost: str, speed: str) -> None:
+    r = random.Random(f"{cost} {speed} crossing")
+    for _ in range(25):
+        layers = r.randint(1, 8)
+        n = r.randint(1, min(layers, 5))
+        costs = [COSTS[cost](r) for _ in range(layers)]
+        crossing = [r.choice((0, 1, 3)) * COSTS[cost](r) for _ in range(layers)]
+        speeds = [SPEEDS[speed](r) for _ in range(n)]
+        counts = balance_by_cost(costs, n, speeds=speeds, crossing=crossing)
+        check_shape(counts, layers, n)
+        ends = crossing, [*crossing[1:], 0]
+        assert longest(counts, costs, speeds, *ends) == shortest(costs, speeds, *ends)
+
+
+@every_kind
+@pytest.mark.parametrize("leaving", [0, 2])
 @pytest.mark.parametrize("entry", [0, 0.5, 3])
-def test_forty_layers_are_split_as_well_as_can_be(speed: str, entry: float) -> None:
+def test_forty_layers_are_split_as_well_as_can_be(
+    speed: str, entry: float, leaving: float
+) -> None:
     r = random.Random(f"{speed} {entry}")
     for _ in range(15):
         n = r.randint(2, 12)
         costs = [r.choice((0, 1, r.random(), r.expovariate(0.3))) for _ in range(40)]
-        entries = [entry * r.random() for _ in costs]
+        ends = [[entry * r.random() for _ in costs], [leaving * r.random() for _ in costs]]
         speeds = [SPEEDS[speed](r) for _ in range(n)]
-        check_optimal(minimise_longest_block(costs, speeds, entries), costs, speeds, entries)
+        check_optimal(minimise_longest_block(costs, speeds, *ends), costs, speeds, *ends)
 
 
 def test_costs_of_zero_with_entry_costs_are_still_exact() -> None:
@@ -164,6 +192,23 @@ def test_more_than_greed_is_needed_with_speeds() -> None:
 def test_slow_device_between_fast_ones_gets_the_layer_it_can_bear() -> None:
     costs = [5, 5, 0.25, 5, 5]
     assert balance_by_cost(costs, 3, speeds=[1, 0.01, 1]) == [2, 1, 2]
+
+
+def test_a_cut_where_little_crosses_is_worth_an_uneven_balance() -> None:
+    assert balance_by_cost([1, 1, 1, 1], 2, crossing=[0, 2, 2, 0.5]) == [3, 1]
+    assert balance_by_cost([1, 1, 1, 1], 2, crossing=[0, 2, 1, 0.5]) == [2, 2]
+
+
+def test_both_sides_of_a_cut_pay_for_what_crosses() -> None:
+    # Cut before the 4, the first would receive nothing and send 3; cut behind it the second gets 1.
+    assert balance_by_cost([1, 4, 2], 2, crossing=[0, 3, 1]) == [2, 1]
+    assert balance_by_cost([2, 4, 1], 2, crossing=[0, 1, 3]) == [1, 2]
+
+
+def test_a_faster_device_does_not_make_the_link_faster() -> None:
+    costs, crossing = [4, 4, 4], [0, 8, 1]
+    assert balance_by_cost(costs, 2, speeds=[1, 8]) == [1, 2]
+    assert balance_by_cost(costs, 2, speeds=[1, 8], crossing=crossing) == [2, 1]
 
 
 def test_difference_below_the_precision_of_a_float_counts() -> None:
@@ -273,12 +318,13 @@ def test_two_thousand_layers_on_different_devices(kind: str, ratio: float) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", LARGE)
-def test_two_thousand_layers_with_entry_costs(kind: str) -> None:
+def test_two_thousand_layers_with_what_crosses(kind: str) -> None:
     r = random.Random(0)
     costs = LARGE[kind](r)
-    entries = [r.choice((0.0, r.random())) for _ in range(LAYERS)]
+    crossing = [r.choice((0.0, r.random())) for _ in range(LAYERS)]
     speeds = [1] * DEVICES
-    check_optimal(minimise_longest_block(costs, speeds, entries), costs, speeds, entries)
+    counts = balance_by_cost(costs, DEVICES, crossing=crossing)
+    check_optimal(counts, costs, speeds, crossing, [*crossing[1:], 0])
 
 
 # What is refused.
@@ -336,6 +382,18 @@ def test_speeds_must_be_numbers() -> None:
 def test_there_must_be_a_speed_for_each_partition(speeds: list[float]) -> None:
     with pytest.raises(ValueError, match=f"each of the 2 partitions, got {len(speeds)}; give the"):
         balance_by_cost([1, 2, 3], 2, speeds=speeds)
+
+
+@pytest.mark.parametrize("crossing", [[], [1], [1, 1, 1, 1]], ids=repr)
+def test_there_must_be_a_number_that_crosses_before_each_layer(crossing: list[float]) -> None:
+    message = f"crossing must have one number for each of the 3 layers, got {len(crossing)}; give"
+    with pytest.raises(ValueError, match=message):
+        balance_by_cost([1, 2, 3], 2, crossing=crossing)
+
+
+def test_what_crosses_cannot_be_negative() -> None:
+    with pytest.raises(ValueError, match="not negative, but crossing\\[1\\] is -1; give each"):
+        balance_by_cost([1, 2, 3], 2, crossing=[0, -1, 0])
 
 
 def test_all_bad_costs_are_counted_and_the_first_are_named() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
+import pickle
 import signal
 import threading
 import weakref
@@ -348,7 +350,16 @@ CALLS: dict[str, tuple[Any, Any, type[BaseException], type[BaseException], str]]
     "no_grad": (NoGrad(), Call(), RuntimeError, ON, "gradients, which are disabled"),
     "autocast": (Call(), Autocast(), ValueError, ValueError, "autocast=torch.bfloat16"),
     "no loss_scale": (
-        Call(more={"loss_scale": 2.0}), Call(), ValueError, ValueError, "and no loss_scale",
+        Call(more={"loss_scale": 2.0}), Call(), ValueError, ValueError, "and loss_scale=None",
+    ),
+    "other loss_scale": (
+        Call(more={"loss_scale": 2}), Call(more={"loss_scale": 4.0}), ValueError, ValueError,
+        "loss_scale=4.0",
+    ),
+    "other loss_scale of a scaler": (
+        Call(more={"loss_scale": torch.tensor(2.0)}),
+        Call(more={"loss_scale": torch.amp.GradScaler("cpu", 4.0)}), ValueError, ValueError,
+        "loss_scale=4.0",
     ),
 }  # fmt: skip
 
@@ -646,6 +657,18 @@ def sets_a_layer(rank: int) -> None:
 
 def test_layers_cannot_be_replaced() -> None:
     run(2, sets_a_layer)
+
+
+def copies(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3])
+    for do in (copy.deepcopy, copy.copy, pickle.dumps):
+        kind, text = caught(partial(do, pipe))
+        assert kind is TypeError and "a pipert.distributed.Pipe cannot be copied" in text, text
+    check_works(pipe, 2)
+
+
+def test_a_pipe_cannot_be_copied_or_pickled() -> None:
+    run(2, copies)
 
 
 def _tied(sparse: bool) -> nn.Sequential:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +17,16 @@ import torch
 from tests.distributed.ranks import run
 
 pytest.importorskip("tqdm", reason="the service takes its model from an example that needs tqdm")
+pytest.importorskip("prometheus_client", reason="the service shows its metrics with it")
+
+from tests.examples.service_lives import (  # noqa: E402
+    ENVIRONMENT,
+    HOOKED,
+    MODEL,
+    ROOT,
+    Folders,
+    Starter,
+)
 
 TEXT = b"the pipeline is full when every worker has a task. " * 40
 
@@ -60,3 +75,110 @@ def test_one_process_and_two_take_turns(tmp_path: Path) -> None:
     assert first == second
     found += first + steps(0, tmp_path, 1, 2, save=True)
     assert found == pytest.approx(whole, rel=1e-5)
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+RANKS = f"{MODEL} --save-every 2 --keep 9 --log-every 1 --port 0 --chunks 2 --distributed".split()
+
+
+def serve(rank: int, folder: Path, options: list[str], what: str = "") -> list[dict[str, Any]]:
+    """One process of the service; what it has logged."""
+    program = importlib.import_module("training_service")
+    log = folder / f"log of rank {rank}"
+    hooked: dict[str, Any] = {"Service": importlib.import_module("service.loop").Service}
+    exec(HOOKED.replace("model[1]", "model[2]") + what if what else "", hooked)  # the last one's
+    argv = [*RANKS, "--data", str(folder / "data"), "--state", str(folder / "state"), *options]
+    with log.open("w") as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", file)
+        assert program.main(argv, hooked["Service"]) == 0, log.read_text()
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    starter = Starter()
+    yield starter
+    starter.close()
+
+
+@pytest.fixture
+def alone(starter: Starter, tmp_path: Path) -> Folders:
+    (tmp_path / "alone").mkdir()
+    return Folders(starter, tmp_path / "alone")
+
+
+@pytest.fixture
+def turns(starter: Starter, tmp_path: Path) -> Folders:
+    (tmp_path / "turns").mkdir()
+    return Folders(starter, tmp_path / "turns")
+
+
+def assert_close(actual: Folders, expected: Folders, step: int) -> None:
+    """The same text was read, and nearly the same was learned."""
+    (one, other) = (folders.final(step)["trainer"] for folders in (actual, expected))
+    assert one["corpus"] == other["corpus"] and one["chunks"] == other["chunks"]
+    for name in ("model", "optimizer"):
+        torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_program_in_one_process_and_in_two_takes_turns(alone: Folders, turns: Folders) -> None:
+    losses = []
+    for folders in (alone, turns):
+        (folders.data / "two.py").unlink()
+        (folders.data / "one.txt").write_text(("the pipeline is full. " * 4)[:81])  # for 2.5 steps
+        folders.run("--steps 2 --schedule 1f1b")
+        (folders.data / "three.md").write_text("and there is more text, found when it saves. " * 9)
+        if folders is turns:
+            first, second = run(2, serve, folders.path, ["--steps", "6"])
+            assert [line["step"] for line in first if line["event"] == "resumed"] == [2]
+            assert any(line["event"] == "text found" for line in first)
+            assert not second  # the first one serves and logs
+            steps = {line["step"]: line["loss"] for line in first if line["event"] == "step"}
+        else:
+            steps = folders.run("--steps 6 --schedule 1f1b").losses()
+        losses.append(steps | folders.run("--steps 8 --schedule 1f1b").losses())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4) and list(losses[1]) == [*range(3, 9)]
+    assert_close(turns, alone, 8)
+
+
+@pytest.mark.slow
+def test_both_stop_when_one_is_told_to(alone: Folders) -> None:
+    told = """
+import torch.distributed as dist
+
+def during(step, rows):
+    if step == 3 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+    first, _ = run(2, serve, alone.path, [], told)
+    last = first[-1]
+    assert (last["event"], last["step"], last["signal"]) == ("stopped", 3, signal.SIGTERM)
+    alone.final(3)
+
+
+@pytest.mark.slow
+def test_both_go_on_in_smaller_pieces_when_one_runs_out_of_memory(
+    alone: Folders, turns: Folders
+) -> None:
+    full = """
+def during(step, rows):
+    if rows > 1:
+        raise torch.OutOfMemoryError("there is room for one row")
+"""
+    alone.run("--steps 2 --schedule 1f1b", HOOKED + full)
+    for log in run(2, serve, turns.path, ["--steps", "2"], full):
+        assert [line["chunks"] for line in log if line["event"] == "out of memory"] == [4]
+    assert_close(turns, alone, 2)
+
+
+@pytest.mark.sweep
+def test_the_program_runs_under_torchrun(turns: Folders) -> None:
+    turns.run("--steps 2 --schedule 1f1b")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    program = [str(ROOT / "examples" / "training_service.py"), *RANKS, "--steps", "4"]
+    folders = ["--data", str(turns.data), "--state", str(turns.state)]
+    subprocess.run([*launcher, *program, *folders], env=ENVIRONMENT, check=True, timeout=60)
+    turns.run("--steps 6 --schedule 1f1b")
+    assert turns.final(6)["trainer"]["steps"] == 6

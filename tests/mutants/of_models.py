@@ -129,7 +129,7 @@ OF_MEASURES = [
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",
         "the search for a balance ends at one that is not the best",
-        "            refused.append(self.totals[last + 1] - head)\n", "",
+        "            refused.append(block)\n", "",
         ("tests/balance/test_by_cost.py",),
     ),
     Mutant(

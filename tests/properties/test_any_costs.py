@@ -154,6 +154,33 @@ def test_entry_costs_that_are_the_same_everywhere_change_no_optimum_on_equal_dev
     assert max(blocks(counts, costs, equal)) == best(costs, equal)
 
 
+@given(chains(), st.data())
+def test_what_crosses_costs_the_reversed_chain_as_much(
+    chain: tuple[list[float], list[float]], data: st.DataObject
+) -> None:
+    costs, speeds = chain
+    some = st.lists(cost, min_size=len(costs) - 1, max_size=len(costs) - 1)
+    crossing = [0, *data.draw(some)]
+    there = balance_by_cost(costs, len(speeds), speeds=speeds, crossing=crossing)
+    back = balance_by_cost(
+        costs[::-1], len(speeds), speeds=speeds[::-1], crossing=[0, *crossing[:0:-1]]
+    )[::-1]
+    assert slowest(there, costs, speeds, crossing) == slowest(back, costs, speeds, crossing)
+
+
+def slowest(
+    counts: Sequence[int],
+    costs: Sequence[float],
+    speeds: Sequence[float],
+    crossing: Sequence[float],
+) -> Fraction:
+    """The longest block with what it receives and sends."""
+    cuts = list(pairwise([0, *accumulate(counts)]))
+    ends = [*map(Fraction, crossing), Fraction(0)]
+    taken = blocks(counts, costs, speeds)
+    return max(ends[s] + one + ends[e] for (s, e), one in zip(cuts, taken, strict=True))
+
+
 # Refusals
 
 wrong_costs = st.floats(max_value=0, exclude_max=True) | st.just(float("nan")) | st.just(1e999)

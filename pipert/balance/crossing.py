@@ -1,0 +1,71 @@
+"""Measures what crosses from one partition to the next, wherever the cut is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from pipert._typing import Device, Value
+from pipert.balance.probe import Probe, micro_batches, probe_layers
+from pipert.batch.tensors import Carried, tensors_of
+from pipert.skip.namespace import Key
+
+__all__ = ["crossing_sizes"]
+
+
+class _Left(NamedTuple):
+    """What a layer leaves to those behind it, in bytes."""
+
+    output: int
+    stashed: dict[Key, int]
+    popped: tuple[Key, ...]
+
+
+def crossing_sizes(
+    module: nn.Sequential, sample: Value, *, device: Device | None = None
+) -> list[int]:
+    """Measures how much crosses to the next partition if the cut is before each layer, in bytes.
+
+    That is the output of the layer before, and each skip that is stashed before the cut and popped
+    behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe` skips go
+    straight to where they are popped. Gradients come to as much again, for tensors that require
+    grad. Nothing crosses before the first layer.
+
+    >>> times = layer_times(module, sample)  # doctest: +SKIP
+    >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, sample)]  # doctest: +SKIP
+    >>> balance = balance_by_cost(times, 2, crossing=crossing)  # doctest: +SKIP
+
+    Args:
+        module, device: see :func:`layer_sizes`.
+        sample: the first layer's input, as large as one micro-batch: any pytree, or
+            :class:`Arguments` if it takes several arguments. Any device.
+
+    Returns:
+        The bytes before each layer, for ``balance_by_cost(crossing=...)``.
+
+    Raises:
+        ValueError, TypeError, Exception: as :func:`layer_sizes`.
+    """
+    (value,) = micro_batches(sample, 1)
+    left = probe_layers(module, value, device, _measure)
+    last = {key: k for k, layer in enumerate(left) for key in layer.popped}
+    sizes = [0] * len(left)
+    for k, layer in enumerate(left[:-1]):
+        sizes[k + 1] += layer.output
+        for key, size in layer.stashed.items():
+            for cut in range(k + 1, last[key] + 1):
+                sizes[cut] += size
+    return sizes
+
+
+def _measure(probe: Probe) -> tuple[_Left, Carried]:
+    output = probe.forward(probe.inputs())
+    keys = [key for key, _ in probe.skips.leaving]
+    stashed = {key: _bytes(value) for key, value in zip(keys, output.skips, strict=True)}
+    popped = tuple([key for key, _ in probe.skips.arriving])
+    return _Left(_bytes(output.value), stashed, popped), output
+
+
+def _bytes(value: Value) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value)[0])
