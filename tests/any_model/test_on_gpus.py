@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipert
 from tests.any_model.piped import CHUNKS, How
-from tests.any_model.test_glue import each_how
+from tests.any_model.test_families import each_how
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
