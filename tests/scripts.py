@@ -36,6 +36,7 @@ first = ""
 SERVER = """
 import ctypes, gc, json, os, sys, threading
 import torch, pipert
+import torch.fx.experimental.symbolic_shapes  # a first backward from a gradient imports it
 
 libc = ctypes.CDLL(None)
 

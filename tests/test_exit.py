@@ -57,8 +57,9 @@ def ends(script: str, fresh: bool = False) -> tuple[int, str]:
 # The program ends
 
 
-def test_pitfall_10_it_exits_with_an_unclosed_pipe() -> None:
-    assert ends("pipe = two(); pipe(ROWS)", fresh=True) == (0, "")
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_pitfall_10_it_exits_with_an_unclosed_pipe(fresh: bool) -> None:
+    assert ends("pipe = two(); pipe(ROWS)", fresh=fresh) == (0, "")
 
 
 def test_it_exits_with_an_unclosed_pipe_that_has_not_run() -> None:

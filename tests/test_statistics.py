@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -144,6 +146,15 @@ def test_a_closed_pipe_still_has_statistics() -> None:
     assert pipe.statistics().runs == 1
 
 
+@pytest.fixture
+def switch_often() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switch_often")  # or each task waits 5 ms for the thread that asks
 def test_a_thread_may_ask_while_others_call_and_every_number_only_grows() -> None:
     done = threading.Event()
     seen: list[Statistics] = []

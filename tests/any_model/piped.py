@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
@@ -16,8 +18,8 @@ from tests.any_model.reference import Result, first_rows, loss_of, reference, si
 from tests.any_model.same import assert_same, tolerance_of
 
 __all__ = [
-    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "found_and_plain", "made",
-    "pipeline", "results", "step",
+    "CHUNKS", "HOWS", "How", "assert_equal", "assert_equal_outputs", "found_and_plain",
+    "in_each_how", "made", "pipeline", "results", "step",
 ]  # fmt: skip
 
 CHUNKS = 4
@@ -40,6 +42,22 @@ HOWS = [
     How("1f1b", "1f1b", "never"),
     How("ragged", "1f1b", "always", rows=6),
 ]
+
+
+def in_each_how(models: Sequence[Any], seldom: Sequence[Any] = ()) -> list[Any]:
+    """Cases of a model and how: a call and a step of each always, the others in the sweep.
+
+    Those of models that are ``seldom`` tried are all in the sweep.
+    """
+    cases = []
+    for models_of, always in (models, True), (seldom, False):
+        for k, model in enumerate(models_of):
+            chosen = (HOWS[k % 2], HOWS[2 + k % 3]) if always else ()
+            for how in HOWS:
+                marks = [] if how in chosen else [pytest.mark.sweep]
+                name = getattr(model, "name", None) or model.__name__
+                cases.append(pytest.param(model, how, marks=marks, id=f"{name}-{how.name}"))
+    return cases
 
 
 def pipeline(model: nn.Module, family: Family, checkpoint: str, **more: Any) -> Any:

@@ -62,6 +62,7 @@ def writes(y: Tensor, z: Tensor) -> Tensor:
     return y.add_(z).exp()
 
 
+@pytest.mark.pairwise
 @each_how
 @each_backend
 @pytest.mark.parametrize("function", [reads, breaks, writes])

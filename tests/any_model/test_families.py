@@ -16,6 +16,7 @@ from tests.any_model.piped import (
     How,
     assert_equal,
     found_and_plain,
+    in_each_how,
     made,
     pipeline,
     step,
@@ -29,10 +30,10 @@ each_family = pytest.mark.parametrize(
     [pytest.param(f, marks=[pytest.mark.sweep] * f.seldom, id=f.name) for f in RUNNING],
 )
 each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
+OFTEN, SELDOM = ([f for f in RUNNING if f.seldom == seldom] for seldom in (False, True))
 
 
-@each_how
-@each_family
+@pytest.mark.parametrize(("family", "how"), in_each_how(OFTEN, SELDOM))
 def test_a_step_is_the_plain_models(family: Family, how: How) -> None:
     if how.rows % CHUNKS and family.whole_rows:
         pytest.skip(family.whole_rows)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.any_model.family import ROWS, Family, Made
-from tests.any_model.piped import HOWS, How, assert_equal, results
+from tests.any_model.piped import HOWS, How, assert_equal, in_each_how, results
 
 each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 MODELS: list[type[Three]] = []
@@ -219,8 +219,7 @@ def family(model: type[Three], **batch: Any) -> Family:
     return Family(model.__name__, lambda: made, model.cuts, example=example)
 
 
-@each_how
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "how"), in_each_how(MODELS))
 def test_a_model_gives_what_it_gives_without_a_pipe(model: type[Three], how: How) -> None:
     own = family(model)
     assert_equal(*results(own.make(), own, how))

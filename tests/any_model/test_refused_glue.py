@@ -42,6 +42,7 @@ class ChangingViews(nn.Module):
         return last
 
 
+@pytest.mark.pairwise
 @each_how
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("used", range(3), ids=lambda k: f"used-{NAMES[k]}")
@@ -112,6 +113,7 @@ class AskingForForces(nn.Module):
         return self.c(energies * forces)
 
 
+@pytest.mark.pairwise
 @each_how
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
 @pytest.mark.parametrize("directly", [False, True], ids=["", "directly"])

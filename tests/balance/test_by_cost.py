@@ -293,9 +293,18 @@ LARGE: dict[str, Callable[[random.Random], list[float]]] = {
 }
 
 
+def large(which: int) -> pytest.MarkDecorator:
+    """Parametrizes one of the three tests below: each kind is always in one of them."""
+    sweep = pytest.mark.sweep
+    kinds = [
+        pytest.param(kind, marks=[sweep] * (k % 3 != which)) for k, kind in enumerate(LARGE)
+    ]
+    return pytest.mark.parametrize("kind", kinds)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", LARGE)
+@large(1)
 def test_two_thousand_layers_on_equal_devices(kind: str) -> None:
     costs = LARGE[kind](random.Random(0))
     check_optimal(balance_by_cost(costs, DEVICES), costs, [1] * DEVICES)
@@ -307,7 +316,7 @@ def test_two_thousand_layers_on_equal_devices(kind: str) -> None:
     "ratio",
     [pytest.param(0.5, marks=pytest.mark.sweep), 0.02, pytest.param(1e-9, marks=pytest.mark.sweep)],
 )
-@pytest.mark.parametrize("kind", LARGE)
+@large(2)
 def test_two_thousand_layers_on_different_devices(kind: str, ratio: float) -> None:
     r = random.Random(0)
     costs = LARGE[kind](r)
@@ -317,7 +326,7 @@ def test_two_thousand_layers_on_different_devices(kind: str, ratio: float) -> No
 
 @pytest.mark.slow
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", LARGE)
+@large(0)
 def test_two_thousand_layers_with_what_crosses(kind: str) -> None:
     r = random.Random(0)
     costs = LARGE[kind](r)

@@ -1,4 +1,7 @@
-"""Shared by the tests of the benchmarks, which import scripts outside any package."""
+"""Shared by the tests of the benchmarks, which import scripts outside any package.
+
+Each runs on a thread of its own (``tests/own_thread.py`` says why).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.own_thread import pytest_pyfunc_call
+
+__all__ = ["pytest_pyfunc_call"]
 
 ROOT = Path(__file__).parents[2]
 

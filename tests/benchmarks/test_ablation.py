@@ -65,6 +65,7 @@ def by_step(pipe: Pipe, x: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("devices", PLACES, ids=["cpu", "cuda"])
 @pytest.mark.parametrize("components", EVERY, ids=str)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])

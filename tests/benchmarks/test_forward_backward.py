@@ -26,6 +26,7 @@ def test_all_runtimes_compute_the_same_and_each_has_its_row(benchmark: ModuleTyp
     assert [len(row.missed) for row in table].count(1) == 3
 
 
+@pytest.mark.sweep  # two seconds of sleep; those that take turns sleep below
 def test_steps_of_sleeping_stages_overlap(
     benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("torchgpipe", reason="the benchmarks' tables need it")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # two processes import torch
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(120)]  # two processes import torch
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ from pipert.layers.buffers import KEEPING
 from pipert.layers.generators import DRAWING
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["pipert.distributed", __name__])
+# With what draws pictures, which a rank that saves one imports for half a second.
+_context.set_forkserver_preload(["pipert.distributed", "matplotlib.figure", __name__])
 for _key in (DRAWING, KEEPING):
     _key.prepare()  # in the server, where it takes longer than the rest of many a test
 

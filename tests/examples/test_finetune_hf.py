@@ -30,7 +30,7 @@ def tiny(tmp_path: Path, two_devices: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("one_measurement")
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.sweep)])
 def test_training_lowers_the_held_out_loss(
     example: ModuleType, tiny: list[str], schedule: str
 ) -> None:
@@ -48,6 +48,7 @@ def test_what_is_saved_are_the_adapters_which_the_plain_model_loads(
     assert (folder / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.usefixtures("one_measurement")
 def test_a_plain_model_without_the_adapters_differs(
     example: ModuleType, tiny: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

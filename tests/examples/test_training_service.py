@@ -66,12 +66,13 @@ Undisturbed = tuple[dict[str, Any], dict[int, float]]
 # --- killed and told to stop ----------------------------------------------------------------------
 
 
-def test_killed_ten_times_it_ends_like_one_that_was_not(
-    run: Folders, undisturbed: Undisturbed
+@pytest.mark.parametrize("times", [4, pytest.param(10, marks=pytest.mark.sweep)])
+def test_killed_several_times_it_ends_like_one_that_was_not(
+    run: Folders, undisturbed: Undisturbed, times: int
 ) -> None:
     moments = random.Random(0)
     losses: dict[int, float] = {}
-    for k in range(10):
+    for k in range(times):
         life = run.start()
         if k % 2:
             life.wait_for("step", moments.randint(1, 4))
@@ -374,6 +375,7 @@ def during(step, rows):
 # --- the command line -----------------------------------------------------------------------------
 
 
+@pytest.mark.sweep  # it starts Python and imports torch: four seconds
 def test_the_command_of_the_docs_logs_json_lines_and_nothing_else(run: Folders) -> None:
     command = [sys.executable, str(ROOT / "examples" / "training_service.py"), *OPTIONS.split()]
     result = subprocess.run(

@@ -231,8 +231,14 @@ class Nested(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("mode", ["always", "never"])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(
+    ("schedule", "mode"),
+    [
+        ("gpipe", "always"), ("1f1b", "never"),
+        pytest.param("gpipe", "never", marks=pytest.mark.sweep),
+        pytest.param("1f1b", "always", marks=pytest.mark.sweep),
+    ],
+)  # fmt: skip
 def test_a_checkpoint_in_a_layer_beside_those_that_draw_changes_nothing(
     schedule: str, mode: str
 ) -> None:
@@ -379,12 +385,17 @@ def test_a_buffer_beside_compiled_code_that_changes_again_is_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize(
-    "backend",
-    # The last one generates C++, of what the one before it makes.
-    ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)],
-)
+    ("backend", "deferred"),
+    [
+        ("eager", True), ("aot_eager", False),
+        pytest.param("eager", False, marks=pytest.mark.sweep),
+        pytest.param("aot_eager", True, marks=pytest.mark.sweep),
+        # It generates C++, of what the one before it makes.
+        pytest.param("inductor", False, marks=pytest.mark.sweep),
+        pytest.param("inductor", True, marks=pytest.mark.sweep),
+    ],
+)  # fmt: skip
 def test_statistics_of_compiled_norms_are_updated_once(backend: str, deferred: bool) -> None:
     torch._dynamo.reset()  # or it would take code that it has compiled for another one
     norm, expected = nn.BatchNorm1d(16), nn.BatchNorm1d(16)
