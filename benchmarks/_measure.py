@@ -8,8 +8,7 @@ round, and the ratio of the two medians counts. A bar missed under
 PyTorch computes with one intra-op thread: on layers this small a second one adds only noise.
 
 glibc returns freed memory to the system and faults it in again, now and then, depending on what
-else is in the arena of a thread: up to 8 ms of a step of 100, of either product. So it is told to
-keep what it has, as the allocator of a GPU does.
+else is in the arena of a thread. It is told to keep what it has, as the allocator of a GPU does.
 """
 
 from __future__ import annotations
