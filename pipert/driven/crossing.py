@@ -248,7 +248,7 @@ class Crossing(TorchFunctionMode):
         numbers = range(self._starts[0], part.first)
         earlier = {node for node in others if node._sequence_nr() in numbers}
         edges: dict[tuple[Any, int], None] = {}
-        for node in nodes - earlier - {None}:
+        for node in nodes - earlier - {None} if earlier else ():
             for key in node.next_functions:
                 if key[0] in earlier:
                     self._stand_ins.refuse_unseen(key, node)  # type: ignore[arg-type]

@@ -74,6 +74,7 @@ class Stuck:
         where: str = "call",
         **options: Any,
     ) -> None:
+        self.j = j
         self.whole, self.phase = where != "call", "forward" if where == "call" else where
         if self.whole:
             options.setdefault("checkpoint", "always" if where == "recomputation" else "never")
@@ -101,14 +102,16 @@ class Stuck:
     def times_out(self, call: Callable[[], Any] | None = None) -> PipelineTimeout:
         """Call the pipe, which gets stuck; return what it raises, without its traceback.
 
-        Where the machine has other work, the time may be over before the layer has begun. Then
-        there is another attempt.
+        Where the machine has other work, the time may be over before the layer has begun, or
+        between the looks at the worker and at its stack. Then there is another attempt.
         """
         for _ in range(20):
             try:
                 (call or (lambda: self.run(SHORT)))()
             except PipelineTimeout as error:
-                if "never_returns" in str(error):
+                doing = error.workers[self.j].doing
+                in_it = doing is not None and doing.phase == self.phase
+                if in_it and "never_returns" in str(error):
                     return error.with_traceback(None)
             self.until_back()
             self.pipe.zero_grad()
