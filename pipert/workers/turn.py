@@ -9,9 +9,10 @@ better off in turns:
 * Tasks of many small operations, which cost more Python than computation. Two workers that run
   layers at the same time wait for each other at every few operations, and each takes twice as long
   or more. They are known by their waits, which the operating system counts: 5 to 11 a millisecond,
-  and less than one if the layers compute. A turn is kept for one task. Since nobody waits while he
-  has a turn, a task now and then goes without, to see whether it is still needed. What goes
-  backward executes hardly any Python, and takes none.
+  and less than one if the layers compute. A turn is kept for one task. Layers may also wait for
+  something else, such as a device: then tasks are no shorter with a turn, and take none for long.
+  Since nobody fights who has a turn, a task now and then goes without, to see whether turns are
+  still needed. What goes backward executes hardly any Python, and takes none.
 
 Real layers sleep or compute outside the interpreter lock and take no turns: running one at a time
 would slow them down.
@@ -65,7 +66,10 @@ _BACK_OFF = 25  # so many times as long it does not ask again after waiting in v
 _FORGET = 1.1  # the factor by which the shortest time grows with each task
 _FIGHT = 2000.0  # who waits more often in a second of a task fights for the interpreter
 _PATIENCE_IN_TASKS = 8  # how long one waits for a turn who does, in tasks of its own
-_LOOK, _LOOK_AGAIN = 8, 64  # one task of so many is looked at; of those that take turns
+# One task of so many is looked at; of those that take turns. Primes, so it is not always the same.
+_LOOK, _LOOK_AGAIN = 7, 61
+_WORTH = 0.9  # a turn has helped if the task took less than that of its time without
+_IN_VAIN, _LOOK_LATER = 4, 251  # who had so many in vain is looked at so many tasks later
 
 
 class Turns:
@@ -89,7 +93,10 @@ class Turns:
 class Turn:
     """One worker's side of the turns in its pool."""
 
-    __slots__ = ("_ask_again", "_fights", "_held_since", "_tasks", "_took", "_turns", "_waits")
+    __slots__ = (
+        "_ask_again", "_fights", "_held_since", "_in_vain", "_took", "_turns", "_until_look",
+        "_waits", "_without",
+    )  # fmt: skip
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
@@ -97,8 +104,10 @@ class Turn:
         self._took = float("inf")  # assume that unknown layers are long
         self._ask_again = 0.0
         self._fights = False
-        self._tasks = 0  # that called layers
+        self._until_look = _LOOK  # tasks that call layers
         self._waits: int | None = None  # before the task at hand, if it is looked at
+        self._without = 0.0  # s; what the last one that was looked at took, without a turn
+        self._in_vain = 0  # how many with a turn, in a row, were no shorter
 
     def take(self, calls_layers: bool) -> None:
         """Take a turn if one is worth it; call when a task has its inputs and starts.
@@ -115,7 +124,13 @@ class Turn:
         if self._took < _SHORT:
             patience = _PATIENCE
             taken = self._turns.lock.acquire(timeout=patience)
-        elif calls_layers and self._wants_a_long_one():
+        elif calls_layers:
+            self._until_look -= 1
+            if self._until_look <= 0:
+                self._waits = waits()
+                return
+            if not self._fights:
+                return
             patience = _PATIENCE_IN_TASKS * self._took
             taken = self._turns.acquire_in_line(patience)
         else:
@@ -126,17 +141,16 @@ class Turn:
         else:
             self._ask_again = now + _BACK_OFF * patience
 
-    def _wants_a_long_one(self) -> bool:
-        self._tasks += 1
-        if self._tasks % (_LOOK_AGAIN if self._fights else _LOOK) == 0:
-            self._waits = waits()
-            return False
-        return self._fights
-
     def layers_took(self, took: float) -> None:
         """Note that the task's layers computed for ``took`` seconds."""
         if self._waits is not None:
-            self._fights, self._waits = waits() - self._waits > _FIGHT * took, None
+            self._fights = waits() - self._waits > _FIGHT * took
+            self._without, self._waits, self._in_vain = took, None, 0
+            self._until_look = _LOOK_AGAIN if self._fights else _LOOK
+        elif self._fights and self._held_since is not None:
+            self._in_vain = self._in_vain + 1 if took > _WORTH * self._without else 0
+            if self._in_vain == _IN_VAIN:
+                self._fights, self._until_look = False, _LOOK_LATER
         self._took = took if took > _LONG else min(took, self._took * _FORGET)
         if self._held_since is not None and self._took >= _SHORT:
             self.give_up()

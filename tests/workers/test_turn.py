@@ -198,14 +198,19 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     return waits
 
 
-def do_long(turn: Turn, waits: Waits, *, fights: bool, times: int) -> list[bool]:
-    """Long tasks that wait often or hardly ever; whether each had a turn."""
+def do_long(
+    turn: Turn, waits: Waits, *, fights: bool, times: int, gains: float = 0.5
+) -> list[bool]:
+    """Long tasks that wait often or hardly ever; whether each had a turn.
+
+    ``gains`` is what they take with a turn, of the time that they take without.
+    """
     had = []
     for _ in range(times):
         turn.take(True)
         had.append(held(turn))
         waits.now += int(turn_module._FIGHT * LONG * (3 if fights and not had[-1] else 0.3))
-        turn.layers_took(LONG)
+        turn.layers_took(LONG * gains if had[-1] else LONG)
     return had
 
 
@@ -254,6 +259,27 @@ def test_turns_end_when_a_task_without_one_does_not_fight_any_more(
     do_long(turn, waits, fights=True, times=FIRST)
     had = do_long(turn, waits, fights=False, times=3 * ALL)
     assert had[0] and not any(had[ALL:])
+
+
+def test_tasks_that_wait_for_something_else_take_a_few_turns_and_then_none_for_long(
+    clock: Clock, waits: Waits
+) -> None:
+    turn = Turn(Turns())
+    do_long(turn, waits, fights=True, times=FIRST)
+    had = do_long(turn, waits, fights=True, times=turn_module._LOOK_LATER, gains=1.0)
+    assert had.count(True) == turn_module._IN_VAIN
+    had = do_long(turn, waits, fights=True, times=2 * turn_module._IN_VAIN)
+    assert had.count(True) == turn_module._IN_VAIN
+
+
+def test_one_task_that_is_no_shorter_with_a_turn_ends_nothing(clock: Clock, waits: Waits) -> None:
+    turn = Turn(Turns())
+    do_long(turn, waits, fights=True, times=FIRST)
+    for _ in range(2):
+        do_long(turn, waits, fights=True, times=turn_module._IN_VAIN - 1, gains=1.0)
+        do_long(turn, waits, fights=True, times=1)
+    turn.take(True)
+    assert held(turn)
 
 
 def test_what_a_task_waits_that_failed_is_not_counted(clock: Clock, waits: Waits) -> None:
