@@ -371,6 +371,8 @@ def load_whole_state(
 def join(timeout: float | None = None) -> None:
     """Join the processes that torchrun has started; each waits ``timeout`` seconds for others."""
     if not dist.is_initialized():
+        if "LOCAL_RANK" not in os.environ:
+            raise ValueError("--distributed is for torchrun, which starts the processes")
         on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -379,10 +381,23 @@ def join(timeout: float | None = None) -> None:
 
 
 def of_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns in the first process, which alone calls it, in each of them."""
-    made: list[Any] = [make() if is_first() else None]
+    """What ``make`` returns in the first process, which alone calls it, in each of them.
+
+    Raises:
+        RuntimeError: it has raised an error there, where that is raised.
+    """
+    made: list[Any] = [None, None]
+    if is_first():
+        try:
+            made[0] = make()
+        except Exception as error:
+            if dist.is_initialized():  # the others must not wait for it
+                dist.broadcast_object_list([None, repr(error)], src=0)
+            raise
     if dist.is_initialized():
         dist.broadcast_object_list(made, src=0)
+    if made[1] is not None:
+        raise RuntimeError(f"the first process has failed: {made[1]}")
     value: T = made[0]
     return value
 

@@ -3,18 +3,19 @@
     python examples/training_service.py --data texts --state state
     curl 127.0.0.1:9464/metrics
     curl 127.0.0.1:9464/healthz
-    torchrun --nproc_per_node=2 examples/training_service.py --distributed --data texts ...
+    torchrun --nproc_per_node=2 --max-restarts=3 examples/training_service.py --distributed ...
 
 After any stop, restart it with the same command: it resumes from the last saved state and ends up
 bit for bit where it would be without the stop. It stops by itself
 
 * with code 0 after ``--steps``, and after SIGTERM or SIGINT: it finishes the step and saves;
-* with code 3 if a forward takes longer than ``--timeout``: it logs what each worker was doing;
+* with code 3 if a forward takes longer than ``--timeout``: it logs what each worker was doing (in
+  one process; of several, those that wait for another end with code 1);
 * with code 2 if an option is wrong, and with code 1 for any other error it cannot handle.
 
 Under torchrun there is a partition in each process; the first one has the saved states, which fit
-one process and several in turns, the endpoints and the log. All stop where one is told to, and end
-where one fails: let torchrun restart them.
+one process and several in turns, and the endpoints; the others log warnings and errors alone. All
+stop where one is told to, and end where one fails: torchrun restarts them ``--max-restarts`` times.
 
 It logs to stderr, one JSON object per line. ``docs/running_for_weeks.md`` explains what such
 a service has to do; each of its parts is a file in ``examples/service``. It needs the extras

@@ -50,14 +50,14 @@ except ImportError as error:
 from pipert.seeing.observers import Observer, RunInfo, TaskInfo
 from pipert.status import WAITING, Statistics
 
-__all__ = ["PipeMetrics"]
+__all__ = ["AnyPipe", "PipeMetrics"]
 
 _BUCKETS = (
     0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0,
 )  # fmt: skip
 
 
-class _Counted(Protocol):
+class AnyPipe(Protocol):
     """A pipe of one process, or one process's of a :class:`pipert.distributed.Pipe`."""
 
     def statistics(self) -> Statistics: ...
@@ -89,10 +89,10 @@ class PipeMetrics(Collector):
             )
         self._buckets = tuple(buckets)
         self._lock = threading.Lock()
-        self._pipes: dict[str, tuple[weakref.ref[_Counted], _Durations]] = {}
+        self._pipes: dict[str, tuple[weakref.ref[AnyPipe], _Durations]] = {}
         registry.register(self)
 
-    def add(self, pipe: _Counted, name: str) -> None:
+    def add(self, pipe: AnyPipe, name: str) -> None:
         """Show ``pipe`` as ``name``; durations and failures count from now on.
 
         Raises:
@@ -131,7 +131,7 @@ class PipeMetrics(Collector):
         figures = [(name, pipe.statistics()) for name, pipe in alive.items()]
         return [*_families(figures), *_merged(durations)]
 
-    def _alive(self) -> dict[str, _Counted]:
+    def _alive(self) -> dict[str, AnyPipe]:
         pipes = {name: reference() for name, (reference, _) in self._pipes.items()}
         return {name: pipe for name, pipe in pipes.items() if pipe is not None}
 

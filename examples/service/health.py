@@ -15,7 +15,8 @@ class Health:
 
     Args:
         pipe: the pipe whose workers to inspect.
-        limit: seconds that no step, saving included, and no task of a worker may exceed.
+        limit: seconds that no step, saving included, and no task of a worker may exceed; a pipe
+            over several processes has no workers.
         clock: in seconds.
     """
 

@@ -9,6 +9,7 @@ import math
 import random
 import sys
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from types import FrameType
 
@@ -73,9 +74,7 @@ class Service:
     def _run(self) -> None:
         options = self.options
         with ExitStack() as folder:
-            if is_first():
-                own = Checkpoints(options.state, options.keep)
-                self.checkpoints = folder.enter_context(own)
+            of_first(partial(self._open, folder))
             torch.manual_seed(options.seed)
             random.seed(options.seed)
             torch.use_deterministic_algorithms(True)
@@ -88,6 +87,10 @@ class Service:
                 self._close()
                 raise
             self._close()
+
+    def _open(self, folder: ExitStack) -> None:
+        own = Checkpoints(self.options.state, self.options.keep)
+        self.checkpoints = folder.enter_context(own)
 
     def _close(self) -> None:
         if isinstance(self.pipe, Pipe):
@@ -102,17 +105,19 @@ class Service:
             pipe, self.corpus, options.batch, options.lr, options.warmup, options.schedule
         )
         self.metrics, self.health = Metrics(pipe), Health(pipe, options.stale_after)
-        registry, problems = self.metrics.registry, self.health.problems
         with ExitStack() as serving:
-            if is_first():
-                own = Endpoints(options.host, options.port, registry, problems)
-                endpoints = serving.enter_context(own)
-                log_event(_log, logging.INFO, "serving", host=endpoints.host, port=endpoints.port)
+            of_first(partial(self._answer, serving))
             self._resume_or_begin()
             self._show()
             self._train()
             self._save()
         log_event(_log, logging.INFO, "stopped", step=self.trainer.steps, signal=self.stop.signal)
+
+    def _answer(self, serving: ExitStack) -> None:
+        registry, problems = self.metrics.registry, self.health.problems
+        own = Endpoints(self.options.host, self.options.port, registry, problems)
+        endpoints = serving.enter_context(own)
+        log_event(_log, logging.INFO, "serving", host=endpoints.host, port=endpoints.port)
 
     def _resume_or_begin(self) -> None:
         state = of_first(lambda: self.checkpoints.load())
@@ -193,7 +198,7 @@ class Service:
         if found:
             state = of_first(self.corpus.state_dict)
             if not is_first():
-                self.corpus.load_state_dict(state)
+                self.corpus.load_state_dict(state, reread=False)
             log_event(
                 _log, logging.INFO, "text found", bytes=found, windows=self.corpus.windows
             )

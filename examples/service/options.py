@@ -31,7 +31,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
             raise ValueError(f"--port must be from 0 to 65535, not {options.port}")
         if not options.data.is_dir():
             raise ValueError(f"--data must be a folder, and {options.data} is none")
-        place(options, config, options.timeout)
+        place(options, config, 4 * options.timeout)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -81,5 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to serve /metrics and /healthz at")
     add("--port", type=int, default=9464, help="0 for any that is free; it is logged")
     add("--stale-after", type=float, default=120, help="unhealthy after seconds without a step")
-    add("--timeout", type=float, default=600, help="seconds for a forward; then the process ends")
+    add("--timeout", type=float, default=600, help="seconds for a forward; then the process ends."
+        " A process waits four times as long for others")  # fmt: skip
     return parser

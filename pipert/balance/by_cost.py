@@ -38,17 +38,18 @@ def balance_by_cost(
         speeds: the speed of each device, in the order of the devices and in any unit. On device *j*
             a partition takes ``sum(its costs) / speeds[j]``. Default: all are equal.
         crossing: what it costs to cut before each layer, in the unit of a cost over a speed: the
-            partition that sends pays it, and the one that receives. The first is that of the
-            input. Default: nothing. See :func:`crossing_sizes`.
+            partition that sends pays it, and the one that receives. The first is what the first
+            partition pays for its input. Default: nothing. See :func:`crossing_sizes`.
 
     Returns:
         The number of layers in each partition, ready for ``Pipe(balance=...)``.
 
     Raises:
-        ValueError: a cost is negative, infinite or NaN; a speed is one of these or zero; there are
-            no partitions, more of them than layers, or not one speed for each; or not one number in
-            ``crossing`` for each layer.
-        TypeError: a cost or a speed is not a number, or ``partitions`` is not an integer.
+        ValueError: a cost or a number in ``crossing`` is negative, infinite or NaN; a speed is one
+            of these or zero; there are no partitions, more of them than layers, or not one speed
+            for each; or not one number in ``crossing`` for each layer.
+        TypeError: a cost, a speed or one in ``crossing`` is not a number, or ``partitions`` is not
+            an integer.
     """
     layers = check_numbers(costs, "costs", "layer", zero=True)
     n = check_partitions(partitions, len(layers))

@@ -20,7 +20,6 @@ from pipert.errors import PipeClosedError
 from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.activity import Activity
-from pipert.workers.turn import Turns
 from pipert.workers.worker import WorkerThread
 
 __all__: list[str] = []
@@ -31,7 +30,7 @@ class Driver(WorkerThread):
 
     def __init__(self, number: int) -> None:
         name = f"pipert-driver-{number}"
-        super().__init__(name, torch.device("cpu"), Turns(), Activity())
+        super().__init__(name, torch.device("cpu"), threading.Lock(), Activity())
         self.passage: Passage | None = None
 
     def stop(self) -> None:

@@ -102,7 +102,6 @@ class Passage:
 
     def __init__(self, journey: Journey, i: int, x: Value) -> None:
         self.what = journey.run.number, None
-        self.calls_layers = False
         self.layers_took: float | None = None
         self.i = i
         self._pid = os.getpid()

@@ -31,12 +31,11 @@ def actions(journey: Journey) -> Actions:
 
     def forward(stage: Stage) -> How:
         body = partial(_forward, journey)
-        on_worker = stage.run.context.on_worker
-        return How(stage.links.x.receive, on_worker, body, stage.links.y.send, True)
+        return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
 
     def recompute(stage: Stage) -> How:
         body = partial(_recompute, journey)
-        return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send, True)
+        return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send)
 
     def backward(stage: Stage) -> How:
         context = stage.run.context.going_back_on_worker

@@ -30,7 +30,6 @@ class Posting:
         self._put = put
         self._due = Once((stages[0].run.plan,))  # taken by whoever posts or abandons the run
         self.what = stages[0].run.number, None
-        self.calls_layers = False
         self.layers_took: float | None = None
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:

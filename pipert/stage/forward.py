@@ -22,7 +22,7 @@ Compute = Callable[[Stage, int, Value], Value]
 def forward(stage: Stage, compute: Compute) -> How:
     """Carry out ``F`` in this stage; ``compute`` is :func:`compute_layers`, or has it inside."""
     body = partial(_observed if stage.run.told.is_observed else _forward, compute)
-    return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send, True)
+    return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
 
 
 def _observed(compute: Compute, stage: Stage, i: int, x: Value) -> Value:

@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 def recompute(stage: Stage) -> How:
     """Carry out ``R`` in this stage."""
-    return How(NOWHERE.receive, stage.run.context.on_worker, _execute, NOWHERE.send, True)
+    return How(NOWHERE.receive, stage.run.context.on_worker, _execute, NOWHERE.send)
 
 
 def _execute(stage: Stage, i: int, _: Value) -> None:

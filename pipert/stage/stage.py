@@ -60,8 +60,6 @@ class How(NamedTuple):
     stage itself: the run would keep its tensors until the garbage collector comes by."""
     send: Callable[[int, Value], None]
     """Takes the micro-batch and what was executed, or ``NOT_RUN``. Never blocks."""
-    calls_layers: bool = False
-    """Whether it calls layers of the user's."""
 
 
 class Links(NamedTuple):
@@ -156,9 +154,7 @@ class Stage:
 class Task:
     """One action of one run, as a worker takes it."""
 
-    __slots__ = (
-        "_action", "_due", "_how", "_position", "_stage", "calls_layers", "layers_took", "what",
-    )  # fmt: skip
+    __slots__ = ("_action", "_due", "_how", "_position", "_stage", "layers_took", "what")
 
     def __init__(self, stage: Stage, action: Action) -> None:
         self._stage = stage
@@ -167,7 +163,6 @@ class Task:
         self._how = stage.how[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles it
         self.what = stage.run.number, action
-        self.calls_layers = self._how.calls_layers
         self.layers_took: float | None = None
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:

@@ -35,7 +35,6 @@ from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.activity import Activity, State
 from pipert.workers.stack import stack_of
-from pipert.workers.turn import Turns
 from pipert.workers.worker import Task, WorkerThread
 
 __all__: list[str] = []
@@ -68,7 +67,7 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._turns = Turns()
+        self._turns = threading.Lock()
         self._threads: list[WorkerThread] = []
         self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()

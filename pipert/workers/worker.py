@@ -24,7 +24,7 @@ from torch.multiprocessing import _set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.workers.activity import Activity
-from pipert.workers.turn import Turn, Turns
+from pipert.workers.turn import Turn
 
 __all__: list[str] = []
 
@@ -44,8 +44,6 @@ class Task(Protocol):
 
     what: Any
     """Which one it is, for those who look; immutable, and without tensors."""
-    calls_layers: bool
-    """Whether it calls layers of the user's, unless it has nothing to do."""
     layers_took: float | None
     """Seconds that layers of the user's took in ``execute``; ``None`` if it called none."""
 
@@ -68,7 +66,7 @@ class WorkerThread(threading.Thread):
     interpreter alive; ``pool`` ends the others properly."""
 
     def __init__(
-        self, name: str, device: torch.device, turns: Turns, activity: Activity
+        self, name: str, device: torch.device, turns: threading.Lock, activity: Activity
     ) -> None:
         in_queue: ClosableQueue[Task] = ClosableQueue()
         args = in_queue, device, Turn(turns), activity
@@ -107,7 +105,7 @@ def work(
             activity.waits(task.what)
             value = task.receive(turn.give_up)
             if value is not NOT_RUN:
-                turn.take(task.calls_layers)
+                turn.take()
                 activity.works()
                 value = task.execute(value)
                 if task.layers_took is not None:

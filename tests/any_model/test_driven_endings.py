@@ -237,7 +237,6 @@ class Looks:
     """A task that notes what is on in its thread."""
 
     what: Any = None
-    calls_layers = False
     layers_took: float | None = None
 
     def __init__(self, seen: list[Any]) -> None:

@@ -32,7 +32,6 @@ class Job:
     """A task that notes its outcomes."""
 
     what = "a job"
-    calls_layers = False
     layers_took: float | None = None
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:

@@ -25,7 +25,6 @@ from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.queues.closable import QueueClosed
 from pipert.workers.activity import Activity
 from pipert.workers.pool import Pool
-from pipert.workers.turn import Turns
 from pipert.workers.worker import WorkerThread
 from tests.activations import until
 
@@ -41,7 +40,6 @@ class Job:
     """A task that notes its outcomes."""
 
     what = "a job"
-    calls_layers = False
     layers_took: float | None = None
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
@@ -66,7 +64,7 @@ class Job:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerThread]:
-    thread = WorkerThread("pipert-test", CPU, Turns(), Activity())
+    thread = WorkerThread("pipert-test", CPU, threading.Lock(), Activity())
     thread.start()
     yield thread
     thread.stop()
