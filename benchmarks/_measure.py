@@ -38,8 +38,8 @@ except ImportError:
     ) from None
 
 __all__ = [
-    "ATTEMPTS", "Row", "both", "header", "keep_memory", "medians", "report", "rows", "start",
-    "take_turns", "verdict",
+    "ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns",
+    "verdict",
 ]  # fmt: skip
 
 ATTEMPTS = 3
@@ -63,12 +63,12 @@ def start(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     parser.add_argument("--slack", type=float, default=1.0, help="multiplies the bars of times")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)
-    keep_memory()
+    _keep_memory()
     print(header(), end="\n\n")
     return arguments
 
 
-def keep_memory() -> None:
+def _keep_memory() -> None:
     """Let the C library keep freed memory, if it is glibc."""
     if platform.libc_ver()[0] != "glibc":
         return

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:  # it needs a package that tests of other examples do without
+    from tests.examples.service_lives import Starter
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -28,6 +33,14 @@ def two_devices(request: pytest.FixtureRequest) -> str:
     """What ``--devices`` says, for the tests in which an example trains."""
     found: str = request.param
     return found
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    """Starts processes of the training service."""
+    starter = importlib.import_module("tests.examples.service_lives").Starter()
+    yield starter
+    starter.close()
 
 
 @pytest.fixture(autouse=True)

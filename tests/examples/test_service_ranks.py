@@ -7,7 +7,6 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +76,34 @@ def test_one_process_and_two_take_turns(tmp_path: Path) -> None:
     assert found == pytest.approx(whole, rel=1e-5)
 
 
+def refuse() -> None:
+    raise ValueError("there is no folder")
+
+
+def fails(rank: int) -> tuple[type[BaseException], str]:
+    """What each process gets of what the first one cannot do."""
+    gpt = importlib.import_module("train_gpt")
+    assert gpt.of_first(lambda: rank) == 0
+    with pytest.raises((ValueError, RuntimeError), match="there is no folder") as error:
+        gpt.of_first(refuse)
+    assert gpt.of_first(lambda: rank) == 0
+    return error.type, str(error.value)
+
+
+def test_what_fails_in_the_first_process_is_raised_in_all() -> None:
+    first, second = run(2, fails)
+    assert first == (ValueError, "there is no folder")
+    assert second[0] is RuntimeError and "the first process has failed: ValueError" in second[1]
+
+
+def test_processes_that_torchrun_has_not_started_cannot_join(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(ValueError, match="--distributed is for torchrun"):
+        importlib.import_module("train_gpt").join()
+
+
 # --- the program ----------------------------------------------------------------------------------
 
 RANKS = f"{MODEL} --save-every 2 --keep 9 --log-every 1 --port 0 --chunks 2 --distributed".split()
@@ -93,13 +120,6 @@ def serve(rank: int, folder: Path, options: list[str], what: str = "") -> list[d
         patch.setattr("sys.stderr", file)
         assert program.main(argv, hooked["Service"]) == 0, log.read_text()
     return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    starter = Starter()
-    yield starter
-    starter.close()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,13 +35,6 @@ from tests.examples.service_lives import (  # noqa: E402
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
-    starter = Starter()
-    yield starter
-    starter.close()
 
 
 @pytest.fixture
