@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipert._typing import Value
@@ -15,10 +14,9 @@ from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
 from pipert.driven.crossing import Crossing, Part
 from pipert.driven.journey import Journey
-from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.actions import Actions
-from pipert.stage.backward import alone, refuse_hooked
+from pipert.stage.backward import alone, gradients_of, refuse_hooked
 from pipert.stage.cut import Cut
 from pipert.stage.links import NOWHERE
 from pipert.stage.stage import How, Stage
@@ -103,22 +101,14 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
     if ys:
         ours = range(part.first, part.last)
         ends = [y.node for y in ys]
-        leaves, others, nodes = leaves_behind(ends, [order.ENTRANCE], ours)
-        unseen = crossing.enter_unseen(part, others, nodes)
+        behind = leaves_behind(ends, [order.ENTRANCE], ours)
+        unseen = crossing.enter_unseen(part, behind.others, behind.nodes)
         if unseen:
             xs += unseen
-            stop = [edge.node for edge in unseen]
-            leaves, others, _ = leaves_behind(ends, [order.ENTRANCE], ours, stop)
+            behind = leaves_behind(ends, [order.ENTRANCE], ours, [edge.node for edge in unseen])
+        leaves = behind.leaves
         refuse_hooked(cut, leaves)
-        try:
-            found = torch.autograd.grad(
-                ys, [*xs, *leaves], dys, retain_graph=bool(others), allow_unused=True
-            )
-        except BaseException as error:
-            torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
-            if isinstance(error, RuntimeError):
-                refuse_reentrant_checkpoint(error)
-            raise
+        found = gradients_of((*xs, *leaves), ys, dys, behind)
     inputs = []
     for (_, source), dx in zip(part.entries, found, strict=False):
         if source.edge is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipert.autograd import order
 from pipert.autograd.again import Graph
-from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
@@ -86,25 +86,30 @@ def _differentiate_graph(
     if not pairs:
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
     ys, given = zip(*pairs, strict=True)
-    leaves, others, _ = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
+    behind = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
+    leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    wanted: list[Any] = [*graph.xs, *leaves]
+    found = gradients_of((*graph.xs, *leaves), ys, given, behind)
+    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
+    weights = leaves
+    if cut.stand_ins:
+        weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
+    return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
+
+
+def gradients_of(
+    wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor], behind: Behind
+) -> Gradients:
+    """Differentiate ``ys``, with what is ``behind`` them, by what is wanted, on this thread."""
+    retain = bool(behind.others)  # what the caller has computed is behind other micro-batches, too
     try:
-        # What the caller has computed is behind other micro-batches as well.
-        found = torch.autograd.grad(
-            ys, wanted, given, retain_graph=bool(others), allow_unused=True
-        )
+        return torch.autograd.grad(ys, wanted, dys, retain_graph=retain, allow_unused=True)
     except BaseException as error:
         # What was ready when a node raised stays with this thread until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
         if isinstance(error, RuntimeError):
             refuse_reentrant_checkpoint(error)
         raise
-    dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    weights = leaves
-    if cut.stand_ins:
-        weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
-    return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
 
 
 def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:

@@ -129,8 +129,7 @@ OF_STEPS = [
     Mutant(
         "caller-s-graph-freed", "pipert/stage/backward.py",
         "the first micro-batch that goes back through a graph of the caller's frees it",
-        "found = torch.autograd.grad(\n            ys, wanted, given, retain_graph=bool(others)",
-        "found = torch.autograd.grad(\n            ys, wanted, given, retain_graph=False",
+        "retain = bool(behind.others)", "retain = False",
         ("tests/step/test_graphs_of_the_caller.py",),
     ),
     Mutant(
