@@ -195,14 +195,16 @@ running.wait()
 
 def test_it_exits_after_the_start_of_a_thread_was_interrupted() -> None:
     script = """
-start = threading._start_new_thread
+name = "_start_joinable_thread"  # from Python 3.13 on
+name = name if hasattr(threading, name) else "_start_new_thread"
+start = getattr(threading, name)
 
-def interrupted(*args):
-    threading._start_new_thread = start
+def interrupted(*args, **kwargs):
+    setattr(threading, name, start)
     raise KeyboardInterrupt
 
 pipe = two()
-threading._start_new_thread = interrupted
+setattr(threading, name, interrupted)
 try:
     pipe(ROWS)
 except KeyboardInterrupt:

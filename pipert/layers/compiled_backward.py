@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 
 from pipert._typing import Value
 from pipert.batch.tensors import differentiable
+from pipert.layers.dispatch_keys import stash_as
 
 __all__: list[str] = []
 
@@ -54,4 +55,4 @@ def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
     if _C._is_key_in_tls("context"):
         context = _C._get_obj_in_tls("context")
         if context is not None:
-            _C._stash_obj_in_tls("context", context.copy())
+            stash_as("context", context.copy())

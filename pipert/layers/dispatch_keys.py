@@ -18,6 +18,8 @@ refused where they do not work; ``tests/layers/test_dispatch_keys.py`` fails whe
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -127,9 +129,38 @@ def stashed() -> Any:
 def stash(value: Any) -> None:
     """Stash ``value``, or nothing if it is ``None``."""
     if value is not None:
-        _C._stash_obj_in_tls(_STASH, value)
+        stash_as(_STASH, value)
     elif _C._is_key_in_tls(_STASH):
-        _C._remove_obj_from_tls(_STASH)
+        _remove(_STASH)
+
+
+def _stash_counted(name: str, value: Any) -> None:
+    """Stash ``value`` with a reference more than torch counts."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _C._stash_obj_in_tls(name, value)
+
+
+def _stash_none(name: str) -> None:
+    _stash_counted(name, None)
+
+
+_remove = getattr(_C, "_remove_obj_from_tls", _stash_none)  # torch 2.11 has none
+
+
+def _counts_references() -> bool:
+    """Whether torch counts its reference to what is stashed. Torch 2.11 just lets go of it."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _stash_counted(_STASH, probe)
+    after = sys.getrefcount(probe)
+    _remove(_STASH)
+    return after > before + 1
+
+
+stash_as: Callable[[str, Any], None] = (
+    _C._stash_obj_in_tls if _counts_references() else _stash_counted
+)
+"""Stash something by name, as :func:`stash` does."""
 
 
 @contextlib.contextmanager

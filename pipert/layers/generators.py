@@ -57,7 +57,10 @@ def _takes_generator(schema: Any) -> bool:
 def _kind(operation: Any) -> tuple[Any, ...]:
     """What ``randint.low_out`` and its sibling ``randint.low_generator_out`` have in common."""
     words = operation._overloadname.split("_")
-    return operation.overloadpacket, *[w for w in words if w not in ("default", "generator")]
+    return operation.overloadpacket, *[w for w in words if w not in _OF_ALL]
+
+
+_OF_ALL = ("default", "generator", "with")  # such as in rand.generator_with_names of torch 2.11
 
 
 def _might_need_default(schema: Any) -> bool:

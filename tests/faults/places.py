@@ -60,6 +60,7 @@ class Raiser:
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if self.where is None and self._of(frame.f_code):
+            frame.f_trace = self._local  # before: else there are no opcodes from Python 3.12 on
             frame.f_trace_opcodes = True
             return self._local
         return None

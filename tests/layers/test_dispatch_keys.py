@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_what_is_stashed_belongs_to_a_thread() -> None:
     assert stashed() == "mine" and elsewhere == [None]
     stash(None)
     assert stashed() is None
+
+
+def test_what_is_stashed_is_kept_until_it_is_replaced_and_no_longer() -> None:
+    class Value:
+        pass
+
+    one, other = Value(), Value()
+    before = sys.getrefcount(one)
+    stash(one)
+    assert sys.getrefcount(one) == before + 1
+    stash(other)
+    assert sys.getrefcount(one) == before
+    stash(None)
+    assert sys.getrefcount(other) == before
 
 
 def test_a_backward_has_the_keys_and_the_stash_of_who_calls_for_it() -> None:

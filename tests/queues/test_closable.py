@@ -214,6 +214,7 @@ def between_bytecodes(
     def trace(frame: FrameType, event: str, arg: object) -> Any:
         if frame.f_code not in code:
             return None
+        frame.f_trace = local  # before: else there are no opcodes from Python 3.12 on
         frame.f_trace_opcodes = True
         return local
 

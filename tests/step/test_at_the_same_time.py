@@ -33,7 +33,7 @@ class Meeting:
     def __init__(self, *tasks: Task) -> None:
         self.tasks = tasks
         self.threads: list[str] = []
-        self._barrier = threading.Barrier(len(tasks))
+        self._barrier = threading.Barrier(max(1, len(tasks)))
 
     def __call__(self, task: Task) -> None:
         if task in self.tasks:
