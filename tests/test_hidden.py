@@ -144,6 +144,8 @@ HIDING: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a mapping": (lambda x: Plain(UserDict(a=x)), r"\.content\.data\['a'\]"),
     "a class of list": (lambda x: type("Rows", (list,), {})([x]), r"\[0\]"),
     "a partial function": (lambda x: functools.partial(print, x), r"\.args\[0\]"),
+    "an iterator": (lambda x: iter([x]), r"\{\.\.\.\}\[0\]"),
+    "a view": (lambda x: {"a": x}.values(), r"\{\.\.\.\}\['a'\]"),
     "a namespace": (lambda x: SimpleNamespace(x=x), r"\.x"),
 }
 each_hiding = pytest.mark.parametrize(("make", "where"), HIDING.values(), ids=list(HIDING))

@@ -17,7 +17,7 @@ from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of
 from pipert.autograd.hooks import refuse
 from pipert.autograd.leaves import begin_numbers, node_count
-from pipert.batch.hidden import find, registered
+from pipert.batch.hidden import CLOSED_TO_GRAPHS, find, registered
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
 from pipert.errors import add_note
@@ -200,7 +200,7 @@ def _refuse_hidden_graph(y: Value) -> None:
     if ORDINARY.issuperset(map(type, leaves)):
         return
     for leaf in leaves:
-        where = find(leaf, _is_in_graph)
+        where = find(leaf, _is_in_graph, CLOSED_TO_GRAPHS)
         if where is not None:
             raise TypeError(
                 f"a value for another partition has a {type(leaf).__qualname__} that holds a tensor"

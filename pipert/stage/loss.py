@@ -92,7 +92,8 @@ def scale_of(
     if isinstance(scale, torch.amp.GradScaler):
         one = torch.ones((), device=devices[0] if devices else None)
         return scale.scale(one)
-    if isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_meta:
+    is_number = isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_complex()
+    if isinstance(scale, Tensor) and is_number and not scale.is_meta:
         scale = scale.detach().reshape(())
         return scale.to(devices[0]) if scale.is_cuda and devices else scale
     if isinstance(scale, float | int):

@@ -206,7 +206,8 @@ def test_counts_may_be_numbers_beside_tensors_on_any_device() -> None:
 
 
 @pytest.mark.parametrize(
-    "scale", ["8", torch.ones(3), torch.ones((), device="meta")], ids=["text", "three", "meta"]
+    "scale", ["8", torch.ones(3), torch.tensor(8j), torch.ones((), device="meta")],
+    ids=["text", "three", "complex", "meta"],
 )
 def test_a_loss_scale_that_is_no_number_is_refused_by_name(scale: Any) -> None:
     called: list[Tensor] = []

@@ -139,6 +139,52 @@ def test_an_object_that_hides_what_wants_a_gradient_crosses_a_border_or_is_refus
     assert set(grads_of(module).values()) == {None}
 
 
+class Doubles:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def double(self) -> Tensor:
+        return self.x * 2
+
+
+BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] = {
+    "closure": (lambda x: lambda: x * 2, lambda f: f(), r"a function .*__closure__\['x'\]"),
+    "default": (
+        lambda x: lambda a=x: a * 2, lambda f: f(), r"a function .*__defaults__\[0\]",
+    ),
+    "keyword": (
+        lambda x: lambda *, a=x: a * 2, lambda f: f(), r"a function .*__kwdefaults__\['a'\]",
+    ),
+    "method": (lambda x: Doubles(x).double, lambda f: f(), r"a method .*__self__.x"),
+    "tensor's method": (lambda x: x.mul, lambda f: f(2), r"a builtin_\w+ .*__self__"),
+    "iterator": (lambda x: iter([x]), lambda f: next(f) * 2, r"a list_iterator .*"),
+    "generator": (lambda x: (y for y in (x,)), lambda f: next(f) * 2, r"a generator .*"),
+    "view": (lambda x: {"x": x}.values(), lambda f: next(iter(f)) * 2, r"a dict_values .*"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mode", ["always", "never"])
+@pytest.mark.parametrize("kind", BOUND)
+def test_what_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
+    kind: str, mode: str, schedule: str
+) -> None:
+    bind, use, found = BOUND[kind]
+    module = between(lambda x: (x.sin(), bind(x.cos())), lambda v: v[0] * use(v[1]))
+    way = Way(schedule, mode)
+    with piped(module, [2, 2], way) as pipe:
+        with pytest.raises(TypeError, match=f"has {found}\\).*put its tensors into a tuple"):
+            take_step(pipe, way, batch(7))
+    assert set(grads_of(module).values()) == {None}
+
+
+@each_way
+def test_a_function_that_has_bound_no_tensor_of_the_graph_crosses_a_border(way: Way) -> None:
+    factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    module = between(lambda x: (x.sin(), lambda y: y * factor), lambda v: v[1](v[0]))
+    assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
+
+
 @each_way
 def test_an_object_that_hides_what_wants_no_gradient_crosses_a_border(way: Way) -> None:
     module = with_cache(lambda x: (x.sin(), Cache(x.detach().cos())))
