@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -119,6 +120,17 @@ class ScalingByParameters(Three):
         z = self.b(self.a(x) * self.scale)
         weight = self.c.get_parameter("0.weight")
         return self.c(z * self.scale) + F.linear(z, weight) @ self.scale.diag()
+
+
+mask: ContextVar[Tensor] = ContextVar("mask")
+
+
+class KeepingAMask(Three):
+    """Not on the module, where that of the next micro-batch would take its place."""
+
+    def forward(self, x: Tensor) -> Any:
+        mask.set(x > 0)
+        return self.c(self.b(self.a(x))) * mask.get()
 
 
 # Gradients ----------------------------------------------------------------------------------------
