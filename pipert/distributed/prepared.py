@@ -14,7 +14,8 @@ from pipert.distributed.asked import Brought, Settings, Site
 from pipert.distributed.boundary import Boundary
 from pipert.distributed.meeting import meet
 from pipert.distributed.schedules import make_schedule
-from pipert.distributed.stages import Running, Stage
+from pipert.distributed.stages import Running
+from pipert.distributed.torch_stage import Stage
 
 __all__: list[str] = []
 

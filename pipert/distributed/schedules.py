@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.torch_version import TorchVersion
 
-from pipert.distributed.stages import Stage
+from pipert.distributed.torch_stage import Stage
 
 __all__: list[str] = []
 

@@ -1,9 +1,10 @@
-"""One partition as torch's schedules run it.
+"""One partition in a mini-batch that torch's schedules run.
 
-torch's stage calls a module with the tensors that arrived, sends what it returns, and goes backward
-through it. The module is a :class:`StageModule` of the partition's own layers, which hands over to
-what the current mini-batch is made of, :class:`Running`: as in one process, layers are called with
-random numbers of their own and recomputed by the pair of the paper.
+torch's stage (``distributed/torch_stage.py``) calls a module with the tensors that arrived, sends
+what it returns, and goes backward through it. The module is a :class:`StageModule` of the
+partition's own layers, which hands over to what the current mini-batch is made of,
+:class:`Running`: as in one process, layers are called with random numbers of their own and
+recomputed by the pair of the paper.
 
 What fails is noted, and the schedule goes on with zeros, computing no layer any more: nobody waits
 for what never comes. When all ranks are through, all raise.
@@ -19,7 +20,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
@@ -122,6 +122,8 @@ class Running:
     """None on the last."""
     i: int = 0
     """The micro-batch that torch's stage is at."""
+    gone_back: int = 0
+    """How many micro-batches have."""
 
     def forward(self, tensors: Tensors) -> Tensor | Tensors:
         """Compute ``F`` of a micro-batch: what torch's stage sends, or the loss."""
@@ -226,13 +228,6 @@ class Running:
 _OF_STAGE = "Failed to run stage backward"  # torch's, of what went in, which may be long
 
 
-def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | None:
-    """A gradient as it is sent, zeros where there is none; nothing where none is awaited."""
-    if not of.requires_grad:
-        return None
-    return torch.zeros_like(of, device=device) if dx is None else dx.contiguous()
-
-
 def moved(value: Value, device: torch.device) -> Value:
     """The same on this rank's device."""
     tensors, rebuild = tensors_of(value)
@@ -243,56 +238,3 @@ def entered(x: Value) -> Value:
     """The same as results of an operation: what arrives are leaves, which no layer may change."""
     xs, rebuild = differentiable(x)
     return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x
-
-
-class Stage(PipelineStage):
-    """torch's stage, which goes on with zeros where its partition has failed.
-
-    Args:
-        module: a :class:`StageModule`, or what is wrapped around it.
-        running: of the mini-batch; set before each, and taken back after it.
-    """
-
-    running: Running
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self.running.i = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        running, i = self.running, bwd_chunk_id
-        if not self.has_backward:
-            return
-
-        def go_back() -> None:
-            scaled = loss
-            if scaled is not None and running.batch.loss is not None:
-                scaled = scaled * running.batch.loss.gradient_of(i, scaled.detach())
-            super(Stage, self).backward_one_chunk(i, scaled, *args, **kwargs)
-
-        if not running.backward(i, go_back):
-            self.fwd_cache.pop(i, None)
-        if running.arriving is not None:
-            metas = running.arriving.as_meta()
-            found = zip(self.bwd_cache.get(i) or (None,) * len(metas), metas, strict=True)
-            self.bwd_cache[i] = tuple([_gradient(dx, t, self.device) for dx, t in found])
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        if bwd_chunk_id not in self.dw_runner:
-            return  # its other half has failed
-
-        def go_back() -> None:
-            super(Stage, self).backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-        self.running.backward(bwd_chunk_id, go_back)
-
-    # torch's V-shaped schedules hand gradients over in a forward alone, too, where there are none.
-    def get_local_bwd_output(self, mb_index: int) -> Any:
-        kept: Any = super()
-        return kept.get_local_bwd_output(mb_index) if self.has_backward else ()
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)

@@ -110,11 +110,14 @@ def check(found: list[Any], rows: list[tuple[int, int]]) -> None:
     assert seen == set(named)
 
 
+SPLIT = {"schedule": "InterleavedZeroBubble", "balance": [1, 2, 1, 2], "checkpoint": "never"}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
         in_sweep({"schedule": "1f1b"}), in_sweep({"schedule": "gpipe"}), {"checkpoint": "always"},
-        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}),
+        in_sweep({"schedule": "interleaved", "balance": [1, 2, 1, 2]}), in_sweep(SPLIT),
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip
@@ -132,7 +135,7 @@ def test_gradients_that_are_views_of_a_bucket() -> None:
     "settings",
     [
         in_sweep({}),
-        in_sweep({"checkpoint": "always"}),
+        in_sweep({"checkpoint": "always"}), in_sweep(SPLIT),
         {"schedule": "interleaved", "balance": [1, 2, 1, 2]},
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),

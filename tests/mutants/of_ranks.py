@@ -48,6 +48,12 @@ BREAKAGES = [
         "                _renew(arrived)", "                pass", EQUALITY,
     ),
     Mutant(
+        "split-where-weights-are-lost", "pipert/distributed/torch_stage.py",
+        "weights that are on no way from an input get no gradient, or a part, where B is split",
+        "not entering.isdisjoint(map(id, leaves))", "True",
+        ("tests/distributed/test_split_backward.py",),
+    ),
+    Mutant(
         "change-of-one-of-two-views", STAGES,
         "what shared memory with another tensor is changed in place, and the other is not",
         "shared = self.arriving.shared(i)", "pass", FAULTS,
