@@ -163,6 +163,7 @@ BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] =
 }  # fmt: skip
 
 
+@pytest.mark.layered  # the graph is cut in there, too
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("kind", BOUND)
