@@ -78,6 +78,7 @@ class Raiser:
 def interrupted_at(k: int, function: Callable[[], object], **options: Any) -> str | None:
     """Call ``function``, but raise at the k-th place it comes to; say where."""
     raiser = Raiser(k, **options)
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 traces none below
     sys.settrace(raiser.trace)
     try:
         function()

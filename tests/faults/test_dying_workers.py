@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 # The collector is off, so that no finalizer runs on the thread that is being killed.
 DEATHS = """
-import contextlib, gc
+import contextlib, gc, logging
 import pipert.engine.runtime
 gc.disable()
 pipert.engine.waiting._LOOK = 0.05
