@@ -16,6 +16,7 @@ from pipert.status import WorkerStatistics
 __all__ = [
     "NestedCheckpointError",
     "NotBatchFirstWarning",
+    "SharedStateWarning",
     "PipeClosedError",
     "PipelineTimeout",
     "PipertError",
@@ -122,4 +123,14 @@ class NotBatchFirstWarning(UserWarning):
     right all the same; who has them ignores this::
 
         warnings.filterwarnings("ignore", category=pipert.NotBatchFirstWarning)
+    """
+
+
+class SharedStateWarning(UserWarning):
+    """A ``forward`` keeps a value on a module across a cut, where the next micro-batch sets it.
+
+    What is read behind the cut may be another micro-batch's. The remedy is a local variable, a
+    value that layers return, or a ``ContextVar``. If nothing behind the cut reads it, ignore this::
+
+        warnings.filterwarnings("ignore", category=pipert.SharedStateWarning)
     """

@@ -52,6 +52,7 @@ PUBLIC = {
     "Replicate",
     "ReentrantCallError",
     "RunInfo",
+    "SharedStateWarning",
     "Statistics",
     "TaskInfo",
     "TaskStatus",

@@ -21,6 +21,7 @@ from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
 from pipert.driven.recorded import Seen
+from pipert.driven.shared import SharedState
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
@@ -49,6 +50,7 @@ class Journey:
         layers: Layers,
         drivers: Drivers,
         step: Step | None,
+        shared: SharedState,
     ) -> None:
         self.run = run
         self.module = module
@@ -65,6 +67,8 @@ class Journey:
         self.binds = not self._moves
         self._lending = Lending(module, step is not None, self._moves)
         self._drivers = drivers
+        several = run.plan.m > 1 and self.n > 1
+        self._shared = shared if several and shared.looks() else None
         self.crossings: dict[int, Crossing] = {}
         self.tapes: dict[tuple[int, int], Tape] = {}
         """In a step, until they were recomputed."""
@@ -153,9 +157,13 @@ class Journey:
             passage.crossing.begin(stage, passage.tape)
         if passage.seen is not None:
             passage.seen.begin(stage)
+        if self._shared is not None and passage.i == 0:
+            self._shared.begin()
 
     def end(self, passage: Passage, stage: Stage) -> None:
         """The turn of a partition goes back."""
+        if self._shared is not None:
+            self._look(self._shared, passage, stage)
         if passage.seen is not None:
             passage.seen.end()
         if passage.tape is not None:
@@ -164,6 +172,14 @@ class Journey:
         if passage.crossing is not None:
             with passage.crossing.outside_of_glue():
                 passage.crossing.end()
+
+    def _look(self, shared: SharedState, passage: Passage, stage: Stage) -> None:
+        if passage.i > 0:
+            shared.compare()
+            if (passage.i, stage.place.j) == (self.run.plan.m - 1, self.n - 1):
+                shared.warn()
+        elif stage.place.j < self.n - 1:
+            shared.end()
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any

@@ -12,6 +12,7 @@ from pipert.driven.journey import Journey
 from pipert.driven.layers import Layers
 from pipert.driven.stages import actions
 from pipert.layers.batchnorm import DeferredStats
+from pipert.driven.shared import SharedState
 from pipert.layers.intercepted import intercept, release
 from pipert.model.changes import Changes
 from pipert.skip.routes import routes
@@ -43,13 +44,14 @@ class DrivenModel:
         begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._changes = Changes(module, begun, self.layers)
         self._model = Layered(self.partitions, routes(self.partitions))
+        self._shared = SharedState(module)
         intercept(self.layers)
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         self._changes.refuse()
-        journey = Journey(run, self.module, self.layers, self.drivers, step)
+        journey = Journey(run, self.module, self.layers, self.drivers, step, self._shared)
         journey.stats = None if stats is None else stats.partitions[0]
         stages = assemble(run, self._model, inputs, step, None, actions(journey))
         for stage in stages:

@@ -89,7 +89,8 @@ ENCODERS: list[Family] = [
             "n_head": 4, "d_head": 4, "d_inner": 24, "hidden_dropout": 0.0,
             "attention_dropout": 0.0, "activation_dropout": 0.0, "pool_q_only": True,
         },
-        notes=TIED + "; an early hidden state skips to the decoder",
+        notes=TIED + "; an early hidden state skips to the decoder; "
+        "warns of `pooling_mult`, which nothing reads",
     ),
     hugging(
         "perceiver", "PerceiverForMaskedLM",

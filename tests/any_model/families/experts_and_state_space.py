@@ -74,6 +74,6 @@ EXPERTS_AND_STATE_SPACE: list[Family] = [
             "head_dim": 4, "lru_width": 16, "attention_window_size": 4, "use_cache": False,
             "attention_dropout": 0.0,
         },
-        notes=TIED,
+        notes=TIED + "; warns of `recurrent_states`, which layers keep for themselves",
     ),
 ]  # fmt: skip

@@ -1,0 +1,200 @@
+"""What a ``forward`` keeps on modules across a cut is every micro-batch's, and is named."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import mse_loss
+from torch.nn.utils import prune, weight_norm
+
+import pipert
+from pipert import SharedStateWarning
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+        self.b = nn.Linear(4, 4)
+
+
+class KeepingAMask(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = x > 0
+        return self.b(self.a(x)) * self.mask  # type: ignore[no-any-return]
+
+
+class KeepingItInABuffer(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+
+    forward = KeepingAMask.forward
+
+
+class CollectingLosses(Two):
+    losses: list[Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.losses = []
+        x = self.a(x)
+        self.losses.append(x.square().mean())
+        return self.b(x)  # type: ignore[no-any-return]
+
+
+class LayerWithALoss(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.loss = y.square().mean()
+        return y
+
+
+class ReadingWhatALayerKeeps(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = LayerWithALoss(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) + self.a.loss  # type: ignore[no-any-return]
+
+
+class EvaluatingMeanwhile(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.b.eval()
+        y = self.b(self.a(x))
+        self.b.train()
+        return y  # type: ignore[no-any-return]
+
+
+class Deleting(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mask = x > 0
+        y = self.b(self.a(x))  # whoever reads the mask here may find none
+        self.__dict__.pop("mask", None)
+        return y  # type: ignore[no-any-return]
+
+
+class Scaled(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x)) * self.scale  # type: ignore[no-any-return]
+
+
+class Swapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Scaled()
+
+    def forward(self, x: Tensor) -> Any:
+        return functional_call(self.inner, {"scale": x.mean(0)}, (x,))
+
+
+SHARING: list[tuple[type[nn.Module], str]] = [
+    (KeepingAMask, "'mask'"),
+    (KeepingItInABuffer, "'mask'"),
+    (CollectingLosses, "'losses'"),
+    (ReadingWhatALayerKeeps, r"'a\.loss'"),
+    (EvaluatingMeanwhile, r"'b\.training'"),
+    (Deleting, "'mask'"),
+    (Swapping, r"'inner\.scale'"),
+]
+
+
+@pytest.mark.parametrize("kind, name", SHARING, ids=[kind.__name__ for kind, _ in SHARING])
+def test_what_the_next_micro_batch_sets_again_is_named(kind: type[nn.Module], name: str) -> None:
+    cut = "inner.b" if kind is Swapping else "b"
+    with pipert.pipeline(kind(), cuts=[cut], chunks=4) as pipe:
+        with pytest.warns(SharedStateWarning, match=f"sets [^;]*{name}.* of the model") as caught:
+            pipe(torch.rand(8, 4))
+        pipe(torch.rand(8, 4))  # once: here, a warning is an error
+    (warning,) = caught
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("kind", [KeepingAMask, EvaluatingMeanwhile, Deleting])
+def test_it_is_named_in_a_step(kind: type[Two]) -> None:
+    with pipert.pipeline(kind(), cuts=["b"], chunks=4) as pipe:
+        with pytest.warns(SharedStateWarning):
+            pipe.forward_backward(torch.rand(8, 4), target=torch.rand(8, 4), loss_fn=mse_loss)
+
+
+def test_where_warnings_are_errors_no_values_are_returned() -> None:
+    pipe = pipert.pipeline(KeepingAMask(), cuts=["b"], chunks=4)
+    with pipe:
+        for _ in range(3):  # runs that are not looked at are not among them
+            with pytest.raises(SharedStateWarning) as caught:
+                pipe.forward_backward(torch.rand(8, 4), target=torch.rand(8, 4), loss_fn=mse_loss)
+            assert "micro-batch 3 of 4" in caught.value.__notes__[0]
+        assert all(p.grad is None for p in pipe.parameters())
+
+
+class KeepingIfTold(Two):
+    keeps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.keeps:
+            self.mask = x > 0
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+def test_what_a_later_call_begins_to_share_is_named() -> None:
+    model = KeepingIfTold()
+    with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
+        for _ in range(3):
+            pipe(torch.rand(8, 4))
+        model.keeps = True
+        with pytest.warns(SharedStateWarning):
+            for _ in range(5):
+                pipe(torch.rand(8, 4))
+
+
+class KeepingWhatIsNotShared(Two):
+    """The same for all, made once, put back before the cut, set behind it, or by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():  # torch has another way, which keeps nothing
+            warnings.simplefilter("ignore", FutureWarning)
+            self.a = weight_norm(self.a)
+        prune.random_unstructured(self.a, "bias", 0.5)  # type: ignore[no-untyped-call]
+        self.cache: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.width, self.kind, self.shape = x.shape[1], x.dtype, x.shape[1:]
+        if not self.cache:
+            self.cache.append(torch.ones(4))
+        self.b.eval()
+        x = self.a(x)
+        self.b.train()
+        y = self.b(x)
+        self.last = y.detach()
+        return y * self.cache[0]  # type: ignore[no-any-return]
+
+
+def test_what_is_not_shared_is_passed_over() -> None:
+    with pipert.pipeline(KeepingWhatIsNotShared(), cuts=["b"], chunks=4) as pipe:
+        for _ in range(4):
+            pipe(torch.rand(8, 4))
+    with pipert.pipeline(KeepingAMask(), cuts=["b"], chunks=1) as pipe:
+        pipe(torch.rand(8, 4))
+
+
+@pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
+def test_looking_keeps_no_tensor() -> None:
+    model = KeepingAMask()
+    with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
+        pipe(torch.rand(8, 4))
+        mask = weakref.ref(model.mask)
+        del model.mask
+        gc.collect()
+        assert mask() is None
