@@ -33,6 +33,7 @@ from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
+from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
 
@@ -210,7 +211,7 @@ class Journey:
         number = passage.calls * _CALLS + stage.place.number(passage.i) if self.draws else 0
         tape = passage.tape
         if tape is not None and torch.is_grad_enabled() and not (
-            layer.is_in_place or is_in_checkpoint()  # which keeps what the layer needs
+            layer.is_in_place or is_in_checkpoint() or is_transformed()  # what it needs is kept
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)

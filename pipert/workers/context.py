@@ -57,6 +57,11 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
+def is_transformed() -> bool:
+    """Whether the current thread is in a ``torch.func`` transform."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def refuse_transforms() -> None:
     """Refuse what a worker cannot take over from its caller.
 
@@ -65,7 +70,7 @@ def refuse_transforms() -> None:
             forward mode.
     """
     what = ""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         what = "a torch.func transform such as grad, jvp or vmap"
     elif forward_ad._current_level >= 0:
         what = "forward-mode differentiation"
