@@ -40,8 +40,12 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.01, momentum=0.5)
 
 
-def in_pipe(case: Case) -> Found:
-    """What a user finds who takes the steps with a pipe."""
+def in_pipe(case: Case, first: Found | None = None) -> Found:
+    """What a user finds who takes the steps with a pipe; ``first`` is what another pipe found.
+
+    How far a step comes that fails, and what statistics it leaves, depends on threads. So what
+    follows goes on from those that the first pipe had then.
+    """
     found = Found()
     model = build(case, piped=True)
     with contextlib.ExitStack() as stack:
@@ -61,6 +65,8 @@ def in_pipe(case: Case) -> Found:
             with circumstances(step):
                 batch = left.pop(0)
                 _step_of_pipe(case, k, pipe, batch, found)
+                if first is not None and k in first.buffers:
+                    fill(pipe, first.buffers[k])
                 keep_gradients(found, pipe)
                 clear_up(step, pipe, optimizer, batch)
                 del batch
@@ -117,6 +123,12 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
         assert str(seen.report())
 
 
+def fill(module: nn.Module, buffers: list[Tensor]) -> None:
+    """Give a module the values of these buffers."""
+    for buffer, kept in zip(module.buffers(), buffers, strict=True):
+        buffer.data.copy_(kept.to(buffer.device))
+
+
 @contextlib.contextmanager
 def anomalies(step: Step) -> Iterator[None]:
     """Autograd looks for anomalies, where the step has it."""
@@ -159,15 +171,14 @@ def reference(case: Case, found: Found) -> Found:
     """What a user should have found."""
     if case.autocast or set(case.units) & set(RANDOM):
         steps = [dataclasses.replace(step, checkpoint="never") for step in case.steps]
-        return in_pipe(dataclasses.replace(case, steps=tuple(steps)))
+        return in_pipe(dataclasses.replace(case, steps=tuple(steps)), found)
     expected = Found()
     plain = build(case, piped=False).layers
     optimizer = optimizer_of(plain)
     for k, (step, batch) in enumerate(zip(case.steps, batches(case, None), strict=True)):
         if k in found.buffers:
             plain.zero_grad(set_to_none=True)
-            for buffer, kept in zip(plain.buffers(), found.buffers[k], strict=True):
-                buffer.data.copy_(kept.cpu())
+            fill(plain, found.buffers[k])
         else:
             plain.train(step.training and step.how != "evaluation")
             forward = functools.partial(_forward, case, step, plain, batch)
