@@ -269,6 +269,6 @@ _look: Callable[[Tensor], Look] = attrgetter("shape", "dtype")
 
 _REMEDY = (
     "; layers must do the same when they run again: no counters, no random numbers from a "
-    "generator of their own, no dependence on what the training loop changes. Otherwise use "
-    "checkpoint='never'"
+    "generator of their own, no dependence on what the training loop changes, no parameter frozen "
+    "or released in between. Otherwise use checkpoint='never'"
 )
