@@ -29,7 +29,7 @@ __all__: list[str] = []
 _OWN_NAMES = {"_parameters", "_buffers", "_modules"}  # whose items are attributes, too
 _EQUAL = {bool, int, float, complex, str, bytes, type(None), torch.device}  # same if they are equal
 _MAPPINGS = {dict, OrderedDict, defaultdict}
-_CONTAINERS = {*_MAPPINGS, list, tuple, set, deque, torch.Size}
+_CONTAINERS = {*_MAPPINGS, list, set, deque}
 _ABSENT = b"no such attribute"
 _DEPTH = 4  # of containers
 _TOLD = 5  # names in one warning
@@ -130,13 +130,13 @@ def _token(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind in _EQUAL:
         return value
-    if depth and kind in _CONTAINERS:
+    if depth and (kind in _CONTAINERS or isinstance(value, tuple)):
         items = _items(value) if kind in _MAPPINGS else list(value)
         return tuple([_token(item, depth - 1) for item in items]) if items else ()
     try:
         return weakref.ref(value)
     except TypeError:
-        return value
+        return id(value)
 
 
 def _is_made_for_use(module: nn.Module, name: str) -> bool:

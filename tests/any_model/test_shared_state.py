@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -189,12 +189,22 @@ def test_what_is_not_shared_is_passed_over() -> None:
         pipe(torch.rand(8, 4))
 
 
+class Kept(NamedTuple):
+    mask: Tensor
+
+
+class KeepingATuple(Two):
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = Kept(x > 0)
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
 def test_looking_keeps_no_tensor() -> None:
-    model = KeepingAMask()
+    model = KeepingATuple()
     with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
         pipe(torch.rand(8, 4))
-        mask = weakref.ref(model.mask)
-        del model.mask
+        mask = weakref.ref(model.kept.mask)
+        del model.kept
         gc.collect()
         assert mask() is None
