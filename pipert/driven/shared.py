@@ -2,8 +2,9 @@
 
 All micro-batches of a run are inside of one model. What one of them sets in partition *j*, the next
 may have set again before the first reads it in *j + 1*: values would be wrong, depending on who is
-faster. Nobody sees who reads an attribute. So the first micro-batch shows what is set on the way to
-a cut, and when the last one has ended, a warning names what is not as the first had left it.
+faster. Who reads an attribute cannot be seen. So the first micro-batch shows what is set on the way
+to a cut, the others compare it with what they find when they come to theirs, and at the end of the
+run a warning names what differed.
 
 Not seen are tensors that are changed in place, and what is inside of other objects than lists,
 tuples, dicts and sets.
