@@ -139,7 +139,7 @@ class Multiply(torch.autograd.Function):
         return x * y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         x, y = ctx.saved_tensors
         return grads[0] * y, grads[0] * x
 
