@@ -47,6 +47,30 @@ def refuse_asking(
             )
 
 
+def refuse_through(cut: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
+    """Refuse a backward that would go on where nobody has seen a tensor of an earlier partition.
+
+    Autograd goes through all that is in front of a wanted gradient, so it would go back through the
+    earlier partition, which that does itself: gradients would be counted twice.
+
+    Args:
+        cut: the places where the graph is to end.
+        leaves: parameters whose gradients are wanted, too.
+
+    Raises:
+        RuntimeError: one of the leaves, or another of those places, is behind such a place.
+    """
+    ends = {edge.node for edge in cut}
+    children = [child for node in ends for child, _ in node.next_functions if child is not None]
+    if not _behind(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
+        raise RuntimeError(
+            "a custom autograd function or compiled code uses a tensor that an earlier partition "
+            "has made, where a step of a pipe does not see it, and the same partition uses another "
+            "such tensor, or a parameter, that this one was computed from; pass it tensor.clone(), "
+            "or call the pipe and loss.backward()"
+        )
+
+
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
     return [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
 

@@ -21,7 +21,7 @@ from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
 from pipert.driven.recorded import Seen
-from pipert.driven.shared import SharedState
+from pipert.driven.shared import Look, SharedState
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
@@ -69,7 +69,7 @@ class Journey:
         self._lending = Lending(module, step is not None, self._moves)
         self._drivers = drivers
         several = run.plan.m > 1 and self.n > 1
-        self._shared = shared if several and shared.looks() else None
+        self._look: Look | None = shared.look() if several else None
         self.crossings: dict[int, Crossing] = {}
         self.tapes: dict[tuple[int, int], Tape] = {}
         """In a step, until they were recomputed."""
@@ -158,13 +158,14 @@ class Journey:
             passage.crossing.begin(stage, passage.tape)
         if passage.seen is not None:
             passage.seen.begin(stage)
-        if self._shared is not None and passage.i == 0:
-            self._shared.begin()
+        look, j = self._look, stage.place.j
+        if look is not None and passage.i == 0 and j < self.n - 1:
+            look.begin(j)
 
     def end(self, passage: Passage, stage: Stage) -> None:
         """The turn of a partition goes back."""
-        if self._shared is not None:
-            self._look(self._shared, passage, stage)
+        if self._look is not None:
+            self._compare(self._look, passage, stage)
         if passage.seen is not None:
             passage.seen.end()
         if passage.tape is not None:
@@ -174,13 +175,13 @@ class Journey:
             with passage.crossing.outside_of_glue():
                 passage.crossing.end()
 
-    def _look(self, shared: SharedState, passage: Passage, stage: Stage) -> None:
+    def _compare(self, look: Look, passage: Passage, stage: Stage) -> None:
         if passage.i > 0:
-            shared.compare()
+            look.compare()
             if (passage.i, stage.place.j) == (self.run.plan.m - 1, self.n - 1):
-                shared.warn()
+                look.warn()
         elif stage.place.j < self.n - 1:
-            shared.end()
+            look.end(stage.place.j)
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
@@ -234,6 +235,7 @@ class Journey:
         if not self.run.dropped:
             for passage in passages:
                 passage.wait()
+        self._look = None
         self._passages.clear()
         self.crossings.clear()
         self.tapes.clear()

@@ -44,7 +44,7 @@ class DrivenModel:
         begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._changes = Changes(module, begun, self.layers)
         self._model = Layered(self.partitions, routes(self.partitions))
-        self._shared = SharedState(module)
+        self._shared = SharedState(module, partitions)
         intercept(self.layers)
 
     def assemble(

@@ -7,7 +7,7 @@ to a cut, the others compare it with what they find when they come to theirs, an
 run a warning names what differed.
 
 Not seen are tensors that are changed in place, and what is inside of other objects than lists,
-tuples, dicts and sets.
+tuples, dicts and sets, or of those of more than a thousand items.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import inspect
 import warnings
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from numbers import Number
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -30,42 +31,73 @@ __all__: list[str] = []
 _OWN_NAMES = {"_parameters", "_buffers", "_modules"}  # whose items are attributes, too
 _EQUAL = {bool, int, float, complex, str, bytes, type(None), torch.device}  # same if they are equal
 _MAPPINGS = {dict, OrderedDict, defaultdict}
-_CONTAINERS = {*_MAPPINGS, list, set, deque}
+_CONTAINERS = {*_MAPPINGS, list, tuple, set, frozenset, deque}
 _ABSENT = b"no such attribute"
 _DEPTH = 4  # of containers
+_MANY = 1000  # items of a container, which is not looked into: a vocabulary, or a data set
 _TOLD = 5  # names in one warning
 
 _Key = tuple[nn.Module, str]
 
 
 class SharedState:
-    """Looks at the modules of a model. Owned by the pipe; used by its passages, meanwhile.
+    """What was said about the modules of a model. Owned by the pipe.
 
     A look takes some microseconds for each module, so there is one in runs 1, 2, 4, 8 and so on.
+
+    Args:
+        module: the model.
+        layers: of each partition.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, layers: Iterable[nn.Module]) -> None:
+        self.module = module
+        self.homes = {part: j for j, of in enumerate(layers) for part in modules_of(of)}
+        self.told: set[_Key] = set()
         self._runs = 0
-        self._told: set[_Key] = set()
+
+    def look(self) -> Look | None:
+        """A look at the run that begins, if there is to be one."""
+        self._runs += 1
+        return Look(self) if self._runs & (self._runs - 1) == 0 else None
+
+    def warn(self, found: list[_Key]) -> None:
+        """Say what was found, once."""
+        self._runs = 0  # an error is one in the next run, too
+        warnings.warn_explicit(self._message(found), SharedStateWarning, *_place(self.module))
+        self._runs = 1
+        self.told.update(found)
+
+    def _message(self, found: list[_Key]) -> str:
+        paths = {module: path for path, module in self.module.named_modules()}
+        names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
+        others = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
+        return (
+            f"forward sets {', '.join(map(repr, names[:_TOLD]))}{others} of the model before a "
+            "cut, and so does the next micro-batch, while the first has gone on behind that cut. "
+            "What is read there may be another micro-batch's. Keep it in a local variable, return "
+            "it from the layer, or let a ContextVar hold it. If nothing behind the cut reads it, "
+            "ignore pipert.SharedStateWarning by warnings.filterwarnings"
+        )
+
+
+class Look:
+    """A look at the modules in one run. Its drivers', meanwhile; it ends with the run."""
+
+    def __init__(self, shared: SharedState) -> None:
+        self._shared = shared
         self._before: dict[_Key, Any] = {}
         self._kept: dict[_Key, Any] = {}
         self._found: dict[_Key, None] = {}
 
-    def looks(self) -> bool:
-        """Whether to look at the run that begins."""
-        self._kept, self._found = {}, {}
-        self._runs += 1
-        return self._runs & (self._runs - 1) == 0
+    def begin(self, j: int) -> None:
+        """The first micro-batch begins partition ``j``, behind which there is a cut."""
+        self._before = self._state(j)
 
-    def begin(self) -> None:
-        """The first micro-batch begins a partition."""
-        self._before = self._state()
-
-    def end(self) -> None:
-        """The first micro-batch comes to a cut."""
+    def end(self, j: int) -> None:
+        """It comes to that cut."""
         before, self._before = self._before, {}
-        state = self._state()
+        state = self._state(j)
         for key in before.keys() | state.keys():
             if not _same(before.get(key, _ABSENT), state.get(key, _ABSENT)):
                 self._kept.setdefault(key, state.get(key, _ABSENT))
@@ -82,31 +114,22 @@ class SharedState:
         Warns:
             SharedStateWarning: once for each attribute. Where warnings are errors, in each run.
         """
-        found = [k for k in self._found if k not in self._told and not _is_made_for_use(*k)]
+        told = self._shared.told
+        found = [k for k in self._found if k not in told and not _is_made_for_use(*k)]
         if found:
-            self._runs = 0  # an error is one in the next run, too
-            warnings.warn_explicit(self._message(found), SharedStateWarning, *_place(self._module))
-            self._runs = 1
-            self._told.update(found)
+            self._shared.warn(found)
 
-    def _state(self) -> dict[_Key, Any]:
+    def _state(self, j: int) -> dict[_Key, Any]:
+        """Of all modules but those of earlier partitions, which other micro-batches are in by now:
+        what these set for a while, and put back, was not set by the first.
+        """
+        homes = self._shared.homes
         return {
             (module, name): _token(value, _DEPTH)
-            for module in modules_of(self._module)
+            for module in modules_of(self._shared.module)
+            if homes.get(module, j) >= j
             for name, value in _attributes(module)
         }
-
-    def _message(self, found: list[_Key]) -> str:
-        paths = {module: path for path, module in self._module.named_modules()}
-        names = [f"{paths.get(module, '?')}.{name}".lstrip(".") for module, name in found]
-        others = f" and {len(names) - _TOLD} more" if len(names) > _TOLD else ""
-        return (
-            f"forward sets {', '.join(map(repr, names[:_TOLD]))}{others} of the model before a "
-            "cut, and so does the next micro-batch, while the first has gone on behind that cut. "
-            "What is read there may be another micro-batch's. Keep it in a local variable, return "
-            "it from the layer, or let a ContextVar hold it. If nothing behind the cut reads it, "
-            "ignore pipert.SharedStateWarning by warnings.filterwarnings"
-        )
 
 
 def _get(module: nn.Module, name: str) -> Any:
@@ -122,22 +145,39 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _items(mapping: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    return list(mapping.items())  # at once: another micro-batch may be adding to it
+def _items(mapping: Any) -> list[tuple[Any, Any]]:
+    # At once: another micro-batch may be adding to it. An OrderedDict's own would ask its keys.
+    return list(dict.items(mapping) if isinstance(mapping, dict) else mapping.items())
 
 
 def _token(value: Any, depth: int) -> Any:
-    """What stands for a value, and does not keep it. Of the same value it is the same again."""
+    """What stands for a value, and keeps it only where nothing else can. Of the same it is equal.
+
+    It is compared by :func:`_same`.
+    """
     kind = type(value)
     if kind in _EQUAL:
         return value
-    if depth and (kind in _CONTAINERS or isinstance(value, tuple)):
+    if kind in _CONTAINERS or isinstance(value, tuple):  # named ones
+        if not depth or len(value) > _MANY:
+            return _Whole(_reference(value), len(value))
         items = _items(value) if kind in _MAPPINGS else list(value)
         return tuple([_token(item, depth - 1) for item in items]) if items else ()
+    return _reference(value)
+
+
+class _Whole(NamedTuple):
+    """A container that is not looked into."""
+
+    container: Any
+    size: int
+
+
+def _reference(value: Any) -> Any:
     try:
         return weakref.ref(value)
     except TypeError:
-        return id(value)
+        return value
 
 
 def _is_made_for_use(module: nn.Module, name: str) -> bool:
@@ -145,8 +185,9 @@ def _is_made_for_use(module: nn.Module, name: str) -> bool:
 
     Known by the name that such hooks note.
     """
-    hooks = module._forward_pre_hooks.values()
-    return name in [getattr(h, noted, None) for h in hooks for noted in ("name", "_tensor_name")]
+    hooks = list(module._forward_pre_hooks.values())
+    noted = [getattr(h, note, None) for h in hooks for note in ("name", "_tensor_name")]
+    return any(type(one) is str and one == name for one in noted)
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -155,9 +196,15 @@ def _same(one: Any, other: Any) -> bool:
     kind = type(one)
     if kind is not type(other):
         return False
-    if kind is tuple:
+    if kind is tuple or kind is _Whole:
         return len(one) == len(other) and all(map(_same, one, other))
-    return kind in _EQUAL and bool(one == other)
+    if kind in _EQUAL or isinstance(one, Number | range):  # numpy's are numbers, too
+        return bool(one == other or one != one and other != other)
+    return kind is slice and _same(_parts(one), _parts(other))
+
+
+def _parts(one: slice) -> tuple[Any, ...]:
+    return one.start, one.stop, one.step
 
 
 def _place(module: nn.Module) -> tuple[str, int]:

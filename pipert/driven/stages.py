@@ -12,6 +12,7 @@ from torch import Tensor
 from pipert._typing import Value
 from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
+from pipert.driven.asked import refuse_through
 from pipert.driven.crossing import Crossing, Part
 from pipert.driven.journey import Journey
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
@@ -106,6 +107,7 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
         if unseen:
             xs += unseen
             behind = leaves_behind(ends, [order.ENTRANCE], ours, [edge.node for edge in unseen])
+            refuse_through(unseen, behind.leaves)
         leaves = behind.leaves
         refuse_hooked(cut, leaves)
         found = gradients_of((*xs, *leaves), ys, dys, behind)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import How, assert_equal, results
 from tests.any_model.test_glue import Exp, each_how
@@ -128,3 +130,56 @@ def test_gradients_by_what_is_earlier_are_right_in_a_call_and_refused_in_a_step(
         return
     with pytest.raises(RuntimeError, match="goes back into an earlier partition"):
         results(own.make(), own, how)
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = ctx.saved_tensors
+        return grads[0] * y, grads[0] * x
+
+
+class UsingItUnseen(nn.Module):
+    """What partition 0 has made from ``shared``, in an autograd function of partition 1.
+
+    ``shared`` is also used there (``how`` is "parameter"), or what was in front of it in
+    partition 0 is another argument of such a function.
+    """
+
+    def __init__(self, how: str, clones: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Identity(), nn.Linear(3, 3)
+        self.shared = nn.Parameter(torch.rand(3))
+        self.how, self.clones = how, clones
+
+    def forward(self, x: Tensor) -> Any:
+        first = self.a(x + self.shared)
+        second = first + 2 * x.detach()  # whose node saves nothing: nothing fails, either
+        y = self.b(second)
+        given = [t.clone() if self.clones else t for t in (first, second)]
+        y = Multiply.apply(y, given[1])  # type: ignore[no-untyped-call]
+        if self.how == "parameter":
+            return y * self.shared
+        return Multiply.apply(y, given[0])  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("how", ["parameter", "tensor"])
+def test_what_would_go_back_twice_through_an_earlier_partition_is_refused(how: str) -> None:
+    x, target = torch.rand(4, 3), torch.rand(4, 3)
+    for clones in (True, False):
+        model = UsingItUnseen(how, clones)
+        (model(x) - target).square().mean().backward()
+        expected = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        refused: Any = contextlib.nullcontext() if clones else pytest.raises(
+            RuntimeError, match="made, where a step of a pipe does not see it"
+        )
+        with pipert.pipeline(model, cuts=["b"], devices=["cpu"] * 2, chunks=2) as pipe, refused:
+            pipe.forward_backward(x, target=target, loss_fn=nn.functional.mse_loss)
+            for p, grad in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad, grad)

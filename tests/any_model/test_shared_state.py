@@ -5,8 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from collections import OrderedDict
+from contextlib import nullcontext
+from threading import Event
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -158,6 +162,11 @@ def test_what_a_later_call_begins_to_share_is_named() -> None:
                 pipe(torch.rand(8, 4))
 
 
+class Grid(NamedTuple):
+    height: Any
+    width: Any
+
+
 class KeepingWhatIsNotShared(Two):
     """The same for all, made once, put back before the cut, set behind it, or by a hook."""
 
@@ -171,6 +180,8 @@ class KeepingWhatIsNotShared(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         self.width, self.kind, self.shape = x.shape[1], x.dtype, x.shape[1:]
+        self.grid, self.numbers = Grid(4, 4), (np.sqrt(4), np.int64(4), float("nan"))
+        self.columns, self.rows, self.used = slice(4), range(4), frozenset((1, 2))
         if not self.cache:
             self.cache.append(torch.ones(4))
         self.b.eval()
@@ -187,6 +198,92 @@ def test_what_is_not_shared_is_passed_over() -> None:
             pipe(torch.rand(8, 4))
     with pipert.pipeline(KeepingAMask(), cuts=["b"], chunks=1) as pipe:
         pipe(torch.rand(8, 4))
+
+
+class MeanwhileInTheFirst(nn.Module):
+    """The first micro-batch goes through partition 1 while the next is in the middle of ``a``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (Step() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))  # type: ignore[no-any-return]
+
+
+class Step(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.on_call: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for act in self.on_call:
+            act(x)
+        return super().forward(x)
+
+
+def test_what_a_layer_sets_for_a_while_is_not_the_first_micro_batchs() -> None:
+    model = MeanwhileInTheFirst()
+    is_set, first_is_gone = Event(), Event()
+
+    def set_for_a_while(x: Tensor) -> None:
+        if x[0, 0] != 0:  # of others than the first micro-batch
+            model.a.scale = x
+            is_set.set()
+            assert first_is_gone.wait(10)
+            del model.a.scale
+
+    model.a.on_call.append(set_for_a_while)
+    model.b.on_call.append(lambda x: is_set.wait(10))
+    model.c.on_call.append(lambda x: first_is_gone.set())
+    x = torch.arange(4.0)[:, None].expand(4, 4)
+    with pipert.pipeline(model, cuts=["b", "c"], devices=["cpu"] * 3, chunks=4) as pipe:
+        pipe(x)  # here, a warning is an error
+
+
+class AskedForItsHash:
+    def __hash__(self) -> int:
+        return hash(str(self))  # in Python, so another thread may come in between
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+
+class HookWithAName:
+    name = np.zeros(2)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        pass
+
+
+def test_what_cannot_be_compared_is_let_alone() -> None:
+    model: Any = KeepingAMask()
+    model.register_forward_pre_hook(HookWithAName())
+    model.table = OrderedDict((AskedForItsHash(), None) for _ in range(9))
+    model.itself = []
+    model.itself.append(model.itself)
+    with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe, pytest.warns(SharedStateWarning):
+        pipe(torch.rand(8, 4))
+
+
+class KeepingMany(Two):
+    """A list that is too long to be looked into."""
+
+    def __init__(self, sets: bool) -> None:
+        super().__init__()
+        self.sets, self.words = sets, ["word"] * 2000
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sets:
+            self.words = [*self.words]
+        return self.b(self.a(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sets", [True, False])
+def test_long_lists_are_known_by_themselves(sets: bool) -> None:
+    with pipert.pipeline(KeepingMany(sets), cuts=["b"], chunks=4) as pipe:
+        with pytest.warns(SharedStateWarning, match="'words'") if sets else nullcontext():
+            pipe(torch.rand(8, 4))
 
 
 class Kept(NamedTuple):
@@ -208,3 +305,38 @@ def test_looking_keeps_no_tensor() -> None:
         del model.kept
         gc.collect()
         assert mask() is None
+
+
+class Slotted:
+    """Nothing can reference it weakly."""
+
+    __slots__ = ("mask",)
+
+    def __init__(self, mask: Tensor, masks: list[Any]) -> None:
+        self.mask = mask
+        masks.append(weakref.ref(mask))
+
+
+class KeepingItInSlots(Two):
+    """Before a cut, and behind the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.before = Slotted(x > 0, self.masks)
+        x = self.b(self.a(x))
+        self.behind = Slotted(x > 0, self.masks)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
+def test_looking_keeps_nothing_when_the_run_is_over() -> None:
+    model = KeepingItInSlots()
+    with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
+        for _ in range(4):
+            pipe(torch.rand(8, 4))
+            del model.before, model.behind
+            gc.collect()
+            assert not [mask for mask in model.masks if mask() is not None]
