@@ -33,12 +33,9 @@ _AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-d
 
 def behind_one_node(outputs: Sequence[Tensor]) -> Tensors:
     """The same, of which those that require grad come out of one node, which saves none."""
-    ends = [y for y in outputs if y.requires_grad]
-    if not ends:
-        return tuple(outputs)
-    _, *made = order.fork(None, None, *ends)
-    left = iter(made)
-    return tuple([next(left) if y.requires_grad else y for y in outputs])
+    _, *ends = order.fork(None, None, *[y for y in outputs if y.requires_grad])
+    left = iter(ends)
+    return tuple([next(left) if y.requires_grad else y.detach() for y in outputs])
 
 
 def can_be_split(end: Tensor, inputs: Iterable[Tensor], weights: Iterable[Tensor]) -> bool:
