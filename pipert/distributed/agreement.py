@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipert.distributed.groups import make_group
 from pipert.errors import PipertError
 from pipert.schedules.action import FORWARD, Action
 
@@ -67,12 +68,8 @@ class Control:
 
     def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Make a group of some of the ranks, with the time limit of the default one."""
-        store: Any = dist.distributed_c10d._get_default_store()
         with self.talking():
-            group: dist.ProcessGroup = dist.new_group(
-                ranks, store.timeout, backend, use_local_synchronization=True
-            )
-        return group
+            return make_group(ranks, backend)
 
     @contextmanager
     def talking(self, at: Callable[[], object] = lambda: "between mini-batches") -> Iterator[None]:

@@ -169,8 +169,8 @@ class Running:
         self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None
     ) -> Value:
         """Call the layers."""
-        if self.skips and not isinstance(x, Carried):
-            x = Carried(x, ())
+        if isinstance(x, Carried) != bool(self.skips):  # where skips begin, or have ended
+            x = Carried(x, ()) if self.skips else x.value
         compute: Callable[[Value], Value]
         compute = partial(self.layers.forward, i, checkpointed, after_layer)
         if checkpointed:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from pipert.autograd import order
-from pipert.autograd.leaves import leaves_behind
+from pipert.distributed.halves import behind_one_node, can_be_split
 from pipert.distributed.stages import Running
 
 __all__: list[str] = []
@@ -76,19 +75,20 @@ class Stage(PipelineStage):
     def _can_be_split(self, i: int, loss: Tensor | None) -> bool:
         """Whether the first half of a backward leaves the second all that weights need.
 
-        torch (2.13) lets it begin where the ways from inputs and from weights meet, and loses
-        without a word what comes by no such place: where no input requires grad, or an output
-        depends on none. Nor does it tell what is wrapped around the partition, such as DDP.
+        torch tells nothing of a second half to what is wrapped around the partition, such as DDP.
         """
         if self.running.batch.is_wrapped or self.running.batch.is_sharded:
             return False
         if self.is_first:  # it begins in the second
             return True
         outputs, inputs = self.fwd_cache[i]
-        ends = [y.grad_fn for y in (outputs if loss is None else (loss,)) if y.grad_fn is not None]
-        entering = {id(x) for x in inputs}
-        behind = [leaves_behind([end], [order.ENTRANCE]).leaves for end in ends]
-        return all(not entering.isdisjoint(map(id, leaves)) for leaves in behind if leaves)
+        if loss is None:
+            outputs = behind_one_node(outputs)
+        ends = [y for y in (outputs if loss is None else (loss,)) if y.requires_grad]
+        if ends and not can_be_split(ends[0], inputs, self.submod.parameters()):
+            return False
+        self.fwd_cache[i] = outputs, inputs
+        return True
 
     # torch's V-shaped schedules hand gradients over in a forward alone, too, where there are none.
     def get_local_bwd_output(self, mb_index: int) -> Any:

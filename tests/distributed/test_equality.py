@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -201,6 +202,34 @@ def test_what_requires_grad_and_dtypes_change() -> None:
             torch.testing.assert_close(gradient, named[name].grad)
             seen.add(name)
     assert seen == set(named)
+
+
+def sharing() -> nn.Sequential:
+    """Of three layers, whose second has the weight of the first and a bias of the third."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    module[1].weight, module[1].bias = module[0].weight, module[2].bias
+    return module
+
+
+def shares(rank: int) -> list[dict[str, Tensor | None]]:
+    found = []
+    for _ in range(2):
+        pipe = distributed.Pipe(sharing(), [1, 1, 1], chunks=2)
+        pipe.forward_backward(torch.ones(4, 4), target=torch.zeros(4, 4), loss_fn=F.mse_loss)
+        found.append({name: p.grad for name, p in pipe.named_parameters()})
+        dist.new_group([0])
+    return found
+
+
+def test_pipes_of_weights_that_some_ranks_share_and_others_not() -> None:
+    plain = sharing()
+    torch.autograd.backward(F.mse_loss(plain(torch.ones(4, 4)), torch.zeros(4, 4)))
+    named = dict(plain.named_parameters(remove_duplicate=False))
+    for found in run(3, shares, group=5):
+        for grads in found:
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, named[name].grad)
 
 
 SIZES = [(10, 10), (10, 4000), (5000, 10), (9000, 20_000)]

@@ -62,6 +62,12 @@ def u_net() -> Case:
     return Case(model, [2, 1, 1, 2], (rows(6, 1, 5, 5),), rows(6, 1, 5, 5))
 
 
+def early_skips() -> Case:
+    """Skips that have ended before the last partition, and layers that get no skip there."""
+    model = nn.Sequential(Down(), Join(), nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 1, 1))
+    return Case(model, [1, 1, 2, 1], (rows(6, 4, 5, 5),), rows(6, 1, 5, 5))
+
+
 def tied() -> Case:
     """An embedding whose weight is the head's, on another rank."""
     embed = nn.Embedding(11, 8)
@@ -234,7 +240,7 @@ def tagged() -> Case:
 CASES = [
     u_net, tied, counted, deferred_norms, own_norms, trees, dropout, frozen, frozen_last, inputs,
     summed, time_first, complex_numbers,
-    tagged,
+    tagged, early_skips,
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ class Aside(nn.Module):
 
 
 class Both(nn.Module):
-    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, value: tuple[Tensor, ...]) -> Tensor:
         return value[0] + value[1]
 
 
@@ -42,6 +42,29 @@ class Apart(nn.Module):
         return x @ self.weight, x.detach() @ self.weight
 
 
+class Given(nn.Module):
+    """Also returns its parameter, or what is saved for its gradient."""
+
+    def __init__(self, itself: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.itself = itself
+
+    def forward(self, x: Tensor) -> Any:
+        return x, self.weight if self.itself else x * self.weight, torch.zeros(8).view(1, 8)
+
+
+class Own(nn.Module):
+    """Trains a tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.linspace(0.5, 1.5, 8).requires_grad_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 def model(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
     layers: list[nn.Module] = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
@@ -51,6 +74,16 @@ def model(kind: str) -> nn.Sequential:
     if kind == "apart":
         layers[2:4] = [nn.Tanh(), Apart()]
         layers[4] = Both()
+    if kind in ("parameter", "saved"):
+        layers[3:5] = [Given(kind == "parameter"), Both()]
+    if kind == "view":
+        layers[3:5] = [nn.Unflatten(1, (2, 4)), nn.Flatten()]
+    if kind == "twice":
+        first, again = nn.Linear(8, 8), nn.Linear(8, 8)
+        again.weight = first.weight
+        layers[2] = nn.Sequential(first, nn.Linear(8, 8), again)
+    if kind == "own":
+        layers[3] = Own()
     module = nn.Sequential(*layers)
     if kind == "frozen":
         module[0].requires_grad_(False)
@@ -67,40 +100,56 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator)
 
 
+def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """By name, those of tensors that layers train for themselves included."""
+    found = {name: p.grad for name, p in module.named_parameters()}
+    own = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Own)]
+    return found | {f"{name}.scale": layer.scale.grad for name, layer in own}
+
+
 def steps(rank: int, schedule: str, kind: str) -> tuple[list[Tensor], dict[str, Any]]:
     pipe = distributed.Pipe(
         model(kind), [2, 2, 2, 2], chunks=4, schedule=schedule, checkpoint="never"
     )
     x, target = batch()
-    losses = [pipe.forward_backward(x, target=target, loss_fn=counted) for _ in range(2)]
-    return losses, {name: p.grad for name, p in pipe.named_parameters()}
+    loss_fn = mse_loss if kind == "own" else counted
+    losses = [pipe.forward_backward(x, target=target, loss_fn=loss_fn) for _ in range(2)]
+    return losses, grads_of(pipe)
 
 
 @pytest.mark.parametrize(
     ("schedule", "kind"),
-    [("InterleavedZeroBubble", "frozen"), ("ZBVZeroBubble", "aside"), ("DualPipeV", "apart")]
+    [
+        ("InterleavedZeroBubble", "frozen"), ("ZBVZeroBubble", "aside"), ("DualPipeV", "apart"),
+        ("InterleavedZeroBubble", "parameter"), ("ZBVZeroBubble", "view"), ("DualPipeV", "saved"),
+        ("InterleavedZeroBubble", "twice"), ("ZBVZeroBubble", "own"),
+    ]
     + [
         in_sweep(schedule, kind)
         for schedule, kind in [
             ("InterleavedZeroBubble", "aside"), ("InterleavedZeroBubble", "apart"),
             ("ZBVZeroBubble", "frozen"), ("ZBVZeroBubble", "apart"), ("DualPipeV", "frozen"),
-            ("DualPipeV", "aside"), *[(schedule, "plain") for schedule in SCHEDULES],
+            ("DualPipeV", "aside"),
+            *[(schedule, "plain") for schedule in SCHEDULES],
+            *[(one, kind) for one in SCHEDULES for kind in ("parameter", "view", "saved", "twice")],
         ]
     ],
 )  # fmt: skip
-def test_weights_on_no_way_from_an_input_get_their_gradients(schedule: str, kind: str) -> None:
-    """Behind a frozen partition, or beside what a layer detaches."""
+def test_gradients_are_the_plain_modules(schedule: str, kind: str) -> None:
+    """Behind a frozen partition, beside what a layer detaches, of weights that are used twice; and
+    where what a partition returns is a view, a parameter, or saved."""
     plain = model(kind)
     x, target = batch()
     for _ in range(2):
         total, count = counted(plain(x), target)
-        torch.autograd.backward(total / count)
-    named = dict(plain.named_parameters())
+        loss = mse_loss(plain(x), target) if kind == "own" else total / count
+        torch.autograd.backward(loss)
+    named = grads_of(plain)
     seen = set()
     for losses, gradients in run(2, steps, schedule, kind):
-        for loss in losses:
-            torch.testing.assert_close(loss, (total / count).detach())
+        for found in losses:
+            torch.testing.assert_close(found, loss.detach())
         for name, gradient in gradients.items():
-            torch.testing.assert_close(gradient, named[name].grad)
+            torch.testing.assert_close(gradient, named[name])
             seen.add(name)
     assert seen == set(named)
