@@ -32,6 +32,7 @@ class _Copy(torch.autograd.Function):
         # The thread of the backward has other current streams.
         home = xs[0].device
         ctx.back = (home, target, source, streams.compute_stream(home))
+        ctx.computing = streams.compute_stream(device)
         if to_caller:
             ctx.back = (home, target, ctx.back[3], ctx.back[3])
         return streams.copy(xs, device, source, target)
@@ -39,6 +40,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         there = tuple(grad for grad in grads if grad is not None)
+        if ctx.computing is not None and any(map(_is_shared, there)):
+            there = _own(there, ctx.computing, ctx.back[1])
         moved = streams.copy(there, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
@@ -46,6 +49,25 @@ class _Copy(torch.autograd.Function):
         if reader is not None and there:
             _at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))
         return (None, None, None, None, *[None if g is None else next(copied) for g in grads])
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """Whether autograd passes it to another node, too, here or in another shape.
+
+    When the copy has begun, that node's next gradient may be added to it in place, while the copy
+    still reads. So it is if the copy was made late in its partition, and goes backward early.
+    """
+    found: Any = gradient
+    users: int = torch._C._storage_Use_Count(found.untyped_storage()._cdata)  # which is one
+    return users > 2 or bool(found._use_count() > 1)
+
+
+def _own(gradients: Tensors, computing: Stream, reader: Stream) -> Tensors:
+    """The same in memory of their own, which ``reader`` may read."""
+    with torch.cuda.stream(computing):
+        own = tuple([gradient.clone() for gradient in gradients])
+    streams.wait(reader, computing)
+    return own
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:

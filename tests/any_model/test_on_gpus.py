@@ -215,6 +215,47 @@ def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> N
     torch.testing.assert_close(*found)
 
 
+class AddingLate(nn.Module):
+    """Uses a tensor of the first partition when much of the second is done.
+
+    So the copy goes backward early, and one gradient is its own and another node's.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.a, self.b, self.shape = nn.Linear(8, 8), nn.Linear(8, 8), shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = self.a(x).reshape(-1, *self.shape)
+        y = self.b(x) * 2
+        z = y.sin()
+        found: Tensor = (old.reshape(-1, 8) + y) * 2 + z
+        return found
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@each_how
+def test_a_gradient_that_is_being_copied_is_not_added_to(how: How, shape: tuple[int, ...]) -> None:
+    plain = AddingLate(shape)
+    x = torch.randn(8, 8)
+    go_back(plain(x).square().sum())
+    model = copy.deepcopy(plain)
+    model.zero_grad()
+    devices = ["cuda:0", "cuda:1"]
+    with pipert.pipeline(
+        model, ["b"], devices=devices, chunks=CHUNKS, checkpoint=how.checkpoint
+    ) as pipe:
+        if how.schedule:
+            pipe.forward_backward(
+                x, loss_fn=lambda y, _: y.square().sum(), target=x, reduction="sum",
+                schedule=how.schedule,
+            )  # fmt: skip
+        else:
+            go_back(pipe(x).square().sum())
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, check_device=False)
+
+
 class Changing(nn.Module):
     """Glue of the second partition changes a tensor of the first, and the third one uses it."""
 

@@ -86,6 +86,18 @@ MUTANTS = [
         "reader = reader or compute_stream(device)", "reader = reader or target",
     ),
     Mutant(
+        "shared-gradient-copied", TRANSFER, "memory of its own for a gradient that others add to",
+        "any(map(_is_shared, there))", "False",
+    ),
+    Mutant(
+        "gradient-only-viewed", TRANSFER, "the same where it is another view of the memory",
+        "users > 2 or bool", "bool",
+    ),
+    Mutant(
+        "own-gradient-not-awaited", TRANSFER, "the wait for that memory before it is copied",
+        "    streams.wait(reader, computing)\n    return own", "    return own",
+    ),
+    Mutant(
         "graph-copy-swapped", TRANSFER, "source and target of a copy in the graph: swapped",
         "return streams.copy(xs, device, source, target)",
         "return streams.copy(xs, device, target, source)",
