@@ -90,10 +90,6 @@ MUTANTS = [
         "any(map(_is_shared, there))", "False",
     ),
     Mutant(
-        "gradient-only-viewed", TRANSFER, "the same where it is another view of the memory",
-        "users > 2 or bool", "bool",
-    ),
-    Mutant(
         "own-gradient-not-awaited", TRANSFER, "the wait for that memory before it is copied",
         "    streams.wait(reader, computing)\n    return own", "    return own",
     ),
