@@ -7,13 +7,15 @@ keep them alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipert.autograd import order
+from pipert.autograd.leaves import leaves_behind
 from pipert.distributed.agreement import Control
 
 __all__: list[str] = []
@@ -75,17 +77,30 @@ class Gradients:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], are_views: bool) -> None:
-        self._before = [
-            (parameter, None if (dx := parameter.grad) is None else dx.clone() if are_views else dx)
-            for parameter in parameters
-        ]
-        for parameter in parameters:
-            parameter.grad = None
+        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self._put_aside(parameters, are_views)
+
+    def find(self, ys: Iterable[Tensor], arrived: Iterable[Tensor]) -> None:
+        """Put aside those of what else layers train: leaves that are no parameters.
+
+        Args:
+            ys: what a partition has computed.
+            arrived: leaves that it has computed that from.
+        """
+        ends = [y.grad_fn for y in ys if y.grad_fn is not None]
+        known = [*arrived, order.ENTRANCE, *(parameter for parameter, _ in self._before)]
+        self._put_aside(leaves_behind(ends, known).leaves, False)
+
+    def _put_aside(self, leaves: Iterable[Tensor], are_views: bool) -> None:
+        for leaf in leaves:
+            dx = leaf.grad
+            self._before.append((leaf, dx.clone() if are_views and dx is not None else dx))
+            leaf.grad = None
 
     def restore(self) -> None:
         """Drop those of the mini-batch."""
-        for parameter, before in self._before:
-            parameter.grad = before
+        for leaf, before in self._before:
+            leaf.grad = before
 
     def add(self, tied: Sequence[Tied], factor: Tensor) -> None:
         """Add those of the mini-batch, times ``factor``: one number on CPU."""
@@ -96,11 +111,11 @@ class Gradients:
                 elif parameter.grad.is_sparse:  # and on other ranks it may be dense
                     parameter.grad = parameter.grad.to_dense()
                 dist.all_reduce(parameter.grad, group=group)
-        for parameter, before in self._before:
-            new = parameter.grad
+        for leaf, before in self._before:
+            new = leaf.grad
             if new is not None and before is not None:
-                parameter.grad = before.add_(new.mul_(factor))
+                leaf.grad = before.add_(new.mul_(factor))
             elif new is not None:
                 new.mul_(factor)
             else:
-                parameter.grad = before
+                leaf.grad = before

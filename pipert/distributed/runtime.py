@@ -157,6 +157,8 @@ class Runtime:
         )
         # In a forward, too: torch's new stages drop those of what fully_shard has changed.
         gradients = Gradients(list(dict.fromkeys(parameters)), is_step and are_views)
+        if is_step and not batch.is_sharded:
+            batch.gradients = gradients
         try:
             with attached(prepared, running):
                 self._schedule(prepared, batch)

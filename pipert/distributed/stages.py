@@ -27,6 +27,7 @@ from pipert.autograd.again import Again
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.boundary import Boundary
+from pipert.distributed.gradients import Gradients
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import AfterLayer, Layers
 from pipert.layers.place import Place
@@ -87,6 +88,8 @@ class MiniBatch:
     """Whether layers talk to other replicas, as by ``fully_shard``: an error ends it at once."""
     outputs: dict[int, Value] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
+    gradients: Gradients | None = None
+    """Of a step, unless layers have other parameters while they compute."""
     failure: tuple[BaseException, Action | None] | None = None
     """The first error here, and what has failed."""
     last: Action | None = None
@@ -153,7 +156,9 @@ class Running:
                 # What is handed on has been known since the ranks met this shape.
                 y = compute_watching(shared, lambda _: None, compute, x) if shared else compute(x)
             if self.leaving is not None:
-                return self.leaving.pack(i, y)
+                sent = self.leaving.pack(i, y)
+                self._find_leaves(i, sent, tensors)
+                return sent
             y = y.value if isinstance(y, Carried) else y
             result = torch.zeros(1, device=device)
             if loss is not None:
@@ -161,9 +166,16 @@ class Running:
                 target = moved(loss.targets[i], device)
                 result = loss.compute(i, number, self.batch.seed, y, target).reshape(1)
                 self.batch.losses[i] = loss.share_of(i, result.detach())
+                self._find_leaves(i, (result,), tensors)
             if self.batch.keep_outputs:
                 self.batch.outputs[i] = detached(y)
             return result
+
+    def _find_leaves(self, i: int, ys: Tensors, arrived: Tensors) -> None:
+        """Find what the layers train, in the first micro-batch."""
+        if i == 0 and self.batch.gradients is not None:
+            given = tensors_of(self.inputs[0])[0] if self.arriving is None else arrived
+            self.batch.gradients.find(ys, given)
 
     def compute(
         self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None

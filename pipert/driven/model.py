@@ -10,9 +10,9 @@ from pipert._typing import Value
 from pipert.driven.drivers import Drivers
 from pipert.driven.journey import Journey
 from pipert.driven.layers import Layers
+from pipert.driven.shared import SharedState
 from pipert.driven.stages import actions
 from pipert.layers.batchnorm import DeferredStats
-from pipert.driven.shared import SharedState
 from pipert.layers.intercepted import intercept, release
 from pipert.model.changes import Changes
 from pipert.skip.routes import routes

@@ -1,4 +1,4 @@
-"""Loss scaling and clipping over several ranks are those of one process."""
+"""Gradients that are scaled, clipped or divided over several ranks are those of one process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
@@ -63,3 +64,60 @@ def test_steps_are_those_of_one_process(norm_type: float) -> None:
             assert each[2] == scale
         for name, value in own.items():
             torch.testing.assert_close(value, parameters.get(name, parameters["0.weight"]))
+
+
+class Own(nn.Module):
+    """Trains a tensor that is no parameter."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.scale, self.left = torch.ones(4).requires_grad_(), 3 if fails else 99
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise ValueError("the third time")
+        return x * self.scale
+
+
+def model_of_own(fails: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Own(fails), nn.Linear(4, 4), Own(False), nn.Linear(4, 4))
+
+
+def positive_rows(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    counts = (target[:, 0] > 0).float()
+    return (y - target).square().sum(1).mul(counts).sum(), counts.sum()
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)
+
+
+def scales_over_ranks(rank: int, schedule: str, fails: bool) -> Any:
+    model = model_of_own(fails)
+    own: Any = model[2 * rank]
+    own.scale.grad = torch.ones(4)
+    pipe = distributed.Pipe(model, [2, 2], chunks=4, schedule=schedule)
+    x, target = rows()
+    try:
+        pipe.forward_backward(x, target=target, loss_fn=positive_rows)
+    except (ValueError, distributed.RankError):
+        assert fails
+    return own.scale.grad
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_what_is_trained_and_no_parameter_is_divided_by_the_same_count(
+    schedule: str, fails: bool
+) -> None:
+    model = model_of_own(False)
+    x, target = rows()
+    total, count = positive_rows(model(x), target)
+    (total / count).backward()  # type: ignore[no-untyped-call]
+    found = run(2, scales_over_ranks, schedule, fails)
+    for k, gradient in enumerate(found):
+        own: Any = model[2 * k]
+        torch.testing.assert_close(gradient, torch.ones(4) if fails else own.scale.grad + 1)
