@@ -32,7 +32,6 @@ class _Copy(torch.autograd.Function):
         # The thread of the backward has other current streams.
         home = xs[0].device
         ctx.back = (home, target, source, streams.compute_stream(home))
-        ctx.computing = streams.compute_stream(device)
         if to_caller:
             ctx.back = (home, target, ctx.back[3], ctx.back[3])
         return streams.copy(xs, device, source, target)
@@ -40,8 +39,8 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         there = tuple(grad for grad in grads if grad is not None)
-        if ctx.computing is not None and any(map(_is_shared, there)):
-            there = _own(there, ctx.computing, ctx.back[1])
+        if ctx.back[1] is not None and any(map(_is_shared, there)):
+            there = _own(there, ctx.back[1])
         moved = streams.copy(there, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
@@ -62,11 +61,10 @@ def _is_shared(gradient: Tensor) -> bool:
     return users > 2 or bool(found._use_count() > 1)
 
 
-def _own(gradients: Tensors, computing: Stream, reader: Stream) -> Tensors:
+def _own(gradients: Tensors, reader: Stream) -> Tensors:
     """The same in memory of their own, which ``reader`` may read."""
-    with torch.cuda.stream(computing):
-        own = tuple([gradient.clone() for gradient in gradients])
-    streams.wait(reader, computing)
+    own = tuple(map(Tensor.clone, gradients))
+    streams.wait(reader, streams.compute_stream(own[0].device))
     return own
 
 

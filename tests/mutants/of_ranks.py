@@ -30,7 +30,7 @@ BREAKAGES = [
     Mutant(
         "accumulated-gradient-dropped", GRADIENTS,
         "what a parameter's gradient was before the mini-batch is lost",
-        "parameter.grad = before.add_(new.mul_(factor))", "new.mul_(factor)", EQUALITY,
+        "leaf.grad = before.add_(new.mul_(factor))", "new.mul_(factor)", EQUALITY,
     ),
     Mutant(
         "meeting-updates-statistics", MEETING,
@@ -48,9 +48,9 @@ BREAKAGES = [
         "                _renew(arrived)", "                pass", EQUALITY,
     ),
     Mutant(
-        "split-where-weights-are-lost", "pipert/distributed/torch_stage.py",
+        "split-where-weights-are-lost", "pipert/distributed/halves.py",
         "weights that are on no way from an input get no gradient, or a part, where B is split",
-        "not entering.isdisjoint(map(id, leaves))", "True",
+        "return root in between and _has_one_place_each(between)", "return True",
         ("tests/distributed/test_split_backward.py",),
     ),
     Mutant(
@@ -79,14 +79,14 @@ BREAKAGES = [
         "and failure.place == first.place", "", FAULTS,
     ),
     Mutant(
-        "group-of-30-minutes", AGREEMENT,
+        "group-of-30-minutes", "pipert/distributed/groups.py",
         "ranks wait for one that does not answer for as long as torch's groups do by default",
-        "ranks, store.timeout, backend,", "ranks, None, backend,", FAULTS,
+        "list(ranks), store.timeout, backend,", "list(ranks), None, backend,", FAULTS,
     ),
     Mutant(
         "gradient-in-the-bucket", GRADIENTS,
         "what is put aside is memory of a bucket of DDP, which the mini-batch overwrites",
-        "dx.clone() if are_views else dx", "dx", REPLICAS,
+        "dx.clone() if are_views and dx is not None else dx", "dx", REPLICAS,
     ),
     Mutant(
         "kinds-of-one-replica", PREPARED,
