@@ -156,6 +156,6 @@ class Substitute(TorchFunctionMode):
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _NESTED = (
-    "a layer used torch.utils.checkpoint around a parameter that lives on another device; its "
-    "recomputation would not get the copy"
+    "a layer used torch.utils.checkpoint around a parameter that lives on another device, or in "
+    "forward_backward has a hook; its recomputation would not get what stands for it"
 )
