@@ -54,7 +54,8 @@ def _is_shared(gradient: Tensor) -> bool:
     """Whether autograd passes it to another node, too, here or in another shape.
 
     When the copy has begun, that node's next gradient may be added to it in place, while the copy
-    still reads. So it is if the copy was made late in its partition, and goes backward early.
+    still reads. So it is if the copy was made late in its partition, and goes backward early. A
+    hook of this node, such as a recording's, counts as another one.
     """
     found: Any = gradient
     users: int = torch._C._storage_Use_Count(found.untyped_storage()._cdata)  # which is one
