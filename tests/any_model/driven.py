@@ -25,6 +25,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.driven:
+        # Layers of tests note what they see.
+        config.addinivalue_line("filterwarnings", "ignore::pipert.SharedStateWarning")
         replace_pipes()
         scripts.first = f"from {__name__} import replace_pipes; replace_pipes()\n"
 
