@@ -11,6 +11,7 @@ no worker ever is.
 from __future__ import annotations
 
 import ctypes
+import enum
 import os
 import sys
 import threading
@@ -26,17 +27,32 @@ __all__: list[str] = []
 _LOOK = 0.5  # s; how often who waits for a driver looks whether it is alive
 
 
+class _Sent(enum.Enum):
+    SENT = "sent"
+
+
+SENT = _Sent.SENT
+"""Returned with a turn: the driver itself has told the next partition."""
+
+_Answer = tuple[Value, BaseException | None]
+_Returned = SimpleQueue[_Answer]
+
+
 class Loans:
     """Those of the turns of one micro-batch.
 
+    A driver may return one turn and be lent the next before the worker of the first has noticed,
+    so each partition's are returned in a queue of their own.
+
     Args:
+        n: the number of partitions.
         binds: whether drivers are bound to the core of their worker while they are woken.
     """
 
-    def __init__(self, binds: bool) -> None:
+    def __init__(self, n: int, binds: bool) -> None:
         self._binds = binds
         self._lent: SimpleQueue[Stage | None] = SimpleQueue()
-        self._returned: SimpleQueue[tuple[Value, BaseException | None]] = SimpleQueue()
+        self._returned = [_Returned() for _ in range(n)]
         self._cores: set[int] | None = None
         """Those of the worker, until a driver that it has bound allows itself them."""
 
@@ -51,16 +67,17 @@ class Loans:
         """Lend the turn of a stage."""
         self._lent.put(stage)
 
-    def wait(self, is_lost: Callable[[], bool]) -> Value:
-        """Wait until it is returned.
+    def wait(self, j: int, is_lost: Callable[[], bool]) -> Value:
+        """Wait until that of partition ``j`` is returned.
 
         Args:
+            j: the partition.
             is_lost: whether nobody can return it any more.
 
         Returns:
             What comes with it. An error that comes with it is raised.
         """
-        value, error = self._wait(is_lost)
+        value, error = self._wait(self._returned[j], is_lost)
         if error is None:
             return value
         try:
@@ -68,13 +85,13 @@ class Loans:
         finally:
             del error  # it references this frame
 
-    def _wait(self, is_lost: Callable[[], bool]) -> tuple[Value, BaseException | None]:
+    def _wait(self, returned: _Returned, is_lost: Callable[[], bool]) -> _Answer:
         while True:
             try:
-                return self._returned.get(timeout=_LOOK)
+                return returned.get(timeout=_LOOK)
             except Empty:
                 pass
-            if is_lost() and self._returned.empty():
+            if is_lost() and returned.empty():
                 raise WorkerDiedError("a driver thread was ended from outside during the call")
 
     # On any thread.
@@ -83,14 +100,15 @@ class Loans:
         """Nobody lends a turn any more."""
         self._lent.put(None)
 
-    def give_back(self, value: Value, error: BaseException | None) -> None:
-        """Return the turn. If nobody waits for it, no-op until :meth:`drop`."""
-        self._returned.put((value, error))
+    def give_back(self, j: int, value: Value, error: BaseException | None = None) -> None:
+        """Return the turn of partition ``j``. If nobody waits for it, no-op until :meth:`drop`."""
+        self._returned[j].put((value, error))
 
     def drop(self) -> None:
         """Keep nothing that was returned and that nobody took."""
-        while not self._returned.empty():
-            self._returned.get()
+        for returned in self._returned:
+            while not returned.empty():
+                returned.get()
 
     # On a driver.
 

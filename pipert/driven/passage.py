@@ -8,9 +8,12 @@ thread. It gets on while a worker lends it the turn, in ``F[i,j]`` of the plan's
     lend the turn    ----->  code before the first cut
     wait                     layers of partition 0
                      <-----  a layer of partition 1 is called
-    F[i,0] is done           wait                     <-----  lend the turn
+    F[i,0] is done           (worker 1 is told)       ----->  F[i,1] has its input
+                             wait                     <-----  lend the turn
                              that layer, and what follows     wait
                              ... forward returns      ----->  F[i,1] is done, with the output
+
+Worker 1 need not wait until worker 0 has woken up.
 
 Guarantees:
 
@@ -46,7 +49,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.driven.crossing import Crossing
 from pipert.driven.layers import Layer, Layers
-from pipert.driven.loans import Loans
+from pipert.driven.loans import SENT, Loans
 from pipert.driven.recorded import Seen
 from pipert.driven.tape import Tape
 from pipert.errors import PipeClosedError, PipertError, add_note
@@ -117,10 +120,9 @@ class Passage:
         """Of the partition that it is in, if the micro-batch is checkpointed."""
         self.seen: Seen | None = None
         """If it is recorded."""
-        self.calls = 0
-        """How many calls of layers there were."""
+        self.calls = 0  # of layers
         self._stage: Stage | None = None
-        self._loans = Loans(journey.binds)
+        self._loans = Loans(journey.n, journey.binds)
         self._ended = Latch(1)
         self._unsettled = Once((self.i,))
         self._is_inside = False
@@ -130,8 +132,7 @@ class Passage:
     def lend(self, stage: Stage) -> Value:
         """Lend the turn for ``F[i,j]``, and wait until it is returned (H1, H2).
 
-        Returns:
-            The output of the model, if it came to its end; else an empty tuple.
+        Returns the output of the model, if it came to its end; else an empty tuple, or ``SENT``.
         """
         if self.j > stage.place.j:
             return ()
@@ -140,7 +141,7 @@ class Passage:
             self._loans.bind(self.driver)
         self._loans.lend(stage)
         try:
-            return self._loans.wait(self._is_lost)
+            return self._loans.wait(stage.place.j, self._is_lost)
         finally:
             stage.layers.took = perf_counter() - started
 
@@ -175,23 +176,25 @@ class Passage:
     def execute(self, stage: Stage) -> Any:
         self._stage = stage
         context = self._journey.run.context
-        value: Value = ()
-        failed: BaseException | None = None
         try:
             with context.on_worker:
                 value = context.variables.copy().run(self._pass)
-            self.j = self._journey.n
             self.was_broken_off = False
         except Unwound:  # nobody is interested, but for a worker that was about to lend its turn
-            failed = PipeClosedError("the pipe was closed during the call")
+            self._fail(PipeClosedError("the pipe was closed during the call"))
         except BaseException as error:  # noqa: B036  raised on the worker
-            failed = error
-        # Whether a turn is lent is known to workers alone: an exception from outside may have come
-        # while it was handed over. What nobody waits for is dropped.
-        self._stage = None
-        self._loans.give_back(value, failed)
-        del failed, value
+            self._fail(error)
+        else:
+            self._loans.give_back(self._journey.n - 1, value)
+            self.j, self._stage = self._journey.n, None
         return ()
+
+    def _fail(self, error: BaseException) -> None:
+        # It may come from outside while one turn is returned and the next is lent: both workers get
+        # it, and what nobody waits for is dropped.
+        stage, self._stage = self._stage, None
+        for j in {self.j} if stage is None else {self.j, stage.place.j}:
+            self._loans.give_back(j, (), error)
 
     def _pass(self) -> Value:
         here.interceptor = self
@@ -252,13 +255,18 @@ class Passage:
         if os.getpid() != self._pid:  # P5: nobody lends one there
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         self._journey.end(self, self.stage)
-        self.j, self._stage = j, None
-        self._loans.give_back((), None)
-        stage = self._loans.take()
-        if stage is None:
-            raise Unwound
-        self._stage = stage
-        self._journey.begin(self, stage)
+        self.j = j
+        self._give_back(self.stage)
+        self._stage = None
+        self._stage = self._loans.take()
+        self._journey.begin(self, self.stage)
+
+    def _give_back(self, stage: Stage) -> None:
+        if stage.run.told.is_observed:  # for them F[i,j] ends before F[i,j+1] begins
+            self._loans.give_back(stage.place.j, ())
+        else:
+            stage.links.y.send(self.i, ())
+            self._loans.give_back(stage.place.j, SENT)
 
     @property
     def stage(self) -> Stage:
@@ -272,7 +280,7 @@ class Passage:
 
     def abandon(self, error: BaseException) -> None:
         """Its driver was ended from outside, or would not take it."""
-        self._loans.give_back((), error)
+        self._fail(error)
         self._settle()
 
     def _settle(self) -> None:

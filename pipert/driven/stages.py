@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from pipert.autograd.leaves import leaves_behind
 from pipert.driven.asked import refuse_through
 from pipert.driven.crossing import Crossing, Part
 from pipert.driven.journey import Journey
+from pipert.driven.loans import SENT
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.actions import Actions
 from pipert.stage.backward import alone, gradients_of, refuse_hooked
@@ -29,8 +30,8 @@ def actions(journey: Journey) -> Actions:
     """The rows for each kind of action."""
 
     def forward(stage: Stage) -> How:
-        body = partial(_forward, journey)
-        return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
+        body, send = partial(_forward, journey), partial(_send, stage.links.y.send)
+        return How(stage.links.x.receive, stage.run.context.on_worker, body, send)
 
     def recompute(stage: Stage) -> How:
         body = partial(_recompute, journey)
@@ -61,6 +62,11 @@ def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
         return journey.lend(stage, i, x)
     with stage.run.told.observed(Action(FORWARD, i, stage.place.j), stage.place.device):
         return journey.lend(stage, i, x)
+
+
+def _send(send: Callable[[int, Value], None], i: int, y: Value) -> None:
+    if y is not SENT:
+        send(i, y)
 
 
 def _recompute(journey: Journey, stage: Stage, i: int, _: Value) -> None:

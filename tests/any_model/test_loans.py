@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import pipert
+from pipert._typing import Value
 from pipert.driven import loans
-from pipert.driven.loans import Loans
+from pipert.driven.loans import SENT, Loans
 
 if sys.platform != "linux":
     pytest.skip("elsewhere nobody is bound to a core", allow_module_level=True)
@@ -37,7 +38,7 @@ def test_a_driver_is_woken_on_the_core_of_its_worker(
 ) -> None:
     woken_on = []
     monkeypatch.setattr(loans, "allow", lambda _: woken_on.append(os.sched_getaffinity(0)))
-    of_one = Loans(binds=True)
+    of_one = Loans(n=1, binds=True)
     driver = threading.Thread(target=of_one.take)
     driver.start()
     of_one.bind(driver)
@@ -58,6 +59,48 @@ def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch)
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
     assert len(asked) == 4  # for each F, once
+
+
+def test_the_next_partition_does_not_wait_until_a_worker_has_woken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, waited = threading.Event(), []
+    wait = Loans.wait
+
+    def wait_long(self: Loans, j: int, is_lost: Callable[[], bool]) -> Any:
+        value = wait(self, j, is_lost)
+        if j == 0:
+            waited.append(begun.wait(10))
+        return value
+
+    monkeypatch.setattr(Loans, "wait", wait_long)
+    model = Model()
+    model.second.register_forward_pre_hook(lambda *_: begun.set())
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
+        pipe(torch.ones(1, 3))
+    assert waited == [True]
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_what_ends_a_driver_while_it_returns_a_turn_is_raised(
+    returned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    give_back = Loans.give_back
+
+    def fail_once(self: Loans, j: int, value: Value, error: BaseException | None = None) -> None:
+        if value is not SENT:
+            give_back(self, j, value, error)
+            return
+        monkeypatch.setattr(Loans, "give_back", give_back)
+        if returned:
+            give_back(self, j, value, error)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Loans, "give_back", fail_once)
+    with pipert.pipeline(Model(), ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
+        with pytest.raises(ZeroDivisionError):
+            pipe(torch.ones(2, 3))
+        assert pipe(torch.ones(2, 3)).shape == (2, 3)
 
 
 class Layer(nn.Linear):
