@@ -1,11 +1,11 @@
 """Loans: a worker lends a turn and waits, a driver takes it and gives it back.
 
-Who wakes the driver waits from then on, so its core is free in a moment. The operating system does
-not know that. It wakes a thread on the core on which it was last, busy or not, and where there are
-as many workers as cores, one core idles meanwhile: for a quarter of a step with two. So on Linux a
-worker binds the driver to its own core before it wakes it, and the first thing that the driver does
-is to allow itself all cores of its worker again. Nothing of the user's runs while it is bound, and
-no worker ever is.
+Who hands over waits from then on, so its core is free in a moment. The operating system does not
+know that. It wakes a thread on the core on which it was last, busy or not, and moves it after
+milliseconds if that one has other work: where there are as many workers as cores, two threads of a
+pipe share one core meanwhile, and the other idles. So on Linux who is handed something is bound to
+the core of who hands over before it is woken, and the first thing that it does is to allow itself
+all cores of its worker again. Nothing of the user's runs while it is bound.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class _Sent(enum.Enum):
 SENT = _Sent.SENT
 """Returned with a turn: the driver itself has told the next partition."""
 
-_Answer = tuple[Value, BaseException | None]
+_Cores = set[int]
+_Answer = tuple[Value, BaseException | None, _Cores | None]
+"""Also the cores of the worker, if it must allow itself them."""
 _Returned = SimpleQueue[_Answer]
 
 
@@ -46,25 +48,30 @@ class Loans:
 
     Args:
         n: the number of partitions.
-        binds: whether drivers are bound to the core of their worker while they are woken.
+        binds: whether threads are bound to the core of who wakes them, until they are awake.
     """
 
     def __init__(self, n: int, binds: bool) -> None:
         self._binds = binds
         self._lent: SimpleQueue[Stage | None] = SimpleQueue()
         self._returned = [_Returned() for _ in range(n)]
-        self._cores: set[int] | None = None
+        self._cores: _Cores | None = None
         """Those of the worker, until a driver that it has bound allows itself them."""
+        self._workers: dict[int, tuple[threading.Thread, _Cores]] = {}
+        """Who waits for the turn of a partition, with its cores; if threads are bound."""
 
     # On a worker.
 
     def bind(self, driver: threading.Thread) -> None:
         """Let ``driver``, which waits, go on where the current thread is. Then wake it."""
         if self._binds:
-            self._cores = bind(driver)
+            cores = allowed()
+            self._cores = cores if bind(driver) else None
 
     def lend(self, stage: Stage) -> None:
         """Lend the turn of a stage."""
+        if self._binds:
+            self._workers[stage.place.j] = threading.current_thread(), allowed()
         self._lent.put(stage)
 
     def wait(self, j: int, is_lost: Callable[[], bool]) -> Value:
@@ -77,7 +84,9 @@ class Loans:
         Returns:
             What comes with it. An error that comes with it is raised.
         """
-        value, error = self._wait(self._returned[j], is_lost)
+        value, error, cores = self._wait(self._returned[j], is_lost)
+        if cores is not None:
+            allow(cores)
         if error is None:
             return value
         try:
@@ -100,9 +109,12 @@ class Loans:
         """Nobody lends a turn any more."""
         self._lent.put(None)
 
-    def give_back(self, j: int, value: Value, error: BaseException | None = None) -> None:
-        """Return the turn of partition ``j``. If nobody waits for it, no-op until :meth:`drop`."""
-        self._returned[j].put((value, error))
+    def fail(self, j: int, error: BaseException) -> None:
+        """Return the turn of partition ``j`` with an error.
+
+        If nobody waits for it, no-op until :meth:`drop`.
+        """
+        self._returned[j].put(((), error, None))
 
     def drop(self) -> None:
         """Keep nothing that was returned and that nobody took."""
@@ -111,6 +123,12 @@ class Loans:
                 returned.get()
 
     # On a driver.
+
+    def give_back(self, j: int, value: Value) -> None:
+        """Return the turn of partition ``j``. The driver is about to wait, or to end."""
+        worker, cores = self._workers.pop(j, (None, None))
+        bound = worker is not None and bind(worker)
+        self._returned[j].put((value, None, cores if bound else None))
 
     def take(self) -> Stage | None:
         """Wait for the next turn; ``None`` if there will be none."""
@@ -128,20 +146,23 @@ if sys.platform == "linux":
     # With the interpreter's lock: it is faster than to release it.
     _core: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
 
-    def bind(thread: threading.Thread) -> set[int] | None:
-        """Bind a thread to the core of the current one, and return all that this one may use.
+    def allowed() -> _Cores:
+        """All that the current thread may use."""
+        return os.sched_getaffinity(0)
 
-        ``None`` if it may not be bound: it has ended, or a sandbox forbids it.
+    def bind(thread: threading.Thread) -> bool:
+        """Bind a thread, which waits, to the core of the current one, and return whether it is.
+
+        It is not if it has ended, or a sandbox forbids it.
         """
         assert thread.native_id is not None, "it has been started"
-        cores = os.sched_getaffinity(0)
         try:
             os.sched_setaffinity(thread.native_id, (_core(),))
         except OSError:
-            return None
-        return cores
+            return False
+        return True
 
-    def allow(cores: set[int]) -> None:
+    def allow(cores: _Cores) -> None:
         """Let the current thread run on these cores."""
         try:
             os.sched_setaffinity(0, cores)
@@ -150,9 +171,13 @@ if sys.platform == "linux":
 
 else:
 
-    def bind(thread: threading.Thread) -> set[int] | None:
-        """Nobody can do that here."""
-        return None
+    def allowed() -> _Cores:
+        """Nobody knows that here."""
+        return set()
 
-    def allow(cores: set[int]) -> None:
+    def bind(thread: threading.Thread) -> bool:
+        """Nobody can do that here."""
+        return False
+
+    def allow(cores: _Cores) -> None:
         """Nobody is bound here."""

@@ -194,7 +194,7 @@ class Passage:
         # it, and what nobody waits for is dropped.
         stage, self._stage = self._stage, None
         for j in {self.j} if stage is None else {self.j, stage.place.j}:
-            self._loans.give_back(j, (), error)
+            self._loans.fail(j, error)
 
     def _pass(self) -> Value:
         here.interceptor = self

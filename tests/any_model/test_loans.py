@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,6 +48,26 @@ def test_a_driver_is_woken_on_the_core_of_its_worker(
     assert woken_on == [{core}]
 
 
+def test_a_worker_is_woken_on_the_core_of_its_driver(
+    core: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    woken_on = []
+    monkeypatch.setattr(loans, "allow", lambda _: woken_on.append(os.sched_getaffinity(0)))
+    of_one = Loans(n=1, binds=True)
+    stage: Any = SimpleNamespace(place=SimpleNamespace(j=0))
+
+    def work() -> None:
+        of_one.lend(stage)
+        of_one.wait(0, lambda: False)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    assert of_one.take() is stage
+    of_one.give_back(0, ())
+    worker.join()
+    assert woken_on == [{core}]
+
+
 def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
@@ -58,7 +79,7 @@ def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch)
     model = Model()
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
-    assert len(asked) == 4  # for each F, once
+    assert len(asked) == 8  # for each F, the driver and the worker
 
 
 def test_the_next_partition_does_not_wait_until_a_worker_has_woken(
@@ -87,13 +108,13 @@ def test_what_ends_a_driver_while_it_returns_a_turn_is_raised(
 ) -> None:
     give_back = Loans.give_back
 
-    def fail_once(self: Loans, j: int, value: Value, error: BaseException | None = None) -> None:
+    def fail_once(self: Loans, j: int, value: Value) -> None:
         if value is not SENT:
-            give_back(self, j, value, error)
+            give_back(self, j, value)
             return
         monkeypatch.setattr(Loans, "give_back", give_back)
         if returned:
-            give_back(self, j, value, error)
+            give_back(self, j, value)
         raise ZeroDivisionError
 
     monkeypatch.setattr(Loans, "give_back", fail_once)
