@@ -145,7 +145,7 @@ def measure(
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table. 1 when ``--check`` was asked for and a bar was missed."""
     arguments = start(argv, __doc__)
-    repeats = 5 if arguments.short else 25
+    repeats = 5 if arguments.short else 100
     settings = [
         (size, n, checkpoint)
         for size in SIZES
