@@ -34,9 +34,7 @@ class _Sent(enum.Enum):
 SENT = _Sent.SENT
 """Returned with a turn: the driver itself has told the next partition."""
 
-_Cores = set[int]
-_Answer = tuple[Value, BaseException | None, _Cores | None]
-"""Also the cores of the worker, if it must allow itself them."""
+_Answer = tuple[Value, BaseException | None]
 _Returned = SimpleQueue[_Answer]
 
 
@@ -53,40 +51,42 @@ class Loans:
 
     def __init__(self, n: int, binds: bool) -> None:
         self._binds = binds
+        self._pid = os.getpid()
         self._lent: SimpleQueue[Stage | None] = SimpleQueue()
         self._returned = [_Returned() for _ in range(n)]
-        self._cores: _Cores | None = None
+        self._cores: set[int] | None = None
         """Those of the worker, until a driver that it has bound allows itself them."""
-        self._workers: dict[int, tuple[threading.Thread, _Cores]] = {}
+        self._workers: dict[int, tuple[int, set[int]]] = {}
         """Who waits for the turn of a partition, with its cores; if threads are bound."""
 
     # On a worker.
 
     def bind(self, driver: threading.Thread) -> None:
         """Let ``driver``, which waits, go on where the current thread is. Then wake it."""
+        assert driver.native_id is not None, "it has been started"
         if self._binds:
             cores = allowed()
-            self._cores = cores if bind(driver) else None
+            self._cores = cores if bind(driver.native_id) else None
 
-    def lend(self, stage: Stage) -> None:
-        """Lend the turn of a stage."""
-        if self._binds:
-            self._workers[stage.place.j] = threading.current_thread(), allowed()
-        self._lent.put(stage)
-
-    def wait(self, j: int, is_lost: Callable[[], bool]) -> Value:
-        """Wait until that of partition ``j`` is returned.
+    def lend(self, stage: Stage, is_lost: Callable[[], bool]) -> Value:
+        """Lend the turn of a stage, and wait until it is returned.
 
         Args:
-            j: the partition.
+            stage: what the driver computes in.
             is_lost: whether nobody can return it any more.
 
         Returns:
             What comes with it. An error that comes with it is raised.
         """
-        value, error, cores = self._wait(self._returned[j], is_lost)
-        if cores is not None:
-            allow(cores)
+        j, cores = stage.place.j, allowed() if self._binds else set()
+        try:
+            if self._binds:
+                self._workers[j] = threading.get_native_id(), cores
+            self._lent.put(stage)
+            value, error = self._wait(self._returned[j], is_lost)
+        finally:  # whatever ends it: a driver may have bound this thread
+            if self._workers.pop(j, None) is not None:
+                allow(cores)
         if error is None:
             return value
         try:
@@ -114,7 +114,7 @@ class Loans:
 
         If nobody waits for it, no-op until :meth:`drop`.
         """
-        self._returned[j].put(((), error, None))
+        self._returned[j].put(((), error))
 
     def drop(self) -> None:
         """Keep nothing that was returned and that nobody took."""
@@ -124,11 +124,23 @@ class Loans:
 
     # On a driver.
 
-    def give_back(self, j: int, value: Value) -> None:
-        """Return the turn of partition ``j``. The driver is about to wait, or to end."""
-        worker, cores = self._workers.pop(j, (None, None))
-        bound = worker is not None and bind(worker)
-        self._returned[j].put((value, None, cores if bound else None))
+    def give_back(self, j: int, value: Value, tell: Callable[[], None] | None = None) -> None:
+        """Return the turn of partition ``j``. The driver is about to wait, or to end.
+
+        Args:
+            j: the partition.
+            value: what comes with it.
+            tell: lets the next worker know, which may bind this thread to another core then.
+        """
+        waiting = self._workers.get(j)
+        if waiting is not None and os.getpid() == self._pid:
+            worker, cores = waiting
+            bind(worker)
+            if j not in self._workers:  # it waits no more
+                allow(cores, worker)
+        if tell is not None:
+            tell()
+        self._returned[j].put((value, None))
 
     def take(self) -> Stage | None:
         """Wait for the next turn; ``None`` if there will be none."""
@@ -146,38 +158,37 @@ if sys.platform == "linux":
     # With the interpreter's lock: it is faster than to release it.
     _core: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
 
-    def allowed() -> _Cores:
+    def allowed() -> set[int]:
         """All that the current thread may use."""
         return os.sched_getaffinity(0)
 
-    def bind(thread: threading.Thread) -> bool:
+    def bind(thread: int) -> bool:
         """Bind a thread, which waits, to the core of the current one, and return whether it is.
 
         It is not if it has ended, or a sandbox forbids it.
         """
-        assert thread.native_id is not None, "it has been started"
         try:
-            os.sched_setaffinity(thread.native_id, (_core(),))
+            os.sched_setaffinity(thread, (_core(),))
         except OSError:
             return False
         return True
 
-    def allow(cores: _Cores) -> None:
-        """Let the current thread run on these cores."""
+    def allow(cores: set[int], thread: int = 0) -> None:
+        """Let a thread run on these cores; by default the current one."""
         try:
-            os.sched_setaffinity(0, cores)
-        except OSError:  # they were taken from the process; the system has given it others
+            os.sched_setaffinity(thread, cores)
+        except OSError:  # they were taken from the process, or the thread has ended
             pass
 
 else:
 
-    def allowed() -> _Cores:
+    def allowed() -> set[int]:
         """Nobody knows that here."""
         return set()
 
-    def bind(thread: threading.Thread) -> bool:
+    def bind(thread: int) -> bool:
         """Nobody can do that here."""
         return False
 
-    def allow(cores: _Cores) -> None:
+    def allow(cores: set[int], thread: int = 0) -> None:
         """Nobody is bound here."""

@@ -139,9 +139,8 @@ class Passage:
         started = perf_counter()
         if self.driver is not None and self.j > 0:
             self._loans.bind(self.driver)
-        self._loans.lend(stage)
         try:
-            return self._loans.wait(stage.place.j, self._is_lost)
+            return self._loans.lend(stage, self._is_lost)
         finally:
             stage.layers.took = perf_counter() - started
 
@@ -151,9 +150,9 @@ class Passage:
         driver.in_queue.put(self)
 
     def _is_lost(self) -> bool:
-        """Whether it has no driver, or that has died and could not even say so."""
+        """Whether nobody returns a turn any more: it has ended, or its driver could not say so."""
         driver = self.driver
-        return not self._ended.is_open() and (driver is None or not driver.is_alive())
+        return self._ended.is_open() or driver is None or not driver.is_alive()
 
     # In the caller, when the run is over.
 
@@ -194,7 +193,8 @@ class Passage:
         # it, and what nobody waits for is dropped.
         stage, self._stage = self._stage, None
         for j in {self.j} if stage is None else {self.j, stage.place.j}:
-            self._loans.fail(j, error)
+            if j < self._journey.n:
+                self._loans.fail(j, error)
 
     def _pass(self) -> Value:
         here.interceptor = self
@@ -250,23 +250,22 @@ class Passage:
     def _note_of_call(self, layer: Layer, args: Any, kwargs: Any) -> str:
         return self.stage.layers.note_of_call(self.i, layer.name, args, kwargs)
 
-    def _hand_over(self, j: int) -> None:
-        """Return the turn, and wait for that of partition ``j``."""
-        if os.getpid() != self._pid:  # P5: nobody lends one there
+    def _hand_over(self, j: int) -> None:  # and wait for the turn of partition j
+        if os.getpid() != self._pid:  # P5: nobody lends a turn there
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
-        self._journey.end(self, self.stage)
-        self.j = j
-        self._give_back(self.stage)
-        self._stage = None
-        self._stage = self._loans.take()
+        stage = self.stage
+        self._journey.end(self, stage)
+        # For observers F[i,j] ends before F[i,j+1] begins: the worker tells the next one.
+        tell = None if stage.run.told.is_observed else partial(stage.links.y.send, self.i, ())
+        try:
+            self.j = j
+            self._loans.give_back(stage.place.j, SENT if tell else (), tell)
+            self._stage = None
+            self._stage = self._loans.take()
+        except BaseException as error:  # from outside; the model may catch it
+            self._fail(error)
+            raise
         self._journey.begin(self, self.stage)
-
-    def _give_back(self, stage: Stage) -> None:
-        if stage.run.told.is_observed:  # for them F[i,j] ends before F[i,j+1] begins
-            self._loans.give_back(stage.place.j, ())
-        else:
-            stage.links.y.send(self.i, ())
-            self._loans.give_back(stage.place.j, SENT)
 
     @property
     def stage(self) -> Stage:

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 import pipert
 from pipert._typing import Value
 from pipert.driven import loans
-from pipert.driven.loans import SENT, Loans
+from pipert.driven.loans import Loans
+from pipert.stage.stage import Stage
+from tests.activations import until
 
 if sys.platform != "linux":
     pytest.skip("elsewhere nobody is bound to a core", allow_module_level=True)
@@ -48,24 +51,64 @@ def test_a_driver_is_woken_on_the_core_of_its_worker(
     assert woken_on == [{core}]
 
 
+@pytest.fixture
+def stage() -> Any:
+    return SimpleNamespace(place=SimpleNamespace(j=0))
+
+
 def test_a_worker_is_woken_on_the_core_of_its_driver(
-    core: int, monkeypatch: pytest.MonkeyPatch
+    core: int, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     woken_on = []
     monkeypatch.setattr(loans, "allow", lambda _: woken_on.append(os.sched_getaffinity(0)))
     of_one = Loans(n=1, binds=True)
-    stage: Any = SimpleNamespace(place=SimpleNamespace(j=0))
-
-    def work() -> None:
-        of_one.lend(stage)
-        of_one.wait(0, lambda: False)
-
-    worker = threading.Thread(target=work)
+    worker = threading.Thread(target=of_one.lend, args=(stage, lambda: False))
     worker.start()
     assert of_one.take() is stage
     of_one.give_back(0, ())
     worker.join()
     assert woken_on == [{core}]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_worker_that_waits_no_more_is_not_bound(
+    late: bool, stage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_one, bind = Loans(n=1, binds=True), loans.bind
+    returned: SimpleQueue[None] = SimpleQueue()
+
+    def wait(*_: Any) -> Any:
+        of_one.take()
+        returned.get()
+        raise ZeroDivisionError
+
+    def lend() -> None:
+        with pytest.raises(ZeroDivisionError):
+            of_one.lend(stage, lambda: False)
+        cores.append(os.sched_getaffinity(0))
+        returned.get()
+        cores.append(os.sched_getaffinity(0))
+
+    def bind_late(thread: int) -> bool:
+        returned.put(None)
+        assert until(lambda: len(cores) == 1)
+        return bind(thread)
+
+    cores: list[set[int]] = []
+    monkeypatch.setattr(of_one, "_wait", wait)
+    worker = threading.Thread(target=lend)
+    worker.start()
+    assert until(lambda: not of_one._lent.qsize() and bool(of_one._workers))
+    if late:
+        monkeypatch.setattr(loans, "bind", bind_late)
+        of_one.give_back(0, ())
+    else:
+        of_one.give_back(0, ())
+        returned.put(None)
+        assert until(lambda: len(cores) == 1)
+    returned.put(None)
+    worker.join()
+    assert cores == [CORES, CORES]
 
 
 def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,22 +122,22 @@ def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch)
     model = Model()
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
-    assert len(asked) == 8  # for each F, the driver and the worker
+    assert len(asked) == 12  # for each F, the driver, the worker, and what allows it all
 
 
 def test_the_next_partition_does_not_wait_until_a_worker_has_woken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, waited = threading.Event(), []
-    wait = Loans.wait
+    lend = Loans.lend
 
-    def wait_long(self: Loans, j: int, is_lost: Callable[[], bool]) -> Any:
-        value = wait(self, j, is_lost)
-        if j == 0:
+    def lend_for_long(self: Loans, stage: Stage, is_lost: Callable[[], bool]) -> Any:
+        value = lend(self, stage, is_lost)
+        if stage.place.j == 0:
             waited.append(begun.wait(10))
         return value
 
-    monkeypatch.setattr(Loans, "wait", wait_long)
+    monkeypatch.setattr(Loans, "lend", lend_for_long)
     model = Model()
     model.second.register_forward_pre_hook(lambda *_: begun.set())
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
@@ -102,26 +145,52 @@ def test_the_next_partition_does_not_wait_until_a_worker_has_woken(
     assert waited == [True]
 
 
-@pytest.mark.parametrize("returned", [False, True])
-def test_what_ends_a_driver_while_it_returns_a_turn_is_raised(
-    returned: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before", "told", "returned"])
+@pytest.mark.parametrize("caught", [False, True])
+def test_what_is_thrown_into_a_driver_while_it_returns_a_turn_is_raised(
+    when: str, caught: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_back = Loans.give_back
 
-    def fail_once(self: Loans, j: int, value: Value) -> None:
-        if value is not SENT:
+    def fail_once(self: Loans, j: int, value: Value, tell: Any = None) -> None:
+        if tell is None:
             give_back(self, j, value)
             return
         monkeypatch.setattr(Loans, "give_back", give_back)
-        if returned:
-            give_back(self, j, value)
+        if when == "told":
+            tell()
+        elif when == "returned":
+            give_back(self, j, value, tell)
         raise ZeroDivisionError
 
     monkeypatch.setattr(Loans, "give_back", fail_once)
-    with pipert.pipeline(Model(), ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
+    model = Catching() if caught else Model()
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
         with pytest.raises(ZeroDivisionError):
             pipe(torch.ones(2, 3))
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_a_worker_that_was_bound_is_free_though_its_turn_came_back_with_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bind = loans.bind
+
+    def fail_once(thread: int) -> bool:
+        bound = bind(thread)
+        if threading.current_thread().name.startswith("pipert-driver"):
+            monkeypatch.setattr(loans, "bind", bind)
+            raise ZeroDivisionError
+        return bound
+
+    model = Model()
+    with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
+        pipe(torch.ones(1, 3))
+        monkeypatch.setattr(loans, "bind", fail_once)
+        with pytest.raises(ZeroDivisionError):
+            pipe(torch.ones(1, 3))
+        pipe(torch.ones(1, 3))
+        assert model.first.cores == CORES
 
 
 class Layer(nn.Linear):
@@ -142,6 +211,16 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(self.first(x))
         return y
+
+
+class Catching(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        try:
+            z: Tensor = self.second(y)
+        except ZeroDivisionError:
+            z = self.second(y)
+        return z
 
 
 def test_layers_run_on_all_cores_of_their_worker() -> None:
