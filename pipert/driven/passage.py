@@ -13,7 +13,8 @@ thread. It gets on while a worker lends it the turn, in ``F[i,j]`` of the plan's
                              that layer, and what follows     wait
                              ... forward returns      ----->  F[i,1] is done, with the output
 
-Worker 1 need not wait until worker 0 has woken up.
+Worker 1 need not wait until worker 0 has woken up. Worker 0 tells it where there are observers, for
+whom ``F[i,j]`` ends before ``F[i,j+1]`` begins.
 
 Guarantees:
 
@@ -255,7 +256,6 @@ class Passage:
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         stage = self.stage
         self._journey.end(self, stage)
-        # For observers F[i,j] ends before F[i,j+1] begins: the worker tells the next one.
         tell = None if stage.run.told.is_observed else partial(stage.links.y.send, self.i, ())
         try:
             self.j = j
