@@ -111,6 +111,17 @@ def test_a_worker_that_waits_no_more_is_not_bound(
     assert cores == [CORES, CORES]
 
 
+def test_a_forked_child_binds_no_thread_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_one, bound = Loans(n=1, binds=True), list[int]()
+    of_one._workers[0] = threading.get_native_id(), set(CORES)
+    monkeypatch.setattr(loans, "bind", bound.append)
+    of_one.give_back(0, ())
+    assert bound == [threading.get_native_id()]
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    of_one.give_back(0, ())
+    assert len(bound) == 1
+
+
 def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
