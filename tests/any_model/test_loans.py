@@ -20,6 +20,7 @@ from pipert.driven import loans
 from pipert.driven.loans import Loans
 from pipert.stage.stage import Stage
 from tests.activations import until
+from tests.observers import Log
 
 if sys.platform != "linux":
     pytest.skip("elsewhere nobody is bound to a core", allow_module_level=True)
@@ -154,6 +155,26 @@ def test_the_next_partition_does_not_wait_until_a_worker_has_woken(
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
         pipe(torch.ones(1, 3))
     assert waited == [True]
+
+
+def test_observers_see_a_partition_end_before_the_next_begins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, lend = Log(), Loans.lend
+
+    def lend_for_long(self: Loans, stage: Stage, is_lost: Callable[[], bool]) -> Any:
+        value = lend(self, stage, is_lost)
+        if stage.place.j == 0:
+            threading.Event().wait(0.1)  # the next would begin meanwhile
+        return value
+
+    monkeypatch.setattr(Loans, "lend", lend_for_long)
+    with pipert.pipeline(Model(), ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
+        pipe.add_observer(log)
+        pipe(torch.ones(1, 3))
+    told = [(name, what[0].partition) for name, *what in log.events if name.startswith("task")]
+    started, finished = "task_started", "task_finished"
+    assert told == [(started, 0), (finished, 0), (started, 1), (finished, 1)]
 
 
 @pytest.mark.parametrize("when", ["before", "told", "returned"])
