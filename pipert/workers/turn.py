@@ -13,8 +13,11 @@ A turn affects speed, never order:
   while. So tasks that wait for each other, or a suddenly long task, delay no worker by more.
 * A worker gives it up before it blocks for anything else, and after ``_HOLD``.
 
-The time that layers take depends on the demand for the interpreter. So the shortest recent time
-counts, and older times decay; a time that is clearly long counts at once.
+How long layers take shows only with a turn: without one they may wait for the interpreter, for ten
+times as long as they compute. So a short time counts whenever it is seen, and a long one only if
+the worker had a turn, or if no wait for the interpreter is as long. What is long is tried again
+after some tasks. Otherwise short layers that once were in each other's way would stay there, for
+each would look long.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool. Where threads
 execute Python at the same time, nobody takes one.
@@ -33,12 +36,13 @@ __all__: list[str] = []
 
 # Seconds for a thousand additions: 25 us on the machine used to tune the factors.
 _UNIT = min(timeit.repeat("for k in range(1000): total += k", "total = 0", number=1))
-_SHORT = 1.2 * _UNIT  # workers whose layers take less take turns
-_LONG = 20 * _UNIT  # layers that take more are clearly long
+_SHORT = 2.5 * _UNIT  # workers whose layers take less take turns
+_LONG = 50 * _UNIT  # layers that take more are clearly long
 _HOLD = 12 * _UNIT  # how long a worker may keep a turn while others wait
-_PATIENCE = 80 * _UNIT  # how long a worker waits for a turn
-_BACK_OFF = 2000 * _UNIT  # how long a worker does not ask again after waiting in vain
-_FORGET = 1.1  # the factor by which the shortest time grows with each task
+_PATIENCE = 400 * _UNIT  # how long a worker waits for a turn: eight others may be before it
+_BACK_OFF = 4000 * _UNIT  # how long a worker does not ask again after waiting in vain
+_GROW = 1.1  # the most by which a time may grow with each task that had a turn
+_SHRINK = 0.95  # the factor for each task without: sixty tasks from long to short
 
 
 class Turn:
@@ -68,8 +72,16 @@ class Turn:
 
     def layers_took(self, took: float) -> None:
         """Note that the task's layers computed for ``took`` seconds."""
-        self._took = took if took > _LONG else min(took, self._took * _FORGET)
+        if took > _LONG:
+            self._took = took
+        elif self._held_since is not None:
+            self._took = min(took, _GROW * self._took)
+        elif took < _SHORT:
+            self._took = took
+        else:
+            self._took = min(_LONG, _SHRINK * self._took)
         if self._held_since is not None and self._took >= _SHORT:
+            self._took = max(self._took, _LONG)
             self.give_up()
 
     def give_up(self) -> None:

@@ -106,6 +106,37 @@ def test_a_time_that_may_be_due_to_others_counts_when_it_stays(clock: Clock) -> 
     assert not held(turn)
 
 
+def test_a_time_that_may_be_due_to_others_is_not_believed_for_ever(clock: Clock) -> None:
+    """Eight workers in each other's way would look long for as long as they are."""
+    turn = Turn(threading.Lock())
+    for _ in range(100):
+        turn.take()
+        if held(turn):
+            return
+        turn.layers_took(BETWEEN)
+    raise AssertionError("it never asked for a turn")
+
+
+def test_a_time_that_was_long_with_a_turn_is_believed_for_a_while(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, SHORT)
+    turn.take()
+    assert held(turn)
+    for _ in range(20):
+        do(turn, BETWEEN)
+    for _ in range(30):
+        do(turn, BETWEEN)
+        assert not held(turn)
+
+
+def test_a_short_time_counts_at_once_after_long_ones(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    do(turn, LONG)
+    do(turn, SHORT)
+    turn.take()
+    assert held(turn)
+
+
 def test_a_turn_is_given_up_for_an_instant_after_it_was_held_for_long(clock: Clock) -> None:
     releases = []
 
