@@ -41,6 +41,7 @@ from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.again import Again, Graph
+from pipert.autograd.engine import differentiate
 from pipert.autograd.function import applied
 from pipert.autograd.gate import Gate, connect_inputs
 from pipert.autograd.hooks import Forget, Hook, Hooks, refuse
@@ -147,11 +148,7 @@ class Checkpoint:
         outside = _thread.finds_parts
         try:
             _thread.finds_parts = True
-            found = iter(
-                torch.autograd.grad(
-                    ys, wanted, given, create_graph=create_graph, allow_unused=True
-                )
-            )
+            found = iter(differentiate(ys, wanted, given, create_graph=create_graph))
         finally:
             _thread.finds_parts = outside  # no call, so no interrupt comes between
         gate.is_open = True

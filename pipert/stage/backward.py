@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipert.autograd import order
 from pipert.autograd.again import Graph
+from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
@@ -103,7 +104,7 @@ def gradients_of(
     """Differentiate ``ys``, with what is ``behind`` them, by what is wanted, on this thread."""
     retain = bool(behind.others)  # what the caller has computed is behind other micro-batches, too
     try:
-        return torch.autograd.grad(ys, wanted, dys, retain_graph=retain, allow_unused=True)
+        return differentiate(ys, wanted, dys, retain_graph=retain)
     except BaseException as error:
         # What was ready when a node raised stays with this thread until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))

@@ -15,7 +15,7 @@ Fork, Join    nodes that order the backward           none: the plan says what c
 Recompute     a node behind the outputs               ``R[i,j]``, an action
 Checkpoint    a node that differentiates              none: ``B`` does
               what Recompute has made
-B[i,j]        autograd's walk along the graph         ``torch.autograd.grad`` from the outputs of
+B[i,j]        autograd's walk along the graph         the engine's walk from the outputs of
                                                       the stage to its inputs and weights
 ============  ======================================  ==========================================
 """
