@@ -3,7 +3,8 @@
 ``torch.autograd.grad`` looks at shapes, dtypes and overrides of its arguments, in Python, before it
 calls the engine. Gradients that come out of the engine, for outputs of a task, need none of that,
 and for layers that compute next to nothing it takes as long as the engine itself. The engine checks
-shapes, and converts dtypes, on its own.
+shapes, and converts dtypes, on its own. Where function modes are on, or a leaf is of a class that
+overrides functions, both are asked as usual: a backward does not see the modes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import graph
+from torch.overrides import has_torch_function
 
 __all__: list[str] = []
 
@@ -39,10 +42,13 @@ def differentiate(
     """
     if not wanted:
         return ()
+    retain_graph = retain_graph or create_graph
+    if has_torch_function((*ys, *wanted)):
+        return torch.autograd.grad(ys, wanted, dys, retain_graph, create_graph, allow_unused=True)
     found: tuple[Tensor | None, ...] = _run(
         tuple(ys),
         tuple(dys),
-        retain_graph or create_graph,
+        retain_graph,
         create_graph,
         tuple(wanted),
         True,  # what was not used gets None

@@ -58,3 +58,14 @@ def test_gradients_have_a_graph_if_asked_for(leaf: torch.Tensor) -> None:
 def test_gradients_of_another_shape_are_refused(leaf: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="shape"):
         differentiate([leaf.square()], [leaf], [torch.ones(2, 2)])
+
+
+def test_it_hides_function_modes_as_every_backward_does(leaf: torch.Tensor) -> None:
+    devices = []
+    y = leaf.square()
+    y.register_hook(  # type: ignore[no-untyped-call]
+        lambda _: devices.append(torch.empty(0).device.type)
+    )
+    with torch.device("meta"):
+        differentiate([y], [leaf], [torch.ones(3, device="cpu")])
+    assert devices == ["cpu"]
