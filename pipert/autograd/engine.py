@@ -2,9 +2,10 @@
 
 ``torch.autograd.grad`` looks at shapes, dtypes and overrides of its arguments, in Python, before it
 calls the engine. Gradients that come out of the engine, for outputs of a task, need none of that,
-and for layers that compute next to nothing it takes as long as the engine itself. The engine checks
-shapes, and converts dtypes, on its own. Where function modes are on, or a leaf is of a class that
-overrides functions, both are asked as usual: a backward does not see the modes.
+and for layers that compute next to nothing it takes as long as the engine itself. The engine
+converts dtypes on its own, sums gradients to the shapes of the outputs, and refuses what cannot be
+summed. Where function modes are on, or a leaf is of a class that overrides functions, both are
+asked as usual: a backward does not see the modes.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def differentiate(
 
     Args:
         ys: tensors or gradient edges, from which it goes backward.
-        wanted: leaves or gradient edges. With none nothing is done: the engine would add to
-            ``.grad``.
+        wanted: leaves or gradient edges. With none nothing is done, which is no error: all that
+            were used may have been frozen since.
         dys: the gradients of ``ys``.
         retain_graph: whether the graph is used again.
         create_graph: whether the gradients have a graph; it is used again then.

@@ -14,10 +14,10 @@ A turn affects speed, never order:
 * A worker gives it up before it blocks for anything else, and after ``_HOLD``.
 
 How long layers take shows only with a turn: without one they may wait for the interpreter, for ten
-times as long as they compute. So a short time counts whenever it is seen, and a long one only if
-the worker had a turn, or if no wait for the interpreter is as long. What is long is tried again
-after some tasks. Otherwise short layers that once were in each other's way would stay there, for
-each would look long.
+times as long as they compute. So a long time counts if the worker had a turn, or if waits for other
+workers are hardly as long. What is long is tried again after some tasks. Otherwise short layers
+that once were in each other's way would stay there, for each would look long. Three short times in
+a row make it short at once; one among long ones does not.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool. Where threads
 execute Python at the same time, nobody takes one.
@@ -39,10 +39,12 @@ _UNIT = min(timeit.repeat("for k in range(1000): total += k", "total = 0", numbe
 _SHORT = 2.5 * _UNIT  # workers whose layers take less take turns
 _LONG = 50 * _UNIT  # layers that take more are clearly long
 _HOLD = 12 * _UNIT  # how long a worker may keep a turn while others wait
-_PATIENCE = 400 * _UNIT  # how long a worker waits for a turn: eight others may be before it
+_PATIENCE = 400 * _UNIT  # how long a worker waits for a turn; who has it may take it again
 _BACK_OFF = 4000 * _UNIT  # how long a worker does not ask again after waiting in vain
 _GROW = 1.1  # the most by which a time may grow with each task that had a turn
 _SHRINK = 0.95  # the factor for each task without: sixty tasks from long to short
+_SHORT_COUNTS = 4  # the factor by which it shrinks at most with a short one that had none
+_SPARE = 8  # after a long task with a turn a worker asks for none for so many times as long
 
 
 class Turn:
@@ -77,11 +79,17 @@ class Turn:
         elif self._held_since is not None:
             self._took = min(took, _GROW * self._took)
         elif took < _SHORT:
-            self._took = took
-        else:
+            self._took = max(took, min(_LONG, self._took) / _SHORT_COUNTS)
+        elif self._took >= _SHORT:  # what is below waits in vain for a turn, which would tell
             self._took = min(_LONG, _SHRINK * self._took)
         if self._held_since is not None and self._took >= _SHORT:
             self._took = max(self._took, _LONG)
+            self.give_up()
+
+    def task_took(self, took: float) -> None:
+        """Note how long a whole task took: a backward or a loss may be long, too."""
+        if self._held_since is not None and took > _HOLD:
+            self._ask_again = perf_counter() + _SPARE * took
             self.give_up()
 
     def give_up(self) -> None:

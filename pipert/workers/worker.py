@@ -16,6 +16,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -107,9 +108,12 @@ def work(
             if value is not NOT_RUN:
                 turn.take()
                 activity.works()
+                started = perf_counter()
                 value = task.execute(value)
+                took = perf_counter() - started
                 if task.layers_took is not None:
                     turn.layers_took(task.layers_took)
+                turn.task_took(took)
             activity.rests()
             task.send(value)
             task = value = None  # W2

@@ -28,7 +28,7 @@ def test_it_leaves_grad_alone(leaf: torch.Tensor) -> None:
 
 
 def test_with_nothing_wanted_it_does_nothing(leaf: torch.Tensor) -> None:
-    """Autograd's engine adds to ``.grad`` then."""
+    """All that were used may have been frozen since."""
     y = leaf.square()
     assert differentiate([y], [], [torch.ones(3)]) == ()
     assert leaf.grad is None
@@ -55,7 +55,7 @@ def test_gradients_have_a_graph_if_asked_for(leaf: torch.Tensor) -> None:
     assert torch.equal(twice, 6 * leaf)
 
 
-def test_gradients_of_another_shape_are_refused(leaf: torch.Tensor) -> None:
+def test_gradients_that_cannot_be_summed_to_the_shape_are_refused(leaf: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="shape"):
         differentiate([leaf.square()], [leaf], [torch.ones(2, 2)])
 

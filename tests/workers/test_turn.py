@@ -42,6 +42,12 @@ def do(turn: Turn, seconds: float) -> None:
     turn.layers_took(seconds)
 
 
+def settle(turn: Turn) -> None:
+    """Three tasks that are short, as the layers are from now on."""
+    for _ in range(3):
+        turn.layers_took(SHORT)
+
+
 def held(turn: Turn) -> bool:
     return "not held" not in repr(turn)
 
@@ -57,21 +63,21 @@ def test_threads_that_all_execute_python_take_no_turns(
 ) -> None:
     monkeypatch.setattr(turn_module, "ONE_THREAD_AT_A_TIME", False)
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     turn.take()
     assert not held(turn)
 
 
 def test_a_task_after_a_short_one_takes_a_turn(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     turn.take()
     assert held(turn)
 
 
 def test_a_task_after_a_long_one_does_not_ask_for_a_turn(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     do(turn, LONG)
     turn.take()
     assert not held(turn)
@@ -79,28 +85,28 @@ def test_a_task_after_a_long_one_does_not_ask_for_a_turn(clock: Clock) -> None:
 
 def test_a_turn_is_kept_for_the_next_short_task(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     do(turn, SHORT)
     assert held(turn)
 
 
 def test_a_turn_is_given_up_after_a_long_task(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     do(turn, LONG)
     assert not held(turn)
 
 
 def test_a_time_that_may_be_due_to_others_does_not_count_at_once(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     do(turn, BETWEEN)
     assert held(turn)
 
 
 def test_a_time_that_may_be_due_to_others_counts_when_it_stays(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     for _ in range(100):
         do(turn, BETWEEN)
     assert not held(turn)
@@ -119,7 +125,7 @@ def test_a_time_that_may_be_due_to_others_is_not_believed_for_ever(clock: Clock)
 
 def test_a_time_that_was_long_with_a_turn_is_believed_for_a_while(clock: Clock) -> None:
     turn = Turn(threading.Lock())
-    do(turn, SHORT)
+    settle(turn)
     turn.take()
     assert held(turn)
     for _ in range(20):
@@ -129,11 +135,59 @@ def test_a_time_that_was_long_with_a_turn_is_believed_for_a_while(clock: Clock) 
         assert not held(turn)
 
 
-def test_a_short_time_counts_at_once_after_long_ones(clock: Clock) -> None:
+def test_a_worker_whose_layers_are_short_from_now_on_takes_turns_again(clock: Clock) -> None:
     turn = Turn(threading.Lock())
     do(turn, LONG)
-    do(turn, SHORT)
+    settle(turn)
     turn.take()
+    assert held(turn)
+
+
+def test_a_few_short_times_among_long_ones_make_no_turns(clock: Clock) -> None:
+    """Layers of most micro-batches overlap, which turns would keep them from."""
+    turn, turns = Turn(threading.Lock()), 0
+    for k in range(800):
+        turn.take()
+        turns += held(turn)
+        turn.layers_took(turn_module._LONG / 2 if k % 8 else SHORT)
+    assert turns < 200
+
+
+def test_waits_in_vain_do_not_make_long_layers_short(clock: Clock) -> None:
+    lock = threading.Lock()
+    turn, turns = Turn(lock), 0
+    settle(turn)
+    lock.acquire()
+    turn.take()
+    for _ in range(1000):
+        do(turn, BETWEEN)
+    lock.release()
+    clock.now += turn_module._BACK_OFF
+    for _ in range(100):
+        turn.take()
+        turns += held(turn)
+        turn.layers_took(BETWEEN)
+    assert 0 < turns < 50
+
+
+def test_a_long_backward_ends_the_turn_and_asks_for_none_for_a_while(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    settle(turn)
+    turn.take()
+    long = turn_module._HOLD * 2
+    turn.task_took(long)
+    turn.take()
+    assert not held(turn)
+    clock.now += 8 * long
+    turn.take()
+    assert held(turn)
+
+
+def test_a_short_task_keeps_the_turn(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    settle(turn)
+    turn.take()
+    turn.task_took(turn_module._HOLD / 2)
     assert held(turn)
 
 
@@ -150,7 +204,7 @@ def test_a_turn_is_given_up_for_an_instant_after_it_was_held_for_long(clock: Clo
             releases.append(clock.now)
 
     turn = Turn(Lock())  # type: ignore[arg-type]
-    do(turn, SHORT)
+    settle(turn)
     do(turn, SHORT)
     clock.now += turn_module._HOLD * 2
     turn.take()
@@ -160,7 +214,7 @@ def test_a_turn_is_given_up_for_an_instant_after_it_was_held_for_long(clock: Clo
 def test_giving_up_lets_others_take_a_turn(clock: Clock) -> None:
     lock = threading.Lock()
     turn = Turn(lock)
-    do(turn, SHORT)
+    settle(turn)
     turn.take()
     turn.give_up()
     assert not lock.locked()
@@ -169,7 +223,7 @@ def test_giving_up_lets_others_take_a_turn(clock: Clock) -> None:
 def test_giving_up_what_is_not_held_leaves_the_turn_of_another_alone(clock: Clock) -> None:
     lock = threading.Lock()
     one, another = Turn(lock), Turn(lock)
-    do(one, SHORT)
+    settle(one)
     one.take()
     another.give_up()
     assert lock.locked()
@@ -179,7 +233,7 @@ def test_a_worker_that_waited_in_vain_goes_on() -> None:
     lock = threading.Lock()
     lock.acquire()
     turn = Turn(lock)
-    do(turn, SHORT)
+    settle(turn)
     turn.take()
     assert not held(turn)
 
@@ -188,7 +242,7 @@ def test_a_worker_that_waited_in_vain_does_not_ask_for_a_while(clock: Clock) -> 
     lock = threading.Lock()
     lock.acquire()
     turn = Turn(lock)
-    do(turn, SHORT)
+    settle(turn)
     do(turn, SHORT)
     lock.release()
     turn.take()
@@ -199,7 +253,7 @@ def test_a_worker_that_waited_in_vain_asks_again_later(clock: Clock) -> None:
     lock = threading.Lock()
     lock.acquire()
     turn = Turn(lock)
-    do(turn, SHORT)
+    settle(turn)
     do(turn, SHORT)
     lock.release()
     clock.now += turn_module._BACK_OFF
@@ -213,7 +267,7 @@ def test_a_turn_passes_from_one_thread_to_another(monkeypatch: pytest.MonkeyPatc
     lock = threading.Lock()
     mine, other = Turn(lock), Turn(lock)
     for turn in (mine, other):
-        do(turn, SHORT)
+        settle(turn)
     mine.take()
     order: list[str] = []
 
