@@ -72,24 +72,25 @@ class Turn:
             else:
                 self._ask_again = now + _BACK_OFF
 
-    def layers_took(self, took: float) -> None:
-        """Note that the task's layers computed for ``took`` seconds."""
-        if took > _LONG:
-            self._took = took
+    def executed(self, task: float, layers: float | None) -> None:
+        """Note how long a task took, and its layers, if it has called any."""
+        if layers is None:
+            pass
+        elif layers > _LONG:
+            self._took = layers
         elif self._held_since is not None:
-            self._took = min(took, _GROW * self._took)
-        elif took < _SHORT:
-            self._took = max(took, min(_LONG, self._took) / _SHORT_COUNTS)
+            self._took = min(layers, _GROW * self._took)
+        elif layers < _SHORT:
+            self._took = max(layers, min(_LONG, self._took) / _SHORT_COUNTS)
         elif self._took >= _SHORT:  # what is below waits in vain for a turn, which would tell
             self._took = min(_LONG, _SHRINK * self._took)
-        if self._held_since is not None and self._took >= _SHORT:
+        if self._held_since is None:
+            return
+        if self._took >= _SHORT:
             self._took = max(self._took, _LONG)
             self.give_up()
-
-    def task_took(self, took: float) -> None:
-        """Note how long a whole task took: a backward or a loss may be long, too."""
-        if self._held_since is not None and took > _HOLD:
-            self._ask_again = perf_counter() + _SPARE * took
+        elif task > _HOLD:  # a backward or a loss may be long, too
+            self._ask_again = perf_counter() + _SPARE * task
             self.give_up()
 
     def give_up(self) -> None:

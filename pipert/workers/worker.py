@@ -110,10 +110,7 @@ def work(
                 activity.works()
                 started = perf_counter()
                 value = task.execute(value)
-                took = perf_counter() - started
-                if task.layers_took is not None:
-                    turn.layers_took(task.layers_took)
-                turn.task_took(took)
+                turn.executed(perf_counter() - started, task.layers_took)
             activity.rests()
             task.send(value)
             task = value = None  # W2

@@ -39,13 +39,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def do(turn: Turn, seconds: float) -> None:
     """A task whose layers compute for ``seconds``."""
     turn.take()
-    turn.layers_took(seconds)
+    turn.executed(0.0, seconds)
 
 
 def settle(turn: Turn) -> None:
     """Three tasks that are short, as the layers are from now on."""
     for _ in range(3):
-        turn.layers_took(SHORT)
+        turn.executed(0.0, SHORT)
 
 
 def held(turn: Turn) -> bool:
@@ -119,7 +119,7 @@ def test_a_time_that_may_be_due_to_others_is_not_believed_for_ever(clock: Clock)
         turn.take()
         if held(turn):
             return
-        turn.layers_took(BETWEEN)
+        turn.executed(0.0, BETWEEN)
     raise AssertionError("it never asked for a turn")
 
 
@@ -149,7 +149,7 @@ def test_a_few_short_times_among_long_ones_make_no_turns(clock: Clock) -> None:
     for k in range(800):
         turn.take()
         turns += held(turn)
-        turn.layers_took(turn_module._LONG / 2 if k % 8 else SHORT)
+        turn.executed(0.0, turn_module._LONG / 2 if k % 8 else SHORT)
     assert turns < 200
 
 
@@ -166,7 +166,7 @@ def test_waits_in_vain_do_not_make_long_layers_short(clock: Clock) -> None:
     for _ in range(100):
         turn.take()
         turns += held(turn)
-        turn.layers_took(BETWEEN)
+        turn.executed(0.0, BETWEEN)
     assert 0 < turns < 50
 
 
@@ -175,7 +175,7 @@ def test_a_long_backward_ends_the_turn_and_asks_for_none_for_a_while(clock: Cloc
     settle(turn)
     turn.take()
     long = turn_module._HOLD * 2
-    turn.task_took(long)
+    turn.executed(long, None)
     turn.take()
     assert not held(turn)
     clock.now += 8 * long
@@ -187,7 +187,7 @@ def test_a_short_task_keeps_the_turn(clock: Clock) -> None:
     turn = Turn(threading.Lock())
     settle(turn)
     turn.take()
-    turn.task_took(turn_module._HOLD / 2)
+    turn.executed(turn_module._HOLD / 2, None)
     assert held(turn)
 
 
