@@ -45,8 +45,13 @@ class RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def refuse_replaced(home: dict[str, Tensor | None], name: str, old: Tensor | None) -> None:
-    """Refuse that another tensor is in the place of a buffer, unless it has the same values."""
+    """Refuse that another tensor is in the place of a buffer, unless it has the same values.
+
+    On another device it is one of a layer that was moved meanwhile, to where it is called.
+    """
     new = home.get(name)
+    if new is not None and old is not None and new.device != old.device:
+        return
     if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
         home[name] = old
         raise _changed(name)

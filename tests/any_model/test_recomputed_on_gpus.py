@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pipert
 from tests.any_model.piped import CHUNKS
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
+
+WAIT = 10.0  # s; what should happen at once is given up after it
 
 
 class Passing(nn.Module):
@@ -52,3 +55,66 @@ def test_each_is_recomputed_once_for_each_backward(pairs: int, backwards: int) -
     for one, other in zip((x, *model.parameters()), (own, *plain.parameters()), strict=True):
         assert one.grad is not None and other.grad is not None
         torch.testing.assert_close(one.grad.cpu(), other.grad)
+
+
+class Away(nn.Module):
+    """Is at home in the first partition, is called in the second, and has a buffer."""
+
+    table: Tensor
+
+    def __init__(self, moved: threading.Event) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.ones(4))
+        self.moved = moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.moved.set()
+        y: Tensor = x * self.table
+        return y
+
+
+class Early(nn.Linear):
+    """Its recomputation lasts until the other layer has been moved."""
+
+    def __init__(self, begun: threading.Event, moved: threading.Event) -> None:
+        super().__init__(4, 4)
+        self.begun, self.moved = begun, moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        if pipert.is_recomputing() and not self.begun.is_set():
+            self.begun.set()
+            assert self.moved.wait(WAIT)
+        return super().forward(x)
+
+
+class Second(nn.Linear):
+    def __init__(self, begun: threading.Event) -> None:
+        super().__init__(4, 4)
+        self.begun = begun
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.begun.wait(WAIT)
+        return super().forward(x)
+
+
+class MovedMeanwhile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        begun, moved = threading.Event(), threading.Event()
+        self.early, self.away = Early(begun, moved), Away(moved)
+        self.second = Second(begun)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.away(self.second(self.early(x)))
+        return y
+
+
+def test_a_buffer_may_be_moved_to_its_partition_while_the_one_before_is_recomputed() -> None:
+    x = torch.ones(8, 4)
+    model = MovedMeanwhile()
+    devices = ["cuda:0", "cuda:1"]
+    with pipert.pipeline(
+        model, ["second"], devices=devices, chunks=4, checkpoint="always"
+    ) as pipe:
+        pipe.forward_backward(x, target=x, loss_fn=nn.functional.mse_loss)
+    assert model.away.table.device == torch.device("cuda:1")
