@@ -89,7 +89,7 @@ class Turn:
         if self._took >= _SHORT:
             self._took = max(self._took, _LONG)
             self.give_up()
-        elif task > _HOLD:  # a backward or a loss may be long, too
+        elif task > _LONG:  # a backward or a loss may be long, too
             self._ask_again = perf_counter() + _SPARE * task
             self.give_up()
 

@@ -174,7 +174,7 @@ def test_a_long_backward_ends_the_turn_and_asks_for_none_for_a_while(clock: Cloc
     turn = Turn(threading.Lock())
     settle(turn)
     turn.take()
-    long = turn_module._HOLD * 2
+    long = turn_module._LONG * 2
     turn.executed(long, None)
     turn.take()
     assert not held(turn)
