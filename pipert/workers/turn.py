@@ -75,7 +75,7 @@ class Turn:
     def executed(self, task: float, layers: float | None) -> None:
         """Note how long a task took, and its layers, if it has called any."""
         if layers is None:
-            pass
+            pass  # a backward, say
         elif layers > _LONG:
             self._took = layers
         elif self._held_since is not None:

@@ -68,7 +68,7 @@ def test_threads_that_all_execute_python_take_no_turns(
     assert not held(turn)
 
 
-def test_a_task_after_a_short_one_takes_a_turn(clock: Clock) -> None:
+def test_a_task_after_three_short_ones_takes_a_turn(clock: Clock) -> None:
     turn = Turn(threading.Lock())
     settle(turn)
     turn.take()
