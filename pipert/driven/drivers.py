@@ -30,7 +30,7 @@ class Driver(WorkerThread):
 
     def __init__(self, number: int) -> None:
         name = f"pipert-driver-{number}"
-        super().__init__(name, torch.device("cpu"), threading.Lock(), Activity())
+        super().__init__(name, torch.device("cpu"), threading.RLock(), Activity())
         self.passage: Passage | None = None
 
     def stop(self) -> None:

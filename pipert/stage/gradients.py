@@ -114,9 +114,9 @@ def split_off(arriving: Arriving) -> Arriving:
     another way, is left to autograd; so is what comes in several parts.
     """
     parts = Counter([id(tensor) for tensor, _ in arriving])
-    heard, unheard = Arriving(), Arriving()
-    while arriving:
-        tensor, gradient = arriving.pop()
+    strided, heard, unheard = torch.strided, Arriving(), Arriving()
+    for pair in arriving:
+        tensor, gradient = pair
         if (
             getrefcount(gradient) == _ALONE
             and _use_count(gradient) == parts[id(tensor)] == _use_count(tensor) == 1
@@ -126,15 +126,15 @@ def split_off(arriving: Arriving) -> Arriving:
             and tensor.grad is None
             and tensor.requires_grad
             and type(gradient) is Tensor
-            and gradient.layout == torch.strided == tensor.layout
-            and gradient.dtype == tensor.dtype
+            and gradient.layout is strided is tensor.layout
+            and gradient.dtype is tensor.dtype
             and gradient.stride() == tensor.stride()
             and ONE_THREAD_AT_A_TIME
         ):
-            unheard.append((tensor, gradient))
+            unheard.append(pair)
         else:
-            heard.append((tensor, gradient))
-    arriving += reversed(heard)
+            heard.append(pair)
+    arriving[:] = heard
     return unheard
 
 
@@ -155,8 +155,8 @@ def give(gradients: Arriving) -> Arriving:
 def _references() -> int:
     """How many references a gradient has in :func:`split_off` that nobody else has."""
     pairs = [(torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))]
-    while pairs:
-        tensor, gradient = pairs.pop()
+    for pair in pairs:
+        tensor, gradient = pair
         found = getrefcount(gradient)
     return found
 

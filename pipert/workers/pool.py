@@ -67,7 +67,7 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._turns = threading.Lock()
+        self._turns = threading.RLock()
         self._threads: list[WorkerThread] = []
         self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()

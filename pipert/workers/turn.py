@@ -25,9 +25,9 @@ execute Python at the same time, nobody takes one.
 
 from __future__ import annotations
 
-import threading
 import timeit
 from time import perf_counter
+from typing import Protocol
 
 from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
@@ -47,12 +47,22 @@ _SHORT_COUNTS = 4  # the factor by which it shrinks at most with a short one tha
 _SPARE = 8  # after a long task with a turn a worker asks for none for so many times as long
 
 
+class Lock(Protocol):
+    """What the workers of a pool share: an ``RLock``, which knows who has it."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Wait for it."""
+
+    def release(self) -> None:
+        """Raises ``RuntimeError`` if another thread has it, or nobody."""
+
+
 class Turn:
     """One worker's side of the turns in its pool."""
 
     __slots__ = ("_ask_again", "_held_since", "_lock", "_took")
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: Lock) -> None:
         self._lock = lock
         self._held_since: float | None = None
         self._took = float("inf")  # assume that unknown layers are long
@@ -94,10 +104,21 @@ class Turn:
             self.give_up()
 
     def give_up(self) -> None:
-        """Give up the turn; call when the worker is about to block or end."""
+        """Give up the turn; call when the worker is about to block."""
         if self._held_since is not None:
             self._held_since = None
             self._lock.release()
+
+    def end(self) -> None:
+        """Give up the turn; call when the worker ends.
+
+        An exception that was thrown into it may have come between taking a turn and noting it.
+        """
+        self._held_since = None
+        try:
+            self._lock.release()
+        except RuntimeError:  # it has none
+            pass
 
     def __repr__(self) -> str:
         return f"<Turn, {'held' if self._held_since is not None else 'not held'}>"

@@ -25,7 +25,7 @@ from torch.multiprocessing import _set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.workers.activity import Activity
-from pipert.workers.turn import Turn
+from pipert.workers.turn import Lock, Turn
 
 __all__: list[str] = []
 
@@ -67,7 +67,7 @@ class WorkerThread(threading.Thread):
     interpreter alive; ``pool`` ends the others properly."""
 
     def __init__(
-        self, name: str, device: torch.device, turns: threading.Lock, activity: Activity
+        self, name: str, device: torch.device, turns: Lock, activity: Activity
     ) -> None:
         in_queue: ClosableQueue[Task] = ClosableQueue()
         args = in_queue, device, Turn(turns), activity
@@ -118,7 +118,7 @@ def work(
         reason = error
     finally:
         value = None
-        turn.give_up()
+        turn.end()
         activity.rests()
         left = in_queue.close()
         if task is not None:

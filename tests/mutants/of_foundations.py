@@ -38,7 +38,7 @@ OF_THREADS = [
     Mutant(
         "turn-never-released", TURN,
         "a worker that gives its turn up keeps the lock: the others wait for it in vain",
-        "            self._lock.release()", "            pass",
+        "            self._held_since = None\n            self._lock.release()", "            pass",
         ("tests/workers/test_turn.py",),
     ),
     Mutant(

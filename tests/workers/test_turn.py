@@ -229,6 +229,43 @@ def test_giving_up_what_is_not_held_leaves_the_turn_of_another_alone(clock: Cloc
     assert lock.locked()
 
 
+def test_a_worker_that_ends_between_taking_a_turn_and_noting_it_gives_it_up() -> None:
+    """An exception that is thrown into a thread which waits for a lock is raised when it has it."""
+    lock = threading.RLock()
+
+    class Interrupted:
+        release = lock.release
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            lock.acquire(blocking, timeout)
+            raise KeyboardInterrupt
+
+    def work() -> None:
+        turn = Turn(Interrupted())
+        settle(turn)
+        with pytest.raises(KeyboardInterrupt):
+            turn.take()
+        turn.end()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    assert lock.acquire(timeout=0.0)
+
+
+def test_a_worker_that_ends_leaves_the_turn_of_another_alone() -> None:
+    lock = threading.RLock()
+    mine = Turn(lock)
+    settle(mine)
+    mine.take()
+    thread = threading.Thread(target=Turn(lock).end, daemon=True)
+    thread.start()
+    thread.join(WAIT)
+    mine.give_up()  # which raises if nobody has it
+    with pytest.raises(RuntimeError):
+        lock.release()
+
+
 def test_a_worker_that_waited_in_vain_goes_on() -> None:
     lock = threading.Lock()
     lock.acquire()

@@ -64,7 +64,7 @@ class Job:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerThread]:
-    thread = WorkerThread("pipert-test", CPU, threading.Lock(), Activity())
+    thread = WorkerThread("pipert-test", CPU, threading.RLock(), Activity())
     thread.start()
     yield thread
     thread.stop()
