@@ -26,7 +26,8 @@ from torch.autograd.graph import Node
 
 __all__: list[str] = []
 
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+"""The class of the node that adds to ``.grad`` of a leaf."""
 
 
 def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -80,8 +81,8 @@ def leaves_behind(
     """
     own: list[Any] = [*dict.fromkeys(ends)]
     seen: set[Any] = {*own, *stop, None}
-    accumulators = [node for node in own if type(node) is _AccumulateGrad]
-    left = [node for node in own if type(node) is not _AccumulateGrad]
+    accumulators = [node for node in own if type(node) is AccumulateGrad]
+    left = [node for node in own if type(node) is not AccumulateGrad]
     others = list[Node]()
     while left:  # about a microsecond a node, so this does not look at more than it must
         node = left.pop()
@@ -90,7 +91,7 @@ def leaves_behind(
         for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
-                (accumulators if type(child) is _AccumulateGrad else left).append(child)
+                (accumulators if type(child) is AccumulateGrad else left).append(child)
     found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
     for node in accumulators:
         leaf = node.variable
@@ -129,7 +130,7 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
         for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
-                (accumulators if type(child) is _AccumulateGrad else left).append(child)
+                (accumulators if type(child) is AccumulateGrad else left).append(child)
     for node in accumulators:
         leaf = node.variable
         leaves[id(leaf)] = leaf

@@ -20,15 +20,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipert._typing import Tensors
 from pipert.autograd import order
+from pipert.autograd.leaves import AccumulateGrad
 
 __all__: list[str] = []
-
-_AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def behind_one_node(outputs: Sequence[Tensor]) -> Tensors:
@@ -52,7 +50,7 @@ def can_be_split(end: Tensor, inputs: Iterable[Tensor], weights: Iterable[Tensor
     entered, left, seen = [], [root], {root, None}
     while left:
         node = left.pop()
-        if type(node) is _AccumulateGrad:
+        if type(node) is AccumulateGrad:
             if id(node.variable) in entering:
                 entered.append(node)
             elif id(node.variable) not in own and node.variable is not order.ENTRANCE:
@@ -89,4 +87,4 @@ def _has_one_place_each(between: set[Any]) -> bool:
 
 
 def _is_entrance(node: Any) -> bool:
-    return type(node) is _AccumulateGrad and node.variable is order.ENTRANCE
+    return type(node) is AccumulateGrad and node.variable is order.ENTRANCE
