@@ -239,6 +239,29 @@ def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerTh
 
 
 @kills
+def test_an_exception_that_comes_as_a_worker_takes_a_turn_leaves_the_turn_to_others() -> None:
+    """It is raised when the thread has the lock, before that is noted."""
+    turns = threading.RLock()
+
+    class Interrupted:
+        release = turns.release
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            turns.acquire(blocking, timeout)
+            raise SystemExit
+
+    worker = WorkerThread("pipert-test", CPU, Interrupted(), Activity())
+    jobs = [Job() for _ in range(8)]
+    for job in jobs:
+        job.layers_took = 0.0
+        worker.in_queue.put(job)
+    worker.start()
+    worker.join(WAIT)
+    assert jobs[-1].outcomes == [WorkerDiedError]
+    assert turns.acquire(timeout=0.0)
+
+
+@kills
 def test_an_exception_from_outside_abandons_the_task_that_wakes_the_worker(
     worker: WorkerThread,
 ) -> None:
