@@ -111,8 +111,14 @@ def _server() -> subprocess.Popen[bytes]:
     server = subprocess.Popen(
         [*PYTHON, SERVER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
     )
-    atexit.register(server.communicate)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """Kill it: what a test has forked holds the other end of its stdin, perhaps for ever."""
+    server.kill()
+    server.communicate()
 
 
 def _answer(server: subprocess.Popen[bytes]) -> int:
