@@ -20,9 +20,9 @@ from _models import AMOEBANET, UNET, Model, for_torchgpipe
 from _paper import Setting
 from _predict import Link, Prediction, predict
 from _virtual import GPUS, Case, Machine
+from models.gpt import VOCABULARY, ModelConfig, build_model
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
-from train_gpt import VOCABULARY, ModelConfig, build_model
 
 from pipert.balance import balance_by_cost
 

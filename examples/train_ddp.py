@@ -29,12 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models.gpt import ModelConfig, build_model
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from train_gpt import (
     HELD_OUT_WINDOWS,
-    ModelConfig,
-    build_model,
     cut_windows,
     even_balance,
     positive,

@@ -12,9 +12,9 @@ The first takes about a quarter of a minute on two idle cores, and says at its e
 Every machine with Python has the text: the source code of the standard library, read as
 bytes, so the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
 
-The model does not know about pipelines. One line, ``Pipe(...)``, makes the training pipelined,
-together with two moves: a batch goes to the first device, and its targets go to the last
-one, where the logits come out.
+The model (models/gpt.py) does not know about pipelines. One line, ``Pipe(...)``, makes the training
+pipelined, together with two moves: a batch goes to the first device, and its targets go to the last
+one, where the logits come out. What the same loop needs under torchrun is in ranks.py.
 """
 
 from __future__ import annotations
@@ -25,24 +25,31 @@ import os
 import pickle
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models.gpt import ModelConfig, build_model
+from ranks import (
+    AnyPipe,
+    RanksPipe,
+    clip,
+    is_first,
+    join,
+    load_whole_state,
+    say,
+    whole_state,
+)
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import pipert.distributed
 from pipert import Pipe
 
-T = TypeVar("T")
-VOCABULARY = 256  # a token is a byte
 MAX_BYTES = 4_000_000  # of text
 HELD_OUT = 0.1  # the last part of the text
 SCHEDULES = ("autograd", "gpipe", "1f1b", "eager-1f1b")
@@ -63,23 +70,6 @@ SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "ch
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """The shape of the model. A saved state fits the model :func:`build_model` makes from it."""
-
-    context: int = 128
-    width: int = 128
-    layers: int = 4
-    heads: int = 4
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise ValueError(f"heads must divide width, but {self.width} / {self.heads} does not")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be from 0 to below 1, not {self.dropout}")
-
-
-@dataclass(frozen=True)
 class Result:
     """Held-out loss in nats per byte, untrained and after ``steps`` steps, and the sample."""
 
@@ -87,61 +77,6 @@ class Result:
     after: float
     steps: int
     sample: bytes
-
-
-# --- the model ------------------------------------------------------------------------------------
-
-
-class Embed(nn.Module):
-    """Tokens and their positions: ``[batch, time]`` int64 to ``[batch, time, width]``."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCABULARY, config.width)
-        self.position = nn.Embedding(config.context, config.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        embedded: Tensor = self.token(tokens)
-        return embedded + self.position.weight[: tokens.shape[1]]
-
-
-class Block(nn.Module):
-    """Causal self-attention, then an MLP, each added to its input: ``[batch, time, width]``."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        width = config.width
-        self.heads, self.dropout = config.heads, config.dropout
-        self.attend = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 3 * width))
-        self.project = nn.Linear(width, width)
-        self.expand = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU())
-        self.shrink = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropout = self.dropout if self.training else 0.0
-        heads = self.attend(x).unflatten(-1, (3, self.heads, -1))
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, width / heads]
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
-        x = x + F.dropout(self.project(mixed.transpose(1, 2).flatten(2)), dropout)
-        return x + F.dropout(self.shrink(self.expand(x)), dropout)
-
-
-def build_model(config: ModelConfig) -> nn.Sequential:
-    """A GPT of ``layers + 2`` layers: ``[batch, time]`` int64 to logits ``[batch, time, 256]``.
-
-    The head has its own weight, unlike GPT-2, which shares the embedding's: the two layers are on
-    different devices.
-    """
-    blocks = [Block(config) for _ in range(config.layers)]
-    to_logits = nn.Linear(config.width, VOCABULARY, bias=False)
-    head = nn.Sequential(nn.LayerNorm(config.width), to_logits)
-    model = nn.Sequential(Embed(config), *blocks, head)
-    for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
-            nn.init.normal_(parameter, std=0.02)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
-    return model
 
 
 # --- the text -------------------------------------------------------------------------------------
@@ -287,121 +222,6 @@ def generate(pipe: AnyPipe, count: int, context: int, temperature: float, seed: 
     return bytes(tokens[0, len(PROMPT) :].tolist())
 
 
-# --- over several processes -----------------------------------------------------------------------
-
-
-class RanksPipe(pipert.distributed.Pipe):
-    """A partition in each process, for the same loop: all processes get what the last computes."""
-
-    def __init__(self, model: nn.Sequential, balance: Sequence[int], **settings: Any) -> None:
-        self.names = [name for name, _ in model.named_parameters()]  # of all processes
-        super().__init__(model, balance, **settings)
-        self.balance = list(balance)
-        self.devices = 2 * [next(self.parameters()).device]
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs, in all processes."""
-        outputs = [super().forward(*args, **kwargs)]
-        dist.broadcast_object_list(outputs, src=dist.get_world_size() - 1)
-        return outputs[0].to(self.devices[0])
-
-    def forward_backward(self, *args: Any, schedule: str = "1f1b", **kwargs: Any) -> Any:
-        """Go through a step by the schedule that the pipe was made with."""
-        return super().forward_backward(*args, **kwargs)
-
-
-AnyPipe = Pipe | RanksPipe
-
-
-def is_first() -> bool:
-    """Whether this process prints and saves."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def clip(pipe: AnyPipe, error_if_nonfinite: bool = False) -> None:
-    """Scale the gradients of all layers, wherever they are, down to a norm of 1."""
-    if isinstance(pipe, RanksPipe):
-        norm = pipe.grad_norm()
-        if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(f"the norm of the gradients is {norm.item()}")
-        nn.utils.clip_grads_with_norm_(pipe.parameters(), 1.0, norm)
-    else:
-        nn.utils.clip_grad_norm_(pipe.parameters(), 1.0, error_if_nonfinite=error_if_nonfinite)
-
-
-def whole_state(
-    pipe: AnyPipe, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of the model and its optimizer as one process has them, in each process.
-
-    An optimizer numbers its parameters, and each process has some of them. As in one process they
-    are numbered in the model's order.
-    """
-    model, own = pipe.state_dict(), optimizer.state_dict()
-    if not isinstance(pipe, RanksPipe):
-        return model, own
-    numbers = [pipe.names.index(name) for name, _ in pipe.named_parameters()]
-    numbered = {numbers[k]: of_parameter for k, of_parameter in own["state"].items()}
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (model, numbered))
-    model = {name: tensor for part, _ in parts for name, tensor in part.items()}
-    state = {number: found for _, part in parts for number, found in part.items()}
-    every = list(range(len(pipe.names)))
-    groups = [{**group, "params": every} for group in own["param_groups"]]
-    return model, {"state": state, "param_groups": groups}
-
-
-def load_whole_state(
-    pipe: AnyPipe,
-    optimizer: torch.optim.Optimizer,
-    model: dict[str, Any],
-    state: dict[str, Any],
-) -> None:
-    """Load what :func:`whole_state` returned, in one process or any number of them."""
-    pipe.load_state_dict(model)
-    if isinstance(pipe, RanksPipe):
-        numbers = [pipe.names.index(name) for name, _ in pipe.named_parameters()]
-        own = {k: state["state"][n] for k, n in enumerate(numbers) if n in state["state"]}
-        every = list(range(len(numbers)))
-        groups = [{**group, "params": every} for group in state["param_groups"]]
-        state = {"state": own, "param_groups": groups}
-    optimizer.load_state_dict(state)
-
-
-def join(timeout: float | None = None) -> None:
-    """Join the processes that torchrun has started; each waits ``timeout`` seconds for others."""
-    if not dist.is_initialized():
-        if "LOCAL_RANK" not in os.environ:
-            raise ValueError("--distributed is for torchrun, which starts the processes")
-        on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        if on_gpu:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        limit = None if timeout is None else timedelta(seconds=timeout)
-        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
-
-
-def of_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns in the first process, which alone calls it, in each of them.
-
-    Raises:
-        RuntimeError: it has raised an error there, where that is raised.
-    """
-    made: list[Any] = [None, None]
-    if is_first():
-        try:
-            made[0] = make()
-        except Exception as error:
-            if dist.is_initialized():  # the others must not wait for it
-                dist.broadcast_object_list([None, repr(error)], src=0)
-            raise
-    if dist.is_initialized():
-        dist.broadcast_object_list(made, src=0)
-    if made[1] is not None:
-        raise RuntimeError(f"the first process has failed: {made[1]}")
-    value: T = made[0]
-    return value
-
-
 def make_pipe(
     model: nn.Sequential, options: argparse.Namespace, timeout: float | None = None
 ) -> AnyPipe:
@@ -543,12 +363,6 @@ def share_cores(devices: Sequence[torch.device]) -> None:
     if workers:
         share = max(1, (os.cpu_count() or 1) // workers)
         torch.set_num_threads(min(torch.get_num_threads(), share))
-
-
-def say(text: str) -> None:
-    """Print in one process."""
-    if is_first():
-        print(text)
 
 
 def main(argv: Sequence[str] | None = None) -> Result:

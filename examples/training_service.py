@@ -30,10 +30,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from ranks import is_first
 from service.log_lines import log_event, log_to
 from service.loop import Service, Stop
 from service.options import read_options
-from train_gpt import is_first
 
 from pipert import PipelineTimeout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from train_gpt import AnyPipe
+from ranks import AnyPipe
 
 __all__ = ["Health"]
 

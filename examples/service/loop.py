@@ -15,6 +15,8 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from models.gpt import build_model
+from ranks import is_first, of_first
 from service.checkpoints import CheckpointError, Checkpoints
 from service.corpus import Corpus
 from service.endpoints import Endpoints
@@ -24,7 +26,7 @@ from service.metrics import Metrics
 from service.options import kept, model_config
 from service.trainer import Trainer
 from torch import nn
-from train_gpt import build_model, is_first, make_pipe, of_first, share_cores
+from train_gpt import make_pipe, share_cores
 
 from pipert import Pipe, PipelineTimeout
 

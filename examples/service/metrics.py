@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from train_gpt import AnyPipe
+from ranks import AnyPipe
 
 from pipert.prometheus import PipeMetrics
 

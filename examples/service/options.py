@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_gpt import SCHEDULES, ModelConfig, devices, integers, place, positive
+from models.gpt import ModelConfig
+from train_gpt import SCHEDULES, devices, integers, place, positive
 
 __all__ = ["kept", "model_config", "read_options"]
 

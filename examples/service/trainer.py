@@ -17,11 +17,12 @@ import logging
 from typing import Any
 
 import torch
+from ranks import AnyPipe, clip, load_whole_state, whole_state
 from service.corpus import Corpus
 from service.log_lines import log_event
 from service.random_state import get_random_state, set_random_state
 from torch import Tensor
-from train_gpt import AnyPipe, clip, load_whole_state, loss_with_gradients, whole_state
+from train_gpt import loss_with_gradients
 
 from pipert.distributed import RankError
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import train_gpt
+from models import gpt
 from models.unet import unet
 from torch import Tensor, nn
 from torch.nn import functional
@@ -85,7 +85,7 @@ def _unet(blocks: int, channels: int) -> Subject:
 
 
 def _gpt(layers: int, width: int) -> Subject:
-    model = train_gpt.build_model(train_gpt.ModelConfig(layers=layers, width=width, context=32))
+    model = gpt.build_model(gpt.ModelConfig(layers=layers, width=width, context=32))
     tokens = torch.randint(256, (2, 32))
     return Subject(f"GPT ({layers}, {width})", model, tokens, tokens, _cross_entropy)
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipert import Pipe
 from tests.distributed.ranks import run
 
 pytest.importorskip("tqdm", reason="the service takes its model from an example that needs tqdm")
@@ -32,13 +33,13 @@ TEXT = b"the pipeline is full when every worker has a task. " * 40
 
 def steps(rank: int, folder: Path, ranks: int, count: int, save: bool) -> list[float]:
     """Go on from the last state, in one process or in one of ``ranks``; the losses."""
-    gpt = importlib.import_module("train_gpt")
+    gpt = importlib.import_module("models.gpt")
     torch.manual_seed(0)
     model = gpt.build_model(gpt.ModelConfig(context=16, width=16, layers=2, heads=2, dropout=0.2))
     if ranks > 1:
-        pipe = gpt.RanksPipe(model, [2, 2], chunks=2)
+        pipe = importlib.import_module("ranks").RanksPipe(model, [2, 2], chunks=2)
     else:
-        pipe = gpt.Pipe(model, [2, 2], devices=["cpu", "cpu"], chunks=2)
+        pipe = Pipe(model, [2, 2], devices=["cpu", "cpu"], chunks=2)
     corpus = importlib.import_module("service.corpus").Corpus(folder / "texts", 16, seed=0)
     trainer = importlib.import_module("service.trainer").Trainer(
         pipe, corpus, batch=8, lr=0.01, warmup=2, schedule="1f1b"
@@ -82,11 +83,11 @@ def refuse() -> None:
 
 def fails(rank: int) -> tuple[type[BaseException], str]:
     """What each process gets of what the first one cannot do."""
-    gpt = importlib.import_module("train_gpt")
-    assert gpt.of_first(lambda: rank) == 0
+    of_first = importlib.import_module("ranks").of_first
+    assert of_first(lambda: rank) == 0
     with pytest.raises((ValueError, RuntimeError), match="there is no folder") as error:
-        gpt.of_first(refuse)
-    assert gpt.of_first(lambda: rank) == 0
+        of_first(refuse)
+    assert of_first(lambda: rank) == 0
     return error.type, str(error.value)
 
 
@@ -101,7 +102,7 @@ def test_processes_that_torchrun_has_not_started_cannot_join(
 ) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(ValueError, match="--distributed is for torchrun"):
-        importlib.import_module("train_gpt").join()
+        importlib.import_module("ranks").join()
 
 
 # --- the program ----------------------------------------------------------------------------------
