@@ -7,6 +7,7 @@ Guarantees:
   ends the loop, and the task at hand and all that are left are abandoned.
 * **W2** an idle worker references nothing of its last task.
 * **W3** a worker never references its pool: it gets a queue and values.
+* **W4** workers end one after another, and what their threads hold for themselves goes with them.
 """
 
 from __future__ import annotations
@@ -24,12 +25,17 @@ from torch.multiprocessing import _set_thread_name
 
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
+from pipert.queues.process_lock import ProcessLock
 from pipert.workers.activity import Activity
 from pipert.workers.turn import Lock, Turn
 
 __all__: list[str] = []
 
 _log = logging.getLogger("pipert")
+
+_ending = ProcessLock()
+_last_to_end: threading.Thread | None = None  # who holds the lock changes it
+_GONE = 5.0  # seconds; what a worker leaves behind is gone long before
 
 
 class _NotRun(enum.Enum):
@@ -124,6 +130,7 @@ def work(
         if task is not None:
             left.insert(0, task)
         _abandon(left, reason, name)
+        _wait_for_the_last_to_end()
 
 
 def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None:
@@ -137,3 +144,17 @@ def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None
             error = WorkerDiedError(f"{name} was ended from outside while it had tasks to do")
             error.__cause__ = reason
         task.abandon(error)
+
+
+def _wait_for_the_last_to_end() -> None:
+    """Wait until the worker that ended before this one is gone (W4).
+
+    A thread's own values go after its last line of Python. ``torch.compile`` leaves tracebacks in
+    them, and two threads that free such at once may stop the process for ever: one has torch's lock
+    of dead frames and waits for the interpreter's, the other has that and waits for torch's.
+    """
+    global _last_to_end
+    with _ending.current:
+        before, _last_to_end = _last_to_end, threading.current_thread()
+    if before is not None:
+        before.join(_GONE)

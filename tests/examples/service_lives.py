@@ -158,6 +158,7 @@ class Starter:
     def close(self) -> None:
         for pid in self.alive:
             os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         self.process.communicate()
 
 

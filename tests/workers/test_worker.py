@@ -1,4 +1,4 @@
-"""W1 to W3 of a worker: an outcome for each task, no memory of the last, no way back to the pool.
+"""W1 to W4 of a worker: an outcome for each task, no memory of the last, no way back to the pool.
 
 Exceptions are thrown into workers from outside with ``PyThreadState_SetAsyncExc``. They are
 ``SystemExit``, which ``threading`` lets end a thread without a word.
@@ -214,6 +214,31 @@ def test_a_worker_may_be_stopped_by_its_own_task(worker: WorkerThread) -> None:
     worker.in_queue.put(job)
     worker.join(WAIT)
     assert (job.outcomes, worker.is_alive()) == (["run"], False)
+
+
+@pytest.mark.slow
+def test_workers_end_one_after_another_with_what_their_threads_hold() -> None:
+    """What ``torch.compile`` leaves in two threads must not be freed at once (W4)."""
+    events: list[str] = []
+
+    class Left:
+        def __del__(self) -> None:
+            events.append("begins")
+            time.sleep(0.1)  # in which the next one would begin, too
+            events.append("ends")
+
+    held = threading.local()
+    workers = [WorkerThread("pipert-test", CPU, threading.RLock(), Activity()) for _ in range(3)]
+    for worker in workers:
+        job = Job(lambda: setattr(held, "left", Left()))
+        worker.start()
+        worker.in_queue.put(job)
+        assert job.settled.wait(WAIT)
+    for worker in workers:
+        worker.stop()
+    for worker in workers:
+        worker.join(WAIT)
+    assert events == 3 * ["begins", "ends"]
 
 
 @kills
