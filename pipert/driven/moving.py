@@ -95,7 +95,9 @@ class Moves:
         known = self._moved.get(id(tensor))
         if known is not None and known[1] == version(tensor):
             return known[2]
-        moved = self._copy(tensor)
+        # It may be used again where the model has put gradients on, so the copy is in the graph.
+        with torch.inference_mode(tensor.is_inference()):
+            moved = self._copy(tensor)
         self._moved[id(tensor)] = tensor, version(tensor), moved
         self._versions[id(tensor)] = version(moved)
         return moved
@@ -114,7 +116,7 @@ class Moves:
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._stage.cut is not None:
             tensor = tensor.detach()
-        elif torch.is_grad_enabled() and tensor.requires_grad:
+        elif tensor.requires_grad and self._run.context.grad_enabled:
             copying = self._run.streams.get(tensor.device, self._i)
             compute = streams.compute_stream(tensor.device)
             number = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipert._typing import Value
@@ -157,14 +158,16 @@ class Cut:
         """Copy parameters that live elsewhere; make stand-ins for those that have hooks.
 
         Autograd calls the hooks of a tensor whenever it comes by with a part of its gradient. They
-        are to see the whole, once, so that part is the stand-in's.
+        are to see the whole, once, so that part is the stand-in's. A model that asks for one in
+        inference mode may use it again outside of that.
         """
         leaves = []
-        for weight in weights:
-            (copy,), copied = self.copies.bring(i, (weight.detach(),), None)
-            if copied is not None:
-                streams.wait(streams.compute_stream(self._place.device), copied)
-            leaves.append(copy.requires_grad_(weight.requires_grad))
+        with torch.inference_mode(False):
+            for weight in weights:
+                (copy,), copied = self.copies.bring(i, (weight.detach(),), None)
+                if copied is not None:
+                    streams.wait(streams.compute_stream(self._place.device), copied)
+                leaves.append(copy.requires_grad_(weight.requires_grad))
         self.stand_ins.update(zip(leaves, weights, strict=True))
         return leaves
 

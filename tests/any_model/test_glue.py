@@ -223,6 +223,26 @@ def _double(module: nn.Module, dx: Any, dy: Any) -> Any:
     return tuple(2 * d for d in dx)
 
 
+class FirstWithoutGradients(Three):
+    """What a partition has brought along where there are none is used again where there are."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        with torch.no_grad():
+            weights = self.b(y).softmax(-1)
+        y = self.b(y) + y * self.scale * weights
+        return self.c(y) + y
+
+
+class FirstInInferenceMode(Three):
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        with torch.inference_mode():
+            most = self.b(y * self.scale).max() + self.a(x).max()
+        z = self.b(y * self.scale) * self.a(x)
+        return self.c(z) * most.item()
+
+
 class Frozen(Three):
     def __init__(self) -> None:
         super().__init__()
