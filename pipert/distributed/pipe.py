@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import reduce
 from typing import Any, Self
 
 import torch
@@ -256,18 +257,20 @@ class Pipe(nn.Module):
         """
         site = self._runtime.site
         copies = {tied.parameter for tied in self._runtime.tied if not tied.is_first}
-        with site.control.agreeing("grad_norm()") as norm_types:
+        with site.control.agreeing("grad_norm()") as brought:
+            norm_type = float(norm_type)
             grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
             norm = get_total_norm(grads, norm_type).to(site.device)
-            norm_types.append(norm_type)
-        site.control.require_same("norm_type", norm_types)
+            brought.append((norm_type, norm.dtype if grads else None))
+        site.control.require_same("norm_type", [each for each, _ in brought])
+        dtypes = [dtype for _, dtype in brought if dtype is not None] or [norm.dtype]
         is_max = norm_type == torch.inf
+        power = 1.0 if is_max else norm_type
         with site.control.talking():
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norm = norm if is_max else norm**norm_type
-            how = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
-            dist.all_reduce(norm, how, site.group)
-        return norm if is_max else norm ** (1.0 / norm_type)
+            norm = norm.double() ** power  # on all ranks alike, and a half's square may be too large
+            dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, site.group)
+        return (norm ** (1.0 / power)).to(reduce(torch.promote_types, dtypes))
 
     def __repr__(self) -> str:
         lines = [f"Pipe of {len(self._runtime.site.homes)} partitions, of which here:"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from pipert import distributed
 from tests.distributed.ranks import run
@@ -121,3 +121,35 @@ def test_what_is_trained_and_no_parameter_is_divided_by_the_same_count(
     for k, gradient in enumerate(found):
         own: Any = model[2 * k]
         torch.testing.assert_close(gradient, torch.ones(4) if fails else own.scale.grad + 1)
+
+
+DTYPES = [  # of the gradients of each rank, which may have none
+    (None, torch.float64), (torch.bfloat16, None), (torch.float32, torch.bfloat16), (None, None),
+    (torch.float16, torch.float16),
+]  # fmt: skip
+
+
+def gradients_of(rank: int, dtypes: tuple[torch.dtype | None, ...]) -> list[Tensor]:
+    """A norm of two ranks' whose square is more than a half can be."""
+    dtype = dtypes[rank]
+    return [] if dtype is None else [torch.full((4,), 150.0 * (rank + 1), dtype=dtype)]
+
+
+def norms(rank: int) -> list[Tensor]:
+    found = []
+    for dtypes in DTYPES:
+        pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
+        for gradient in gradients_of(rank, dtypes):
+            pipe.to(gradient.dtype)
+            list(pipe.parameters())[1].grad = gradient
+        found += [pipe.grad_norm(norm_type) for norm_type in (2.0, 1.0, torch.inf)]
+    return found
+
+
+def test_a_norm_is_that_of_one_process_whatever_dtypes_ranks_have() -> None:
+    expected = []
+    for dtypes in DTYPES:
+        gradients = [gradient for rank in range(2) for gradient in gradients_of(rank, dtypes)]
+        expected += [get_total_norm(gradients, norm_type) for norm_type in (2.0, 1.0, torch.inf)]
+    for found in run(2, norms):
+        torch.testing.assert_close(found, expected)
