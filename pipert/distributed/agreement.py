@@ -43,12 +43,16 @@ class Failure(NamedTuple):
 
 def failure_of(error: BaseException, action: Action | None = None) -> Failure:
     """Describe an error, of an action if it is of any."""
-    text = "".join(traceback.format_exception_only(error)).strip()
     place: tuple[int, ...] = (sys.maxsize,)
     if action is not None:
         goes = action.kind == FORWARD
         place = action.i, not goes, action.j if goes else -action.j
-    return Failure(place, text)
+    return Failure(place, _text_of(error))
+
+
+def _text_of(error: BaseException) -> str:
+    """What it says, notes included; also where its own ``str()`` fails."""
+    return "".join(traceback.format_exception_only(error)).strip()
 
 
 class Control:
@@ -85,7 +89,7 @@ class Control:
             yield
         except BaseException as error:
             why = error.__cause__ or error  # of a stage's, which says what went in
-            self._lost = f"rank {me} lost the others {at()}: {type(why).__name__}: {why}"
+            self._lost = f"rank {me} lost the others {at()}: {_text_of(why)}"
             if not isinstance(error, Exception):
                 raise
             raise RankError(f"a rank ended or did not answer: {self._lost}") from error

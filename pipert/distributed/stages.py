@@ -206,8 +206,9 @@ class Running:
             return False
 
     def _fail(self, error: BaseException, action: Action) -> None:
-        if _OF_STAGE in str(error) and error.__cause__ is not None:
-            error = error.__cause__
+        cause = error.__cause__
+        if type(error) is RuntimeError and cause is not None and _OF_STAGE in str(error):
+            error = cause  # str() of other types may fail
         self.place.note(error, action)
         if self.batch.failure is None:
             self.batch.told.failed(action, self.place.device, error)

@@ -232,6 +232,32 @@ def test_a_layer_interrupts_or_exits() -> None:
     run(2, interrupts)
 
 
+class Unspeakable(Exception):
+    """Fails when it is asked what it says."""
+
+    def __str__(self) -> str:
+        raise Oops("no words")
+
+
+def unspeakable(rank: int) -> None:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    check_works(pipe, 2)
+    for phase in ("F", "B"):
+        if rank:
+            trap_of(pipe).set_to(phase, 1, lambda: _raise(Unspeakable()))
+            with pytest.raises(Unspeakable):
+                step(pipe)
+        else:
+            kind, text = caught(lambda: step(pipe))
+            assert kind is distributed.RankError and f"{phase}[1,1]: partition 1" in text, text
+            assert "Unspeakable" in text, text
+        check_works(pipe, 2)
+
+
+def test_an_error_cannot_say_what_it_is() -> None:
+    run(2, unspeakable, group=5)
+
+
 def two_fail(rank: int) -> None:
     pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
     check_works(pipe, 2)
