@@ -44,6 +44,9 @@ def can_be_split(end: Tensor, inputs: Iterable[Tensor], weights: Iterable[Tensor
         inputs: the leaves that have arrived.
         weights: the parameters.
     """
+    inputs = list(inputs)
+    if any(x.grad_fn is not None for x in inputs):
+        return False  # one without grad was changed in place: torch would take it for a leaf
     entering, own = set(map(id, inputs)), set(map(id, weights))
     root: Any = end.grad_fn
     above: dict[Any, list[Any]] = defaultdict(list)

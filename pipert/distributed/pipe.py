@@ -268,7 +268,7 @@ class Pipe(nn.Module):
         power = 1.0 if is_max else norm_type
         with site.control.talking():
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norm = norm.double() ** power  # on all ranks alike, and a half's square may be too large
+            norm = norm.double() ** power  # alike everywhere; a half could not hold a square
             dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, site.group)
         return (norm ** (1.0 / power)).to(reduce(torch.promote_types, dtypes))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from pipert import distributed
+from pipert.distributed.halves import behind_one_node, can_be_split
 from tests.distributed.ranks import in_sweep, run
 
 SCHEDULES = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -153,3 +154,11 @@ def test_gradients_are_the_plain_modules(schedule: str, kind: str) -> None:
             torch.testing.assert_close(gradient, named[name])
             seen.add(name)
     assert seen == set(named)
+
+
+def test_a_change_in_place_of_an_input_without_grad_is_not_split() -> None:
+    """It makes the input require grad, and torch would take it for a leaf."""
+    x, skip, weight = torch.ones(2), torch.ones(2, requires_grad=True), torch.ones(2)
+    weight.requires_grad_()
+    outputs = behind_one_node((x.mul_(weight), skip * 2.0))
+    assert not can_be_split(outputs[0], (x, skip), [weight])
