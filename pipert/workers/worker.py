@@ -147,7 +147,7 @@ def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None
 
 
 def _wait_for_the_last_to_end() -> None:
-    """Wait until the worker that ended before this one is gone (W4).
+    """Wait until the worker that ended before this one is gone (W4), for at most ``_GONE`` seconds.
 
     A thread's own values go after its last line of Python. ``torch.compile`` leaves tracebacks in
     them, and two threads that free such at once may stop the process for ever: one has torch's lock
