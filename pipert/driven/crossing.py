@@ -33,7 +33,7 @@ from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.asked import refuse_asking
-from pipert.driven.glue import ABOUT, ABOUT_DEVICES, OutsideOfGlue
+from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ABOUT_GRADIENTS, OutsideOfGlue
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
@@ -187,6 +187,12 @@ class Crossing(TorchFunctionMode):
             return self._here(tensor)
         return moves.bring_in_graph(tensor)
 
+    def _itself(self, tensor: Tensor) -> Tensor:
+        """A tensor whose gradient is the sum of what all partitions send, and not of one."""
+        if self._cuts:
+            return self._stand_ins.itself(tensor)
+        return tensor if self._moves is None else self._moves.itself(tensor)
+
     def outside_of_glue(self) -> AbstractContextManager[None]:
         """A block in which the functions of a layer are let alone."""
         return OutsideOfGlue(self)
@@ -200,6 +206,8 @@ class Crossing(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if func is torch.autograd.grad and self._cuts:
             self._refuse_asking(*args, **kwargs or {})
+        if func in ABOUT_GRADIENTS and not isinstance(args[0], nn.Parameter):
+            return func(self._itself(args[0]), *args[1:], **kwargs or {})
         args, kwargs = self.bring_all(args, kwargs or {})
         result = func(*args, **kwargs)
         self.settle(result)

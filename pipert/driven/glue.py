@@ -27,6 +27,9 @@ ABOUT_DEVICES = frozenset(
 ) | {Tensor.get_device}
 """Those of them whose answer is another one where a tensor is used."""
 
+ABOUT_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
+"""Functions that ask for the gradient of a tensor."""
+
 
 class Looking(Protocol):
     """A function mode that looks at glue as long as it is told that there is some."""

@@ -76,6 +76,13 @@ class Moves:
             tensor = changed[1]
         return tensor
 
+    def itself(self, tensor: Tensor) -> Tensor:
+        """The same, also if this partition has changed it."""
+        tensor = self.current(tensor)
+        known = self._moved.get(id(tensor))
+        changed = known is not None and version(known[2]) != self._versions[id(tensor)]
+        return known[2] if known is not None and changed else tensor
+
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether it is on the device of another partition."""
         device = tensor.device

@@ -70,6 +70,16 @@ class StandIns:
         one = self._later.get(key)
         return None if one is None else one.tensor
 
+    def itself(self, tensor: Tensor) -> Tensor:
+        """What a tensor is by now: what stands for it if that was changed, or else the tensor."""
+        while (node := tensor.grad_fn) is not None:
+            key = node, tensor.output_nr
+            one = self._now.get(key) or self._later.get(key)
+            if one is None or not one.has_changed():
+                break
+            tensor = one.tensor
+        return tensor
+
     def refuse_unseen(self, key: Key, user: Node) -> None:
         """Refuse a tensor itself in a node where the changed one should have been in its place.
 

@@ -186,6 +186,20 @@ class HookingTensors(Three):
         return self.c(z + y)
 
 
+class HookingLate(Three):
+    """Tensors of earlier partitions, of whose gradients more partitions have a part."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        y.register_hook(torch.square)
+        u = self.c(z + y)
+        y.register_hook(torch.tanh)
+        z.mul_(2)
+        z.register_hook(torch.square)
+        return u + z * y
+
+
 class Exp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
