@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from pipert._typing import Tensors
 
@@ -105,7 +106,19 @@ def copy(
     reader = reader or compute_stream(device)
     for tensor, result in zip(tensors, results, strict=True):
         if source is not None:
-            tensor.record_stream(source)
+            _stored(tensor).record_stream(source)
         if reader is not None:
             result.record_stream(reader)
     return tuple(results)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """What a tensor is stored as.
+
+    A conjugate that is computed when it is used is: torch would compute it for ``record_stream``,
+    too, record that, and write it back, on the compute stream.
+    """
+    if not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    stored = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return stored.set_(tensor.untyped_storage())

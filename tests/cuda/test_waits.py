@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipert import Pipe
 from pipert.skip import Skippable, pop, skippable
 from tests.cuda.streams import own_streams
+from tests.layers import Apply
 from tests.skips import popping, stashing
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
@@ -278,3 +279,26 @@ def test_a_gradient_is_recorded_on_the_stream_that_the_forward_computed_on(
     torch.cuda.synchronize(0)
     torch.cuda.synchronize(1)
     assert own in recorded and torch.cuda.default_stream(0) not in recorded
+
+
+class Conjugating(nn.Linear):
+    """What it returns is not stored as it is, but conjugated or negated where it is used."""
+
+    def __init__(self, imaginary: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.imaginary = imaginary
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.complex(super().forward(x), x).conj()
+        return y.imag if self.imaginary else y
+
+
+@ways
+@modes
+@pytest.mark.parametrize("imaginary", [False, True], ids=["conjugate", "negative"])
+def test_what_is_computed_where_it_is_used_needs_no_synchronisation(
+    imaginary: bool, train: Callable[[Pipe, Tensor], None], checkpoint: str
+) -> None:
+    module = nn.Sequential(Conjugating(imaginary), Apply(lambda y: (y * y.conj()).real))
+    with pipe_of(module, ["cuda:0", "cuda:1"], checkpoint=checkpoint) as pipe:
+        train(pipe, batch(grad=True))

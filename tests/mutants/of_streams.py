@@ -71,7 +71,7 @@ MUTANTS = [
     ),
     Mutant(
         "source-not-recorded", STREAM, "record_stream of what is copied",
-        "tensor.record_stream(source)", "pass",
+        "_stored(tensor).record_stream(source)", "pass",
     ),
     Mutant(
         "result-not-recorded", STREAM, "record_stream of the copy",
