@@ -208,10 +208,19 @@ class Crossing(TorchFunctionMode):
             self._refuse_asking(*args, **kwargs or {})
         if func in ABOUT_GRADIENTS and not isinstance(args[0], nn.Parameter):
             return func(self._itself(args[0]), *args[1:], **kwargs or {})
-        args, kwargs = self.bring_all(args, kwargs or {})
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad and not self._cuts:
+            args, kwargs = self._to_ask(*args, **kwargs)
+        else:
+            args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)
         self.settle(result)
         return result
+
+    def _to_ask(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """The arguments with which gradients are asked for by the tensors, and not by copies."""
+        args, kwargs = self.bring_all((outputs, *args), kwargs)
+        return (args[0], swapped(inputs, self._itself), *args[1:]), kwargs
 
     def _refuse_asking(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
         entries = [entry for part in self.parts.values() for entry in part.entries]

@@ -93,7 +93,8 @@ class Moves:
 
     def enter_inputs(self, x: Value) -> Value:
         """Bring the inputs of the model to its first device."""
-        return self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))
+        with torch.enable_grad():
+            return self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Bring a tensor here, once for the partition; in a step without its graph."""
@@ -123,7 +124,7 @@ class Moves:
     def _copy(self, tensor: Tensor) -> Tensor:
         if self._stage.cut is not None:
             tensor = tensor.detach()
-        elif tensor.requires_grad and self._run.context.grad_enabled:
+        elif tensor.requires_grad:
             copying = self._run.streams.get(tensor.device, self._i)
             compute = streams.compute_stream(tensor.device)
             number = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()

@@ -113,7 +113,7 @@ def _between(run: Run, receiver: Place) -> Link:
 def _transport(run: Run, place: Place, step: Step | None) -> Transport:
     transport: Transport = CutTransport(place.device)
     if step is None:
-        transport = InGraphTransport(place.device, run.context.grad_enabled)
+        transport = InGraphTransport(place.device)
     recorder = run.told.recorder
     return transport if recorder is None else RecordedTransport(transport, recorder, place)
 

@@ -47,10 +47,9 @@ class InGraphTransport:
     """Moves tensors to ``_device`` inside the graph, where there is one."""
 
     _device: torch.device
-    _grad_enabled: bool
 
     def in_graph(self, tensor: Tensor) -> bool:
-        return self._grad_enabled and tensor.requires_grad
+        return tensor.requires_grad and torch.is_grad_enabled()
 
     def copy(
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
@@ -61,7 +60,7 @@ class InGraphTransport:
         return streams.copy(tensors, self._device, source, target)
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        xs, rebuild = differentiable(x) if self._grad_enabled else ((), None)
+        xs, rebuild = differentiable(x) if torch.is_grad_enabled() else ((), None)
         if rebuild is None or not xs:
             streams.wait(waiter, awaited)
             return x

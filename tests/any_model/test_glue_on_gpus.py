@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import pipert
+from tests.any_model.family import ROWS
 from tests.any_model.piped import CHUNKS, How, in_each_how, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
@@ -40,3 +43,39 @@ def test_a_model_gives_on_gpus_what_it_gives_without_a_pipe(model: type[Three], 
     output = [leaf.cpu() for leaf in tree_leaves(found.output) if isinstance(leaf, Tensor)]
     expected = [leaf for leaf in tree_leaves(plain.output) if isinstance(leaf, Tensor)]
     torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["", "without"])
+def test_a_model_may_ask_for_gradients_by_a_tensor_of_another_gpu(
+    enabled: bool, checkpoint: str
+) -> None:
+    """Where the caller has switched gradients off, too, and the model puts them on."""
+    model = Forces().double()
+    x = torch.randn(ROWS, 4, dtype=torch.float64, requires_grad=True)
+    devices = [f"cuda:{j % torch.cuda.device_count()}" for j in range(3)]
+    with torch.set_grad_enabled(enabled):
+        plain = copy.deepcopy(model)
+        expected = [plain(part) for part in x.chunk(CHUNKS)]
+        with pipert.pipeline(
+            model, ["b", "c"], devices=devices, chunks=CHUNKS, checkpoint=checkpoint
+        ) as pipe:
+            found = pipe(x)
+            torch.testing.assert_close(found.cpu(), torch.cat(expected))
+            if enabled:
+                found.square().sum().backward()
+                torch.cat(expected).square().sum().backward()  # type: ignore[no-untyped-call]
+                for layer, own in zip(model.children(), plain.children(), strict=True):
+                    found_grads = [weight.grad for weight in layer.parameters()]
+                    plain_grads = [weight.grad for weight in own.parameters()]
+                    torch.testing.assert_close(found_grads, plain_grads, check_device=False)
+
+
+class Forces(Three):
+    def forward(self, x: Tensor) -> Any:
+        with torch.enable_grad():
+            places = x.requires_grad_() * 1
+            y = self.a(places)
+            energies = (self.c(self.b(y) * y) + y).square()
+            by_places, by_y = torch.autograd.grad(energies.sum(), [places, y], create_graph=True)
+        return energies + by_places * by_y
