@@ -38,7 +38,9 @@ from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
+from pipert.driven.transforms import outside_of_transforms, refuse_to_cut
 from pipert.stage.stage import Stage
+from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
 
@@ -158,6 +160,10 @@ class Crossing(TorchFunctionMode):
             return entered
         if (changed := self._stand_ins.changed(key)) is not None:
             return self.bring(changed)
+        if is_transformed():
+            refuse_to_cut(tensor)
+            with outside_of_transforms():
+                return self._stand_in(tensor, node, number)
         self._stand_ins.refuse_stale(tensor, number)
         entered = self._enter(tensor, key, self._made_in(number))
         self._stand_ins.add(key, tensor, entered)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipert.batch.tensors import version
+from pipert.driven.transforms import outside_of_transforms
 from pipert.layers.drawing import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.tied import Substitute
@@ -49,7 +50,8 @@ class Lending:
         """What stands for a parameter in this partition."""
         key = stage.place.j, id(weight)
         if key not in self._copies:
-            (copy,) = stage.ends.borrow(i, (weight,))
+            with outside_of_transforms():
+                (copy,) = stage.ends.borrow(i, (weight,))
             self._copies[key] = weight, copy
         return self._copies[key][1]
 

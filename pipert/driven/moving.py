@@ -29,8 +29,10 @@ from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import tensors_of, version
 from pipert.driven.lending import Lending
 from pipert.driven.tape import Tape
+from pipert.driven.transforms import outside_of_transforms, refuse_to_move
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
+from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
 
@@ -98,6 +100,10 @@ class Moves:
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Bring a tensor here, once for the partition; in a step without its graph."""
+        if is_transformed():
+            refuse_to_move(tensor)
+            with outside_of_transforms():
+                return self.bring(tensor)
         if isinstance(tensor, nn.Parameter):
             return self._lending.of(self._stage, self._i, tensor)
         known = self._moved.get(id(tensor))
@@ -112,6 +118,7 @@ class Moves:
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:
         """Bring one here whose graph is no partition's before this one, as autograd does."""
+        refuse_to_move(tensor)
         return tensor.to(self._stage.place.device)
 
     def settle(self, value: Value) -> None:

@@ -170,6 +170,33 @@ class Transforming(Three):
         return self.c(y + forces)
 
 
+class TransformingWithOthers(Three):
+    """Transforms functions that use tensors of earlier partitions."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        u = torch.func.vmap(lambda row: row * y.mean(0))(z)
+        v = torch.func.grad(lambda z: (z.square() * y).sum())(z)
+        (w,) = torch.func.vjp(lambda z: z.square() * y, z)[1](y)
+        out = self.c(u + v + w)
+        forces = torch.func.grad(lambda y: (y.square() * out * z).sum())(y)
+        return torch.func.vmap(torch.mul)(out, y) + forces
+
+
+class TransformingClones(Three):
+    """Transforms functions of clones, which are of the partition that is current."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        y2 = y.clone()
+        u = torch.func.vmap(lambda row, other: row * other * y.mean(0))(z, y2)
+        v = torch.func.grad(lambda y: (y.square() * z * self.scale).sum())(y2)
+        out = self.c(u + v)
+        return out + torch.func.vmap(self.b)(z.clone())
+
+
 class CheckpointingItself(Three):
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)

@@ -21,13 +21,15 @@ from tests.any_model.test_glue import (
     CheckpointingItself,
     Three,
     Transforming,
+    TransformingWithOthers,
+    each_how,
     family,
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.multi_gpu]
 
-# The first two are refused there. What crosses inside of a transform is copied by none.
-NOT_THERE = {ApplyingAFunction, CheckpointingItself, Transforming}
+# They are refused there.
+NOT_THERE = {ApplyingAFunction, CheckpointingItself, Transforming, TransformingWithOthers}
 THERE = [model for model in MODELS if model not in NOT_THERE]
 
 
@@ -43,6 +45,15 @@ def test_a_model_gives_on_gpus_what_it_gives_without_a_pipe(model: type[Three], 
     output = [leaf.cpu() for leaf in tree_leaves(found.output) if isinstance(leaf, Tensor)]
     expected = [leaf for leaf in tree_leaves(plain.output) if isinstance(leaf, Tensor)]
     torch.testing.assert_close(output, expected)
+
+
+@each_how
+@pytest.mark.parametrize("model", [Transforming, TransformingWithOthers])
+def test_a_tensor_of_another_gpu_is_refused_in_a_transform(model: type[Three], how: How) -> None:
+    own = family(model)
+    module, batch = own.make()
+    with pytest.raises(RuntimeError, match=r"torch.func.vmap.*on cuda:\d.*give it tensor.clone"):
+        step(module, batch, own, how, devices=[f"cuda:{j}" for j in range(3)])
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])

@@ -132,6 +132,28 @@ def test_gradients_by_what_is_earlier_are_right_in_a_call_and_refused_in_a_step(
         results(own.make(), own, how)
 
 
+class TransformingAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        forces = torch.func.grad(lambda x: self.b(self.a(x).sin()).square().sum())(x)
+        return self.c(forces)
+
+
+@each_how
+def test_a_transform_through_a_cut_is_right_in_a_call_and_refused_in_a_step(how: How) -> None:
+    model = TransformingAll().double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("transforming", lambda: Made(model, batch), ("b", "c"))
+    if not how.schedule:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="torch.func.grad.*more than one partition"):
+        results(own.make(), own, how)
+
+
 class Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
