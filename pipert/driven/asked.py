@@ -1,8 +1,8 @@
 """Gradients that a model asks for in the middle of its ``forward``.
 
-In a step the graph is cut where partitions begin, so ``torch.autograd.grad`` finds nothing behind
-that: an error of torch's, or ``None`` where that is allowed, or a part of a sum. So what goes
-through an earlier partition is refused.
+In a step the graph is cut where partitions begin, so ``torch.autograd.grad`` and ``backward`` find
+nothing behind that: an error of torch's, or ``None`` where that is allowed, or a part of a sum. So
+what goes through an earlier partition is refused.
 """
 
 from __future__ import annotations
@@ -18,33 +18,39 @@ from pipert._typing import Tensors
 __all__: list[str] = []
 
 
-def refuse_asking(
+def refuse_going_back(
     outputs: Tensors,
-    inputs: Tensors,
+    inputs: Tensors | None,
     bring: Callable[[Tensor], Tensor],
     cut: Mapping[Node, GradientEdge | None],
 ) -> None:
-    """Refuse a call of ``autograd.grad`` that would go back into an earlier partition.
+    """Refuse to go back from a model's own code into an earlier partition.
 
     Args:
         outputs: what is differentiated.
-        inputs: by what.
+        inputs: by what; ``None`` for all that is behind it.
         bring: says what stands for a tensor in the partition that is current.
         cut: the nodes with which graphs of partitions begin, each with where it goes on.
 
     Raises:
-        RuntimeError: an input is behind one of those.
+        RuntimeError: an input is behind one of those, or all that is there is asked for.
     """
-    wanted = set(_nodes(inputs))
-    found = _behind(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs)))
+    wanted = set(_nodes(inputs or ()))
+    found = _behind(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))
+    if inputs is None and not found.isdisjoint(cut):
+        raise _goes_back("backward")
     while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
         found = _behind(ends, stop=())
         if wanted & found:
-            raise RuntimeError(
-                "torch.autograd.grad in a model's own code goes back into an earlier partition, "
-                "which a step of a pipe does when all is computed; call the pipe and "
-                "loss.backward(), or cut elsewhere"
-            )
+            raise _goes_back("torch.autograd.grad")
+
+
+def _goes_back(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} in a model's own code goes back into an earlier partition, or to the inputs of "
+        "the model, which a step of a pipe does when all is computed; call the pipe and "
+        "loss.backward(), or cut elsewhere"
+    )
 
 
 def refuse_through(cut: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:

@@ -32,8 +32,8 @@ from pipert.autograd.again import edges_of
 from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
-from pipert.driven.asked import refuse_asking
-from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ABOUT_GRADIENTS, OutsideOfGlue
+from pipert.driven.asked import refuse_going_back
+from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ABOUT_GRADIENTS, GOING_BACK, OutsideOfGlue
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
@@ -210,28 +210,27 @@ class Crossing(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if func in self._about or not self.is_glue:
             return func(*args, **kwargs or {})
-        if func is torch.autograd.grad and self._cuts:
-            self._refuse_asking(*args, **kwargs or {})
-        if func in ABOUT_GRADIENTS and not isinstance(args[0], nn.Parameter):
-            return func(self._itself(args[0]), *args[1:], **kwargs or {})
         kwargs = kwargs or {}
-        if func is torch.autograd.grad and not self._cuts:
-            args, kwargs = self._to_ask(*args, **kwargs)
+        if func in ABOUT_GRADIENTS and not isinstance(args[0], nn.Parameter):
+            return func(self._itself(args[0]), *args[1:], **kwargs)
+        if func in GOING_BACK:
+            args, kwargs = self._to_go_back(*args, **kwargs)
         else:
             args, kwargs = self.bring_all(args, kwargs)
         result = func(*args, **kwargs)
         self.settle(result)
         return result
 
-    def _to_ask(self, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """The arguments with which gradients are asked for by the tensors, and not by copies."""
-        args, kwargs = self.bring_all((outputs, *args), kwargs)
-        return (args[0], swapped(inputs, self._itself), *args[1:]), kwargs
-
-    def _refuse_asking(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> None:
-        entries = [entry for part in self.parts.values() for entry in part.entries]
-        cut = {edge.node: source.edge for edge, source in entries}
-        refuse_asking(tensors_of(outputs)[0], tensors_of(inputs)[0], self.bring, cut)
+        if self._cuts:
+            entries = [entry for part in self.parts.values() for entry in part.entries]
+            cut = {edge.node: source.edge for edge, source in entries}
+            by = None if inputs is None else tensors_of(inputs)[0]
+            refuse_going_back(tensors_of(outputs)[0], by, self.bring, cut)
+        inputs = swapped(inputs, self.bring if self._cuts else self._itself)
+        (outputs,), kwargs = self.bring_all((outputs,), kwargs)
+        return (outputs,), {**kwargs, "inputs": inputs}
 
     def settle(self, value: Value) -> None:
         """Note what was made: others may copy it, wherever it is."""

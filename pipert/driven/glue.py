@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import _C, Tensor
 
 __all__: list[str] = []
@@ -29,6 +30,9 @@ ABOUT_DEVICES = frozenset(
 
 ABOUT_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
 """Functions that ask for the gradient of a tensor."""
+
+GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+"""Functions that go back through a graph."""
 
 
 class Looking(Protocol):

@@ -132,6 +132,35 @@ def test_gradients_by_what_is_earlier_are_right_in_a_call_and_refused_in_a_step(
         results(own.make(), own, how)
 
 
+class GoingBack(nn.Module):
+    """Differentiates a part of its own loss."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+        self.alone = alone
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = self.b(y)
+        inputs = [self.b.weight] if self.alone else None
+        z.square().sum().backward(retain_graph=True, inputs=inputs)
+        return self.c(z + y)
+
+
+@each_how
+@pytest.mark.parametrize("alone", [False, True], ids=["", "alone"])
+def test_a_backward_into_an_earlier_partition_is_refused_in_a_step(alone: bool, how: How) -> None:
+    model = GoingBack(alone).double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("going back", lambda: Made(model, batch), ("b", "c"))
+    if alone or not how.schedule:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="^backward .* goes back into an earlier partition"):
+        results(own.make(), own, how)
+
+
 class TransformingAll(nn.Module):
     def __init__(self) -> None:
         super().__init__()
