@@ -10,7 +10,9 @@ is any pytree with the skips that travel along, and the rows of micro-batches ma
 3. Complex numbers are sent as pairs of real ones, through which gradients come back. Others that
    are no floats are sent as the bytes of some: not every backend takes each dtype, nor does each
    version of torch's stages.
-4. Tensors that share memory do no more when they have crossed. So what may be read may not be
+4. A tensor arrives in the memory format that it left in, such as ``channels_last``, if it is dense:
+   what is drawn like it, or computed with it, is as in one process.
+5. Tensors that share memory do no more when they have crossed. So what may be read may not be
    changed in place there, where the plain module would change both.
 """
 
@@ -86,6 +88,7 @@ class Boundary:
         parts = [tensors_of(sample.value) for sample in samples]
         self._rebuild = [rebuild for _, rebuild in parts]
         self._shapes = [[tensor.shape for tensor in tensors] for tensors, _ in parts]
+        self._orders = [[_dim_order(tensor) for tensor in tensors] for tensors, _ in parts]
         self._frames = [_frame(sample.value) for sample in samples]
         self._dtypes = [tensor.dtype for tensor in parts[0][0]]
         for (tensors, _), sample in zip(parts, samples, strict=True):
@@ -100,7 +103,11 @@ class Boundary:
                 )
         self._grads = samples[0].grads
         self._shared = [sample.shared for sample in samples]
-        columns = zip(self._dtypes, *self._shapes, strict=True)
+        self._laid_out = [
+            [torch.Size([shape[dim] for dim in order]) for shape, order in zip(*both, strict=True)]
+            for both in zip(self._shapes, self._orders, strict=True)
+        ]
+        columns = zip(self._dtypes, *self._laid_out, strict=True)
         self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
 
     def as_meta(self) -> Tensors:
@@ -138,7 +145,8 @@ class Boundary:
                 f"{self._frames[kind]} when a micro-batch of the same shape came first; let it be "
                 "a tensor, or compute it where it is used"
             )
-        return tuple([_packed(t, *sent) for t, sent in zip(tensors, self._sent, strict=True)])
+        laid_out = map(_permuted, tensors, self._orders[kind])
+        return tuple([_packed(t, *sent) for t, sent in zip(laid_out, self._sent, strict=True)])
 
     def shared(self, i: int) -> Shared:
         """Which tensors of micro-batch ``i`` shared memory."""
@@ -147,8 +155,8 @@ class Boundary:
     def unpack(self, i: int, tensors: Tensors) -> Value:
         """Return the value that was packed."""
         kind = self._kinds[i]
-        described = zip(tensors, self._shapes[kind], self._dtypes, strict=True)
-        return self._rebuild[kind](tuple([_unpacked(*one) for one in described]))
+        laid_out = map(_unpacked, tensors, self._laid_out[kind], self._dtypes)
+        return self._rebuild[kind](tuple(map(_permuted_back, laid_out, self._orders[kind])))
 
     def __repr__(self) -> str:
         return f"<Boundary {self._name}>"
@@ -170,6 +178,24 @@ def _frame(value: Value) -> Value:
 def _equal(frame: Value, known: Value) -> bool:
     """Whether they are; what has no equality of its own, as nan and many objects, by its bytes."""
     return bool(frame == known) or pickle.dumps(frame) == pickle.dumps(known)
+
+
+def _dim_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions as they lie in memory; in order, if the tensor is not dense."""
+    order: tuple[int, ...] = torch.empty_like(tensor, device="meta").dim_order()
+    return order
+
+
+def _permuted(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    return tensor if _is_in_order(order) else tensor.permute(*order)
+
+
+def _permuted_back(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    return tensor if _is_in_order(order) else tensor.permute(*map(order.index, range(len(order))))
+
+
+def _is_in_order(order: Sequence[int]) -> bool:
+    return list(order) == sorted(order)
 
 
 def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:
