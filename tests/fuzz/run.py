@@ -109,7 +109,7 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
     at_once = at_once and not step.anomaly
     values = list(found.values)
     record = pipe.record() if step.recorded else contextlib.nullcontext()
-    with anomalies(step), armed(pipe, step), record as seen:
+    with anomalies(step), armed(case, step, pipe), record as seen:
         try:
             take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
@@ -152,7 +152,7 @@ def precision(case: Case) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def armed(module: nn.Module, step: Step) -> Iterator[None]:
+def armed(case: Case, step: Step, module: nn.Module) -> Iterator[None]:
     """Let the first fragile layer fail as the step says."""
     layers: Any = module
     fragile = next((layer for layer in layers if isinstance(layer, Fragile)), None)
@@ -160,7 +160,7 @@ def armed(module: nn.Module, step: Step) -> Iterator[None]:
         yield
         return
     fragile.armed, number = step.fault
-    fragile.left = number % min(step.chunks, step.rows)
+    fragile.left = number % min(chunks_of(case, step), step.rows)
     try:
         yield
     finally:
