@@ -33,7 +33,7 @@ from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.asked import refuse_going_back
-from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ABOUT_GRADIENTS, GOING_BACK, OutsideOfGlue
+from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ASKING, HOOKING, OutsideOfGlue
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
@@ -210,16 +210,19 @@ class Crossing(TorchFunctionMode):
             return func(*args, **kwargs or {})
         if func in self._about or not self.is_glue:
             return func(*args, **kwargs or {})
-        kwargs = kwargs or {}
-        if func in ABOUT_GRADIENTS and not isinstance(args[0], nn.Parameter):
-            return func(self._itself(args[0]), *args[1:], **kwargs)
-        if func in GOING_BACK:
-            args, kwargs = self._to_go_back(*args, **kwargs)
+        if func in ASKING:
+            ask = self._to_hook if func in HOOKING else self._to_go_back
+            args, kwargs = ask(*args, **kwargs or {})
         else:
-            args, kwargs = self.bring_all(args, kwargs)
+            args, kwargs = self.bring_all(args, kwargs or {})
         result = func(*args, **kwargs)
         self.settle(result)
         return result
+
+    def _to_hook(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The arguments with which the gradient of a tensor is asked for, and not of a stand-in."""
+        is_weight = isinstance(tensor, nn.Parameter)
+        return (self.bring(tensor) if is_weight else self._itself(tensor), *args), kwargs
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """The arguments with which gradients are asked for by the tensors, and not by copies."""

@@ -28,11 +28,11 @@ ABOUT_DEVICES = frozenset(
 ) | {Tensor.get_device}
 """Those of them whose answer is another one where a tensor is used."""
 
-ABOUT_GRADIENTS = frozenset({Tensor.register_hook, Tensor.retain_grad})
-"""Functions that ask for the gradient of a tensor."""
+HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad})
+"""Functions that ask for the gradient of a tensor when that is computed."""
 
-GOING_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-"""Functions that go back through a graph."""
+ASKING = HOOKING | {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+"""Functions that ask for gradients: the others go back at once."""
 
 
 class Looking(Protocol):
