@@ -138,6 +138,16 @@ def test_a_function_computes_what_it_does_on_the_cpu(name: str) -> None:
         torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_forward_mode_differentiates() -> None:
+    x, tangent = randn(3, 4), randn(4, 3).t()
+    found = [
+        torch.func.jvp(lambda y, x=x.to(device): y * x, (x.to(device),), (tangent.to(device),))[1]
+        for device in ("cpu", DEVICE)
+    ]
+    torch.testing.assert_close(found[1].cpu(), found[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
 def test_histc_counts_integers_too(dtype: torch.dtype) -> None:
     counts = torch.histc(torch.tensor([0, 1, 1, 3], dtype=dtype, device=DEVICE), 4, 0, 3)

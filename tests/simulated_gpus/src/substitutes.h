@@ -39,6 +39,15 @@ inline void histc(Stack& stack, const at::Generator&) {
   give(stack, 4, counts.to(self.scalar_type()));
 }
 
+// _efficientzerotensor(size, dtype, layout, device, pin_memory): on the CPU it has no memory that
+// could be taken to a device
+inline void zero_tensor(Stack& stack, const at::Generator&) {
+  size_t first = stack.size() - 5;
+  at::TensorOptions options;
+  if (!stack[first + 1].isNone()) options = options.dtype(stack[first + 1].toScalarType());
+  give(stack, 5, at::zeros(stack[first].toIntVector(), options));
+}
+
 inline at::Tensor with_bias(const at::Tensor& gates, const at::Tensor& bias) {
   return bias.defined() ? gates + bias : gates;
 }
@@ -112,6 +121,7 @@ inline void register_substitutes() {
   substitutes() = {
       {"native_dropout", native_dropout},
       {"histc", histc},
+      {"_efficientzerotensor", zero_tensor},
       {"_thnn_fused_lstm_cell", lstm_cell},
       {"_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward},
       {"_thnn_fused_gru_cell", gru_cell},
