@@ -89,6 +89,7 @@ class Boundary:
         self._rebuild = [rebuild for _, rebuild in parts]
         self._shapes = [[tensor.shape for tensor in tensors] for tensors, _ in parts]
         self._orders = [[_dim_order(tensor) for tensor in tensors] for tensors, _ in parts]
+        self._back = [[_inverse(order) for order in orders] for orders in self._orders]
         self._frames = [_frame(sample.value) for sample in samples]
         self._dtypes = [tensor.dtype for tensor in parts[0][0]]
         for (tensors, _), sample in zip(parts, samples, strict=True):
@@ -104,8 +105,8 @@ class Boundary:
         self._grads = samples[0].grads
         self._shared = [sample.shared for sample in samples]
         self._laid_out = [
-            [torch.Size([shape[dim] for dim in order]) for shape, order in zip(*both, strict=True)]
-            for both in zip(self._shapes, self._orders, strict=True)
+            [_laid_out(shape, order) for shape, order in zip(*of_kind, strict=True)]
+            for of_kind in zip(self._shapes, self._orders, strict=True)
         ]
         columns = zip(self._dtypes, *self._laid_out, strict=True)
         self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
@@ -156,7 +157,7 @@ class Boundary:
         """Return the value that was packed."""
         kind = self._kinds[i]
         laid_out = map(_unpacked, tensors, self._laid_out[kind], self._dtypes)
-        return self._rebuild[kind](tuple(map(_permuted_back, laid_out, self._orders[kind])))
+        return self._rebuild[kind](tuple(map(_permuted, laid_out, self._back[kind])))
 
     def __repr__(self) -> str:
         return f"<Boundary {self._name}>"
@@ -181,21 +182,21 @@ def _equal(frame: Value, known: Value) -> bool:
 
 
 def _dim_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions as they lie in memory; in order, if the tensor is not dense."""
+    """The dimensions as they lie in memory; none if in order, or if the tensor is not dense."""
     order: tuple[int, ...] = torch.empty_like(tensor, device="meta").dim_order()
-    return order
+    return () if list(order) == sorted(order) else order
 
 
-def _permuted(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    return tensor if _is_in_order(order) else tensor.permute(*order)
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(order.index, range(len(order))))
 
 
-def _permuted_back(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    return tensor if _is_in_order(order) else tensor.permute(*map(order.index, range(len(order))))
+def _laid_out(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
+    return torch.Size([shape[dim] for dim in order]) if order else shape
 
 
-def _is_in_order(order: Sequence[int]) -> bool:
-    return list(order) == sorted(order)
+def _permuted(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    return tensor.permute(order) if order else tensor
 
 
 def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:

@@ -38,19 +38,11 @@ def refuse_going_back(
     wanted = set(_nodes(inputs or ()))
     found = _behind(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))
     if inputs is None and not found.isdisjoint(cut):
-        raise _goes_back("backward")
+        raise RuntimeError(_GOES_BACK)
     while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
         found = _behind(ends, stop=())
         if wanted & found:
-            raise _goes_back("torch.autograd.grad")
-
-
-def _goes_back(name: str) -> RuntimeError:
-    return RuntimeError(
-        f"{name} in a model's own code goes back into an earlier partition, or to the inputs of "
-        "the model, which a step of a pipe does when all is computed; call the pipe and "
-        "loss.backward(), or cut elsewhere"
-    )
+            raise RuntimeError(_GOES_BACK)
 
 
 def refuse_through(cut: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
@@ -91,3 +83,10 @@ def _behind(ends: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
                 seen.add(child)
                 left.append(child)
     return seen - {*stop, None}
+
+
+_GOES_BACK = (
+    "torch.autograd.grad or backward in a model's own code goes back into an earlier partition, or "
+    "to the inputs of the model, which a step of a pipe does when all is computed; call the pipe "
+    "and loss.backward(), or cut elsewhere"
+)

@@ -100,15 +100,15 @@ class Moves:
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Bring a tensor here, once for the partition; in a step without its graph."""
-        if is_transformed():
-            refuse_to_move(tensor)
-            with outside_of_transforms():
-                return self.bring(tensor)
         if isinstance(tensor, nn.Parameter):
             return self._lending.of(self._stage, self._i, tensor)
         known = self._moved.get(id(tensor))
         if known is not None and known[1] == version(tensor):
             return known[2]
+        if is_transformed():
+            refuse_to_move(tensor)
+            with outside_of_transforms():
+                return self.bring(tensor)
         # It may be used again where the model has put gradients on, so the copy is in the graph.
         with torch.inference_mode(tensor.is_inference()):
             moved = self._copy(tensor)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from pipert.batch.tensors import describe
+
 __all__: list[str] = []
 
 
@@ -22,12 +24,12 @@ def refuse_to_cut(tensor: Tensor) -> None:
     Raises:
         RuntimeError: it is one.
     """
-    if _is_followed(tensor):
-        raise RuntimeError(
-            "a transform such as torch.func.grad in a model's own code goes through layers of more "
-            "than one partition, which a step of a pipe cannot cut; call the pipe and "
-            "loss.backward(), or cut elsewhere"
-        )
+    _refuse_followed(
+        tensor,
+        "such as torch.func.grad in a model's own code goes through layers of more than one "
+        "partition, which a step of a pipe cannot cut; call the pipe and loss.backward(), or cut "
+        "elsewhere",
+    )
 
 
 def refuse_to_move(tensor: Tensor) -> None:
@@ -36,16 +38,16 @@ def refuse_to_move(tensor: Tensor) -> None:
     Raises:
         RuntimeError: it is one.
     """
-    if _is_followed(tensor):
-        raise RuntimeError(
-            "a transform such as torch.func.vmap in a model's own code is given a tensor on "
-            f"{tensor.device}, which is another partition's; give it tensor.clone(), which is made "
-            "where it is called"
-        )
+    _refuse_followed(
+        tensor,
+        "such as torch.func.vmap in a model's own code is given a tensor on another partition's "
+        "device; give it tensor.clone(), which is made where it is called",
+    )
 
 
-def _is_followed(tensor: Tensor) -> bool:
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+def _refuse_followed(tensor: Tensor, what: str) -> None:
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise RuntimeError(f"a transform {what}: {describe(tensor)} on {tensor.device}")
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import pipert
-from tests.any_model.family import ROWS
+from tests.any_model.family import ROWS, Family
 from tests.any_model.piped import CHUNKS, How, in_each_how, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
@@ -33,13 +33,16 @@ NOT_THERE = {ApplyingAFunction, CheckpointingItself, Transforming, TransformingW
 THERE = [model for model in MODELS if model not in NOT_THERE]
 
 
+def devices_of(own: Family) -> list[str]:
+    return [f"cuda:{j % torch.cuda.device_count()}" for j in range(len(own.cuts) + 1)]
+
+
 @pytest.mark.parametrize(("model", "how"), in_each_how(THERE))
 def test_a_model_gives_on_gpus_what_it_gives_without_a_pipe(model: type[Three], how: How) -> None:
     own = family(model)
     module, batch = own.make()
     plain = reference(copy.deepcopy(module), first_rows(batch, how.rows), own.loss, CHUNKS)
-    devices = [f"cuda:{j % torch.cuda.device_count()}" for j in range(len(own.cuts) + 1)]
-    found = step(module, batch, own, how, devices=devices)
+    found = step(module, batch, own, how, devices=devices_of(own))
     grads = {name: None if g is None else g.cpu() for name, g in found.grads.items()}
     assert_same(grads, plain.grads, slack=10)
     output = [leaf.cpu() for leaf in tree_leaves(found.output) if isinstance(leaf, Tensor)]
@@ -52,8 +55,16 @@ def test_a_model_gives_on_gpus_what_it_gives_without_a_pipe(model: type[Three], 
 def test_a_tensor_of_another_gpu_is_refused_in_a_transform(model: type[Three], how: How) -> None:
     own = family(model)
     module, batch = own.make()
-    with pytest.raises(RuntimeError, match=r"torch.func.vmap.*on cuda:\d.*give it tensor.clone"):
-        step(module, batch, own, how, devices=[f"cuda:{j}" for j in range(3)])
+    with pytest.raises(RuntimeError, match=r"torch.func.vmap.*give it tensor.clone.*on cuda:\d"):
+        step(module, batch, own, how, devices=devices_of(own))
+
+
+@each_how
+def test_a_function_that_torch_repeats_finds_tensors_on_two_gpus(how: How) -> None:
+    own = family(CheckpointingItself)
+    module, batch = own.make()
+    with pytest.raises(RuntimeError, match="on the same device"):
+        step(module, batch, own, how, devices=devices_of(own))
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
@@ -64,7 +75,7 @@ def test_a_model_may_ask_for_gradients_by_a_tensor_of_another_gpu(
     """Where the caller has switched gradients off, too, and the model puts them on."""
     model = Forces().double()
     x = torch.randn(ROWS, 4, dtype=torch.float64, requires_grad=True)
-    devices = [f"cuda:{j % torch.cuda.device_count()}" for j in range(3)]
+    devices = devices_of(family(Forces))
     with torch.set_grad_enabled(enabled):
         plain = copy.deepcopy(model)
         expected = [plain(part) for part in x.chunk(CHUNKS)]
