@@ -22,14 +22,13 @@ HEAD = f"""\
 <!-- python -m tests.any_model.table writes this page -->
 # Models that were tried
 
-`pipert.pipeline` runs these models as they are. Each is made tiny from its configuration, and
-nothing is downloaded. The second partition and those after it begin where it is cut, and there are
-{CHUNKS} micro-batches. What a pipe gives is compared with what the plain model gives for one
-micro-batch after the other: outputs must be equal bit for bit, and the gradients of *all*
-parameters but for the order of sums.
+`pipert.pipeline` runs these models as they are. Each is a tiny version, built from a configuration;
+nothing is downloaded. Each cut begins a new partition, and there are {CHUNKS} micro-batches. The reference
+is the plain model, run on one micro-batch after the other: outputs must be equal bit for bit, and
+the gradients of *all* parameters up to the order of sums.
 
-* **outputs**, **gradients**: in all five ways, which are a call without checkpointing, and the next
-  four columns;
+* **outputs**, **gradients**: in all five ways: a call without checkpointing, and the next four
+  columns;
 * **recomputed**: a call with `checkpoint="always"`;
 * **gpipe**, **1f1b**: steps of that schedule, the former with `checkpoint="except_last"`;
 * **ragged**: six rows in {CHUNKS} micro-batches, by `1f1b` with `checkpoint="always"`;
