@@ -23,9 +23,9 @@ HEAD = f"""\
 # Models that were tried
 
 `pipert.pipeline` runs these models as they are. Each is a tiny version, built from a configuration;
-nothing is downloaded. Each cut begins a new partition, and there are {CHUNKS} micro-batches. The reference
-is the plain model, run on one micro-batch after the other: outputs must be equal bit for bit, and
-the gradients of *all* parameters up to the order of sums.
+nothing is downloaded. Each cut begins a new partition, and there are {CHUNKS} micro-batches. The
+reference is the plain model, run on one micro-batch after the other: outputs must be equal bit for
+bit, and the gradients of *all* parameters up to the order of sums.
 
 * **outputs**, **gradients**: in all five ways: a call without checkpointing, and the next four
   columns;
