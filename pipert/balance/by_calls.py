@@ -129,23 +129,18 @@ def _elements(name: str, module: nn.Module, kind: type[nn.Module]) -> Iterator[s
     if isinstance(module, kind):
         yield from _children(name, module)
     elif not is_compiled_itself(module):
-        for child_name, child in _named_children(name, module):
-            yield from _elements(child_name, child, kind)
+        for child_name, child in module.named_children():
+            yield from _elements(f"{name}.{child_name}".lstrip("."), child, kind)
 
 
 def _children(name: str, module: nn.Module) -> Iterator[str]:
     """Yields the children; a child that is never called is replaced by its own children."""
-    for child_name, child in _named_children(name, module):
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}".lstrip(".")
         if is_called(child):
-            yield child_name
+            yield path
         else:
-            yield from _children(child_name, child)
-
-
-def _named_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for attribute, child in module._modules.items():
-        if child is not None:
-            yield (f"{name}.{attribute}" if name else attribute), child
+            yield from _children(path, child)
 
 
 def _has_parameters(layer: nn.Module) -> bool:

@@ -102,13 +102,13 @@ class _Trial:
         """The current block; ``None`` before the first."""
         self._started = 0.0
         self._marks: list[tuple[int, str | None]] = [(0, None)]
-        """The blocks, each with the number of its first node (rule 3)."""
+        """The blocks, each with the number of its first node on this thread (rule 3)."""
         self._leaves: list[Tensor] = []
         """Where the graph of the model's own code begins: its inputs and the layers' outputs."""
         self._roots: list[Tensor] = []
         """Where that graph ends: the layers' arguments and the model's output."""
         self._output_nodes: set[Any] = {None}
-        """The nodes of layers' outputs, and ``None`` for leaves: no roots if passed on unchanged."""
+        """Nodes of the layers' outputs, and leaves' ``None``: no roots if passed on unchanged."""
 
     def inputs(self, example: Arguments) -> Arguments:
         """Return the model's arguments on the device."""
@@ -126,10 +126,9 @@ class _Trial:
 
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each block (rule 1)."""
-        before_first = self._seconds[None]
         found = {name: seconds for name, seconds in self._seconds.items() if name is not None}
         for name in list(found)[:1]:
-            found[name] += before_first
+            found[name] += self._seconds[None]
         return found
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -147,7 +146,7 @@ class _Trial:
         except Exception as error:
             error.add_note(f"while layer {name!r} ({type(module).__qualname__}) was measured")
             raise
-        self._marks.append((_next_number(), self._block))
+        self._marks.append((torch._C._autograd._get_sequence_nr(), self._block))
         output = self._detached(output)
         self.start_clock()
         return output
@@ -201,12 +200,6 @@ class _Trial:
             self.stop_clock()
             self._block = block
             self.start_clock()
-
-
-def _next_number() -> int:
-    """Return the number of the next node that is made on this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
 
 
 def _cloned(value: Value) -> Value:
