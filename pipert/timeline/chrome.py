@@ -103,9 +103,8 @@ def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
             tasks[event.kind, event.run, event.i, event.j] = event
     arrows, copied = [], set()
     for copy in events:
-        if copy.kind != COPY or copy.origin in (None, copy.j):
+        if copy.kind != COPY or copy.origin is None or copy.origin == copy.j:
             continue
-        assert copy.origin is not None
         kind = FORWARD if copy.origin < copy.j else BACKWARD
         before = tasks.get((kind, copy.run, copy.i, copy.origin))
         after = tasks.get((kind, copy.run, copy.i, copy.j))
