@@ -203,9 +203,7 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
     tasks = CounterMetricFamily(
         "pipert_worker_tasks", "Forward tasks that are over.", labels=labels
     )
-    busy = CounterMetricFamily(
-        "pipert_worker_busy_seconds", "Time spent on tasks.", labels=labels
-    )
+    busy = CounterMetricFamily("pipert_worker_busy_seconds", "Time spent on tasks.", labels=labels)
     depth = GaugeMetricFamily(
         "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=labels
     )

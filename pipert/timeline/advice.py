@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import islice
 
 import torch
 
@@ -171,11 +171,8 @@ def _layer_costs(costs: Sequence[Costs], layers: Sequence[Sequence[float]]) -> l
 
 def _partition_costs(costs: Sequence[Costs], balance: Sequence[int]) -> list[Costs]:
     """Adds up the layers' costs in each partition of ``balance``."""
-    ends = list(accumulate(balance))
-    return [
-        sum(costs[end - count : end], Costs(0.0, 0.0, 0.0))
-        for end, count in zip(ends, balance, strict=True)
-    ]
+    layers = iter(costs)
+    return [sum(islice(layers, count), Costs(0.0, 0.0, 0.0)) for count in balance]
 
 
 def _chunks(seen: Observations) -> Iterator[Advice]:
