@@ -154,9 +154,9 @@ class _Chain:
         return [], min(refused)
 
     def _floors(self, high: Fraction) -> list[int]:
-        """Returns each device's first start from which it and those after it can take the rest.
+        """Returns for each device the first start from which it and later ones can take the rest.
 
-        That is within ``high``. Earlier starts are useless for lower limits, too, and can be many.
+        The limit is ``high``. Earlier starts are useless for any lower limit, and can be many.
         """
         capacities = [high.numerator * speed // high.denominator for speed in reversed(self.speeds)]
         total = self.totals[-1]

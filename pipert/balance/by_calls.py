@@ -1,9 +1,8 @@
 """Chooses where to cut a model that is no Sequential, by measured times.
 
-Candidates for a cut are the elements of the model's lists, and the modules beside these, such as an
-embedding and a head. The lists are the outermost ``ModuleList``s, which need no help from the model
-(``_pp_plan`` of transformers names the same ones). Lists inside an element, such as those of
-experts, are no candidates unless the element takes more than a partition's share.
+The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
+transformers names the same ones). A list inside an element, such as one of experts, is no place to
+cut, unless the element takes more than a partition's share.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def choose_cuts(
     """Returns the cuts that minimise the slowest partition's time.
 
     Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
-    if it has none, or else its children; any other modules with parameters beside them; and the
-    modules inside a candidate that takes longer than a partition should. The time of each lasts
-    from its first call to that of the next one, forward and backward, including the model's own
-    code. Whatever precedes the first belongs to it.
+    if it has none, or else its children; other modules with parameters beside these, such as an
+    embedding and a head; and the modules inside a candidate that takes longer than a partition
+    should. The time of each runs from its first call to that of the next one, forward and backward,
+    including the model's own code. Time before the first call belongs to the first.
 
     Copies of layers are measured one at a time, so one device can measure a model that fits on none
     (``call_times.py``). Parameters, gradients, buffers, mode and torch's random state stay

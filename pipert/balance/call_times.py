@@ -1,9 +1,9 @@
-"""Times the blocks of a model, each from the first call of its module to that of the next one's.
+"""Times the blocks of a model, each from the first call of its module to that of the next block's.
 
 The standard way is to run the model with hooks that read the clock. That takes a device with room
-for the whole model, the lack of which is why it needs a pipeline. So the model's own forward runs,
-but each *layer* that it calls is computed by a copy on the device, made for this call, and measured
-by itself, forward and then backward. The model continues with the layer's detached output.
+for the whole model, and then there would be no need for a pipeline. So the model's own forward
+runs, but each *layer* that it calls is computed by a copy on the device, made for this call, and
+measured by itself, forward and then backward. The model continues with its detached output.
 
 1. A *block* begins with the first call of its module. All measured time belongs to the current
    block, including repeated calls of earlier layers and the model's own code between layers. Time
