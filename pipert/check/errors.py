@@ -20,7 +20,7 @@ FAILING = 2  # the micro-batch
 MEANS = "a layer that fails leaves you without its place, or with a pipe that cannot be used"
 
 
-class _OnPurposeError(Exception):
+class _DeliberateError(Exception):
     """The error that the failing layer raises."""
 
 
@@ -42,7 +42,7 @@ class _Failing(nn.Module):
 
 
 def _fail(*_: Tensor) -> None:
-    raise _OnPurposeError
+    raise _DeliberateError
 
 
 def check(devices: Devices) -> Iterator[Finding]:
@@ -60,7 +60,7 @@ def check(devices: Devices) -> Iterator[Finding]:
             fault = "it did not come out"
             try:
                 trial.step(Way(schedule, "never"))
-            except _OnPurposeError as error:
+            except _DeliberateError as error:
                 notes = " ".join(getattr(error, "__notes__", ()))
                 place = (phase, f"partition {n - 1}", f"micro-batch {FAILING} of {CHUNKS}")
                 missing = ", ".join(words for words in place if words not in notes)

@@ -137,15 +137,15 @@ def _balance(seen: Observations) -> Iterator[Advice]:
         return  # nothing to move, nothing to gain, or devices of different types
     # Only the work that partitions do concurrently: on CPU the forward.
     sizes = [cost.forward if seen.one_thread else cost.whole for cost in seen.costs]
-    slowest = max(range(n), key=lambda j: sizes[j])
+    slowest = max(range(n), key=sizes.__getitem__)
+    if sizes[slowest] * n < (1 + _WORTHWHILE) * sum(sizes):
+        return
     where = " in the forward" if seen.one_thread else ""
     text = (
         f"partition {slowest} on {seen.lanes[seen.workers[slowest]]} is the slowest{where}: "
         f"{1e3 * sizes[slowest]:.2f} ms for a micro-batch, {sizes[slowest] * n / sum(sizes):.2f} "
         "of the mean"
     )
-    if sizes[slowest] * n < (1 + _WORTHWHILE) * sum(sizes):
-        return
     if seen.layers is None:
         yield Advice("balance", f"{text}; balance_by_time finds a better balance")
         return

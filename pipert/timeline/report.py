@@ -112,7 +112,7 @@ def make_report(
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
     lane_events = [[event for event in events if workers[event.j] == lane] for lane in range(n)]
-    busy = [times_of(of_lane, COMPUTE) for of_lane in lane_events]
+    busy = [times_of(on_lane, COMPUTE) for on_lane in lane_events]
     costs = _costs(events, len(devices))
     outside = max(0.0, seconds - length(work))
     share = outside / seconds if seconds else 0.0
@@ -221,14 +221,14 @@ def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
     seconds: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for event in events:
         if event.kind in COMPUTE:  # a backward may be in several pieces
-            of_tasks = seconds.setdefault((event.kind, event.j), {})
+            by_task = seconds.setdefault((event.kind, event.j), {})
             task = event.run, event.i
-            of_tasks[task] = of_tasks.get(task, 0.0) + event.seconds
+            by_task[task] = by_task.get(task, 0.0) + event.seconds
     costs = []
     for j in range(n):
-        of_kinds = [list(seconds.get((kind, j), {}).values()) for kind in COMPUTE]
-        forward, recompute, backward = (median(times or [0.0]) for times in of_kinds)
-        share = len(of_kinds[1]) / max(1, len(of_kinds[0]))
+        by_kind = [list(seconds.get((kind, j), {}).values()) for kind in COMPUTE]
+        forward, recompute, backward = (median(times or [0.0]) for times in by_kind)
+        share = len(by_kind[1]) / max(1, len(by_kind[0]))
         costs.append(Costs(forward, share * recompute, backward))
     return tuple(costs)
 
