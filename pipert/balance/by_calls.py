@@ -41,7 +41,7 @@ def choose_cuts(
     if it has none, or else its children; other modules with parameters beside these, such as an
     embedding and a head; and the modules inside a candidate that takes longer than a partition
     should. The time of each runs from its first call to that of the next one, forward and backward,
-    including the model's own code. Time before the first call belongs to the first.
+    including the model's own code. The first one's also includes everything before its call.
 
     Copies of layers are measured one at a time, so one device can measure a model that fits on none
     (``call_times.py``). Parameters, gradients, buffers, mode and torch's random state stay

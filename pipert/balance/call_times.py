@@ -102,7 +102,7 @@ class _Trial:
         """The current block; ``None`` before the first."""
         self._started = 0.0
         self._marks: list[tuple[int, str | None]] = [(0, None)]
-        """The blocks, each with the number of its first node on this thread (rule 3)."""
+        """Numbers of nodes, each with the block of the nodes from there on (rule 3)."""
         self._leaves: list[Tensor] = []
         """Where the graph of the model's own code begins: its inputs and the layers' outputs."""
         self._roots: list[Tensor] = []
@@ -146,6 +146,7 @@ class _Trial:
         except Exception as error:
             error.add_note(f"while layer {name!r} ({type(module).__qualname__}) was measured")
             raise
+        # The number of the next node that is made on this thread.
         self._marks.append((torch._C._autograd._get_sequence_nr(), self._block))
         output = self._detached(output)
         self.start_clock()
