@@ -1,4 +1,4 @@
-"""``python -m pipert TOOL ...``: dispatches to a tool, whose own file has its parser."""
+"""Runs a tool, ``python -m pipert TOOL ...``; the parser of each is in the tool's own file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aliases shared by several modules."""
+"""Defines type aliases that several modules share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device: TypeAlias = torch.device | str | int
 """Names a device: ``'cuda:1'``, ``torch.device('cpu')``, or a CUDA index."""
 
 Value: TypeAlias = Any
-"""What goes from stage to stage: any pytree. Leaves that are no tensors are passed on unchanged."""
+"""A value passed from stage to stage: any pytree. Leaves other than tensors stay unchanged."""
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 

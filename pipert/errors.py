@@ -1,8 +1,8 @@
-"""The exceptions that pipert raises for a wrong *state*, and its warning.
+"""Defines the exceptions that pipert raises for a wrong *state*, and its warnings.
 
-A wrong argument raises ``TypeError``, ``ValueError`` or ``IndexError``; what a layer raises
-propagates unchanged, with a note. Everything else is here. Each raise creates a fresh instance: a
-shared one would accumulate the tracebacks of everyone who caught it.
+A wrong argument raises ``TypeError``, ``ValueError`` or ``IndexError``. An exception that a layer
+raises propagates unchanged, with a note. All others are here. Each raise creates a new instance,
+since a shared one would accumulate the tracebacks of everyone who caught it.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ from pipert.status import WorkerStatistics
 __all__ = [
     "NestedCheckpointError",
     "NotBatchFirstWarning",
-    "SharedStateWarning",
     "PipeClosedError",
     "PipelineTimeout",
     "PipertError",
     "RecomputationError",
     "ReentrantCallError",
+    "SharedStateWarning",
     "TransformError",
     "WorkerBusyError",
     "WorkerDiedError",
 ]
 
-
 _log = logging.getLogger("pipert")
 
 
 def add_note(error: BaseException, text: Callable[[], str]) -> None:
-    """Adds a note that says where ``error`` was raised, unless ``text()`` is empty.
+    """Adds the note ``text()``, which says where ``error`` was raised, unless it is empty.
 
-    A failure to do so must not hide the error itself.
+    A failure to make the note is logged, and does not hide the error itself.
     """
     try:
         note = text()
         if note:
             error.add_note(note)
     except Exception:
-        # As text: a handler that keeps records must not keep the tensors in an error's frames.
+        # As text, so that a handler that keeps records does not keep the tensors in the frames.
         _log.warning("cannot say where %s was raised: %s", type(error), traceback.format_exc())
 
 
@@ -56,17 +55,17 @@ class PipeClosedError(PipertError):
 class WorkerDiedError(PipertError):
     """A worker thread, or the clock's, ended during a call.
 
-    Only something outside pipert does that, such as an asynchronous exception thrown into the
-    thread. The next call starts a new worker. Unlike :class:`PipeClosedError`, this was not
-    requested.
+    Only something outside pipert can end it, such as an asynchronous exception thrown into the
+    thread. The next call starts a new worker. Unlike with :class:`PipeClosedError`, nobody asked
+    for the end.
     """
 
 
 class PipelineTimeout(PipertError, TimeoutError):
     """A call, or :meth:`Pipe.close`, took longer than its ``timeout``.
 
-    The message says what each worker was doing, and where in Python. An executing layer
-    cannot be interrupted: its worker stays busy, see :class:`WorkerBusyError`.
+    The message says what each worker was doing, and at which line of Python. A layer that is
+    executing cannot be interrupted: its worker stays busy, see :class:`WorkerBusyError`.
     """
 
     workers: tuple[WorkerStatistics, ...] = ()
@@ -76,8 +75,8 @@ class PipelineTimeout(PipertError, TimeoutError):
 class WorkerBusyError(PipertError):
     """A worker is still busy with a task of an abandoned call.
 
-    After a :class:`PipelineTimeout` calls raise this until the task is over; then they work again.
-    Unlike the timeout it is raised at once, before anything starts.
+    After a :class:`PipelineTimeout`, calls raise this until the task is over; then they work again.
+    Unlike the timeout, it is raised at once, before anything starts.
     """
 
     workers: tuple[WorkerStatistics, ...] = ()
@@ -85,7 +84,7 @@ class WorkerBusyError(PipertError):
 
 
 class ReentrantCallError(PipertError):
-    """A layer called the pipe that runs it; its worker would wait for itself for ever."""
+    """A layer called the pipe that runs it, so its worker would wait for itself for ever."""
 
 
 class RecomputationError(PipertError):
@@ -98,29 +97,29 @@ class RecomputationError(PipertError):
 
 
 class NestedCheckpointError(PipertError):
-    """``torch.utils.checkpoint`` was used where its recomputation would give wrong gradients.
+    """``torch.utils.checkpoint`` was used where recomputation gives wrong gradients or statistics.
 
-    Inside a layer, around operations that draw: it would replay different random numbers, because
-    it saves the state of the default generator, and each task draws from its own. Inside a layer,
-    around a BatchNorm with deferred statistics: it would update them. Around a pipe, in its
-    non-reentrant form: it would mix up what the workers save.
+    * Inside a layer, around operations that draw random numbers: it would replay different ones,
+      because it saves the state of the default generator, and each task draws from its own.
+    * Inside a layer, around a BatchNorm with deferred statistics: it would update them again.
+    * Around a pipe, in its non-reentrant form: it would mix up what the workers save.
     """
 
 
 class TransformError(PipertError):
-    """A ``torch.func`` transform, forward-mode differentiation, or code that torch.compile,
-    torch.export, torch.jit or torch.fx makes a graph of, called a pipe.
+    """A pipe was called under a ``torch.func`` transform, under forward-mode differentiation, or by
+    code of which torch.compile, torch.export, torch.jit or torch.fx makes a graph.
 
-    These apply only to the thread that began them, not to the workers. Use
-    ``backward`` or ``torch.autograd.grad``; compile each layer, then wrap.
+    These apply only to the thread that began them, not to the workers. Use ``backward`` or
+    ``torch.autograd.grad``; compile each layer, then wrap the layers.
     """
 
 
 class NotBatchFirstWarning(UserWarning):
-    """A layer takes time for dimension 0, along which a pipe splits: torch's ``batch_first=False``.
+    """A layer has time in dimension 0, along which a pipe splits: torch's ``batch_first=False``.
 
-    The remedy is ``batch_first=True``. Layers that transpose what they pass to such a layer are
-    right all the same; who has them ignores this::
+    The remedy is ``batch_first=True``. Layers that transpose the input of such a layer are right
+    all the same; if you have them, ignore this::
 
         warnings.filterwarnings("ignore", category=pipert.NotBatchFirstWarning)
     """
@@ -129,7 +128,7 @@ class NotBatchFirstWarning(UserWarning):
 class SharedStateWarning(UserWarning):
     """A ``forward`` keeps a value on a module across a cut, where the next micro-batch sets it.
 
-    What is read behind the cut may be another micro-batch's. The remedy is a local variable, a
+    Code behind the cut may read another micro-batch's value. The remedy is a local variable, a
     value that layers return, or a ``ContextVar``. If nothing behind the cut reads it, ignore this::
 
         warnings.filterwarnings("ignore", category=pipert.SharedStateWarning)

@@ -1,10 +1,10 @@
-"""Metrics for Prometheus, through the package ``prometheus_client`` (extra ``prometheus``).
+"""Exports metrics to Prometheus, through the package ``prometheus_client`` (extra ``prometheus``).
 
 Nothing else in pipert imports this module.
 
 >>> from prometheus_client import start_http_server
 >>> from pipert.prometheus import PipeMetrics
->>> metrics = PipeMetrics()  # in the registry of the process, once
+>>> metrics = PipeMetrics()  # once, in the registry of the process
 >>> metrics.add(pipe, "generator")
 >>> start_http_server(9464)
 
@@ -16,19 +16,19 @@ Nothing else in pipert imports this module.
 ``pipert_worker_tasks_total``          counter    ``pipe``, ``worker``; tasks of the worker
 ``pipert_worker_busy_seconds_total``   counter    ``pipe``, ``worker``
 ``pipert_worker_queue_depth``          gauge      ``pipe``, ``worker``
-``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; age of its current task,
-                                                  0 if none: a stuck task's only grows
+``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; age of the current task, 0
+                                                  if none: it keeps growing if the task is stuck
 ``pipert_run_duration_seconds``        histogram  ``pipe``, ``outcome``
 ``pipert_task_duration_seconds``       histogram  ``pipe``, ``partition``, ``phase``: ``forward`` or
                                                   ``recomputation``
 ``pipert_failures_total``              counter    ``pipe``, ``exception``: the name of its type
 =====================================  =========  ===============================================
 
-The first seven are read from ``pipe.statistics()`` on request and cost nothing until
-then. The others come from an observer: two clock readings and one histogram per task.
+The first seven are read from ``pipe.statistics()`` on request and cost nothing until then. The
+others come from an observer, which costs two clock readings and one histogram update per task.
 
-Pipes are held weakly: a dropped pipe ends its threads and disappears from the metrics. All
-methods may be called from any thread, even while the pipes are running.
+Pipes are referenced weakly: a dropped pipe ends its threads and disappears from the metrics. All
+methods are thread-safe, and may be called while the pipes are running.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _BUCKETS = (
 
 
 class AnyPipe(Protocol):
-    """A pipe of one process, or one process's of a :class:`pipert.distributed.Pipe`."""
+    """A pipe of one process, or one process's part of a :class:`pipert.distributed.Pipe`."""
 
     def statistics(self) -> Statistics: ...
 
@@ -75,7 +75,7 @@ class PipeMetrics(Collector):
         buckets: upper bounds of the histograms, in seconds.
 
     Raises:
-        TypeError: ``registry`` is none.
+        TypeError: ``registry`` is not a registry.
         ValueError: it already has metrics of these names.
     """
 
@@ -93,7 +93,7 @@ class PipeMetrics(Collector):
         registry.register(self)
 
     def add(self, pipe: AnyPipe, name: str) -> None:
-        """Show ``pipe`` as ``name``; durations and failures count from now on.
+        """Show ``pipe`` as ``name``. Its durations and failures count from now on.
 
         Raises:
             ValueError: another live pipe has that name.
@@ -118,16 +118,16 @@ class PipeMetrics(Collector):
             pipe.remove_observer(durations)
 
     def describe(self) -> Iterable[Metric]:
-        """Returns the metrics without samples, to tell the registry their names."""
+        """Return the metrics without samples, to tell the registry their names."""
         return [*_families([]), *_merged([_Durations("", self._buckets)])]
 
     def collect(self) -> Iterable[Metric]:
-        """Returns the current metrics."""
+        """Return the current metrics."""
         with self._lock:
             alive = self._alive()
             self._pipes = {name: self._pipes[name] for name in alive}
             durations = [durations for _, durations in self._pipes.values()]
-        # Not under the lock: statistics take the pipe's own.
+        # Outside the lock, since statistics take the pipe's own lock.
         figures = [(name, pipe.statistics()) for name, pipe in alive.items()]
         return [*_families(figures), *_merged(durations)]
 
@@ -140,7 +140,7 @@ class PipeMetrics(Collector):
 
 
 class _Durations(Observer):
-    """An observer's measurements of one pipe. It does not reference the pipe."""
+    """An observer that measures one pipe, without a reference to it."""
 
     def __init__(self, pipe: str, buckets: Sequence[float]) -> None:
         self._pipe = pipe
@@ -164,7 +164,7 @@ class _Durations(Observer):
     def task_finished(self, task: TaskInfo, seconds: float) -> None:
         key = (task.partition, task.phase)
         child = self._children.get(key)
-        if child is None:  # two threads may look it up at once, and find the same
+        if child is None:  # two threads may look it up at once, and both find the same child
             child = self._children[key] = self._tasks.labels(self._pipe, *map(str, key))
         child.observe(seconds)
 
@@ -178,11 +178,11 @@ class _Durations(Observer):
         return f"<durations of {self._pipe!r}, for Prometheus>"
 
 
-def _merged(of_pipes: Iterable[_Durations]) -> list[Metric]:
+def _merged(observers: Iterable[_Durations]) -> list[Metric]:
     """Merges the metrics of all pipes by name, since a registry shows each name once."""
     merged: dict[str, Metric] = {}
-    for durations in of_pipes:
-        for metric in durations.collect():
+    for observer in observers:
+        for metric in observer.collect():
             empty = Metric(metric.name, metric.documentation, metric.type, metric.unit)
             merged.setdefault(metric.name, empty).samples.extend(metric.samples)
     return list(merged.values())
@@ -199,18 +199,16 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
     recomputations = CounterMetricFamily(
         "pipert_recomputations", "Tasks recomputed in a backward.", labels=["pipe"]
     )
-    of_worker = ["pipe", "worker"]
+    labels = ["pipe", "worker"]
     tasks = CounterMetricFamily(
-        "pipert_worker_tasks", "Forward tasks that are over.", labels=of_worker
+        "pipert_worker_tasks", "Forward tasks that are over.", labels=labels
     )
-    busy = CounterMetricFamily(
-        "pipert_worker_busy_seconds", "Time spent on tasks.", labels=of_worker
-    )
+    busy = CounterMetricFamily("pipert_worker_busy_seconds", "Time spent on tasks.", labels=labels)
     depth = GaugeMetricFamily(
-        "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=of_worker
+        "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=labels
     )
     age = GaugeMetricFamily(
-        "pipert_worker_task_age_seconds", "Time the current task has taken.", labels=of_worker
+        "pipert_worker_task_age_seconds", "Time the current task has taken.", labels=labels
     )
     for name, figures in pipes:
         runs.add_metric([name, "succeeded"], figures.succeeded)
@@ -219,10 +217,10 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
         in_flight.add_metric([name], figures.in_flight)
         recomputations.add_metric([name], figures.recomputations)
         for worker in figures.workers:
-            labels, doing = [name, worker.name], worker.doing
+            values, doing = [name, worker.name], worker.doing
+            tasks.add_metric(values, worker.tasks)
+            busy.add_metric(values, worker.busy_seconds)
+            depth.add_metric(values, worker.queue_depth)
             executing = doing is not None and doing.phase != WAITING
-            tasks.add_metric(labels, worker.tasks)
-            busy.add_metric(labels, worker.busy_seconds)
-            depth.add_metric(labels, worker.queue_depth)
-            age.add_metric(labels, doing.seconds if doing is not None and executing else 0.0)
+            age.add_metric(values, doing.seconds if doing is not None and executing else 0.0)
     return [runs, in_flight, recomputations, tasks, busy, depth, age]

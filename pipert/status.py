@@ -1,6 +1,6 @@
-"""Snapshots of a pipe's activity: frozen values, made on request.
+"""Defines snapshots of a pipe's activity: frozen values, made on request.
 
-They hold words and numbers, no tensors and no threads, so they can be kept, compared and sent.
+They hold strings and numbers, no tensors and no threads, so they can be kept, compared and sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WAITING = "waiting for input"
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """Describes the task of a worker at one moment."""
+    """The task of a worker at one moment."""
 
     run: int
     """The number of its call, counted from 0."""
@@ -26,12 +26,12 @@ class TaskStatus:
     partition: int
     micro_batch: int
     seconds: float
-    """The time it has taken so far."""
+    """The seconds it has taken so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatistics:
-    """Counts the work of one worker; ``loss.backward()`` runs on autograd's threads instead."""
+    """The work of one worker. It excludes ``loss.backward()``, which autograd's threads run."""
 
     name: str
     """The name of its thread, ``pipert-<device>-<n>``."""
@@ -40,19 +40,19 @@ class WorkerStatistics:
     """Completed tasks, failed ones included: forward tasks, and every kind of task of
     ``forward_backward``."""
     busy_seconds: float
-    """Time spent on completed tasks and, so far, on the current one, without waiting for input. On
-    CUDA a task is over when its kernels are queued."""
+    """The time spent on completed tasks and on the current one so far, without waiting for input.
+    On CUDA a task is over when its kernels are queued."""
     queue_depth: int
-    """Tasks in its in-queue, approximately."""
+    """The approximate number of tasks in its in-queue."""
     doing: TaskStatus | None
-    """The current task; ``None`` when idle."""
+    """The current task; ``None`` if idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Counts the calls of one pipe in this process, since it was made.
+    """The calls of one pipe in this process since it was made.
 
-    A call whose arguments are refused is not a run.
+    A call whose arguments are refused does not count.
     """
 
     runs: int
@@ -64,7 +64,7 @@ class Statistics:
     failures: int
     """Calls that raised an error of a layer, or :class:`WorkerDiedError`."""
     cancellations: int
-    """Calls that were interrupted, timed out, or ended by closing the pipe."""
+    """Calls that were interrupted, timed out, or were ended by closing the pipe."""
     recomputations: int
     """Tasks ``R[i,j]`` started."""
     workers: tuple[WorkerStatistics, ...]

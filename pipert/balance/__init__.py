@@ -1,10 +1,10 @@
-"""Balances: how many layers each partition takes (section 3 of the paper).
+"""Computes balances: how many layers each partition takes (section 3 of the paper).
 
 >>> balance = balance_by_time(4, module, sample)  # doctest: +SKIP
 
-This uses the measured times of the layers, :func:`balance_by_size` the memory they need, and
-:func:`balance_by_cost` any costs you have. All find the optimum. :func:`layer_times` and
-:func:`layer_sizes` return the measurements of the first two, to derive costs of your own.
+:func:`balance_by_time` uses the measured times of the layers, :func:`balance_by_size` the memory
+they need, and :func:`balance_by_cost` any costs you have. All find the optimum. To derive costs of
+your own, :func:`layer_times` and :func:`layer_sizes` return the measurements of the first two.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Chooses where to cut a model that is no Sequential, by measured times.
 
-Candidates are the layers between which the model could be cut at most: the elements of its lists,
-and what is beside these, such as an embedding and a head. Which lists these are is not asked of the
-model (``_pp_plan`` of transformers names the same): they are the outermost ``ModuleList``s, since
-what is inside of an element, such as experts, is no way to cut unless the element takes more than
-a partition's share. Then it is cut, too.
+The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
+transformers names the same ones). A list inside an element, such as one of experts, is no place to
+cut, unless the element takes more than a partition's share.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from pipert._typing import Device, Value
 from pipert.balance.by_cost import balance_by_cost, check_count
 from pipert.balance.by_time import check_timeout, rounds_of
 from pipert.balance.call_times import block_times
-from pipert.balance.probe import check_not_meta, parse
+from pipert.balance.probe import check_not_meta, measuring_device
 from pipert.layers.drawing import is_compiled_itself
 from pipert.model.calls import arguments_of, check_initialised
 from pipert.model.cuts import is_called, layers_of
@@ -40,20 +38,20 @@ def choose_cuts(
     """Returns the cuts that minimise the slowest partition's time.
 
     Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
-    if it has none, or else its children; what else has parameters beside them; and what is inside
-    of a candidate that takes longer than a partition should. Each takes the time from its first
-    call to that of the next one, forward and backward, the model's own code included; what comes
-    before the first belongs to it.
+    if it has none, or else its children; other modules with parameters beside these, such as an
+    embedding and a head; and the modules inside a candidate that takes longer than a partition
+    should. The time of each runs from its first call to that of the next one, forward and backward,
+    including the model's own code. The first one's also includes everything before its call.
 
-    What is measured are copies of layers, one at a time, so that one device can measure a model
-    that fits on none (``call_times.py``). Parameters, gradients, buffers, mode and torch's random
-    state stay unchanged; forward hooks run.
+    Copies of layers are measured one at a time, so one device can measure a model that fits on none
+    (``call_times.py``). Parameters, gradients, buffers, mode and torch's random state stay
+    unchanged; forward hooks run.
 
     Args:
         model: on any device, in the mode to measure.
         partitions: the number of devices.
         example: the arguments of one micro-batch, on any device: a dict (any mapping) of keyword
-            arguments, a tuple of positional ones, or the only one.
+            arguments, a tuple of positional ones, or the only argument.
         timeout: seconds to spend, after two or more forwards to warm up.
         device: where to measure. Default: the first CUDA device, or the CPU if there is none.
 
@@ -64,12 +62,12 @@ def choose_cuts(
         ValueError: the model calls fewer candidates than there are partitions; ``partitions`` is
             less than 1, ``timeout`` is negative, the device does not exist, or a parameter has no
             value yet.
-        TypeError: ``partitions`` is no whole number.
+        TypeError: ``partitions`` is not an integer.
         Exception: whatever the model raises, with a note that names the layer.
     """
     n = check_count(partitions)
     check_timeout(timeout)
-    where = parse(device)
+    where = measuring_device(device)
     check_initialised(model)
     check_not_meta(model, where)
     if n == 1:
@@ -81,7 +79,7 @@ def choose_cuts(
         begins = {name for name, layer in layers.items() if name in cuts or _has_parameters(layer)}
         return block_times(model, layers, begins, arguments, where)
 
-    cuts, names = _fine_enough(model, n, measure)
+    cuts, names = _refined_cuts(model, n, measure)
     if len(names) < n:
         raise ValueError(
             f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "
@@ -92,17 +90,17 @@ def choose_cuts(
     return [names[k] for k in accumulate(balance_by_cost(times, n)[:-1])]
 
 
-def _fine_enough(
+def _refined_cuts(
     model: nn.Module, n: int, measure: Callable[[set[str]], Times]
 ) -> tuple[set[str], list[str]]:
-    """The cuts at which no block takes more than its share that could be split, and the blocks."""
+    """Splits every block that takes more than its share; returns the cuts and the blocks' names."""
     cuts, whole = set(_pieces(model, "")), set[str]()
     split: dict[str, set[str]] = {}
-    measure(cuts)  # what comes first is slow the first time, whatever it is
+    measure(cuts)  # to warm up: whatever runs first is slow
     while True:
         times = measure(cuts)
         share = sum(times.values()) / n
-        # What is inside of a layer may not be called: it takes the parameters and does the rest.
+        # A layer need not call its pieces: it may use their parameters and compute by itself.
         useless = {name for name, pieces in split.items() if not pieces & times.keys()}
         cuts = cuts.union(useless).difference(*(split[name] for name in useless))
         whole |= useless
@@ -114,8 +112,8 @@ def _fine_enough(
 
 
 def _pieces(model: nn.Module, name: str) -> list[str]:
-    """The names of the modules into which the one called ``name`` could be split."""
-    known = {name for name, _ in model.named_modules()}  # of a shared module the first
+    """Returns the names of the modules into which the one called ``name`` could be split."""
+    known = {name for name, _ in model.named_modules()}  # a shared module's first name only
     module = model.get_submodule(name)
     if is_compiled_itself(module):
         return []
@@ -126,27 +124,22 @@ def _pieces(model: nn.Module, name: str) -> list[str]:
 
 
 def _elements(name: str, module: nn.Module, kind: type[nn.Module]) -> Iterator[str]:
-    """The elements of the outermost modules of a kind inside."""
+    """Yields the elements of the outermost modules of ``kind`` in ``module``."""
     if isinstance(module, kind):
         yield from _children(name, module)
     elif not is_compiled_itself(module):
-        for inner, child in _named(name, module):
-            yield from _elements(inner, child, kind)
+        for child_name, child in module.named_children():
+            yield from _elements(f"{name}.{child_name}".lstrip("."), child, kind)
 
 
 def _children(name: str, module: nn.Module) -> Iterator[str]:
-    """The children, and those of children that are never called instead of these."""
-    for inner, child in _named(name, module):
+    """Yields the children; a child that is never called is replaced by its own children."""
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}".lstrip(".")
         if is_called(child):
-            yield inner
+            yield path
         else:
-            yield from _children(inner, child)
-
-
-def _named(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for own, child in module._modules.items():
-        if child is not None:
-            yield (f"{name}.{own}" if name else own), child
+            yield from _children(path, child)
 
 
 def _has_parameters(layer: nn.Module) -> bool:

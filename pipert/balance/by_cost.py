@@ -1,4 +1,4 @@
-"""A balance from known costs: checks what the user gives, and leaves the rest to ``blocks``."""
+"""Balances layers by known costs: checks the user's arguments and leaves the rest to ``blocks``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def balance_by_cost(
     """Returns the balance that minimises the slowest partition's time, for any costs.
 
     With equal devices, *m* micro-batches take ``sum + (m - 1) * longest``, where the sum over all
-    partitions is the same for every balance: the longest partition alone decides. No balance has a
-    shorter one; among those that have the same, the choice is always the same.
+    partitions is the same for every balance: only the longest partition matters. No balance has a
+    shorter one; among equally good balances the choice is always the same.
 
     >>> balance_by_cost([2, 3, 4, 1, 1], partitions=3)
     [2, 1, 2]
@@ -37,19 +37,19 @@ def balance_by_cost(
         partitions: the number of devices; each takes one layer or more.
         speeds: the speed of each device, in the order of the devices and in any unit. On device *j*
             a partition takes ``sum(its costs) / speeds[j]``. Default: all are equal.
-        crossing: what it costs to cut before each layer, in the unit of a cost over a speed: the
-            partition that sends pays it, and the one that receives. The first is what the first
-            partition pays for its input. Default: nothing. See :func:`crossing_sizes`.
+        crossing: the cost of a cut before each layer, in the unit of a cost over a speed. Both the
+            sending and the receiving partition pay it. The first number is what the first
+            partition pays for its input. Default: all zero. See :func:`crossing_sizes`.
 
     Returns:
         The number of layers in each partition, ready for ``Pipe(balance=...)``.
 
     Raises:
         ValueError: a cost or a number in ``crossing`` is negative, infinite or NaN; a speed is one
-            of these or zero; there are no partitions, more of them than layers, or not one speed
-            for each; or not one number in ``crossing`` for each layer.
-        TypeError: a cost, a speed or one in ``crossing`` is not a number, or ``partitions`` is not
-            an integer.
+            of these or zero; there are no partitions, or more of them than layers; or ``speeds``
+            does not have one number per partition, or ``crossing`` one per layer.
+        TypeError: a cost, a speed or an element of ``crossing`` is not a number, or ``partitions``
+            is not an integer.
     """
     layers = check_numbers(costs, "costs", "layer", zero=True)
     n = check_partitions(partitions, len(layers))
@@ -73,7 +73,7 @@ def balance_by_cost(
 
 
 def check_partitions(partitions: object, layers: int) -> int:
-    """``partitions``, which must be a whole number from 1 up to the number of layers."""
+    """Returns ``partitions`` as an int, which must be from 1 up to the number of layers."""
     n = check_count(partitions)
     if n > layers:
         raise ValueError(
@@ -84,7 +84,7 @@ def check_partitions(partitions: object, layers: int) -> int:
 
 
 def check_count(partitions: object) -> int:
-    """``partitions``, which must be a whole number from 1."""
+    """Returns ``partitions`` as an int, which must be 1 or more."""
     if isinstance(partitions, bool) or not isinstance(partitions, SupportsIndex):
         raise TypeError(
             f"partitions must be a whole number, got {partitions!r}; give the number of devices"
@@ -96,22 +96,25 @@ def check_count(partitions: object) -> int:
 
 
 def check_numbers(values: Iterable[float], what: str, owner: str, *, zero: bool) -> list[float]:
-    """``values``, one number for each ``owner``: finite and positive, or zero where it may be."""
+    """Returns ``values`` as a list of finite, positive numbers; with ``zero``, 0 is allowed, too.
+
+    ``what`` and ``owner`` name the list, and the owner of each number, in errors.
+    """
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(
             f"{what} must be an iterable of numbers, one for each {owner}, got {values!r}; give a "
             "list of them"
         )
     numbers = list(values)
-    strange = [
+    wrong = [
         k for k, x in enumerate(numbers) if isinstance(x, bool) or not isinstance(x, int | float)
     ]
-    if strange:
+    if wrong:
         raise TypeError(
             f"{what} must be ints or floats, one for each {owner}, but "
-            f"{_listed(what, numbers, strange)}; use float(), or .tolist() of a tensor or an array"
+            f"{_listed(what, numbers, wrong)}; use float(), or .tolist() of a tensor or an array"
         )
-    # False for NaN, and no overflow for integers beyond the floats, as math.isfinite would have.
+    # False for NaN; unlike math.isfinite, does not overflow for integers beyond the floats.
     wrong = [k for k, x in enumerate(numbers) if not (0 <= x < math.inf and (x or zero))]
     if wrong:
         raise ValueError(
@@ -122,6 +125,6 @@ def check_numbers(values: Iterable[float], what: str, owner: str, *, zero: bool)
 
 
 def _listed(what: str, numbers: list[float], places: list[int]) -> str:
-    """What is at the first few of ``places``, and how many there are."""
+    """Formats the numbers at the first few of ``places``, and how many there are."""
     named = ", ".join(f"{what}[{k}] is {numbers[k]!r}" for k in places[:3])
     return named + (f" and so on, {len(places)} in all" if len(places) > 3 else "")

@@ -29,9 +29,9 @@ class LayerSize(NamedTuple):
     activations: int
     """What its forward leaves behind: tensors saved for the backward, output, stashed values."""
     inputs: int
-    """Its input, and what it pops."""
+    """Its input, and the skips that it pops."""
     popped: int
-    """What it pops."""
+    """The skips that it pops."""
 
 
 def balance_by_size(
@@ -47,22 +47,22 @@ def balance_by_size(
 
     A partition holds its parameters with their gradients and the optimizer's state, the activations
     of one micro-batch, since the others are recomputed (section 3.2.4 of the paper), and for each
-    micro-batch the inputs of that recomputation: its input, and what it pops. A popped skip counts
-    as if it came from another partition.
+    micro-batch the inputs of that recomputation: the partition's input, and the skips that it pops.
+    A popped skip counts as if it came from another partition.
 
     Args:
         partitions: the number of devices.
         module, sample, chunks, device: see :func:`layer_sizes`.
-        param_scale: memory of a parameter, its gradient and its optimizer state, over that of the
-            parameter alone: 2 for SGD, 3 with momentum, 4 for Adam. Parameters that do not require
-            grad, and buffers, count once.
+        param_scale: the memory of a parameter, its gradient and its optimizer state, relative to
+            that of the parameter alone: 2 for SGD, 3 with momentum, 4 for Adam. Parameters that do
+            not require grad, and buffers, count once.
 
     Returns:
         The number of layers in each partition.
 
     Raises:
-        ValueError, TypeError: as :func:`layer_sizes`; there are more partitions than layers, or
-            ``param_scale`` is below one.
+        ValueError, TypeError: as for :func:`layer_sizes`; or there are more partitions than layers,
+            or ``param_scale`` is below one.
     """
     check_module(module)
     n = check_partitions(partitions, len(module))
@@ -84,16 +84,17 @@ def balance_by_size(
 def layer_sizes(
     module: nn.Sequential, sample: Value, *, chunks: int = 1, device: Device | None = None
 ) -> list[LayerSize]:
-    """Measures the memory that each layer needs, tensor by tensor: nearly the same on any device.
+    """Measures the memory that each layer needs, tensor by tensor.
 
-    Kernels of different devices may save different things, such as masks. What runs are copies
-    without hooks: the module, its gradients, buffers and mode, and torch's random state stay
-    unchanged.
+    The result is nearly the same on any device; kernels of different devices may save different
+    tensors, such as masks. Copies of the layers run, without hooks: the module, its gradients,
+    buffers and mode, and torch's random state stay unchanged.
 
     Args:
-        module: on any device. Skips, layers that work in place and any pytree are fine.
-        sample: the first layer's mini-batch: any pytree, or :class:`Arguments` if
-            it takes several arguments. Any device.
+        module: on any device. May have skips, layers that work in place and any pytree between
+            layers.
+        sample: the first layer's mini-batch, on any device: any pytree, or :class:`Arguments` if it
+            takes several.
         chunks: the number of micro-batches. Activations are those of one.
         device: where to run the layers, one at a time. Default: the first CUDA device, or
             the CPU if there is none. On ``'meta'`` nothing is computed and no memory is needed.
@@ -127,9 +128,9 @@ def _measure(probe: Probe) -> tuple[LayerSize, Carried]:
     arrived, popped = _storages(inputs), _storages(inputs.skips)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         output = probe.forward(inputs)
-    there = {*arrived, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
+    existing = {*arrived, *_storages([*probe.layer.parameters(), *probe.layer.buffers()])}
     left = _storages((saved, output))
-    activations = sum(size for storage, size in left.items() if storage not in there)
+    activations = sum(size for storage, size in left.items() if storage not in existing)
     size = LayerSize(0, 0, activations, sum(arrived.values()), sum(popped.values()))
     return size, output
 

@@ -31,7 +31,7 @@ def balance_by_time(
 ) -> list[int]:
     """Returns the balance that minimises the slowest partition's time, by measured layer times.
 
-    Section 3 of the paper: a pipeline runs at the pace of its slowest partition.
+    A pipeline runs at the pace of its slowest partition (section 3 of the paper).
 
     >>> pipe = Pipe(module, balance_by_time(4, module, sample), chunks=8)  # doctest: +SKIP
 
@@ -43,7 +43,7 @@ def balance_by_time(
         The number of layers in each partition.
 
     Raises:
-        ValueError, TypeError: as :func:`layer_times` and :func:`balance_by_cost`.
+        ValueError, TypeError: as for :func:`layer_times` and :func:`balance_by_cost`.
     """
     check_module(module)
     check_partitions(partitions, len(module))
@@ -55,16 +55,16 @@ def layer_times(
 ) -> list[float]:
     """Measures how long each layer takes, forward and backward, in seconds.
 
-    The measurement cycles through the layers, so that a disturbance hits all alike. Each pass runs
-    a layer once to warm up and once for its time; the result is the median. What runs are copies
-    without hooks: the module, its gradients, buffers and mode, and torch's random state stay
-    unchanged.
+    The measurement cycles through the layers, so that a disturbance affects all alike. Each round
+    runs a layer once to warm up and once to time it; the result is the median over the rounds.
+    Copies of the layers run, without hooks: the module, its gradients, buffers and mode, and
+    torch's random state stay unchanged.
 
     Args:
-        module: on any device, in the mode to measure. Skips, layers that work in place
-            and any pytree between layers are fine.
-        sample: the first layer's input: any pytree, or :class:`Arguments` if it takes several.
-            For the times of one micro-batch it must be as large as one. Any device.
+        module: on any device, in the mode to measure. May have skips, layers that work in place and
+            any pytree between layers.
+        sample: the first layer's input, on any device: any pytree, or :class:`Arguments` if it
+            takes several. To time one micro-batch, it must be as large as one.
         timeout: seconds to spend. Each layer is measured once even if that takes longer.
         device: where to measure, one layer at a time. Default: the first CUDA device, or
             the CPU if there is none.
@@ -82,13 +82,13 @@ def layer_times(
 
 
 def check_timeout(timeout: float) -> None:
-    """Refuse what is no time to spend."""
+    """Checks that ``timeout`` is a time that can be spent."""
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
 
 
 def rounds_of(measure: Callable[[], T], timeout: float) -> list[T]:
-    """What ``measure`` returns, once and again until ``timeout`` seconds are over."""
+    """Calls ``measure``, once or more, for ``timeout`` seconds; returns all results."""
     deadline = perf_counter() + timeout
     rounds = [measure()]
     while perf_counter() < deadline:
@@ -116,7 +116,7 @@ def _time_once(probe: Probe) -> tuple[float, Carried]:
 
 
 def now(device: torch.device) -> float:
-    """Read the clock when the device is idle."""
+    """Waits until the device is idle, then reads the clock."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()

@@ -1,23 +1,24 @@
-"""Times what a model does from the first call of one module to that of the next.
+"""Times the blocks of a model, each from the first call of its module to that of the next block's.
 
 The standard way is to run the model with hooks that read the clock. That takes a device with room
-for all of it, which is what a pipeline is for. So its own forward runs, but each *layer* that it
-calls is computed by a copy on the device, made for this call, and measured by itself, forward and
-then backward; what goes on is its output without the graph.
+for the whole model, and then there would be no need for a pipeline. So the model's own forward
+runs, but each *layer* that it calls is computed by a copy on the device, made for this call, and
+measured by itself, forward and then backward. The model continues with its detached output.
 
-1. A *block* begins with the first call of its module. What is measured belongs to the block that is
-   current: also a layer that is called again, and code of the model itself between layers. What
-   comes before the first block belongs to that.
-2. The backward of a layer is that of ones for its output, to its parameters and those arguments
-   that need a gradient. If its output needs none, or it is called under ``no_grad``, it has none.
-3. The model's own code has a graph of its own, which begins where the layers' outputs were cut off.
-   It goes backward at the end, once for all. Nodes are numbered by torch in the order in which
-   they were made, so their number says whose block they belong to.
-4. The model may be elsewhere than the device. The layers' copies are on it; to operations of the
-   model's own code every tensor is brought.
+1. A *block* begins with the first call of its module. All measured time belongs to the current
+   block, including repeated calls of earlier layers and the model's own code between layers. Time
+   before the first block belongs to the first block.
+2. The backward of a layer starts from ones for its output and ends at its parameters and those
+   arguments that need a gradient. There is none if its output needs no gradient, as under
+   ``no_grad``.
+3. The model's own code has a graph of its own, which begins at the detached outputs of the layers.
+   Its backward runs once, at the end. torch numbers nodes in the order in which they are made, so
+   the number of a node tells its block.
+4. The model may be on other devices. The layers' copies are on the measuring device, and every
+   tensor that an operation of the model's own code uses is brought there.
 
-Each layer computes once for each of its calls, since its arguments may remember it, as a cache of
-keys and values does. So there is no call to warm up: let the first round not count.
+Each call of a layer computes once, since its arguments may remember it, as a cache of keys and
+values does. So there is no call to warm up: callers should ignore the first round.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ def block_times(
     """Return the seconds of each block, by the name of its layer, in the order of first calls.
 
     Parameters, gradients, buffers and torch's random state stay unchanged. Hooks of modules run,
-    except those of a backward.
+    except backward hooks.
 
     Args:
-        model: the model, anywhere, in the mode to measure.
+        model: the model, on any device, in the mode to measure.
         layers: its layers by name.
-        begins: the names of those that begin a block.
+        begins: the names of the layers that begin a block.
         example: the arguments of one micro-batch.
         device: where to measure.
     """
-    own = (*model.parameters(), *model.buffers())
-    gathering = _Gathering(device, own)
+    state = (*model.parameters(), *model.buffers())
+    gathering = _Gathering(device, state)
     trial = _Trial(layers, begins, device, gathering)
-    elsewhere = any(tensor.device != device for tensor in own)
+    elsewhere = any(tensor.device != device for tensor in state)
     with (
         unchanged(model, device),
         torch.inference_mode(False),
@@ -75,10 +76,10 @@ def block_times(
     ):
         args, kwargs = trial.inputs(example)
         with gathering if elsewhere else contextlib.nullcontext():
-            trial.resume()
+            trial.start_clock()
             output = call_model(model, args, kwargs)
-            trial.charge()
-        trial.go_back(output, gathering.copies if elsewhere else own)
+            trial.stop_clock()
+        trial.run_own_backward(output, gathering.copies if elsewhere else state)
     return trial.seconds()
 
 
@@ -97,65 +98,67 @@ class _Trial:
         self._device = device
         self._gathering = gathering
         self._seconds: dict[str | None, float] = {None: 0.0}
-        self._current: str | None = None
-        """The current block; none before the first."""
-        self._resumed = 0.0
+        self._block: str | None = None
+        """The current block; ``None`` before the first."""
+        self._started = 0.0
         self._marks: list[tuple[int, str | None]] = [(0, None)]
-        """From which number on nodes belong to which block (rule 3)."""
+        """Numbers of nodes, each with the block of the nodes from there on (rule 3)."""
         self._leaves: list[Tensor] = []
+        """Where the graph of the model's own code begins: its inputs and the layers' outputs."""
         self._roots: list[Tensor] = []
-        self._cut: set[Any] = {None}
-        """The nodes of what layers return: code that hands it on has done nothing with it."""
+        """Where that graph ends: the layers' arguments and the model's output."""
+        self._output_nodes: set[Any] = {None}
+        """Nodes of the layers' outputs, and leaves' ``None``: no roots if passed on unchanged."""
 
     def inputs(self, example: Arguments) -> Arguments:
-        """Return the arguments on the device."""
-        found: Arguments = settled(example, self._device)
-        self._leaves += differentiable(found)[0]
-        return found
+        """Return the model's arguments on the device."""
+        arguments: Arguments = settled(example, self._device)
+        self._leaves += differentiable(arguments)[0]
+        return arguments
 
-    def resume(self) -> None:
-        """Let the time of the model's own code begin."""
-        self._resumed = now(self._device)
+    def start_clock(self) -> None:
+        """Start to measure time."""
+        self._started = now(self._device)
 
-    def charge(self) -> None:
-        """Let it end, for the current block."""
-        self._seconds[self._current] += now(self._device) - self._resumed
+    def stop_clock(self) -> None:
+        """Add the measured time to the current block's."""
+        self._seconds[self._block] += now(self._device) - self._started
 
     def seconds(self) -> dict[str, float]:
-        """Return those of each block (rule 1)."""
-        early = self._seconds[None]
+        """Return the seconds of each block (rule 1)."""
         found = {name: seconds for name, seconds in self._seconds.items() if name is not None}
         for name in list(found)[:1]:
-            found[name] += early
+            found[name] += self._seconds[None]
         return found
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Measure a layer by a copy, and return what it does."""
+        """Measure a copy of a layer, and return its detached output."""
         name = self._names.get(module)
-        if name is None:  # one of a pipe
+        if name is None:  # a layer inside a pipe
             return call(*args, **kwargs)
-        self.charge()
+        self.stop_clock()
         if name in self._begins and name not in self._seconds:
-            self._current = name
+            self._block = name
             self._seconds[name] = 0.0
         try:
-            with self._gathering.paused(), without_hooks():  # of a checkpoint around layers
+            with self._gathering.paused(), without_hooks():  # those of a checkpoint around layers
                 output = self._measure(module, Arguments(args, kwargs))
         except Exception as error:
             error.add_note(f"while layer {name!r} ({type(module).__qualname__}) was measured")
             raise
-        self._marks.append((_next_number(), self._current))
-        output = self._cut_off(output)
-        self.resume()
+        # The number of the next node that is made on this thread.
+        self._marks.append((torch._C._autograd._get_sequence_nr(), self._block))
+        output = self._detached(output)
+        self.start_clock()
         return output
 
     def _measure(self, layer: nn.Module, arguments: Arguments) -> Value:
         self._note_roots(arguments)
-        args, kwargs = inputs = _fresh(settled(arguments, self._device))
+        args, kwargs = inputs = _cloned(settled(arguments, self._device))
         copy = copied(layer, self._device, hooked=True)
-        self.resume()
+        self.start_clock()
         output = copy(*args, **kwargs)
-        self.charge()
+        self.stop_clock()
         roots, _ = differentiable(output)
         wanted = [*differentiable(inputs)[0], *[p for p in copy.parameters() if p.requires_grad]]
         self._backward(roots, wanted)
@@ -165,55 +168,49 @@ class _Trial:
     def _backward(self, roots: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
         if roots and wanted:
             ones = [torch.ones_like(root) for root in roots]
-            self.resume()
-            # To these alone: a cache may lead to other layers, which have gone backward before.
+            self.start_clock()
+            # Only to these: a cache may lead to other layers, whose backward has already run.
             torch.autograd.grad(roots, wanted, ones, allow_unused=True)
-            self.charge()
+            self.stop_clock()
 
-    def _cut_off(self, output: Value) -> Value:
-        """The output of a layer without its graph, as a leaf cannot be changed in place: a copy."""
+    def _detached(self, output: Value) -> Value:
+        """Return a layer's output cut from its graph: no leaves, so that it may change in place."""
         tensors, rebuild = tensors_of(output)
         leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        cut = _fresh(tuple(leaves))
+        cloned = _cloned(tuple(leaves))
         self._leaves += [leaf for leaf in leaves if leaf.requires_grad]
-        self._cut |= {tensor.grad_fn for tensor in cut}
-        return rebuild(cut)
+        self._output_nodes |= {tensor.grad_fn for tensor in cloned}
+        return rebuild(cloned)
 
     def _note_roots(self, value: Value) -> None:
-        self._roots += [t for t in differentiable(value)[0] if t.grad_fn not in self._cut]
+        self._roots += [t for t in differentiable(value)[0] if t.grad_fn not in self._output_nodes]
 
-    def go_back(self, output: Value, own: Iterable[Tensor]) -> None:
-        """Measure the backward of the model's own code, whose own parameters are given."""
+    def run_own_backward(self, output: Value, state: Iterable[Tensor]) -> None:
+        """Measure the backward of the model's own code, from its output to its ``state``."""
         self._note_roots(output)
-        # Hooks of parameters are for gradients that count.
-        parameters = [p for p in own if p.requires_grad and not p._backward_hooks]
+        # Hooks of parameters must only see gradients that count.
+        parameters = [p for p in state if p.requires_grad and not p._backward_hooks]
         for node in _nodes([root.grad_fn for root in self._roots]):
             k = bisect_right(self._marks, node._sequence_nr(), key=itemgetter(0)) - 1
-            node.register_prehook(partial(self._go_on, self._marks[k][1]))
+            node.register_prehook(partial(self._enter_block, self._marks[k][1]))
         self._backward(self._roots, [*self._leaves, *parameters])
 
-    def _go_on(self, block: str | None, grads: Any) -> None:
-        """A node of a block is about to run."""
-        if block != self._current:
-            self.charge()
-            self._current = block
-            self.resume()
+    def _enter_block(self, block: str | None, grads: Any) -> None:
+        """Switch the clock to ``block``, one of whose nodes is about to run."""
+        if block != self._block:
+            self.stop_clock()
+            self._block = block
+            self.start_clock()
 
 
-def _next_number() -> int:
-    """The number of the next node that is made on this thread."""
-    number: int = torch._C._autograd._get_sequence_nr()
-    return number
-
-
-def _fresh(value: Value) -> Value:
-    """``value`` with copies of those tensors that require grad, which are no leaves."""
+def _cloned(value: Value) -> Value:
+    """Return ``value`` with each tensor that requires grad cloned, so that it is no leaf."""
     tensors, rebuild = differentiable(value)
     return rebuild(tuple([tensor.clone() for tensor in tensors]))
 
 
 def _nodes(roots: Sequence[Any]) -> set[Any]:
-    """The nodes of a graph, but for its leaves, which have no number."""
+    """Return the nodes of a graph except its leaves, which have no number."""
     found: set[Any] = set()
     left = list(roots)
     while left:
@@ -227,21 +224,21 @@ def _nodes(roots: Sequence[Any]) -> set[Any]:
 class _Gathering(TorchFunctionMode):
     """Brings the tensors of each operation to a device, and those of the model once (rule 4)."""
 
-    def __init__(self, device: torch.device, own: Iterable[Tensor]) -> None:
+    def __init__(self, device: torch.device, state: Iterable[Tensor]) -> None:
         super().__init__()
         self._device = device
-        self._own = {id(tensor) for tensor in own}
+        self._state = {id(tensor) for tensor in state}
         self._copies: dict[int, Tensor] = {}
         self._is_paused = False
 
     @property
     def copies(self) -> Iterable[Tensor]:
-        """The copies of the model's tensors that have been needed."""
+        """The copies made so far of the model's own tensors."""
         return self._copies.values()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let operations have what they are called with."""
+        """Leave the tensors of operations where they are."""
         self._is_paused = True
         try:
             yield
@@ -265,7 +262,7 @@ class _Gathering(TorchFunctionMode):
         return value
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._own:
+        if id(tensor) not in self._state:
             return tensor.to(self._device)
         if id(tensor) not in self._copies:
             copy = tensor.detach().to(self._device).requires_grad_(tensor.requires_grad)

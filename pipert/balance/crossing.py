@@ -1,4 +1,4 @@
-"""Measures what crosses from one partition to the next, wherever the cut is."""
+"""Measures, for each place where layers can be cut, the bytes that would cross to the next one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipert.skip.namespace import Key
 __all__ = ["crossing_sizes"]
 
 
-class _Left(NamedTuple):
-    """What a layer leaves to those behind it, in bytes."""
+class _LayerBytes(NamedTuple):
+    """The bytes that a layer hands to later layers, and the skips that it pops."""
 
     output: int
     stashed: dict[Key, int]
@@ -25,12 +25,12 @@ class _Left(NamedTuple):
 def crossing_sizes(
     module: nn.Sequential, sample: Value, *, device: Device | None = None
 ) -> list[int]:
-    """Measures how much crosses to the next partition if the cut is before each layer, in bytes.
+    """Measures the bytes that cross to the next partition if there is a cut before each layer.
 
-    That is the output of the layer before, and each skip that is stashed before the cut and popped
-    behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe` skips go
-    straight to where they are popped. Gradients come to as much again, for tensors that require
-    grad. Nothing crosses before the first layer.
+    These are the output of the layer before, and each skip that is stashed before the cut and
+    popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`
+    skips go straight to the partition that pops them. The gradients of tensors that require grad
+    take as many bytes again. Nothing crosses before the first layer.
 
     >>> times = layer_times(module, sample)  # doctest: +SKIP
     >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, sample)]  # doctest: +SKIP
@@ -38,33 +38,33 @@ def crossing_sizes(
 
     Args:
         module, device: see :func:`layer_sizes`.
-        sample: the first layer's input, as large as one micro-batch: any pytree, or
-            :class:`Arguments` if it takes several arguments. Any device.
+        sample: the first layer's input, as large as one micro-batch, on any device: any pytree, or
+            :class:`Arguments` if it takes several.
 
     Returns:
         The bytes before each layer, for ``balance_by_cost(crossing=...)``.
 
     Raises:
-        ValueError, TypeError, Exception: as :func:`layer_sizes`.
+        ValueError, TypeError, Exception: as for :func:`layer_sizes`.
     """
     (value,) = micro_batches(sample, 1)
-    left = probe_layers(module, value, device, _measure)
-    last = {key: k for k, layer in enumerate(left) for key in layer.popped}
-    sizes = [0] * len(left)
-    for k, layer in enumerate(left[:-1]):
+    layers = probe_layers(module, value, device, _measure)
+    last_pop = {key: k for k, layer in enumerate(layers) for key in layer.popped}
+    sizes = [0] * len(layers)
+    for k, layer in enumerate(layers[:-1]):
         sizes[k + 1] += layer.output
         for key, size in layer.stashed.items():
-            for cut in range(k + 1, last[key] + 1):
+            for cut in range(k + 1, last_pop[key] + 1):
                 sizes[cut] += size
     return sizes
 
 
-def _measure(probe: Probe) -> tuple[_Left, Carried]:
+def _measure(probe: Probe) -> tuple[_LayerBytes, Carried]:
     output = probe.forward(probe.inputs())
     keys = [key for key, _ in probe.skips.leaving]
     stashed = {key: _bytes(value) for key, value in zip(keys, output.skips, strict=True)}
     popped = tuple([key for key, _ in probe.skips.arriving])
-    return _Left(_bytes(output.value), stashed, popped), output
+    return _LayerBytes(_bytes(output.value), stashed, popped), output
 
 
 def _bytes(value: Value) -> int:

@@ -1,4 +1,4 @@
-"""Runs one layer at a time on its device, without touching the module.
+"""Runs a module's layers one at a time on the measuring device, without touching the module.
 
 Costs are measured on a copy of each layer, made directly on the device and dropped before
 the next one is copied. So a module larger than the device can be measured, and its parameters,
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Probe:
-    """One layer and its inputs."""
+    """One layer to measure, and its inputs."""
 
     layer: nn.Module
     """A copy, on ``device``."""
@@ -46,20 +46,20 @@ class Probe:
     value: Value
     """The input."""
     skips: PartitionSkips
-    """Those that it stashes and pops."""
+    """The skips that it stashes and pops."""
     arriving: tuple[Value, ...]
     """The values that it pops."""
 
     def inputs(self) -> Carried:
         """Returns the inputs for one forward: not leaves, so that the layer may work in place."""
         tensors, rebuild = tensors_of(Carried(self.value, self.arriving))
-        fresh: Carried = rebuild(
+        clones: Carried = rebuild(
             tuple([t.detach().requires_grad_(t.requires_grad).clone() for t in tensors])
         )
-        return fresh
+        return clones
 
     def forward(self, inputs: Carried) -> Carried:
-        """Returns the output, and what is stashed for later layers."""
+        """Runs the layer; returns its output and the values stashed for later layers."""
         return contextvars.copy_context().run(self._forward, inputs)
 
     def _forward(self, inputs: Carried) -> Carried:
@@ -85,23 +85,23 @@ def probe_layers(
     device: Device | None,
     measure: Callable[[Probe], tuple[T, Carried]],
 ) -> list[T]:
-    """Returns the results of ``measure`` for each layer, in order.
+    """Calls ``measure`` for each layer, in order, and returns its results.
 
-    ``measure`` is called with a probe on the device (default: the first of ``Pipe``'s default), and
-    grad enabled. It also returns the result of a forward of the probe.
+    ``measure`` gets a probe on the device (default: the first of ``Pipe``'s defaults), with grad
+    enabled. It returns its result, and that of a forward of the probe.
     """
     check_module(module)
     verify_skippables(module)
-    where = parse(device)
+    where = measuring_device(device)
     check_not_meta(module, where)
     named = [(name, layer) for name, layer in module._modules.items() if layer is not None]
-    alone = routes([nn.Sequential(layer) for _, layer in named])
+    one_layer_each = routes([nn.Sequential(layer) for _, layer in named])
     stashed: dict[Key, Value] = {}
     results = []
     generators = [where.index] if where.type == "cuda" else []
     with torch.random.fork_rng(generators), torch.inference_mode(False), torch.enable_grad():
         value = settled(value, where)
-        for (name, layer), skips in zip(named, alone, strict=True):
+        for (name, layer), skips in zip(named, one_layer_each, strict=True):
             arriving = tuple([stashed[key] for key, _ in skips.arriving])
             try:
                 result, output = measure(Probe(copied(layer, where), where, value, skips, arriving))
@@ -110,15 +110,15 @@ def probe_layers(
                 raise
             results.append(result)
             value = settled(output.value, where)
-            for (key, _), left in zip(skips.leaving, output.skips, strict=True):
-                stashed[key] = settled(left, where)
+            for (key, _), skip in zip(skips.leaving, output.skips, strict=True):
+                stashed[key] = settled(skip, where)
             del output
             torch.clear_autocast_cache()  # it would keep the layer alive
     return results
 
 
-def parse(device: Device | None) -> torch.device:
-    """The device to measure on."""
+def measuring_device(device: Device | None) -> torch.device:
+    """Returns the device to measure on: the first of ``Pipe``'s defaults for ``None``."""
     if device is None:
         return default_devices(1)[0]
     if str(device) == "meta":  # pipes cannot run there, but sizes can be counted
@@ -126,20 +126,20 @@ def parse(device: Device | None) -> torch.device:
     return where_tensors_are(parse_devices([device]))[0]
 
 
-def check_not_meta(module: nn.Module, where: torch.device) -> None:
-    """Refuse parameters without values, unless only their sizes matter."""
-    if where.type != "meta" and any(p.is_meta for p in module.parameters()):
+def check_not_meta(module: nn.Module, device: torch.device) -> None:
+    """Refuses parameters without values, unless only their sizes matter."""
+    if device.type != "meta" and any(p.is_meta for p in module.parameters()):
         raise ValueError(
-            f"the module is on 'meta' and cannot be measured on {str(where)!r}; materialise it, or "
-            "count sizes with device='meta'"
+            f"the module is on 'meta' and cannot be measured on {str(device)!r}; materialise it, or"
+            " count sizes with device='meta'"
         )
 
 
 def copied(layer: nn.Module, device: torch.device, *, hooked: bool = False) -> nn.Module:
     """Copies ``layer`` with its parameters directly onto the device.
 
-    With ``hooked`` its forward hooks are the copy's, too: the same, as a copy of them could be one
-    of whatever they belong to.
+    With ``hooked`` the copy shares the layer's forward hooks. They are not copied, since a hook's
+    copy may include a copy of the object it belongs to.
     """
     memo: dict[int, Any] = {}
     for tensor in (*layer.parameters(), *layer.buffers()):
@@ -156,7 +156,7 @@ def copied(layer: nn.Module, device: torch.device, *, hooked: bool = False) -> n
         for name in (*_FORWARD_HOOKS, *_PRE_HOOKS) if hooked else ():
             hooks = getattr(module, name)
             memo[id(hooks)] = hooks
-        for value in vars(module).values():  # computed tensors, which deepcopy refuses
+        for value in vars(module).values():  # deepcopy refuses computed tensors
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().to(device, copy=True)
     try:

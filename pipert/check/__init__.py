@@ -1,8 +1,8 @@
-"""``python -m pipert check``: does pipert keep its promises on these devices?
+"""Checks that pipert keeps its promises on this machine's devices: ``python -m pipert check``.
 
-``command.py`` runs the checks one after the other and prints their findings. Each file answers
-one question: ``values.py``, ``repeats.py`` and ``errors.py`` about results, ``memory.py``,
-``overlap.py`` and ``speed.py`` about devices. docs/check.md documents it.
+``command.py`` runs the checks one after the other and prints their findings. Each other file
+answers one question: ``values.py``, ``repeats.py`` and ``errors.py`` about results, ``links.py``,
+``memory.py``, ``overlap.py`` and ``speed.py`` about devices. See docs/check.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m pipert check``: runs all checks one after the other, and prints the report."""
+"""Runs all checks one after the other and prints the report: ``python -m pipert check``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipert.model.devices import parse_devices, where_tensors_are
 
 __all__: list[str] = []
 
-MOST = 16  # the smallest model has 17 layers then
+MAX_DEVICES = 16  # for which the smallest model has 17 layers
 NO_GPU = "no CUDA device: checking two CPU workers instead; this says nothing about GPUs"
 ONE_GPU = "one GPU: copies between GPUs, and GPUs that compute at the same time, cannot be checked"
 CRASH_MEANS = "pipert, or torch, raised an error where none should be: the traceback is on stderr"
@@ -36,16 +36,16 @@ class Effort:
     dtypes: tuple[torch.dtype, ...]
     repeats: int
     steps: int
-    """The number over which memory must stay the same."""
+    """The number of steps over which memory must stay the same."""
     seconds: float
-    """The time to spend on measuring the speed."""
+    """The time to spend on measuring speed."""
     width: int
     rows: int
-    """The initial size of a micro-batch."""
+    """The initial number of rows in a micro-batch."""
     grow: bool
     """Whether to add rows until the device is busy."""
     link_bytes: int
-    """The size of a copy by torch alone."""
+    """The size of each copy by torch alone."""
 
 
 QUICK = Effort(
@@ -87,7 +87,7 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     if arguments.quick:
         effort, remarks = QUICK, [*remarks, "--quick: sizes are small, so times mean little"]
     else:
-        # A CPU would take minutes for what keeps a GPU busy.
+        # A load that keeps a GPU busy would take a CPU minutes.
         effort = ON_CPU if torch.device("cpu") in devices.partitions else ON_GPUS
     for remark in remarks:
         print(f"pipert check: {remark}", file=sys.stderr)
@@ -101,20 +101,20 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
     return 1 if findings.broken else 0
 
 
-def _devices(named: str | None) -> tuple[Devices, list[str]]:
+def _devices(names: str | None) -> tuple[Devices, list[str]]:
     """Returns the partitions' devices, and remarks about them.
 
     Raises:
         ValueError: a device does not exist, or there are too many.
     """
-    if named is not None:
-        devices = where_tensors_are(parse_devices(name.strip() for name in named.split(",")))
+    if names is not None:
+        devices = where_tensors_are(parse_devices(name.strip() for name in names.split(",")))
     elif torch.cuda.is_available():
-        devices = parse_devices(range(torch.cuda.device_count()))[:MOST]
+        devices = parse_devices(range(torch.cuda.device_count()))[:MAX_DEVICES]
     else:
         return Devices((torch.device("cpu"),) * 2), [NO_GPU]
-    if len(devices) > MOST:
-        raise ValueError(f"{len(devices)} are too many; at most {MOST}")
+    if len(devices) > MAX_DEVICES:
+        raise ValueError(f"{len(devices)} are too many; at most {MAX_DEVICES}")
     found = Devices(tuple(devices * 2 if len(devices) == 1 else devices))
     remarks = {0: ["no CUDA device among them: this says nothing about GPUs"], 1: [ONE_GPU]}
     return found, remarks.get(len(found.gpus), [])
@@ -161,8 +161,8 @@ def _run(findings: Findings, name: str, check: Callable[[], Iterable[Found]]) ->
                 seconds = perf_counter() - started
                 print(f"  {found.check}: {found.outcome} ({seconds:.1f} s)", file=sys.stderr)
     except torch.OutOfMemoryError as error:
-        why = f"out of memory: {str(error).partition('.')[0]}"
-        findings.add(Finding(name, NOT_CHECKED, why))
+        reason = f"out of memory: {str(error).partition('.')[0]}"
+        findings.add(Finding(name, NOT_CHECKED, reason))
     except Exception as error:  # the other checks are still worth running
         traceback.print_exc()
         seen = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -1,4 +1,4 @@
-"""The findings of checks, and the report of them."""
+"""Collects the findings of checks and formats the report."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Finding:
     check: str
     """What was checked."""
     outcome: str
-    """One of the four above. ``'reported'`` is for figures that cannot be right or wrong."""
+    """One of the four constants above. ``'reported'`` is for figures that cannot be wrong."""
     seen: str
     """What was observed, in a sentence or a figure."""
     means: str = ""
@@ -32,7 +32,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of a check, shown in a separate table."""
+    """The figures of a check, shown in a separate table."""
 
     title: str
     columns: tuple[str, ...]
@@ -45,13 +45,13 @@ Found: TypeAlias = Finding | Measurement
 
 @dataclass
 class Findings:
-    """The findings so far."""
+    """The findings of all checks so far."""
 
     rows: list[Finding] = field(default_factory=list)
     tables: list[Measurement] = field(default_factory=list)
 
     def add(self, found: Found) -> None:
-        """Append a row or a table."""
+        """Appends a row or a table."""
         if isinstance(found, Measurement):
             self.tables.append(found)
         else:
@@ -75,10 +75,10 @@ class Findings:
         return "\n".join([*lines, "", *self.verdict()])
 
     def verdict(self) -> list[str]:
-        """Formats the last lines: what does not hold, and what it means."""
+        """Formats the last lines: what does not hold, and what that means."""
         lines = [f"**DOES NOT HOLD** {r.check}: {r.seen}. {r.means}." for r in self.broken]
-        left_out = sum(row.outcome == NOT_CHECKED for row in self.rows)
-        rest = f" Not checked: {left_out} of {len(self.rows)}." if left_out else ""
+        unchecked = sum(row.outcome == NOT_CHECKED for row in self.rows)
+        rest = f" Not checked: {unchecked} of {len(self.rows)}." if unchecked else ""
         if not lines:
             return [f"Everything that was checked holds.{rest}"]
         return [*lines, "", f"{len(lines)} of {len(self.rows)} checks do not hold.{rest}"]
@@ -99,7 +99,7 @@ class Findings:
 
 
 def judged(check: str, faults: list[str], seen: str, means: str) -> Finding:
-    """Makes a finding that holds if there are no ``faults``, and names the first few of them."""
+    """Makes a finding that holds if there are no ``faults``; it names the first few of them."""
     if not faults:
         return Finding(check, HOLDS, seen)
     more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""

@@ -1,8 +1,7 @@
-"""Do copies between the GPUs arrive intact, without pipert, and how fast are they?
+"""Checks that copies between GPUs arrive intact without pipert, and measures how fast they are.
 
-On some machines they do not: peer access is announced, but PCIe settings (ACS, an
-IOMMU) make copies arrive as zeros. No pipeline can work there, and it helps to know the cause
-of a wrong gradient.
+On some machines they do not: peer access is announced, but PCIe settings (ACS, an IOMMU) make
+copies arrive as zeros. No pipeline can work there, and it helps to know why gradients are wrong.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Link = tuple[torch.device, torch.device]
 
 
 def links(devices: Devices) -> list[Link]:
-    """Returns each pair of consecutive GPUs."""
+    """Returns each pair of GPUs that hold consecutive partitions."""
     pairs = pairwise(devices.partitions)
     return sorted({(a, b) for a, b in pairs if a != b and a.type == b.type == "cuda"}, key=str)
 
@@ -43,9 +42,9 @@ def why_no_links(devices: Devices) -> str | None:
 def check(devices: Devices, size: int) -> Iterator[Found]:
     """Copy ``size`` bytes over each link, in both directions."""
     name = "copies by torch alone"
-    why_not = why_no_links(devices)
-    if why_not is not None:
-        yield Finding(name, NOT_CHECKED, why_not)
+    reason = why_no_links(devices)
+    if reason is not None:
+        yield Finding(name, NOT_CHECKED, reason)
         return
     faults, rows = [], []
     for a, b in links(devices):

@@ -1,7 +1,7 @@
-"""A load for the devices: a chain of equal layers, and micro-batches that keep a device busy.
+"""Makes a load for the devices: a chain of equal layers, and micro-batches that keep them busy.
 
-The rows a micro-batch needs depend on the device, so they are determined by doubling until
-a task takes long enough to outweigh the host's time, or memory or time run short.
+How many rows a micro-batch needs depends on the device, so they are doubled until a task takes long
+enough to outweigh the host's time, or memory or time run short.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__: list[str] = []
 LONG_ENOUGH = 3e-3  # seconds for a forward task: the host needs some 0.3 ms for it
 LONG_STEP = 2.0
 LONG_FOR_HOST = 30e-3
-SHARE = 2  # take at most half of the free memory
+HEADROOM = 2  # take at most half of the free memory
 
 
 @dataclass(frozen=True)
@@ -56,34 +56,35 @@ class Load:
         """Whether one GPU has the memory for all activations of the plain module."""
         needed = self.micro_batch_bytes * self.m * (self.n * self.layers + 6)
         free = [torch.cuda.mem_get_info(device)[0] for device in devices.gpus]
-        return all(SHARE * needed <= bytes for bytes in free)
+        return all(HEADROOM * needed <= size for size in free)
 
 
 def fitting(load: Load, devices: Devices) -> Load:
-    """Reduces the rows of ``load`` to fit into memory."""
+    """Halves the rows of ``load`` until it fits into memory."""
     while not load.fits(devices) and load.rows > 1:
         load = replace(load, rows=load.rows // 2)
     return load
 
 
 def busy(load: Load, devices: Devices) -> Load:
-    """Increases the rows until the slowest device is busy for ``LONG_ENOUGH``.
+    """Doubles the rows until the slowest device is busy for ``LONG_ENOUGH``.
 
-    Or fewer, so that a step of the plain module, three times its forward, does not take too long.
+    Stops earlier if a step of the plain module, three times its forward, would take too long, or a
+    task takes the host too long, or more rows would not fit.
     """
     partitions = {d: chain(load.layers, load.width).to(d) for d in devices.partitions}
     while True:
-        times = [_both_times(devices, *of_device, load) for of_device in partitions.items()]
+        times = [_task_times(devices, *partition, load) for partition in partitions.items()]
         seconds, on_host = map(max, zip(*times, strict=True))
-        more = replace(load, rows=2 * load.rows)
+        larger = replace(load, rows=2 * load.rows)
         plain_step = 3 * seconds * load.m * load.n
         is_long = seconds >= LONG_ENOUGH or plain_step >= LONG_STEP or on_host >= LONG_FOR_HOST
-        if is_long or not more.fits(devices):
+        if is_long or not larger.fits(devices):
             return load
-        load = more
+        load = larger
 
 
-def _both_times(
+def _task_times(
     devices: Devices, device: torch.device, layers: nn.Module, load: Load
 ) -> tuple[float, float]:
     """Returns the shortest of three forward tasks on ``device``, and its time on the host."""
@@ -100,8 +101,8 @@ def _both_times(
 def timed(devices: Devices, task: Callable[[], object]) -> float:
     """Measures the seconds that ``task`` takes from idle to idle.
 
-    On GPUs by events: each device timestamps one before, while it is idle, and one after all work
-    that the task queued on its current stream. If a CPU takes part, by the host's clock.
+    GPUs are timed by events: each device timestamps one before, while it is idle, and one after all
+    work that the task queued on its current stream. If a CPU takes part, the host's clock counts.
     """
     devices.synchronize()
     if len(devices.gpus) < len(set(devices.partitions)):

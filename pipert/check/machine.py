@@ -1,4 +1,4 @@
-"""The machine that the checks run on: hardware and versions, and settings during the checks."""
+"""Describes the machine that the checks run on, and makes the settings that they need."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _commit() -> str:
     """Returns the commit of the checkout that pipert runs from or was installed from."""
     root = Path(pipert.__file__).parents[1]
     if (root / ".git").exists() and shutil.which("git"):
-        return _said("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
+        return _output_of("git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12")
     try:
         text = importlib.metadata.distribution("pipert").read_text("direct_url.json") or "{}"
     except importlib.metadata.PackageNotFoundError:
@@ -78,10 +78,10 @@ def _driver() -> str:
     if shutil.which("nvidia-smi") is None:
         return "none"
     query = ("--query-gpu=driver_version", "--format=csv,noheader")
-    return _said("nvidia-smi", *query).partition("\n")[0]
+    return _output_of("nvidia-smi", *query).partition("\n")[0]
 
 
-def _said(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """Returns what a program prints; ``'unknown'`` if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     return done.stdout.strip() or UNKNOWN if done.returncode == 0 else UNKNOWN
@@ -98,7 +98,7 @@ def _cpu() -> str:
 
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
-    """Selects deterministic kernels as far as torch has them; it warns about others."""
+    """Selects deterministic kernels where torch has them; torch warns about other kernels."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("warn")
     try:
@@ -109,10 +109,10 @@ def deterministic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def settled(devices: Devices) -> Iterator[None]:
-    """Disables TF32 and choosing kernels by timing, and makes cuBLAS deterministic.
+    """Disables TF32 and the choice of kernels by timing, and makes cuBLAS deterministic.
 
-    On CPUs alone it sets one thread per operation; otherwise a single device uses all cores. After
-    ten minutes it ends the process with status 1, and says where each thread is.
+    If all devices are CPUs it sets one thread per operation, since otherwise a single device uses
+    all cores. After ten minutes it ends the process with status 1, and prints where each thread is.
     """
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     before = cudnn.allow_tf32, cudnn.benchmark, matmul.allow_tf32, torch.get_num_threads()

@@ -1,10 +1,10 @@
-"""Do modes save the memory they promise, and does memory stay the same from step to step?
+"""Checks that modes save the memory they promise, and that memory stays the same over steps.
 
 The checks count bytes of live tensors (``torch.cuda.max_memory_allocated``) beyond those before the
 step. The chain keeps one activation per layer and micro-batch, so the differences are large: of
-``m`` micro-batches 'always' keeps the inputs and the activations of one, '1f1b' the activations of
-``n - j`` on partition ``j``. A mode that promises to keep less must be below ``BELOW`` times the
-other on each GPU; half or less is expected.
+``m`` micro-batches 'always' keeps the inputs of all and the activations of one, '1f1b' the
+activations of ``n - j`` on partition ``j``. A mode that promises to keep less must need less than
+``BELOW`` times the other on each GPU; half or less is expected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check(devices: Devices, load: Load, steps: int) -> Iterator[Found]:
             _peaks(trial, Way(schedule, "except_last"), devices)
         peaks = {way: _peaks(trial, way, devices) for way in WAYS}
         columns = ("schedule", "checkpoint", *map(str, devices.gpus))
-        rows = [(*way, *(f"{peak / 2**20:.1f}" for peak in of)) for way, of in peaks.items()]
+        rows = [(*way, *(f"{size / 2**20:.1f}" for size in sizes)) for way, sizes in peaks.items()]
         title = "Peak memory of a step beyond the weights, MiB"
         yield Measurement(title, columns, tuple(rows))
         calls = [(Way(s, "always"), Way(s, "never")) for s in (CALL, "gpipe")]
@@ -57,6 +57,7 @@ def load_for_memory(n: int, width: int, rows: int) -> Load:
 
 
 def _peaks(trial: Trial, way: Way, devices: Devices) -> list[int]:
+    """Runs a step; returns the peak on each GPU, in bytes beyond those before the step."""
     trial.pipe.zero_grad()
     devices.synchronize()
     before = [torch.cuda.memory_allocated(device) for device in devices.gpus]
@@ -69,6 +70,7 @@ def _peaks(trial: Trial, way: Way, devices: Devices) -> list[int]:
 
 
 def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list[str]:
+    """Returns the faults: where a pair's first way does not need less memory than its second."""
     return [
         f"{device}: {less} needs {a / 2**20:.1f} MiB, {more} {b / 2**20:.1f}"
         for less, more in pairs
@@ -78,7 +80,7 @@ def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list
 
 
 def _check_flat(trial: Trial, devices: Devices, steps: int) -> Finding:
-    """Check whether each step of the second half leaves more memory than any step before.
+    """Checks whether each step of the second half leaves more memory than any of the first half.
 
     This tolerates a worker that still holds its last task for a moment when a step is over.
     """

@@ -1,12 +1,12 @@
-"""The models to check: small, but with everything that makes a pipeline difficult.
+"""Makes the models to check: small, but with everything that makes a pipeline difficult.
 
-Convolutions; a GPT whose head shares the embedding's weight across partitions; a
-U-Net whose skips cross partitions, with in-place layers; and a chain of equal layers
+They are a network of convolutions; a GPT whose head shares the embedding's weight across
+partitions; a U-Net whose skips cross partitions, with in-place layers; and a chain of equal layers
 for measurements.
 
 All their functions are smooth: where ReLU or max-pooling chooses between values that differ
-by rounding, a gradient jumps. All have deterministic kernels on CUDA, so no max-pooling, no
-interpolation and no fused attention. None has BatchNorm, which depends on the micro-batch.
+by rounding, a gradient jumps. All have deterministic kernels on CUDA, so there is no max-pooling,
+no interpolation and no fused attention. None has BatchNorm, which depends on the micro-batch.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def small_models(n: int, dtype: torch.dtype) -> list[Model]:
 
 
 def language_model(layers: nn.Sequential) -> Model:
-    """Makes a model of a GPT and tokens."""
+    """Makes a model of the GPT ``layers`` and random tokens."""
     tokens = torch.randint(CLASSES, (ROWS, TOKENS + 1))
     return Model("GPT", layers, tokens[:, :-1], tokens[:, 1:], next_token_loss)
 
 
 def next_token_loss(logits: Tensor, target: Tensor) -> Tensor:
-    """Returns the cross entropy of ``[rows, tokens, classes]``."""
+    """Returns the cross entropy of logits ``[rows, tokens, classes]``."""
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
@@ -113,7 +113,7 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y, rows = self.norms[0](x), x.shape[1]
         future = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
-        # It returns the weights as well by default, and is not fused for that.
+        # By default attention also returns its weights, and so is not fused.
         x = x + self.dropout(self.attention(y, y, y, attn_mask=future)[0])
         z: Tensor = x + self.dropout(self.perceptron(self.norms[1](x)))
         return z
@@ -159,9 +159,9 @@ class _Concatenate(Skippable):
 
 
 def chain(layers: int, width: int, dropout: float = 0.0) -> nn.Sequential:
-    """Makes equal layers: ``[rows, width]`` to the same.
+    """Makes equal layers that map ``[rows, width]`` to the same shape.
 
-    Without dropout each saves one tensor of its input's size for the backward.
+    Without dropout each layer saves one tensor of its input's size for the backward.
     """
     torch.manual_seed(0)
     drop = [nn.Dropout(dropout)] if dropout else []

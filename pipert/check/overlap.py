@@ -1,4 +1,4 @@
-"""Do devices copy while they compute, and do partitions compute at the same time?
+"""Checks that devices copy while they compute, and that partitions compute at the same time.
 
 Whether copies *can* run beside kernels follows from how streams are used, and is checked for each
 pair of neighbours. Timing must not matter, so the host controls the order of queueing, and
@@ -10,12 +10,11 @@ kernels that only sleep fix the durations::
 
 ``F[1,1]`` queues the copy of micro-batch 1. Its worker is held until ``F[3,0]`` begins, so
 ``F[2,0]`` has been queued by then. On a stream of its own the copy completes while both GPUs sleep;
-on the stream of either computation it comes after the kernel there. A delay of the *host* can
-only hide an overlap, never fake one: so failures are retried with longer sleeps, and one success is
-enough.
+on either GPU's compute stream it waits for the kernel there. A delay of the *host* can only hide an
+overlap, never fake one, so failures are retried with longer sleeps, and one success is enough.
 
 How much *does* overlap in a step, with real kernels, depends on the machine. The figure comes
-from ``pipe.record()`` and is only reported; but if on two or more GPUs no two partitions ever
+from ``pipe.record()`` and is only reported. But if on two or more GPUs no two partitions ever
 compute at the same time, though their tasks are long enough to tell, something serialises them.
 """
 
@@ -25,6 +24,7 @@ import os
 import threading
 from collections.abc import Iterator
 from itertools import combinations
+from statistics import median_high
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ __all__: list[str] = []
 SLEEP = 50_000_000  # cycles, some 25 to 50 ms
 ATTEMPTS = 4
 LONG_ENOUGH = 1e-3  # seconds per task: clocks of two GPUs agree to some 50 us
-NONE = 0.01  # of the time
+NEGLIGIBLE = 0.01  # share of the time
 COPIES_MEAN = "copies wait for computation and it for them: training is slower than it has to be"
 PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several of them"
 
@@ -52,14 +52,14 @@ PARTITIONS_MEAN = "the GPUs take turns, so there is no gain from having several 
 def check_copies(devices: Devices) -> Iterator[Finding]:
     """Check the copies between each pair of consecutive GPUs."""
     check = "copies beside computation"
-    why_not = why_no_links(devices) or _why_not_side_by_side()
-    if why_not is not None:
-        yield Finding(check, NOT_CHECKED, why_not)
+    reason = why_no_links(devices) or _why_not_side_by_side()
+    if reason is not None:
+        yield Finding(check, NOT_CHECKED, reason)
         return
-    faults, pairs = [], links(devices)
-    for a, b in pairs:
-        if not _overlap(a, b):
-            faults.append(f"from {a} to {b} in none of {ATTEMPTS} attempts")
+    pairs = links(devices)
+    faults = [
+        f"from {a} to {b} in none of {ATTEMPTS} attempts" for a, b in pairs if not _overlap(a, b)
+    ]
     seen = f"while both GPUs compute: {', '.join(f'{a} to {b}' for a, b in pairs)}"
     yield judged(check, faults, seen, COPIES_MEAN)
 
@@ -75,7 +75,7 @@ class _Sleeping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         i, self.calls = self.calls, self.calls + 1
         if i == 3:
-            self.queued.set()  # by F[3,0], or too late to matter by F[3,1]
+            self.queued.set()  # in F[3,0]; in F[3,1] it no longer matters
         torch.cuda._sleep(self.cycles if i == self.at else 1)  # type: ignore[no-untyped-call]
         if i == self.at == 0 and not self.queued.wait(TIMEOUT / 2):
             raise RuntimeError("F[3,0] did not begin while F[0,1] was under way")
@@ -83,13 +83,14 @@ class _Sleeping(nn.Module):
 
 
 def _overlap(a: torch.device, b: torch.device) -> bool:
-    """Whether micro-batch 1 arrives at ``b`` from ``a`` before ``a`` finishes the next one."""
+    """Returns whether micro-batch 1 arrives at ``b`` before ``a`` finishes the next one."""
     queued = threading.Event()
     first, second = _Sleeping(2, queued), _Sleeping(0, queued)
     two = Devices((a, b))
     with two.pipe(nn.Sequential(first, second), 4) as pipe, torch.no_grad():
         x = torch.ones(4, 1 << 16, device=a)
-        # First do all that makes the driver wait for kernels: memory, loading, peer access.
+        # Two short rounds first, for everything that makes the driver wait for kernels: allocating
+        # memory, loading code, enabling peer access.
         for cycles in (1, 1, *(SLEEP * 2**attempt for attempt in range(ATTEMPTS))):
             queued.clear()
             first.calls = second.calls = 0
@@ -98,7 +99,7 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
             with pipe.record() as timeline:
                 pipe(x)
             found = {(e.kind, e.i, e.j): e for e in timeline.events}
-            # Both are timestamped by the first GPU's clock.
+            # The first GPU timestamps both.
             if cycles > 1 and found[COPY, 1, 1].end < found[FORWARD, 2, 0].end:
                 return True
     return False
@@ -108,8 +109,8 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
 
 
 def check(devices: Devices, load: Load) -> Iterator[Found]:
-    """Measure how much of a step partitions compute concurrently, and copy while computing."""
-    rows, together, shortest = [], [], []
+    """Measures how much of a step partitions compute concurrently, and copy while computing."""
+    rows, shares, task_seconds = [], [], []
     with devices.trial(load.model()) as trial:
         for way in NEVER:
             trial.step(way)
@@ -120,19 +121,20 @@ def check(devices: Devices, load: Load) -> Iterator[Found]:
                 devices.synchronize()
             share = _together(timeline)
             copying, hidden = _hidden(timeline)
-            forward = [event.seconds for event in timeline.events if event.kind == FORWARD]
-            together.append(share)
-            shortest.append(sorted(forward)[len(forward) // 2])
+            forward = median_high(e.seconds for e in timeline.events if e.kind == FORWARD)
+            shares.append(share)
+            task_seconds.append(forward)
             copies = f"{hidden / copying:.0%} of {1e3 * copying:.1f} ms" if copying else "no copies"
-            rows.append((way.schedule, f"{1e3 * shortest[-1]:.2f}", f"{share:.0%}", copies))
+            rows.append((way.schedule, f"{1e3 * forward:.2f}", f"{share:.0%}", copies))
     columns = ("schedule", "forward task, ms", "partitions at once", "copies while computing")
     title = f"Two steps of a chain: {load}, checkpoint='never'"
     yield Measurement(title, columns, tuple(rows))
-    seen = f"{min(together):.0%} to {max(together):.0%} of the time two or more partitions compute"
-    yield _judge_together(devices, max(together), min(shortest), seen)
+    seen = f"{min(shares):.0%} to {max(shares):.0%} of the time two or more partitions compute"
+    yield _judge_together(devices, max(shares), min(task_seconds), seen)
 
 
 def _judge_together(devices: Devices, share: float, task: float, seen: str) -> Finding:
+    """Makes the finding from the largest share and the seconds of the shortest task."""
     check = "partitions at the same time"
     if len(devices.gpus) < 2:
         seen += f"; not judged: {why_no_links(devices)}"
@@ -140,13 +142,13 @@ def _judge_together(devices: Devices, share: float, task: float, seen: str) -> F
         seen += "; not judged: a CPU takes part"
     elif task < LONG_ENOUGH:
         seen += "; not judged: tasks are too short to tell"
-    elif share < NONE:
+    elif share < NEGLIGIBLE:
         return Finding(check, BROKEN, seen, PARTITIONS_MEAN)
     return Finding(check, REPORTED, seen)
 
 
 def _why_not_side_by_side() -> str | None:
-    """Returns the user's setting, if any, that keeps kernels and copies apart."""
+    """Returns which setting of the user, if any, keeps kernels and copies apart."""
     for name in ("CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS"):
         if os.environ.get(name) == "1":
             return f"{name}=1 keeps apart what could run side by side"
@@ -163,9 +165,9 @@ def _together(timeline: Timeline) -> float:
 
 
 def _hidden(timeline: Timeline) -> tuple[float, float]:
-    """Returns the seconds of copies between GPUs, and how many while their source GPU computed.
+    """Returns the seconds of copies between GPUs, and those while their source GPU computed.
 
-    That GPU timestamps both.
+    The source GPU timestamps both.
     """
     copying = hidden = 0.0
     for copy in timeline.events:

@@ -1,11 +1,11 @@
-"""Does the same seed give the same bits, whatever the timing?
+"""Checks that the same seed gives the same bits, whatever the timing.
 
-A missing wait shows as a value that changes now and then, when a device reads
-data that has not arrived. So steps are repeated from one seed, with dropout and under load: the
-chain's copies take as long as its layers, and the devices never rest in between.
+A missing wait shows as a value that changes now and then, when a device reads data that has not
+arrived. So steps are repeated from one seed, with dropout and under load: the chain's copies take
+as long as its layers, and the devices are never idle in between.
 
-Only deterministic kernels are used. If torch warns that one of them is not, bits may differ
-for that reason, and nothing is concluded.
+Only deterministic kernels are used. If torch warns that a kernel is not deterministic, bits may
+differ for that reason, and nothing is concluded.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ DROPOUT = 0.2
 
 
 def check(devices: Devices, repeats: int, load: Load) -> Iterator[Finding]:
-    """Check the GPT in each way, and the chain of ``load`` in some."""
+    """Checks the GPT in each way, and the chain of ``load`` in some of them."""
     torch.manual_seed(0)
-    # Not tied: loss.backward() adds the gradients of a weight shared by two devices in the
-    # order of arrival, which may change the last bit.
+    # Not tied: loss.backward() adds up the gradients of a weight that two devices share in the
+    # order of their arrival, which may change the last bit.
     model = language_model(gpt(devices.n, DROPOUT, tied=False))
     with devices.trial(model) as trial:
         yield _repeat("GPT with dropout", trial, WAYS, repeats)
@@ -49,11 +49,11 @@ def _repeat(name: str, trial: Trial, ways: tuple[Way, ...], repeats: int) -> Fin
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for way in ways:
-            # All are there before any is read: the host does not wait between two steps.
+            # All steps run before any result is read, so the host does not wait between them.
             first, *others = [_seeded(trial, way) for _ in range(repeats)]
-            differ = sum(difference(other, first)[0] > 0.0 for other in others)
-            if differ:
-                faults.append(f"{way}: {differ} of {len(others)} repeats have other bits")
+            different = sum(difference(other, first)[0] > 0.0 for other in others)
+            if different:
+                faults.append(f"{way}: {different} of {len(others)} repeats have other bits")
     for warning in caught:
         if "deterministic" in str(warning.message):
             return Finding(check, NOT_CHECKED, str(warning.message).partition(". ")[0])

@@ -1,8 +1,8 @@
-"""How much faster is a step than that of the plain module on one device?
+"""Measures how much faster a step of a pipe is than one of the plain module on one device.
 
-The plain module takes the whole mini-batch on the first device, so it has the larger
-kernels. All ways take turns, and the median of each counts. The ideal is that of ``n`` equal
-devices and free copies: ``m * n / (m + n - 1)`` (section 2.1 of the paper).
+The plain module takes the whole mini-batch on the first device, so it has the larger kernels. All
+ways take turns, and the median of each counts. The ideal is that of ``n`` equal devices and free
+copies: ``m * n / (m + n - 1)`` (section 2.1 of the paper).
 
 Nothing here can be right or wrong: devices may differ, links be slow, the machine busy.
 """
@@ -24,11 +24,11 @@ from pipert.check.ways import CALL, NEVER, Devices, Way, step
 __all__: list[str] = []
 
 PLAIN = "plain module"
-ROUNDS = (3, 15)
+ROUNDS = (3, 15)  # at least and at most
 
 
 def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
-    """Measure rounds in which each way takes its turn, for about so many seconds."""
+    """Measures each way once a round, for about ``seconds``."""
     first = devices.partitions[0]
     model = load.model()
     plain, target = copy.deepcopy(model.layers).to(first), model.target.to(first)
@@ -56,16 +56,16 @@ def check(devices: Devices, load: Load, seconds: float) -> Iterator[Found]:
 def _take_turns(
     devices: Devices, steps: dict[str, Callable[[], object]], seconds: float
 ) -> dict[str, list[float]]:
+    """Returns the seconds of each step in each round."""
     started = perf_counter()
-    for once in (*steps.values(), *steps.values()):  # to warm up
-        timed(devices, once)
-    of_round = (perf_counter() - started) / 2
+    for step_once in (*steps.values(), *steps.values()):  # to warm up
+        timed(devices, step_once)
+    round_seconds = (perf_counter() - started) / 2
     least, most = ROUNDS
-    rounds = min(most, max(least, int(seconds / of_round)))
+    rounds = min(most, max(least, int(seconds / round_seconds)))
     taken: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds):
-        order = list(steps) if turn % 2 else list(reversed(steps))
-        for name in order:
+    for k in range(rounds):
+        for name in steps if k % 2 else reversed(steps):
             taken[name].append(timed(devices, steps[name]))
     return taken
 
@@ -73,7 +73,7 @@ def _take_turns(
 def _ideal(name: str, load: Load, devices: Devices) -> str:
     """Returns the formula's value if it applies: no recomputation, one partition per device.
 
-    On CPU ``loss.backward()`` runs the backward of all partitions in one thread.
+    It does not apply to ``loss.backward()`` on CPU, which runs all backwards in one thread.
     """
     in_one_thread = name.startswith(CALL) and len(devices.gpus) < devices.n
     if not name.endswith("'never'") or not devices.differ or in_one_thread:

@@ -1,8 +1,8 @@
-"""Are outputs, loss and gradients those of the plain module?
+"""Checks that outputs, loss and gradients are those of the plain module.
 
 They are computed in the same precision and from the same weights, but summed in another order,
-since a micro-batch has fewer rows than a mini-batch, and sometimes by another kernel. So only
-rounding may differ. ``TOLERANCE`` is the allowed difference, relative to the largest entry of
+since a micro-batch has fewer rows than a mini-batch, and sometimes by another kernel. So they may
+differ only by rounding. ``TOLERANCE`` is the allowed difference, relative to the largest entry of
 each tensor:
 
 * float64, which has no shortcuts such as TF32: the longest sums here have some thousand
@@ -33,7 +33,7 @@ MEANS = "pipert computes something different from the plain module here: do not 
 
 
 def check(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
-    """Compare each model in each way with the plain module on the first device."""
+    """Compares each model in each way with the plain module on the first device."""
     for model in models:
         expected = _plain_results(model, devices.partitions[0])
         with devices.trial(model) as trial:
@@ -53,21 +53,22 @@ def check(devices: Devices, models: Iterable[Model]) -> Iterator[Finding]:
 
 
 def _plain_results(model: Model, device: torch.device) -> Results:
-    """Returns the plain module's results for the whole mini-batch."""
+    """Returns the plain module's results for the whole mini-batch on ``device``."""
     plain, x = copy.deepcopy(model.layers).to(device), leaf(model.x, device)
     loss, output = step(plain, x, model.target.to(device), model.loss_fn)
     return {"output": output, "loss": loss, **gradients(plain, x)}
 
 
 def difference(found: Results, expected: Results) -> tuple[float, str]:
-    """Returns the largest difference of two tensors relative to the largest entry, and its name.
+    """Returns the largest relative difference of two tensors, and the tensors' name.
 
-    A gradient that is zero except for rounding is compared with the largest of all.
+    Each is relative to the tensor's largest entry, but to at least a thousandth of the largest
+    gradient's, since a gradient may be zero except for rounding.
     """
     if found.keys() != expected.keys():
         return math.inf, f"the names of {sorted(found.keys() ^ expected.keys())}"
-    of_gradients = [_size(tensor) for name, tensor in expected.items() if "gradient" in name]
-    floor = 1e-3 * max(of_gradients, default=0.0)
+    gradient_sizes = [_size(tensor) for name, tensor in expected.items() if "gradient" in name]
+    floor = 1e-3 * max(gradient_sizes, default=0.0)
     worst = (0.0, "nothing")
     for name, tensor in expected.items():
         amount = _difference(found[name], tensor, floor)
@@ -81,9 +82,9 @@ def _difference(found: Tensor | None, expected: Tensor | None, floor: float) -> 
         return 0.0 if found is expected else math.inf
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return math.inf
-    # Through the CPU, since a link between GPUs may be broken.
-    there = found.cpu().to(expected.device).double()
-    largest = float((there - expected).abs().max())
+    # Moved through the CPU, since a link between GPUs may be broken.
+    moved = found.cpu().to(expected.device).double()
+    largest = float((moved - expected).abs().max())
     return largest / max(_size(expected), floor, 1e-300)
 
 

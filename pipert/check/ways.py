@@ -1,4 +1,4 @@
-"""The ways to run a step, the devices to run it on, and a model in a pipe on these."""
+"""Defines the ways to run a step, and runs a model in a pipe in these ways."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Results = dict[str, Tensor | None]
 
 
 class Way(NamedTuple):
-    """A way to run a step: schedule and checkpoint mode."""
+    """A way to run a step: its schedule and checkpoint mode."""
 
     schedule: str
     """``'loss.backward()'``, or a schedule of ``forward_backward``."""
@@ -49,7 +49,7 @@ class Trial:
     loss_fn: Loss
 
     def step(self, way: Way, outputs: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Runs forward and backward; returns the loss and, if requested, outputs, without graph."""
+        """Runs forward and backward; returns the loss and, on request, outputs, without a graph."""
         self.pipe.checkpoint = way.checkpoint
         if way.schedule == CALL:
             return step(self.pipe, self.x, self.target, self.loss_fn)
@@ -60,7 +60,7 @@ class Trial:
         return found if outputs else (found, None)
 
     def results(self, way: Way) -> Results:
-        """Runs a step from no gradients; returns its output, its loss and all gradients."""
+        """Clears all gradients and runs a step; returns its output, its loss and all gradients."""
         self.pipe.zero_grad()
         self.x.grad = None
         loss, output = self.step(way, outputs=True)
@@ -85,16 +85,16 @@ class Devices:
 
     @property
     def differ(self) -> bool:
-        """Whether each partition has its own device; every CPU worker counts as one."""
+        """Whether each partition has its own device; every CPU worker counts as a device."""
         return self.partitions.count(torch.device("cpu")) + len(self.gpus) == self.n
 
     def synchronize(self) -> None:
-        """Wait until all GPUs are idle."""
+        """Waits until all GPUs are idle."""
         for device in self.gpus:
             torch.cuda.synchronize(device)
 
     def pipe(self, layers: nn.Sequential, chunks: int) -> Pipe:
-        """Makes a pipe on these devices, whose partitions differ by at most one layer."""
+        """Makes a pipe on these devices, whose partitions' sizes differ by at most one layer."""
         balance = even(len(layers), self.n)
         return Pipe(layers, balance, devices=self.partitions, chunks=chunks, timeout=TIMEOUT)
 
@@ -117,7 +117,7 @@ def leaf(x: Tensor, device: torch.device) -> Tensor:
 
 
 def step(module: nn.Module, x: Tensor, target: Tensor, loss_fn: Loss) -> tuple[Tensor, Tensor]:
-    """Runs forward and ``loss.backward()``; returns the loss and the output, without graph."""
+    """Runs forward and ``loss.backward()``; returns loss and output, detached."""
     output = module(x)
     loss = loss_fn(output, target)
     torch.autograd.backward(loss)

@@ -14,9 +14,9 @@
 
 >>> unit = nn.Sequential(Stash(), nn.Linear(8, 8), PopAdd())
 
-The layers do the same in a plain ``nn.Sequential`` and in a :class:`~pipert.Pipe`. There the value
-goes from the partition that stashes it straight to the one that pops it, in one copy, and its
-gradient straight back.
+The layers behave the same in a plain ``nn.Sequential`` and in a :class:`~pipert.Pipe`. In a pipe
+the value goes from the partition that stashes it straight to the one that pops it, in one copy, and
+its gradient goes straight back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names of skips, and namespaces that distinguish pairs of the same name."""
+"""Identifies skips by their name and a namespace, which distinguishes skips of the same name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Namespace"]
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Distinguishes skips of the same name: use a fresh one for each pair, or group, of layers.
+    """A namespace for skips: use a new one for each pair, or group, of layers that share names.
 
     >>> ns = Namespace()
     >>> unit = nn.Sequential(Stash().isolate(ns), body, PopAdd().isolate(ns))

@@ -1,4 +1,4 @@
-"""Routes skips from the partition that stashes straight to those that pop."""
+"""Routes skips from the partition that stashes them straight to those that pop them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class PartitionSkips:
     """The skips of one partition."""
 
     arriving: tuple[tuple[Key, int], ...]
-    """The skips popped here and stashed elsewhere, with the stashing partition."""
+    """The skips popped here and stashed elsewhere, each with the stashing partition."""
     leaving: tuple[tuple[Key, int], ...]
-    """The skips stashed here and popped elsewhere, with the popping partition. A skip that several
-    pop appears once for each: its gradients arrive on separate streams, and may
-    be added only behind the nodes that wait for those."""
+    """The skips stashed here and popped elsewhere, each with the popping partition. A skip that
+    several partitions pop appears once for each: its gradients arrive on separate streams, and may
+    be added only after the nodes that wait for these."""
     pops: Mapping[Key, int]
-    """The number of layers of this partition that pop each; 0 for skips only stashed here."""
+    """How many layers of this partition pop each skip; 0 for those only stashed here."""
 
     def __bool__(self) -> bool:
         return bool(self.pops)
@@ -42,37 +42,37 @@ class PartitionSkips:
 def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
     """Find the skips of each partition.
 
-    The stashes and pops of all together match, see ``verify_skippables``.
+    The stashes and pops must match (``verify_skippables``).
     """
     source: dict[Key, int] = {}
-    pops: dict[Key, dict[int, int]] = {}
+    pops: dict[Key, dict[int, int]] = {}  # of each skip, in each partition that declares it
     for j, partition in enumerate(partitions):
         for unit in declarations(partition):
             for declared in unit:
-                of_key = pops.setdefault(declared.key, {})
-                of_key[j] = of_key.get(j, 0) + (not declared.is_stash)
+                counts = pops.setdefault(declared.key, {})
+                counts[j] = counts.get(j, 0) + (not declared.is_stash)
                 if declared.is_stash:
                     source[declared.key] = j
     found = []
     for j in range(len(partitions)):
-        here = {key: by[j] for key, by in pops.items() if j in by}
-        away = [(key, source[key]) for key in here if source[key] != j]
-        left = [(key, k) for key in here if source[key] == j for k in sorted(pops[key]) if k != j]
-        found.append(PartitionSkips(tuple(away), tuple(left), here))
+        local = {key: counts[j] for key, counts in pops.items() if j in counts}
+        arriving = [(key, source[key]) for key in local if source[key] != j]
+        stashed = [key for key in local if source[key] == j]
+        leaving = [(key, k) for key in stashed for k in sorted(pops[key]) if k != j]
+        found.append(PartitionSkips(tuple(arriving), tuple(leaving), local))
     return tuple(found)
 
 
 def routes_along(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
-    """Find the skips of each partition where they travel along, from one to the next.
+    """Find the skips of each partition if they pass through every partition on their way.
 
-    A skip arrives at each partition behind the one that stashes it, up to the last that pops it,
-    and leaves once. The partitions are named as in :func:`routes`, but those that a skip only
-    passes pop it 0 times.
+    A skip arrives at each partition after the one that stashes it, up to the last that pops it,
+    and leaves for the next one. Partitions that only pass a skip on pop it 0 times.
     """
     straight = routes(partitions)
-    first = {key: j for j, skips in enumerate(straight) for key, _ in skips.leaving}
-    last = {key: max(k for other, k in skips.leaving if other == key)
-            for skips in straight for key, _ in skips.leaving}  # fmt: skip
+    hops = [(key, j, k) for j, skips in enumerate(straight) for key, k in skips.leaving]
+    first = {key: j for key, j, _ in hops}
+    last = {key: k for key, _, k in hops}  # of several hops of a skip, the farthest comes last
     found = []
     for j, skips in enumerate(straight):
         arriving = tuple([(key, j - 1) for key in first if first[key] < j <= last[key]])

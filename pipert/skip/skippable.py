@@ -1,10 +1,10 @@
-"""``@skippable``: layers whose ``forward`` is a generator that yields its stashes and pops.
+"""Decorates layers whose ``forward`` is a generator that yields its stashes and pops.
 
-The standard way would be to wrap the layer in a module that runs the generator. Then the wrapper's
-``state_dict`` has keys of its own, the layer's attributes are out of reach, and it can be neither
-pickled nor subclassed. Here the class itself is changed, as ``dataclass`` does: ``Skippable``
-becomes its first base, and its ``forward`` runs the generator, hands each request to the store
-(``store``), and returns what the generator returns.
+The standard way would be to wrap the layer in a module that runs the generator. Then the
+``state_dict`` keys get a prefix, the layer's attributes are out of reach, and the wrapper can be
+neither pickled nor subclassed. ``@skippable`` changes the class itself, as ``dataclass`` does:
+``Skippable`` becomes its first base, and its ``forward`` runs the generator, passes each request
+to the store (``store.py``), and returns what the generator returns.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(eq=False, slots=True)
 class stash:
-    """Stashes a value for a later layer: ``yield stash(name, value)``.
+    """A request to stash a value for a later layer: ``yield stash(name, value)``.
 
     Args:
-        name: one that the layer declares to stash.
+        name: a name that the layer declares to stash.
         value: any pytree, ``None`` included. Its tensors must not be modified in place afterwards.
     """
 
@@ -45,7 +45,7 @@ class stash:
 
 @dataclass(eq=False, slots=True)
 class pop:
-    """Gets the value that an earlier layer stashed: ``value = yield pop(name)``."""
+    """A request for the value that an earlier layer stashed: ``value = yield pop(name)``."""
 
     name: str
 
@@ -56,8 +56,8 @@ class pop:
 class Skippable(nn.Module):
     """The first base class of every decorated class.
 
-    Derive from it instead of ``nn.Module`` only to tell type checkers about :meth:`isolate`: they
-    do not see what a decorator does to a class.
+    Derive from it instead of ``nn.Module`` only to tell type checkers about :meth:`isolate`, since
+    they do not see how a decorator changes a class.
     """
 
     skip_stashes: ClassVar[Mapping[str, int]] = {}
@@ -65,22 +65,23 @@ class Skippable(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = cls.__dict__.get("forward")
-        if own is not None and not hasattr(own, "runs_generator"):
-            cls.forward = _running_generator(own)
+        forward = cls.__dict__.get("forward")
+        if forward is not None and not hasattr(forward, "runs_generator"):
+            cls.forward = _running_generator(forward)
 
     def isolate(self, ns: Namespace | None, *, only: Iterable[str] | None = None) -> Self:
         """Put the skips of this layer in a namespace.
 
         Args:
             ns: the namespace, the same for the layers at both ends; ``None`` is the default one.
-            only: the names to put there; default all.
+            only: the names of the skips to put there. Default: all.
 
         Returns:
             The layer itself.
 
         Raises:
-            ValueError: ``only`` has a name that the layer declares neither to stash nor to pop.
+            ValueError: ``only`` contains a name that the layer declares neither to stash nor to
+                pop.
             TypeError: ``ns`` is not a namespace.
         """
         if not isinstance(ns, Namespace | None):
@@ -92,14 +93,14 @@ class Skippable(nn.Module):
                 f"{type(self).__qualname__} declares the skips {sorted(declared)}, so "
                 f"{sorted(names - declared)} cannot be isolated"
             )
-        self.__dict__["_skip_namespaces"] = self._in_namespaces() | dict.fromkeys(names, ns)
+        self.__dict__["_skip_namespaces"] = self._namespaces() | dict.fromkeys(names, ns)
         return self
 
     def skip_key(self, name: str) -> Key:
-        """What the skip that this layer calls ``name`` is known by."""
-        return self._in_namespaces().get(name), name
+        """Return the key of the skip that this layer calls ``name``."""
+        return self._namespaces().get(name), name
 
-    def _in_namespaces(self) -> dict[str, Namespace | None]:
+    def _namespaces(self) -> dict[str, Namespace | None]:
         namespaces: dict[str, Namespace | None] = self.__dict__.get("_skip_namespaces", {})
         return namespaces
 
@@ -109,21 +110,22 @@ def skippable(
 ) -> Callable[[type[M]], type[M]]:
     """Decorates the class of a layer that stashes or pops skips.
 
-    ``forward`` is a generator: it yields ``stash(name, value)``, or ``value = yield pop(name)``,
-    and returns its output. It must stash and pop each declared name once.
+    ``forward`` is a generator: it uses ``yield stash(name, value)`` and ``value = yield pop(name)``
+    and returns its output. It must stash or pop each declared name once.
 
     Args:
-        stash: the names it stashes. A mapping says how many layers pop each; otherwise one does.
+        stash: the names it stashes. A mapping gives the number of layers that pop each; otherwise
+            it is one.
         pop: the names it pops.
 
     Returns:
         A decorator that changes an ``nn.Module`` class and returns it: attributes, ``state_dict``
-        keys, pickling and copying are those of the class. What its bases declare, or a decorator
-        below this one, is declared as well. For other skips of the same code, decorate a subclass.
+        keys, pickling and copying stay as they are. Declarations of its bases, and of decorators
+        below this one, are included. To use the same code with other skips, decorate a subclass.
 
     Raises:
-        TypeError: a name is not a string, or the class no ``nn.Module``, or has an ``isolate`` of
-            its own.
+        TypeError: a name is not a string, the class is not an ``nn.Module``, or it has an
+            ``isolate`` of its own.
         ValueError: a number of layers is not positive.
     """
     if isinstance(stash, type):
@@ -162,8 +164,8 @@ def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> t
     if getattr(kind, "isolate", Skippable.isolate) is not Skippable.isolate:
         raise TypeError(f"{kind.__qualname__} has an attribute 'isolate', which skippable adds")
     if not issubclass(kind, Skippable):
-        # A base, not attributes alone: subclasses are to come by its __init_subclass__, beside
-        # those of the user's bases.
+        # A base rather than mere attributes, so that its __init_subclass__ runs for subclasses,
+        # in addition to those of the user's bases.
         kind.__bases__ = (Skippable, *kind.__bases__)
         assert issubclass(kind, Skippable)
     if not hasattr(kind.forward, "runs_generator"):
@@ -174,16 +176,16 @@ def _decorate(kind: type[M], stashes: dict[str, int], pops: frozenset[str]) -> t
 
 
 def _running_generator(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` as a method that answers what its generator yields, and returns what it returns.
+    """Returns a method that runs the generator ``forward``, and returns what that returns.
 
-    That raises ``RuntimeError`` if a name is not declared, is asked for twice, or is declared and
-    not asked for, or if there is nothing to pop; and ``TypeError`` if it yields something else.
+    The method raises ``RuntimeError`` if a name is undeclared, requested twice, or declared but not
+    requested, or if there is nothing to pop; ``TypeError`` if the generator yields anything else.
     """
 
     @functools.wraps(forward)
     def run(self: Skippable, *args: Any, **kwargs: Any) -> Value:
         outer: _Requests | None = getattr(_running, "requests", None)
-        if outer is not None and outer.layer is self:  # called by the forward of a subclass
+        if outer is not None and outer.layer is self:  # a subclass's forward called this one
             return outer.run(forward(self, *args, **kwargs))
         _running.requests = requests = _Requests(self)
         try:
@@ -198,25 +200,25 @@ def _running_generator(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Requests:
-    """What one forward of a layer asks for."""
+    """Answers the requests of one forward of a layer."""
 
     def __init__(self, layer: Skippable) -> None:
         self.layer = layer
         self._kind = type(layer).__qualname__
-        self._to_do = {stash: {*layer.skip_stashes}, pop: {*layer.skip_pops}}
+        self._missing = {stash: {*layer.skip_stashes}, pop: {*layer.skip_pops}}
+        """The declared names that have not been requested yet."""
         self._store = current_store()
 
-    def run(self, output: Value | Generator[Any, Any, Value]) -> Value:
-        if not isinstance(output, Generator):
-            return output
-        generator = output
+    def run(self, generator: Value | Generator[Any, Any, Value]) -> Value:
+        if not isinstance(generator, Generator):
+            return generator  # the output of a forward that yields nothing
         try:
             request = next(generator)
             while True:
                 try:
                     answer = self._answer(request)
                 except Exception as error:
-                    # At the yield, so that the traceback shows the line that is wrong.
+                    # Raised at the yield, so that the traceback shows the offending line.
                     request = generator.throw(error)
                 else:
                     request = generator.send(answer)
@@ -237,9 +239,9 @@ class _Requests:
                 f"{name!r} has not been declared; write @skippable({verb.__name__}=[{name!r}, ...])"
                 f" above {self._kind}"
             )
-        if name not in self._to_do[verb]:
+        if name not in self._missing[verb]:
             raise RuntimeError(f"{self._kind} can {verb.__name__} {name!r} only once in a forward")
-        self._to_do[verb].remove(name)
+        self._missing[verb].remove(name)
         key = layer.skip_key(name)
         if isinstance(request, pop):
             return self._store.take(key)
@@ -247,7 +249,7 @@ class _Requests:
         return None
 
     def check_complete(self) -> None:
-        for names, verb in zip(self._to_do.values(), ("stashed", "popped"), strict=True):
+        for names, verb in zip(self._missing.values(), ("stashed", "popped"), strict=True):
             if names:
                 shown = ", ".join(show(self.layer.skip_key(name)) for name in sorted(names))
                 raise RuntimeError(
@@ -257,4 +259,4 @@ class _Requests:
                 )
 
 
-_running = threading.local()  # ``requests`` of the innermost layer that is running in a thread
+_running = threading.local()  # ``requests``: those of the thread's innermost running layer

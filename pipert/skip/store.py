@@ -1,14 +1,14 @@
 """Stores stashed values until they are popped.
 
 Inside a pipe each task has a store of its own, which starts with the values from other partitions
-and is emptied at the end: only what is sent on outlives the task. Elsewhere,
-as in a plain ``nn.Sequential``, the store belongs to the thread. A value left in it by a failed
-forward is replaced by the next stash of that name.
+and is emptied at the end: only values that are sent on outlive the task. Elsewhere, as in a plain
+``nn.Sequential``, the store belongs to the thread. A value that a failed forward left in it is
+replaced by the next stash of that name.
 
-A popped value equals the stashed one. Across devices nothing else is
-possible, so, to be independent of the split, the same holds everywhere: a
-tensor changed in place since is refused. Tensors of inference mode do not record
-changes; they are copied when stashed, and again for each pop except the last.
+A popped value equals the stashed one. Across devices a later change could not be seen, so, to be
+independent of the split, a tensor that was changed in place after it was stashed is refused
+everywhere. Tensors of inference mode do not record changes; they are copied when stashed, and again
+for each pop except the last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Absent(enum.Enum):
 
 
 ABSENT = _Absent.ABSENT
-"""Stands for a skip whose layer did not run: nested layers may be skipped."""
+"""Stands for a skip whose stashing layer did not run, as a nested layer may not."""
 
 
 class Stashed:
@@ -38,17 +38,17 @@ class Stashed:
 
     Args:
         value: any pytree.
-        left: how many pops are still to come.
-        apart: whether to copy the tensors of inference mode.
+        left: the number of pops still to come.
+        copy_inference: whether to copy the tensors of inference mode.
     """
 
     __slots__ = ("_rebuild", "_tensors", "_versions", "left")
 
-    def __init__(self, value: Value, left: int = 1, apart: bool = False) -> None:
+    def __init__(self, value: Value, left: int = 1, copy_inference: bool = False) -> None:
         self.left = left
         self._tensors, self._rebuild = tensors_of(value)
-        if apart:
-            self._tensors = _apart(self._tensors)
+        if copy_inference:
+            self._tensors = _inference_copied(self._tensors)
         self._versions = _versions(self._tensors)
 
     def get(self, key: Key) -> Value:
@@ -59,10 +59,10 @@ class Stashed:
                 " it, or let the layer that modifies it work on a copy (inplace=False)"
             )
         self.left -= 1
-        return self._rebuild(_apart(self._tensors) if self.left else self._tensors)
+        return self._rebuild(_inference_copied(self._tensors) if self.left else self._tensors)
 
 
-def _apart(tensors: Tensors) -> Tensors:
+def _inference_copied(tensors: Tensors) -> Tensors:
     return tuple([tensor.clone() if tensor.is_inference() else tensor for tensor in tensors])
 
 
@@ -74,8 +74,8 @@ class Store:
     """The skips of one task, or of one thread outside pipes.
 
     Args:
-        pops: the number of layers in the task's partition that pop each declared skip; ``None``
-            outside pipes.
+        pops: how many layers of the task's partition pop each declared skip; ``None`` outside
+            pipes.
         sent: the skips sent to other partitions, once per destination.
     """
 
@@ -87,11 +87,11 @@ class Store:
         self._values: dict[Key, Stashed] = {}
 
     def put(self, key: Key, value: Value, pops: int) -> None:
-        """Stash ``value``, for ``pops`` layers as declared."""
+        """Stash ``value`` for ``pops`` layers, as the stashing layer declares."""
         if self._pops is not None and key in self._pops:
             pops = self._pops[key] + self._sent.count(key)
         if pops:
-            self._values[key] = Stashed(value, pops, apart=True)
+            self._values[key] = Stashed(value, pops, copy_inference=True)
 
     def receive(self, key: Key, value: Value) -> None:
         """Add ``value``, stashed in another partition, to be popped here or sent on."""
@@ -115,7 +115,7 @@ class Store:
         return self._hand_out(key)
 
     def send(self, key: Key) -> Value:
-        """Returns a skip for another partition; ``ABSENT`` if the stashing layer did not run."""
+        """Return a skip for another partition; ``ABSENT`` if the stashing layer did not run."""
         return self._hand_out(key) if key in self._values else ABSENT
 
     def _hand_out(self, key: Key) -> Value:
@@ -126,7 +126,7 @@ class Store:
         return value
 
     def clear(self) -> None:
-        """Drop everything: a nested run may have kept the context that holds this store."""
+        """Drop all values, since a nested run may keep the context that holds this store."""
         self._values.clear()
 
     def __repr__(self) -> str:
@@ -143,10 +143,10 @@ class _New(enum.Enum):
 
 
 NEW = _New.NEW
-"""Stands for the store of a task whose partition declares no skips: made on demand."""
+"""Stands for the store of a task whose partition declares no skips: it is made on demand."""
 
 of_task: ContextVar[Store | _New | None] = ContextVar("pipert_skips", default=None)
-"""The store of the current task; ``None`` outside of tasks. Set in the task's own context."""
+"""The store of the current task, set in the task's own context; ``None`` outside tasks."""
 
 _of_thread = _PerThread()
 

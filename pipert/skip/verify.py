@@ -1,4 +1,4 @@
-"""Checks that stashes and pops match, by what layers declare in the order they run."""
+"""Checks that the stashes and pops that layers declare match, in the order the layers run."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ __all__ = ["verify_skippables"]
 
 
 class Declared(NamedTuple):
-    """A declaration that a layer stashes or pops a skip."""
+    """The declaration that a layer stashes or pops a skip."""
 
     key: Key
     path: str
     """The layer's name in the outermost Sequential."""
     is_stash: bool
     pops: int = 0
-    """The number of layers that pop this layer's stash."""
+    """Of a stash: the number of layers that pop it."""
 
 
 def declarations(module: nn.Sequential) -> Iterator[list[Declared]]:
-    """Yields the layers' declarations in the order they run, grouped where that is unknown.
+    """Yields the layers' declarations in the order they run, one group per unit.
 
-    Nested Sequentials run in order. The contents of other modules may run in any order.
+    Nested Sequentials run in order. Any other layer is a unit, whose submodules may run in any
+    order.
     """
     for path, unit in _units(module, ""):
         yield list(_declared_in(unit, path))
@@ -60,10 +61,10 @@ def _declared_in(module: nn.Module, path: str) -> Iterator[Declared]:
 def verify_skippables(module: nn.Sequential) -> None:
     """Check that each stash is popped later, as often as declared, and each pop stashed before.
 
-    ``Pipe`` does this itself.
+    ``Pipe`` makes this check itself.
 
     Raises:
-        TypeError: they do not match. The message lists all mismatches.
+        TypeError: stashes and pops do not match. The message lists all mismatches.
     """
     stashes: dict[Key, Declared] = {}
     pops: dict[Key, list[Declared]] = {}

@@ -1,6 +1,6 @@
-"""Timelines: what the devices of a pipe did and when, and how to improve it.
+"""Shows what the devices of a pipe did and when, and how to make the pipe faster.
 
-``timeline`` is the user's object, ``report`` summarises it with ``advice``, ``chrome`` and
+``timeline`` is the user's object, ``report`` summarises it and adds ``advice``, ``chrome`` and
 ``picture`` draw it.
 """
 

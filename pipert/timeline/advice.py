@@ -1,11 +1,11 @@
-"""Suggests what would make a pipe faster, by predicting a step with and without each change.
+"""Suggests changes that make a pipe faster, by predicting a step with and without each of them.
 
-A step is predicted from what its tasks take. Forward tasks are done in the clock's order, each when
-its input is there and its worker free. A backward goes the opposite way: each device does its part
-when it is free, or, on CPU, one thread of autograd does the parts of all partitions, one after the
-other. A step that goes forward and back at once takes as long as one that does so in turn, if
-partitions are alike. CPU workers do no more at a time than their cores can. Copies are free. The
-loss, the optimizer and the data are not in it.
+The prediction simulates a step with the measured times of its tasks. Forward tasks run in the
+clock's order, each when its input has arrived and its worker is free. The backward runs in reverse:
+each device runs its part when it is free, or, on CPU, one autograd thread runs the parts of all
+partitions one after the other. A schedule that interleaves forward and backward takes as long as
+one that does not, if partitions are alike. CPU workers compute no more at a time than their cores
+can. Copies are free. The loss, the optimizer and the data are left out.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import islice
 
 import torch
 
@@ -24,13 +24,13 @@ from pipert.schedules.simulate import simulate
 
 __all__ = ["Advice", "Costs"]
 
-_WORTH = 0.05  # smaller savings are within the noise of the measurements
+_WORTHWHILE = 0.05  # smaller savings are within the noise of the measurements
 _MUCH_OUTSIDE = 0.3
 _SHORT = 300e-6  # s; such a task takes little longer than the overhead of running it
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Returns the number of cores this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -38,7 +38,7 @@ def cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost of a micro-batch in one partition, in seconds; medians of its tasks."""
+    """The cost of a micro-batch in one partition, in seconds: the medians of its tasks."""
 
     forward: float
     recompute: float
@@ -47,11 +47,11 @@ class Costs:
 
     @property
     def whole(self) -> float:
-        """The sum: forward, recomputation and backward."""
+        """The sum of forward, recomputation and backward."""
         return self.forward + self.recompute + self.backward
 
     def times(self, factor: float) -> Costs:
-        """Multiply each cost by ``factor``."""
+        """Returns the costs multiplied by ``factor``."""
         return Costs(self.forward * factor, self.recompute * factor, self.backward * factor)
 
     def __add__(self, other: Costs) -> Costs:
@@ -77,13 +77,13 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observations:
     """The observations that advice is derived from."""
 
     m: int
     """The usual number of micro-batches per call."""
     chunks: int | None
-    """The number requested."""
+    """The requested number of micro-batches."""
     costs: Sequence[Costs]
     lanes: Sequence[str]
     workers: Sequence[int]
@@ -94,100 +94,98 @@ class Seen:
     one_thread: bool
     """Whether one thread runs the backward of all partitions."""
     cores: int
-    """How many this process may use."""
+    """The number of cores this process may use."""
 
     @property
-    def at_once(self) -> float:
-        """How many workers can compute at the same time, each on its share of threads."""
+    def concurrency(self) -> float:
+        """The number of workers that can compute at the same time, each on its share of threads."""
         if any(device.type != "cpu" for device in self.devices):
             return math.inf
         return max(1.0, self.cores / max(1, torch.get_num_threads() // len(self.lanes)))
 
-    def step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
+    def predict_step(self, m: int | None = None, costs: Sequence[Costs] | None = None) -> float:
         """Predicts the seconds from the first forward to the last backward task of a step."""
         m, costs = m or self.m, costs or self.costs
-        there = [cost.forward for cost in costs]
-        back = [cost.recompute + cost.backward for cost in costs]
+        forward = [cost.forward for cost in costs]
+        backward = [cost.recompute + cost.backward for cost in costs]
         workers = [0] * len(costs) if self.one_thread else self.workers
-        ends = _last_end(m, there, self.workers), _last_end(m, back[::-1], workers[::-1])
-        least = [m * sum(seconds) / self.at_once for seconds in (there, back)]
+        ends = _last_end(m, forward, self.workers), _last_end(m, backward[::-1], workers[::-1])
+        least = [m * sum(seconds) / self.concurrency for seconds in (forward, backward)]
         return sum(map(max, ends, least))
 
 
 def _last_end(m: int, seconds: Sequence[float], workers: Sequence[int]) -> float:
-    """When the last of ``m`` micro-batches has gone through all partitions."""
+    """Returns the time at which the last of ``m`` micro-batches has left the last partition."""
     clock = plan_call(m, len(seconds), workers)
     return max(end for _, end in simulate(clock, lambda action: seconds[action.j]).values())
 
 
-def advise(seen: Seen) -> tuple[Advice, ...]:
+def advise(seen: Observations) -> tuple[Advice, ...]:
     """Returns the worthwhile changes, largest gain first."""
     found = list(_outside(seen))
     if all(cost.forward > 0 for cost in seen.costs):  # each partition has run
         found += [*_balance(seen), *_checkpoint(seen)]
         short = list(_short_tasks(seen))
         found += [*(short or _chunks(seen)), *_cores(seen)]
-    return tuple(sorted(found, key=lambda one: -one.gain))
+    return tuple(sorted(found, key=lambda advice: -advice.gain))
 
 
-def _balance(seen: Seen) -> Iterator[Advice]:
+def _balance(seen: Observations) -> Iterator[Advice]:
     n = len(seen.costs)
     cpus = sum(device.type == "cpu" for device in seen.devices)
     if n == 1 or len(seen.lanes) < n or seen.m == 1 or 0 < cpus < n:
-        return  # nothing to move, nothing to gain, or unlike devices
-    # What partitions do concurrently: on CPU only the forward.
+        return  # nothing to move, nothing to gain, or devices of different types
+    # Only the work that partitions do concurrently: on CPU the forward.
     sizes = [cost.forward if seen.one_thread else cost.whole for cost in seen.costs]
-    slowest = max(range(n), key=lambda j: sizes[j])
+    slowest = max(range(n), key=sizes.__getitem__)
+    if sizes[slowest] * n < (1 + _WORTHWHILE) * sum(sizes):
+        return
     where = " in the forward" if seen.one_thread else ""
     text = (
         f"partition {slowest} on {seen.lanes[seen.workers[slowest]]} is the slowest{where}: "
         f"{1e3 * sizes[slowest]:.2f} ms for a micro-batch, {sizes[slowest] * n / sum(sizes):.2f} "
         "of the mean"
     )
-    if sizes[slowest] * n < (1 + _WORTH) * sum(sizes):
-        return
     if seen.layers is None:
         yield Advice("balance", f"{text}; balance_by_time finds a better balance")
         return
-    now = [len(of_partition) for of_partition in seen.layers]
-    each = _layer_costs(seen.costs, seen.layers)
-    better = balance_by_cost([one.forward if seen.one_thread else one.whole for one in each], n)
-    gain = 1 - seen.step(costs=_blocks(each, better)) / seen.step()
-    if gain < _WORTH:
+    current = [len(seconds) for seconds in seen.layers]
+    layers = _layer_costs(seen.costs, seen.layers)
+    better = balance_by_cost([c.forward if seen.one_thread else c.whole for c in layers], n)
+    gain = 1 - seen.predict_step(costs=_partition_costs(layers, better)) / seen.predict_step()
+    if gain < _WORTHWHILE:
         yield Advice("balance", f"{text}, and no other balance of these layers saves much")
     else:
-        text = f"{text}; balance={better} instead of {now} {_saves(gain)}"
+        text = f"{text}; balance={better} instead of {current} {_saves(gain)}"
         yield Advice("balance", text, gain, tuple(better))
 
 
 def _layer_costs(costs: Sequence[Costs], layers: Sequence[Sequence[float]]) -> list[Costs]:
     """Divides each partition's cost among its layers in proportion to their forward times."""
-    each: list[Costs] = []
-    for cost, of_partition in zip(costs, layers, strict=True):
-        whole, even = sum(of_partition), 1 / len(of_partition)
-        each += [cost.times(took / whole if whole else even) for took in of_partition]
-    return each
+    divided: list[Costs] = []
+    for cost, layer_seconds in zip(costs, layers, strict=True):
+        total, even = sum(layer_seconds), 1 / len(layer_seconds)
+        divided += [cost.times(seconds / total if total else even) for seconds in layer_seconds]
+    return divided
 
 
-def _blocks(costs: Sequence[Costs], balance: Sequence[int]) -> list[Costs]:
-    ends = list(accumulate(balance))
-    return [
-        sum(costs[end - count : end], Costs(0.0, 0.0, 0.0))
-        for end, count in zip(ends, balance, strict=True)
-    ]
+def _partition_costs(costs: Sequence[Costs], balance: Sequence[int]) -> list[Costs]:
+    """Adds up the layers' costs in each partition of ``balance``."""
+    layers = iter(costs)
+    return [sum(islice(layers, count), Costs(0.0, 0.0, 0.0)) for count in balance]
 
 
-def _chunks(seen: Seen) -> Iterator[Advice]:
+def _chunks(seen: Observations) -> Iterator[Advice]:
     if seen.chunks is not None and seen.m < seen.chunks:
         return  # there were no more rows
     m = 2 * seen.m
-    gain = 1 - seen.step(m, [cost.times(0.5) for cost in seen.costs]) / seen.step()
-    if gain >= _WORTH:
+    gain = 1 - seen.predict_step(m, [cost.times(0.5) for cost in seen.costs]) / seen.predict_step()
+    if gain >= _WORTHWHILE:
         text = f"chunks={m} instead of {seen.m} {_saves(gain)}, if half the rows take half the time"
         yield Advice("chunks", text, gain, m)
 
 
-def _short_tasks(seen: Seen) -> Iterator[Advice]:
+def _short_tasks(seen: Observations) -> Iterator[Advice]:
     shortest = min(cost.forward for cost in seen.costs)
     if shortest < _SHORT and (seen.m > 1 or len(seen.costs) > 1):
         fewer = "fewer chunks" if seen.m > 1 else "fewer partitions"
@@ -198,8 +196,8 @@ def _short_tasks(seen: Seen) -> Iterator[Advice]:
         yield Advice("short tasks", text)
 
 
-def _cores(seen: Seen) -> Iterator[Advice]:
-    if len(seen.lanes) > seen.at_once:
+def _cores(seen: Observations) -> Iterator[Advice]:
+    if len(seen.lanes) > seen.concurrency:
         text = (
             f"{len(seen.lanes)} CPU workers share {seen.cores} core{'s' * (seen.cores != 1)}: as "
             "many partitions as cores may be faster, or more cores"
@@ -207,15 +205,15 @@ def _cores(seen: Seen) -> Iterator[Advice]:
         yield Advice("cores", text)
 
 
-def _checkpoint(seen: Seen) -> Iterator[Advice]:
+def _checkpoint(seen: Observations) -> Iterator[Advice]:
     never = [replace(cost, recompute=0.0) for cost in seen.costs]
-    gain = 1 - seen.step(costs=never) / seen.step()
-    if gain >= _WORTH:
+    gain = 1 - seen.predict_step(costs=never) / seen.predict_step()
+    if gain >= _WORTHWHILE:
         text = f"checkpoint='never' {_saves(gain)}, if there is memory for all activations"
         yield Advice("checkpoint", text, gain, "never")
 
 
-def _outside(seen: Seen) -> Iterator[Advice]:
+def _outside(seen: Observations) -> Iterator[Advice]:
     if seen.outside > _MUCH_OUTSIDE:
         text = (
             f"{100 * seen.outside:.0f}% of the time the pipe was not at work: look at the loss, the"

@@ -1,8 +1,8 @@
 """Converts a timeline to the Trace Event Format, which Perfetto and ``chrome://tracing`` read.
 
-Each device has a thread for its computation and one for its copies, and more where events
-overlap, since the boxes of one thread must not. Arrows go from ``F[i,j]`` to
-``F[i,j+1]`` and from ``B[i,j+1]`` to ``B[i,j]``, through the copy if there is one.
+In the trace each device has a thread for its computation and one for its copies, and more where
+events overlap, since the boxes of one thread must not. Arrows go from ``F[i,j]`` to ``F[i,j+1]``
+and from ``B[i,j+1]`` to ``B[i,j]``, through the copy if there is one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 Record = dict[str, Any]
 
-# Names of colours known to both programs.
+# Names of colours that both programs know.
 _COLOURS = {
     FORWARD: "thread_state_running",
     RECOMPUTE: "thread_state_iowait",
@@ -29,33 +29,33 @@ _COLOURS = {
 def chrome_trace(
     events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int]
 ) -> dict[str, Any]:
-    """Returns the trace of events, in order of their start, as an object to write as JSON."""
+    """Returns the trace of ``events``, in order of their start, as an object to write as JSON."""
     records: list[Record] = [_name("process_name", "pipert", 0)]
     threads = _threads(events, workers)
-    numbers = {at: number for number, at in enumerate(sorted(set(threads)))}
+    numbers = {thread: number for number, thread in enumerate(sorted(set(threads)))}
     for (worker, copies, track), number in numbers.items():
         name = lanes[worker] + " copies" * copies + f" ({track + 1})" * bool(track)
         records.append(_name("thread_name", name, number))
-    tids = {id(event): numbers[at] for event, at in zip(events, threads, strict=True)}
+    tids = {id(event): numbers[thread] for event, thread in zip(events, threads, strict=True)}
     records += [_slice(event, tids[id(event)]) for event in events]
     for number, (before, after) in enumerate(_arrows(events)):
-        # Inside both boxes, and never backwards: an input may arrive before its maker has ended.
+        # Inside both boxes, and never backwards: an input may arrive before its producer has ended.
         middle = before.start + before.seconds / 2
-        at = max(middle, min(before.end - 1e-7, after.start))
-        end = max(at, after.start)
+        start = max(middle, min(before.end - 1e-7, after.start))
+        end = max(start, after.start)
         if end <= after.end:
             shared = {"pid": 0, "id": number, "name": "then", "cat": "order"}
-            ends = ({"ph": "s"}, at, before), ({"ph": "f", "bp": "e"}, end, after)
+            ends = ({"ph": "s"}, start, before), ({"ph": "f", "bp": "e"}, end, after)
             for phase, moment, event in ends:
-                when = {"ts": _microseconds(moment), "tid": tids[id(event)]}
-                records.append({**shared, **phase, **when})
+                where = {"ts": _microseconds(moment), "tid": tids[id(event)]}
+                records.append({**shared, **phase, **where})
     return {"traceEvents": records, "displayTimeUnit": "ms"}
 
 
 def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int, bool, int]]:
-    """Returns each event's worker, whether it is a copy, and a track where it overlaps nothing.
+    """Returns each event's thread: its worker, whether it is a copy, and a track without overlap.
 
-    There are several tracks where several callers run backward at once, or copies overlap.
+    There are several tracks if several callers run backward at once, or copies overlap.
     """
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
@@ -69,8 +69,8 @@ def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int,
     return threads
 
 
-def _name(what: str, name: str, thread: int) -> Record:
-    return {"ph": "M", "pid": 0, "tid": thread, "name": what, "args": {"name": name}}
+def _name(kind: str, name: str, thread: int) -> Record:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": kind, "args": {"name": name}}
 
 
 def _microseconds(seconds: float) -> float:
@@ -96,16 +96,15 @@ def _slice(event: Event, thread: int) -> Record:
 
 
 def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
-    """Returns pairs of events, the second of which needs the first one's result."""
+    """Returns pairs of events of which the second needs the first one's result."""
     tasks: dict[tuple[str, int, int, int], Event] = {}
-    for event in events:  # the last piece of a backward that is split or runs twice
+    for event in events:  # of a backward that is split or runs twice, the last piece counts
         if event.kind in (FORWARD, BACKWARD):
             tasks[event.kind, event.run, event.i, event.j] = event
     arrows, copied = [], set()
     for copy in events:
-        if copy.kind != COPY or copy.origin in (None, copy.j):
+        if copy.kind != COPY or copy.origin is None or copy.origin == copy.j:
             continue
-        assert copy.origin is not None
         kind = FORWARD if copy.origin < copy.j else BACKWARD
         before = tasks.get((kind, copy.run, copy.i, copy.origin))
         after = tasks.get((kind, copy.run, copy.i, copy.j))
@@ -113,8 +112,8 @@ def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
             arrows += [(before, copy), (copy, after)]
             copied.add((kind, copy.run, copy.i, copy.origin, copy.j))
     for (kind, run, i, j), before in tasks.items():
-        to = j + 1 if kind == FORWARD else j - 1
-        after = tasks.get((kind, run, i, to))
-        if after is not None and (kind, run, i, j, to) not in copied:
+        neighbour = j + 1 if kind == FORWARD else j - 1
+        after = tasks.get((kind, run, i, neighbour))
+        if after is not None and (kind, run, i, j, neighbour) not in copied:
             arrows.append((before, after))
     return arrows

@@ -1,4 +1,4 @@
-"""Time intervals, as pairs of start and end."""
+"""Computes with sets of time intervals, each a pair of start and end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
-    """Returns the time covered by any of them, or by gaps up to ``gap``, as disjoint intervals."""
+    """Returns disjoint intervals that cover the same time, and gaps of at most ``gap`` as well."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1] + gap:
@@ -23,17 +23,17 @@ def union(intervals: Iterable[Interval], gap: float = 0.0) -> list[Interval]:
 
 
 def times_of(events: Iterable[Event], kinds: Collection[str]) -> list[Interval]:
-    """Returns when there was an event of one of these kinds."""
+    """Returns the times at which there was an event of one of these kinds."""
     return union((event.start, event.end) for event in events if event.kind in kinds)
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Returns their total length; overlaps count twice."""
+    """Returns the total length of the intervals; overlaps count twice."""
     return sum(end - start for start, end in intervals)
 
 
 def overlap(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """Returns the time covered by both, each a result of :func:`union`."""
+    """Returns the time that both cover; each must be a result of :func:`union`."""
     common, a, b = [], 0, 0
     while a < len(one) and b < len(other):
         start, end = max(one[a][0], other[b][0]), min(one[a][1], other[b][1])

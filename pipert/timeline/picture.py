@@ -1,6 +1,6 @@
-"""Draws a timeline like figure 8 of the paper; needs matplotlib, the extra ``plot``.
+"""Draws a timeline like figure 8 of the paper; needs matplotlib (the extra ``plot``).
 
-It uses a figure of its own and no ``pyplot``, and so no state shared by the process.
+It uses a figure of its own and not ``pyplot``, which keeps state for the whole process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
 
 __all__: list[str] = []
 
-# From back to front; the colours of a box and of the micro-batch's number in it.
+# The colours of a box and of the micro-batch's number in it, from back to front.
 _COLOURS = {
     WAIT: ("#ececec", None),
     COPY: ("#e45756", None),
@@ -36,7 +36,7 @@ class Drawable(Protocol):
 
 def save_picture(timelines: Mapping[str, Drawable], path: str | Path) -> None:
     """Draw each timeline under its title, all to the same scale."""
-    # Equal timelines give equal files; text in an SVG stays text.
+    # Fixed salt, no dates: equal timelines give equal files. The text of an SVG stays text.
     with _matplotlib("matplotlib").rc_context({"svg.hashsalt": "pipert", "svg.fonttype": "none"}):
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
         _figure(timelines).savefig(path, dpi=150, metadata=metadata.get(Path(path).suffix.lower()))
@@ -72,24 +72,24 @@ def _figure(timelines: Mapping[str, Drawable]) -> Any:
 
 
 def _draw(axes: Any, timeline: Drawable) -> None:
-    """One lane below the other; copies as a thin bar under the tasks."""
+    """Draws the lanes one below the other, with copies as a thin bar under the tasks."""
     events = timeline.events
-    first = min((event.start for event in events), default=0.0)
-    whole = max((event.end for event in events), default=0.0) - first
+    start = min((event.start for event in events), default=0.0)
+    duration = max((event.end for event in events), default=0.0) - start
     boxes: dict[tuple[str, int], list[Event]] = {}
     for event in events:
         boxes.setdefault((event.kind, timeline.lane(event)), []).append(event)
     for kind, (colour, text) in _COLOURS.items():
         for lane in range(len(timeline.lanes)):
-            of_lane = boxes.get((kind, lane), [])
+            drawn = boxes.get((kind, lane), [])
             top, height = (lane + 0.26, 0.16) if kind == COPY else (lane - 0.4, 0.62)
-            spans = [(1e3 * (event.start - first), 1e3 * event.seconds) for event in of_lane]
+            spans = [(1e3 * (event.start - start), 1e3 * event.seconds) for event in drawn]
             axes.broken_barh(
                 spans, (top, height), facecolors=colour, linewidth=0.4,
                 edgecolors="white" if text else "none",
             )  # fmt: skip
-            for event, (left, width) in zip(of_lane, spans, strict=True):
-                if text and event.seconds > 0.012 * whole:
+            for event, (left, width) in zip(drawn, spans, strict=True):
+                if text and event.seconds > 0.012 * duration:
                     axes.text(
                         left + width / 2, top + height / 2, str(event.i), ha="center",
                         va="center", fontsize=7, color=text, clip_on=True,

@@ -1,8 +1,8 @@
 """Reports how the devices spent their time, and how to use it better.
 
-Time counts while the pipe is at work: from the first to the last forward task of each call, and
-from the first to the last task of its backward. Work of the training loop in between (loss,
-optimizer, data) is counted separately.
+The pipe is at work from the first to the last forward task of each call, and from the first to the
+last task of its backward. The training loop's work in between (loss, optimizer, data) is counted
+separately, as time outside.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from textwrap import wrap
 import torch
 
 from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.timeline.advice import Advice, Costs, Seen, advise
+from pipert.timeline.advice import Advice, Costs, Observations, advise
 from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 
 __all__ = ["DeviceTimes", "Report"]
 
-_COLUMNS = 100  # of the text
+_COLUMNS = 100  # the width of the text
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """How one device spent its time, in seconds."""
+    """The seconds that one device spent on each kind of activity."""
 
     name: str
     busy: float
@@ -36,7 +36,7 @@ class DeviceTimes:
     waiting: float
     """Not computing while the pipe was at work: waiting for input or the caller, or idle."""
     for_input: float
-    """The part of it known to be a wait for an input or its copy."""
+    """The part of ``waiting`` known to be a wait for an input or its copy."""
     copying: float
     """Incoming copies."""
     hidden: float
@@ -45,12 +45,12 @@ class DeviceTimes:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The result of :meth:`Timeline.report`: figures, and as ``str`` the text."""
+    """The result of :meth:`Timeline.report`: its fields are figures, and ``str`` gives the text."""
 
     calls: int
-    """Complete calls: failed or unfinished ones do not count."""
+    """Complete calls; failed and unfinished ones are left out of all figures."""
     incomplete: int
-    """Incomplete calls, which are left out."""
+    """Failed and unfinished calls."""
     micro_batches: int
     """The usual number per call."""
     seconds: float
@@ -59,16 +59,17 @@ class Report:
     """The part of ``seconds`` when the pipe was not at work."""
     devices: tuple[DeviceTimes, ...]
     waits: tuple[tuple[str, str, float], ...]
-    """Of ranks: one, another, and the seconds for which the first waited for it, longest first."""
+    """Waits between ranks: who waited for whom, and for how many seconds, longest first."""
     bubble: float
     """The share of the devices' time in which they did not compute, from 0 to 1."""
     forward_bubble: float | None
-    """``None`` for steps of ``forward_backward``, where forward and backward interleave."""
+    """The bubble while calls run forward; ``None`` for steps of ``forward_backward``, where forward
+    and backward interleave."""
     backward_bubble: float | None
-    """``None`` likewise, or if there was no backward."""
+    """The bubble while calls run backward; ``None`` likewise, or if there was no backward."""
     ideal_bubble: float
-    """The :attr:`bubble` of equal partitions and free copies: ``(n-1)/(m+n-1)``
-    (section 2.1 of the paper); more for CPU partitions, whose backward runs in one thread."""
+    """The :attr:`bubble` of equal partitions with free copies: ``(n-1)/(m+n-1)`` (section 2.1 of
+    the paper); more for CPU partitions, whose backward runs in one thread."""
     costs: tuple[Costs, ...]
     """The cost of a micro-batch in each partition."""
     advice: tuple[Advice, ...]
@@ -77,8 +78,8 @@ class Report:
     def __str__(self) -> str:
         lines = [*wrap(_headline(self), _COLUMNS), "", *_table(self), "", _bubble_line(self)]
         lines += wrap(_waits_line(self), _COLUMNS)
-        for one in self.advice:
-            lines += wrap(f"* {one.text}", _COLUMNS, subsequent_indent="  ")
+        for advice in self.advice:
+            lines += wrap(f"* {advice.text}", _COLUMNS, subsequent_indent="  ")
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -95,42 +96,43 @@ def make_report(
     failed: frozenset[int],
     cores: int,
 ) -> Report:
-    """See :meth:`Timeline.report`."""
-    sizes, broken = _calls(events, len(devices), steps, failed)
+    """Makes the result of :meth:`Timeline.report`."""
+    sizes, incomplete = _calls(events, len(devices), steps, failed)
     events = [event for event in events if event.run in sizes]
     if not events:
         raise ValueError(
-            f"there is no complete call in this timeline, and {len(broken)} that failed or were "
-            "cut off; call the pipe inside 'with pipe.record() as timeline'"
+            f"there is no complete call in this timeline, and {len(incomplete)} that failed or "
+            "were cut off; call the pipe inside 'with pipe.record() as timeline'"
         )
-    # In a step both run at once.
+    # Forward and backward of a step interleave, so both phases are the whole step.
     stepped = steps.issuperset(sizes)
-    kinds: tuple[tuple[str, ...], ...] = (FORWARD,), (RECOMPUTE, BACKWARD)
-    forward, backward = (_phases(events, COMPUTE if stepped else of) for of in kinds)
+    forward = _phases(events, COMPUTE if stepped else (FORWARD,))
+    backward = _phases(events, COMPUTE if stepped else (RECOMPUTE, BACKWARD))
     work = union([*forward, *backward])
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
-    of_lanes = [[event for event in events if workers[event.j] == lane] for lane in range(n)]
-    busy = [times_of(of_lane, COMPUTE) for of_lane in of_lanes]
+    lane_events = [[event for event in events if workers[event.j] == lane] for lane in range(n)]
+    busy = [times_of(on_lane, COMPUTE) for on_lane in lane_events]
     costs = _costs(events, len(devices))
     outside = max(0.0, seconds - length(work))
     share = outside / seconds if seconds else 0.0
-    of_forward = length(union(forward)) / (length(work) or 1.0)
+    forward_share = length(union(forward)) / (length(work) or 1.0)
     one_thread = not stepped and all(device.type == "cpu" for device in devices)
-    back = (n - 1) / n if one_thread else (n - 1) / (m + n - 1)
-    seen = Seen(m, chunks, costs, lanes, workers, devices, layers, share, one_thread, cores)
+    ideal = (n - 1) / (m + n - 1)
+    ideal_backward = (n - 1) / n if one_thread else ideal
+    seen = Observations(m, chunks, costs, lanes, workers, devices, layers, share, one_thread, cores)
     return Report(
         calls=len(sizes),
-        incomplete=len(broken),
+        incomplete=len(incomplete),
         micro_batches=m,
         seconds=seconds,
         outside=outside,
-        devices=tuple(_device(*lane, work) for lane in zip(lanes, of_lanes, strict=True)),
+        devices=tuple(_device(*lane, work) for lane in zip(lanes, lane_events, strict=True)),
         waits=_waits(events, lanes, workers, work),
         bubble=_bubble(busy, work),
         forward_bubble=None if stepped else _bubble(busy, union(forward)),
         backward_bubble=None if stepped or not backward else _bubble(busy, union(backward)),
-        ideal_bubble=of_forward * (n - 1) / (m + n - 1) + (1 - of_forward) * back,
+        ideal_bubble=forward_share * ideal + (1 - forward_share) * ideal_backward,
         costs=costs,
         advice=advise(seen),
     )
@@ -139,32 +141,32 @@ def make_report(
 def _calls(
     events: Sequence[Event], n: int, steps: frozenset[int], failed: frozenset[int]
 ) -> tuple[dict[int, int], set[int]]:
-    """Returns the micro-batches of each complete call, and the incomplete calls.
+    """Returns the number of micro-batches of each complete call, and the incomplete calls.
 
-    A complete call has not failed and has all its forward tasks; a complete step also their
-    backwards, as far down as there is something to differentiate.
+    A complete call has not failed and has all its forward tasks. A complete step also has each
+    micro-batch's backward, as far down as there is something to differentiate.
     """
     forward: dict[int, set[tuple[int, int]]] = {}
     for event in events:
         if event.kind == FORWARD:
             forward.setdefault(event.run, set()).add((event.i, event.j))
     sizes = {run: 1 + max(i for i, _ in tasks) for run, tasks in forward.items()}
-    back = {(event.run, event.i) for event in events if event.kind == BACKWARD}
-    whole = {
+    backward = {(event.run, event.i) for event in events if event.kind == BACKWARD}
+    complete = {
         run: m
         for run, m in sizes.items()
         if run not in failed
         and len(forward[run]) == m * n
-        and (run not in steps or all((run, i) in back for i in range(m)))
+        and (run not in steps or all((run, i) in backward for i in range(m)))
     }
-    return whole, {event.run for event in events} - set(whole)
+    return complete, {event.run for event in events} - set(complete)
 
 
 def _phases(events: Sequence[Event], kinds: Collection[str]) -> list[Interval]:
-    """Returns when each call was at work, forward or backward.
+    """Returns the times at which each call was at work on tasks of ``kinds``.
 
-    Not from the first to the last task: a call may run backward twice, with a pause
-    in between. A pause is a gap longer than any task.
+    These do not simply last from its first to its last task, since a call may run backward twice,
+    with a pause in between: a gap longer than any task.
     """
     phases: list[Interval] = []
     runs: dict[int, list[Interval]] = {}
@@ -198,35 +200,35 @@ def _device(name: str, events: Sequence[Event], work: list[Interval]) -> DeviceT
 def _waits(
     events: Sequence[Event], lanes: Sequence[str], workers: Sequence[int], work: list[Interval]
 ) -> tuple[tuple[str, str, float], ...]:
-    """Returns how long lanes waited for others, where that is known."""
+    """Returns how long each lane waited for each other one, where the awaited lane is known."""
     times: dict[tuple[str, str], list[Interval]] = {}
     for event in events:
         if event.kind == WAIT and event.origin is not None:
-            who, awaited = lanes[workers[event.j]], lanes[workers[event.origin]]
-            times.setdefault((who, awaited), []).append((event.start, event.end))
-    found = [(*pair, length(overlap(union(of), work))) for pair, of in times.items()]
-    return tuple(sorted(found, key=lambda one: -one[2]))
+            waiting, awaited = lanes[workers[event.j]], lanes[workers[event.origin]]
+            times.setdefault((waiting, awaited), []).append((event.start, event.end))
+    found = [(*pair, length(overlap(union(waits), work))) for pair, waits in times.items()]
+    return tuple(sorted(found, key=lambda wait: -wait[2]))
 
 
 def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
     """Returns the share of the devices' time in ``work`` in which they did not compute."""
-    whole = len(busy) * length(work)
-    return 1 - sum(length(overlap(one, work)) for one in busy) / whole if whole else 0.0
+    total = len(busy) * length(work)
+    return 1 - sum(length(overlap(times, work)) for times in busy) / total if total else 0.0
 
 
 def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
-    """Returns the usual cost of a micro-batch in each partition; delayed tasks do not affect it."""
+    """Returns each partition's cost of a micro-batch: medians, unaffected by delayed tasks."""
     seconds: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for event in events:
         if event.kind in COMPUTE:  # a backward may be in several pieces
-            of_partition = seconds.setdefault((event.kind, event.j), {})
+            by_task = seconds.setdefault((event.kind, event.j), {})
             task = event.run, event.i
-            of_partition[task] = of_partition.get(task, 0.0) + event.seconds
+            by_task[task] = by_task.get(task, 0.0) + event.seconds
     costs = []
     for j in range(n):
-        of_kinds = [list(seconds.get((kind, j), {}).values()) for kind in COMPUTE]
-        forward, recompute, backward = (median(of or [0.0]) for of in of_kinds)
-        share = len(of_kinds[1]) / max(1, len(of_kinds[0]))
+        by_kind = [list(seconds.get((kind, j), {}).values()) for kind in COMPUTE]
+        forward, recompute, backward = (median(times or [0.0]) for times in by_kind)
+        share = len(by_kind[1]) / max(1, len(by_kind[0]))
         costs.append(Costs(forward, share * recompute, backward))
     return tuple(costs)
 
@@ -243,8 +245,8 @@ def _headline(report: Report) -> str:
     )
 
 
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural * (number != 1)}"
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -262,18 +264,18 @@ def _table(report: Report) -> Iterator[str]:
 def _bubble_line(report: Report) -> str:
     phases = (("forward", report.forward_bubble), ("backward", report.backward_bubble))
     parts = [f"{name} {100 * share:.0f}%" for name, share in phases if share is not None]
-    apart = f" ({', '.join(parts)})" if parts else ""
+    by_phase = f" ({', '.join(parts)})" if parts else ""
     return (
-        f"Bubble: {100 * report.bubble:.0f}% of the devices' time{apart}; "
+        f"Bubble: {100 * report.bubble:.0f}% of the devices' time{by_phase}; "
         f"equal partitions would leave {100 * report.ideal_bubble:.0f}%."
     )
 
 
 def _waits_line(report: Report) -> str:
     work = report.seconds - report.outside
-    shares = [(who, awaited, _percent(time, work)) for who, awaited, time in report.waits]
-    said = [f"{who} for {awaited} {share}%" for who, awaited, share in shares if share]
-    return f"Waits: {', '.join(said)} of the time." if said else ""
+    shares = [(waiting, awaited, _percent(time, work)) for waiting, awaited, time in report.waits]
+    parts = [f"{waiting} for {awaited} {share}%" for waiting, awaited, share in shares if share]
+    return f"Waits: {', '.join(parts)} of the time." if parts else ""
 
 
 def _percent(part: float, whole: float) -> int:

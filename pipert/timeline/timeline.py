@@ -1,4 +1,4 @@
-"""``Timeline``: the events on each device, with their times; one fills while a pipe runs."""
+"""Holds the events on each device with their times, given by the user or recorded from a pipe."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Timeline"]
 
 
 class Timeline:
-    """Events of a pipe. :meth:`Pipe.record` makes one; you can also build one from your own events.
+    """The events of a pipe. :meth:`Pipe.record` makes one; you can also build one from your own.
 
     Args:
         events: in any order.
         devices: the device of each partition.
         workers: the worker of each partition, counted from 0. Default: as in a pipe, one per
             CUDA device and per ``'cpu'``.
-        layers: for each partition the seconds that its layers take in a forward task; the report
-            derives the better balance from them. Default: unknown.
+        layers: for each partition the seconds that each of its layers takes in a forward task; the
+            report derives a better balance from them. Default: unknown.
         chunks: the requested number of micro-batches; a call with fewer had no more rows.
             Default: unknown.
         steps: the numbers of the calls of ``forward_backward``. Default: none.
@@ -57,7 +57,7 @@ class Timeline:
         self._chunks = chunks
         self._steps = frozenset(steps)
         self._failed = frozenset(failed)
-        self._cores = cores()  # which CPU workers share
+        self._cores = cores()  # CPU workers share them
         n = len(self._devices)
         if len(self._workers) != n or {*self._workers} != {*range(len({*self._workers}))}:
             raise ValueError(
@@ -71,10 +71,7 @@ class Timeline:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """All finished events, in order of their start.
-
-        Waits for events on CUDA.
-        """
+        """All finished events, in order of their start. Waits for those on CUDA."""
         return self._events
 
     @property
@@ -92,7 +89,7 @@ class Timeline:
         return tuple(names[worker] for worker in sorted(names))
 
     def lane(self, event: Event) -> int:
-        """Returns the index in :attr:`lanes` of an event; a copy belongs to its destination."""
+        """Returns an event's index in :attr:`lanes`; a copy belongs to its destination."""
         return self._workers[event.j]
 
     @property
@@ -126,14 +123,14 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write a trace that Perfetto (https://ui.perfetto.dev) and ``chrome://tracing`` open.
 
-        One lane for what each device computes and one for its copies, with arrows from task to
+        It has a lane for each device's computation and one for its copies, and arrows from task to
         task.
         """
         trace = chrome_trace(self.events, self.lanes, self._workers)
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     def plot(self, path: str | Path, title: str | None = None) -> None:
-        """Draw it as the paper does: a lane for each device, a box for each task.
+        """Draw the timeline as the paper does: a lane for each device, a box for each task.
 
         Args:
             path: its suffix selects the format: ``.png``, ``.svg`` or ``.pdf``.
@@ -149,7 +146,7 @@ class Timeline:
 
 
 class LiveTimeline(Timeline):
-    """The events recorded so far. References neither the pipe nor its threads."""
+    """A timeline of the events recorded so far. References neither the pipe nor its threads."""
 
     def __init__(
         self,
@@ -166,7 +163,7 @@ class LiveTimeline(Timeline):
 
     @property
     def events(self) -> tuple[Event, ...]:
-        is_over = not self._recording.is_open
+        is_over = not self._recording.is_open  # asked first, so that no event is missed
         events = self._final or tuple(self._recording.events())
         if is_over:
             self._final = events
@@ -182,12 +179,12 @@ class LiveTimeline(Timeline):
 
     @property
     def layer_seconds(self) -> Sequence[Sequence[float]] | None:
-        each = [self._recording.layer_seconds(j, n) for j, n in enumerate(self._balance)]
-        return each if all(each) else None
+        seconds = [self._recording.layer_seconds(j, n) for j, n in enumerate(self._balance)]
+        return seconds if all(seconds) else None
 
 
 class Record:
-    """``pipe.record()``: a reusable context; each entry yields a new timeline."""
+    """The result of ``pipe.record()``: a reusable context; each entry yields a new timeline."""
 
     def __init__(
         self,
@@ -198,11 +195,11 @@ class Record:
         chunks: int,
     ) -> None:
         self._counters = counters
-        self._of_pipe = devices, workers, balance, chunks
+        self._settings = devices, workers, balance, chunks
         self._open: list[Recording] = []
 
     def __enter__(self) -> Timeline:
-        devices, workers, balance, chunks = self._of_pipe
+        devices, workers, balance, chunks = self._settings
         recording = Recording(devices)
         self._open.append(recording)
         self._counters.start_recording(recording)
