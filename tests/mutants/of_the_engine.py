@@ -63,7 +63,7 @@ OF_RUNS = [
             received = self._how.receive(self._action.i, before_waiting)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
-        # Again, since it may have waited for long; what is left out here counts as no task done.
+        # Checked again after a wait, however long; a task left out here does not count as done.
         return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 """,
         """\
