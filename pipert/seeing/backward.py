@@ -97,25 +97,17 @@ class _Task:
             self._span.end = moment
 
 
-def watch_backward(
-    recorder: Recorder, i: int, j: int, device: torch.device, inputs: set[Node], made: range,
-    ys: Iterable[Tensor],
-) -> None:  # fmt: skip
-    """Record the backward of a partition.
-
-    Args:
-        inputs: the nodes that made its inputs.
-        made: the numbers of its own nodes.
-        ys: its outputs.
-    """
-    watch_nodes(recorder, i, j, device, makers(ys) - inputs, inputs, made)
-
-
 def watch_nodes(
     recorder: Recorder, i: int, j: int, device: torch.device, outputs: set[Node],
     inputs: set[Node], made: range,
 ) -> None:  # fmt: skip
-    """Record the backward of a partition, as :func:`watch_backward`, given its output nodes."""
+    """Record the backward of a partition.
+
+    Args:
+        outputs: its nodes that made its outputs.
+        inputs: the nodes that made its inputs.
+        made: the numbers of its own nodes.
+    """
     if not outputs:
         return
     task = _Task(recorder, i, j, device)

@@ -19,7 +19,7 @@ from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.schedules.action import FORWARD, Action
-from pipert.seeing.backward import makers, watch_backward, watch_node
+from pipert.seeing.backward import makers, watch_node, watch_nodes
 from pipert.seeing.event import COPY, WAIT
 from pipert.seeing.recorder import Recorder, Span
 from pipert.stage.copies import Transport
@@ -64,8 +64,9 @@ def _compute(after_sending: list[Callable[[], None]], stage: Stage, i: int, x: V
         assert told.recorder is not None
         y = compute_layers(stage, i, x, told.recorder.after_layer(span))
     if stage.cut is None and stage.run.context.grad_enabled:
-        made, ys = range(first, node_count()), differentiable(y)[0]
-        after_sending.append(partial(watch_backward, told.recorder, i, j, device, inputs, made, ys))
+        outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
+        watch = partial(watch_nodes, told.recorder, i, j, device, outputs, inputs, made)
+        after_sending.append(watch)
     return y
 
 
