@@ -93,18 +93,15 @@ def scale_of(
     if isinstance(scale, torch.amp.GradScaler):
         one = torch.ones((), device=devices[0] if devices else None)
         return scale.scale(one)
-    is_number = isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_complex()
-    if isinstance(scale, Tensor) and is_number and not scale.is_meta:
-        scale = scale.detach().reshape(())
-        return scale.to(devices[0]) if scale.is_cuda and devices else scale
     if isinstance(scale, float | int):
         return scale
-    raise TypeError(f"loss_scale must be a number or a GradScaler, got {_looks_of(scale)}")
-
-
-def _looks_of(scale: Any) -> str:
-    on_meta = isinstance(scale, Tensor) and scale.is_meta
-    return f"{describe(scale)}{' on the meta device, without a value' if on_meta else ''}"
+    where = ""
+    if isinstance(scale, Tensor):
+        if scale.numel() == 1 and not (scale.is_complex() or scale.is_meta):
+            scale = scale.detach().reshape(())
+            return scale.to(devices[0]) if scale.is_cuda and devices else scale
+        where = " on the meta device, without a value" if scale.is_meta else ""
+    raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}{where}")
 
 
 @dataclass(eq=False)
