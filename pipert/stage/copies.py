@@ -60,11 +60,12 @@ class InGraphTransport:
         return streams.copy(tensors, self._device, source, target)
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        xs, rebuild = differentiable(x) if torch.is_grad_enabled() else ((), None)
-        if rebuild is None or not xs:
-            streams.wait(waiter, awaited)
-            return x
-        return rebuild(transfer.wait(xs, waiter, awaited))
+        if torch.is_grad_enabled():
+            xs, rebuild = differentiable(x)
+            if xs:
+                return rebuild(transfer.wait(xs, waiter, awaited))
+        streams.wait(waiter, awaited)
+        return x
 
 
 @dataclass(slots=True, eq=False)
