@@ -49,13 +49,7 @@ _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=()
 
 
 class Runtime:
-    """The threads and counters of a pipe, which runs mini-batches through partitions.
-
-    Args:
-        model: the partitions.
-        devices: the device of each partition.
-        workers: the number of each partition's worker.
-    """
+    """Runs mini-batches through partitions. Each has a device, and a worker, given by number."""
 
     def __init__(
         self,

@@ -107,7 +107,7 @@ class Gradients:
 
 
 def split_off(arriving: Arriving) -> Arriving:
-    """Move the gradients that :func:`give` may deliver, since nobody observes it, to a new list.
+    """Take out and return the gradients that nobody observes, for :func:`give` to deliver.
 
     A hook is on the tensor, or on its ``AccumulateGrad``, which holds the tensor while it lives.
     Left to autograd is also a gradient that must be added to another, that somebody else holds,
@@ -141,9 +141,8 @@ def split_off(arriving: Arriving) -> Arriving:
 def give(gradients: Arriving) -> Arriving:
     """Assign gradients to ``.grad``; return those that somebody has begun to observe meanwhile.
 
-    A thread that goes backward takes a lock that Python code cannot take. But no thread can start
-    to between the check of a tensor and the assignment: ``deque`` runs the loop without executing
-    any Python code.
+    A backward on another thread holds a lock that Python code cannot take. But none can begin
+    between the check of a tensor and the assignment: ``deque`` runs the loop without Python code.
     """
     tensors = [tensor for tensor, _ in gradients]
     are_without_grad = map(operator.is_, map(_grad.__get__, tensors), repeat(None))
