@@ -84,11 +84,11 @@ class Runtime:
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
         """
-        begin_numbers(len(inputs))  # so what the caller does with the outputs comes before turns
+        begin_numbers(len(inputs))  # turns have lower numbers than the caller's later nodes
         plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as told:
-            run = self._run(plan, told)
+            run = self._new_run(plan, told)
             self._execute(run, self.model.assemble(run, inputs, None, stats), threads, timeout)
             told.outcome = "succeeded"
             return run.outputs
@@ -110,7 +110,7 @@ class Runtime:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
-            run = self._run(plan, told)
+            run = self._new_run(plan, told)
             stages = self.model.assemble(run, leaves, step, stats)
             self._execute(run, stages, threads, timeout)
             try:
@@ -132,7 +132,7 @@ class Runtime:
             )
         return self.waiting.threads()
 
-    def _run(self, plan: Plan, told: Told) -> Run:
+    def _new_run(self, plan: Plan, told: Told) -> Run:
         on_cuda = {device for device in self.devices if device.type == "cuda"}
         on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
         context = CallerContext(list(on_cuda), self._cpu_workers)

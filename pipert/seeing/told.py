@@ -51,13 +51,13 @@ class Told:
     """``'cancelled'`` until the run has succeeded or failed."""
 
     def __post_init__(self) -> None:
-        self._told = tuple(self._observers.values())
-        self.is_observed = bool(self._told)
+        self._listeners = tuple(self._observers.values())
+        self.is_observed = bool(self._listeners)
         self.looks = self.is_observed or self.recorder is not None  # whether anybody is told
 
     def tell(self, about: Callable[[Observer], None]) -> None:
         """Call ``about`` with each observer; drop an observer for which it raises."""
-        for observer in self._told:
+        for observer in self._listeners:
             if id(observer) not in self._observers:
                 continue  # removed meanwhile, or dropped
             try:

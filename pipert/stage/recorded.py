@@ -94,11 +94,11 @@ class RecordedTransport:
     ) -> Tensors:
         home, device, j = tensors[0].device, self._place.device, self._place.j
         size = sum(tensor.nbytes for tensor in tensors)
-        clock, on = self._reads((home, source), (device, target))
+        clock, on = self._timed_by((home, source), (device, target))
         with self._recorder.during(COPY, i, j, device, clock, on) as span:
             span.source, span.origin, span.bytes = home, origin, size
             moved = self._transport.copy(i, tensors, source, target, origin)
-        clock_back, on_back = self._reads((device, target), (home, source))
+        clock_back, on_back = self._timed_by((device, target), (home, source))
 
         def begin_gradient() -> Span:  # the graph holds this, so it must hold no tensor
             to = j if origin is None else origin
@@ -122,7 +122,7 @@ class RecordedTransport:
             watch_node(xs, begin, None)
         return y
 
-    def _reads(
+    def _timed_by(
         self, source: tuple[torch.device, Stream], target: tuple[torch.device, Stream]
     ) -> tuple[torch.device, Stream]:
         """Return the clock and stream that time a copy: those of the first side on CUDA."""
