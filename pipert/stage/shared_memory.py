@@ -48,10 +48,12 @@ def find_shared(value: Value) -> Shared:
     start = 0
     for part in parts:
         tensors = tensors_of(part)[0]
-        for together in _by_storage(tensors).values():
-            for k, other in combinations(together, 2):
-                extents = _extent(tensors[k]), _extent(tensors[other])
-                shared[start + k, start + other] = extents
+        homes = [tensor.untyped_storage()._cdata for tensor in tensors if _has_storage(tensor)]
+        if len(set(homes)) < len(homes):
+            for together in _by_storage(tensors).values():
+                for k, other in combinations(together, 2):
+                    extents = _extent(tensors[k]), _extent(tensors[other])
+                    shared[start + k, start + other] = extents
         start += len(tensors)
     return shared
 
