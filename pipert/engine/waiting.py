@@ -41,7 +41,7 @@ _RECHECK = 0.02  # s; and, if one is not, whether the others are done with the r
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """The waits for the runs of one pipe. Thread-safe."""
+    """The part of a pipe that waits for its runs. Thread-safe."""
 
     _pool: Pool
     _clock: int
@@ -142,8 +142,8 @@ class Waiting:
     ) -> None:
         """Cancel the run of an interrupted caller (R2).
 
-        Executing layers cannot be interrupted, so they are waited for, until the time limit or the
-        third interrupt.
+        Waits for executing layers, which cannot be interrupted, until the time limit or the third
+        interrupt.
         """
         interrupts, began = 0, monotonic()
         while True:

@@ -104,7 +104,7 @@ def watch_nodes(
     """Record the backward of a partition.
 
     Args:
-        outputs: its nodes that made its outputs.
+        outputs: the nodes that made its outputs, but not its inputs.
         inputs: the nodes that made its inputs.
         made: the numbers of its own nodes.
     """

@@ -37,9 +37,9 @@ class Event:
     i: int
     """The micro-batch."""
     j: int
-    """The partition; of a copy, its destination."""
+    """The partition; for a copy, its destination."""
     device: torch.device
-    """Where it ran; of a copy, its destination."""
+    """Where it ran; for a copy, its destination."""
     start: float
     """Seconds since the recording began."""
     end: float
@@ -63,12 +63,12 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """The duration of the event."""
         return self.end - self.start
 
     @property
     def name(self) -> str:
-        """The name of the task, such as ``F[3,1]``; of a copy or a wait, a description."""
+        """The name of the task, such as ``F[3,1]``; for a copy or a wait, a description."""
         letter = _LETTERS.get(self.kind)
         if letter is not None:
             return str(Action(letter, self.i, self.j))

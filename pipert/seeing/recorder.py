@@ -68,7 +68,7 @@ class Recording:
         self.is_open = True
 
     def events(self) -> list[Event]:
-        """Return the events that are over, by their start. Waits for the CUDA devices to finish."""
+        """Return the events that are over, in order of start. Waits for their CUDA devices."""
         events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
         return sorted(events, key=lambda event: (event.start, event.end))
 

@@ -32,8 +32,7 @@ _log = logging.getLogger("pipert")
 class Told:
     """Tells observers, recordings and profilers about one run. Thread-safe.
 
-    It references neither the run nor the pipe, since recomputations outlive the run and may outlive
-    the pipe.
+    References neither the run nor the pipe: recomputations outlive the one, and maybe the other.
     """
 
     run: RunInfo

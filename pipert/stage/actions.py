@@ -1,4 +1,4 @@
-"""Lists the kinds of action, and for each the function that tells how a stage carries it out."""
+"""Maps each kind of action to the function that tells how a stage carries it out."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ ACTIONS: Actions = {
     RECOMPUTE: recompute,
     BACKWARD: backward,
 }
-"""One row per kind. The inputs of a kind are stated by its row of ``schedules.action.RULES``."""
+"""One row per kind of action. A row of ``schedules.action.RULES`` says what it depends on."""

@@ -1,7 +1,7 @@
 """Assembles the stages of a run: their layers, their ends, and the links between them.
 
-All choices of parts are made here, once a run: ends in the graph or cut, recorded or not, first or
-last stage, one device or several.
+All choices of parts are made here, once per run: ends in the graph or cut, recorded or not, first
+or last stage, one device or several.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ def assemble(
 ) -> list[Stage]:
     """Make the stages of ``run``, which goes backward as well if there is a ``step``.
 
-    The run empties ``inputs``, which has one value per micro-batch, as it proceeds. Deferred
-    running statistics are noted in ``stats``. ``actions`` says how to carry out each kind of
-    action.
+    The run empties ``inputs``, one value per micro-batch, as it proceeds. Deferred running
+    statistics are noted in ``stats``. ``actions`` says how to carry out each kind of action.
     """
     n = len(model.partitions)
     weights = _borrowed(run, model, step)

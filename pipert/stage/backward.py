@@ -101,10 +101,7 @@ def _differentiate_graph(
 def gradients_of(
     wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor], behind: Behind
 ) -> Gradients:
-    """Differentiate ``ys`` with respect to ``wanted``, on this thread.
-
-    ``behind`` is what the graph has behind ``ys``.
-    """
+    """Differentiate ``ys``, which have the nodes ``behind`` them, by ``wanted``, on this thread."""
     retain = bool(behind.others)  # other micro-batches go backward through the caller's nodes, too
     try:
         return differentiate(ys, wanted, dys, retain_graph=retain)

@@ -102,7 +102,7 @@ class Copies:
         self._previous = j - 1 if j > 0 else None
         sources = [*range(j)[-1:], *(k for _, k in skips.arriving)]
         readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]
-        # Whether values come, or may come, from other devices, and whether others copy from this.
+        # Whether values come, or may come, from other devices, and whether others copy from here.
         self.come_in = j == 0 or any(run.devices[k] != self._device for k in sources)
         self.go_out = any(run.devices[k] != self._device for k in readers)
 

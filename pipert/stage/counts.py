@@ -106,7 +106,7 @@ def _checked(count: Any, device: torch.device) -> Count:
 
 
 def _or_one(count: Count) -> Count:
-    """Return ``count``, or one if it is zero, to divide by."""
+    """Return ``count`` as a divisor: one if it is zero."""
     if isinstance(count, Tensor):
         return count + (count == 0)
     return count or 1.0

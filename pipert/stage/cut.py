@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     graphs: tuple[Graph, ...]
     """From the loss or the outputs to the inputs; ``R[i,j]`` adds the graph of the layers."""
     again: Again | None
-    """Recomputes the layers; ``None`` if there is nothing to recompute, or no longer."""
+    """Recomputes the layers; ``None`` if they are not checkpointed, and after ``R[i,j]``."""
     arriving: tuple[int, ...]
     """The number of differentiable tensors in each arriving skip."""
     leaving: tuple[int, ...]
@@ -97,7 +97,7 @@ class Cut:
         skips = x.skips if isinstance(x, Carried) else ()
         arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
         xs, rebuild = differentiable(x)
-        if not xs or i < self._recomputed:  # in the latter case the layers get copies
+        if not xs or i < self._recomputed:  # checkpointed layers get copies
             self._entered = Entered((), arriving)
             return x
         xs = order.enter(xs)

@@ -72,7 +72,7 @@ class Run:
             wait(compute_stream(device), source)
 
     def end(self) -> None:
-        """Call ``at_end``. Called by the caller, however the run ended; no interrupt skips it."""
+        """Call ``at_end``, however the run ended. For the caller; an interrupt cannot skip it."""
         at_end = self.at_end
         if at_end is None:
             return

@@ -196,7 +196,7 @@ class Task:
         run = self._stage.run
         self._how.send(self._action.i, NOT_RUN if run.dropped else result)
         if run.dropped:
-            self._stage.drop()  # again, since this action may have been executing when it was
+            self._stage.drop()  # again: this action may have been executing the first time
         self._due.pop().settle()
 
     def abandon(self, error: BaseException) -> None:

@@ -98,10 +98,7 @@ class Step:
         return torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)])
 
     def _warn_of_some(self) -> None:
-        """Warn if the losses of some micro-batches are finite and those of others are not.
-
-        Not on a GPU, which one would have to wait for.
-        """
+        """Warn if only some losses are finite. Not on a GPU, which one would have to wait for."""
         if any(loss.is_cuda for loss in self.losses.values()):
             return
         losses = self._losses()
