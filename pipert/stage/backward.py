@@ -101,7 +101,7 @@ def _differentiate_graph(
 def gradients_of(
     wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor], behind: Behind
 ) -> Gradients:
-    """Differentiate ``ys``, which have the nodes ``behind`` them, by ``wanted``, on this thread."""
+    """Differentiate ``ys`` by ``wanted`` on this thread; ``behind`` is the graph behind ``ys``."""
     retain = bool(behind.others)  # other micro-batches go backward through the caller's nodes, too
     try:
         return differentiate(ys, wanted, dys, retain_graph=retain)

@@ -1,9 +1,8 @@
 """Shows other threads what a worker is doing and has done.
 
-Only the worker's thread writes this state. It is one tuple that is replaced in one step, so a
-reader on any thread, without a lock, sees figures that were true at the same time.
-
-It holds words and numbers: an idle worker references nothing of its last task (**W2**).
+Only the worker's thread writes this state, a tuple that is replaced in one step. So a reader on any
+thread sees figures of one moment, without a lock. They are words and numbers: an idle worker
+references nothing of its last task (**W2**).
 """
 
 from __future__ import annotations

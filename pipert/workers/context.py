@@ -22,8 +22,7 @@ deterministic         nothing, since it is process-wide in torch
 
 **W4** what is applied is undone, also after an error. A worker that an exception hits in the middle
 of either ends, since it is unknown what is in effect then. The count of intra-op threads stays with
-the worker, which owns its thread; :func:`.set_own_threads` says how the rest of the process is not
-affected.
+the worker, which owns its thread; :func:`.set_own_threads` does not affect the rest of the process.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from pipert.workers.thread_state import (
     dispatch_modes,
     function_modes,
     get_autocast,
+    has_default_settings,
     modes,
-    nothing_put_on,
     set_own_threads,
 )
 
@@ -121,8 +120,8 @@ class CallerContext:
     def on_worker(self) -> OnWorker:
         """A new block that applies all settings on a worker."""
         is_usual = self._is_plain and not self._streams
-        more = None if is_usual else self._all_on_worker
-        return OnWorker(self._grad, self._threads_of_worker, more)
+        make_block = None if is_usual else self._all_on_worker
+        return OnWorker(self._grad, self._threads_of_worker, make_block)
 
     @property
     def going_back_on_worker(self) -> OnWorker:
@@ -138,7 +137,7 @@ class CallerContext:
             set_own_threads(self._threads)
         try:
             torch._C._set_grad_enabled(self._grad)
-            if self._is_plain and nothing_put_on():
+            if self._is_plain and has_default_settings():
                 yield
             else:
                 with self._all(clear_cache=True):
@@ -174,12 +173,12 @@ class CallerContext:
 
 @dataclass(slots=True, eq=False)
 class OnWorker:
-    """A block on a worker, whose thread has default settings. May be re-entered, never nested."""
+    """A block on a worker, whose thread has default settings. Reusable, but never nested."""
 
     _grad: bool
     _threads: int
     """The count of intra-op threads, which the worker keeps."""
-    _more: Callable[[], AbstractContextManager[None]] | None
+    _make_block: Callable[[], AbstractContextManager[None]] | None
     """Makes the block for all other settings, if there are any."""
     _block: AbstractContextManager[None] | None = None
 
@@ -187,8 +186,8 @@ class OnWorker:
         if torch.get_num_threads() != self._threads:
             set_own_threads(self._threads)
         torch._C._set_grad_enabled(self._grad)
-        if self._more is not None:
-            self._block = self._more()
+        if self._make_block is not None:
+            self._block = self._make_block()
             self._block.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -151,7 +151,7 @@ class Pool:
         return [k for k, thread in enumerate(threads) if thread.is_alive()]
 
     def look(self) -> list[WorkerView]:
-        """Returns what each worker is doing; may be called from any thread."""
+        """Return what each worker is doing. Thread-safe."""
         self._reset_in_child()
         threads = self._threads
         depths = [thread.in_queue.depth() for thread in threads]
@@ -165,7 +165,7 @@ class Pool:
         ]
 
     def stack(self, worker: int) -> str:
-        """Returns the worker's Python stack, printed like a traceback, innermost call last.
+        """Return the worker's Python stack, printed like a traceback, innermost call last.
 
         It begins with the called layer: the frames above it are the same for all.
         """

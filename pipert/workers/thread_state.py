@@ -119,8 +119,8 @@ def autocast(settings: Autocast, clear_cache: bool) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-def nothing_put_on() -> bool:
-    """Return whether the current thread has the settings of a new one, except its grad mode."""
+def has_default_settings() -> bool:
+    """Return whether the current thread has the settings of a new one, grad mode aside."""
     return (
         not torch.is_inference_mode_enabled()
         and not torch._C._len_torch_function_stack()

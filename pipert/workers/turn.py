@@ -1,11 +1,11 @@
 """Lets workers take turns at the interpreter, for tasks shorter than a thread switch.
 
 The standard way is to let every worker with an input run. The interpreter lock lets one of them
-execute Python at a time, and each torch operation releases it briefly. With eight workers
-and tasks that cost 20 us, a prototype took 75 us per task, mostly in five context switches,
-and 25 with turns. So workers whose layers compute next to nothing take
-turns, and keep one for a few tasks. Real layers sleep or compute outside the interpreter lock and
-take no turns: running one at a time would slow them down.
+execute Python at a time, and each torch operation releases it briefly. With eight workers and tasks
+that cost 20 us, a prototype took 75 us per task, mostly in five context switches, and 25 with
+turns. So workers whose layers compute next to nothing take turns, and keep one for a few tasks.
+Real layers sleep or compute outside the interpreter lock and take no turns: running one at a time
+would slow them down.
 
 A turn affects speed, never order:
 
