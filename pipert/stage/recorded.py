@@ -53,7 +53,13 @@ def recorded_forward(stage: Stage) -> How:
     """
     after_sending: list[Callable[[], None]] = []
     how = forward(stage, partial(_compute, after_sending))
-    return how._replace(send=partial(_send, how.send, after_sending))
+
+    def send(i: int, value: Value) -> None:
+        how.send(i, value)
+        while after_sending:
+            after_sending.pop()()
+
+    return how._replace(send=send)
 
 
 def _compute(after_sending: list[Callable[[], None]], stage: Stage, i: int, x: Value) -> Value:
@@ -68,14 +74,6 @@ def _compute(after_sending: list[Callable[[], None]], stage: Stage, i: int, x: V
         watch = partial(watch_nodes, told.recorder, i, j, device, outputs, inputs, made)
         after_sending.append(watch)
     return y
-
-
-def _send(
-    send: Callable[[int, Value], None], afterwards: list[Callable[[], None]], i: int, value: Value
-) -> None:
-    send(i, value)
-    while afterwards:
-        afterwards.pop()()
 
 
 @dataclass(slots=True, eq=False)
