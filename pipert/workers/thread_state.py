@@ -79,12 +79,8 @@ def _on_new_thread(function: Callable[[], T]) -> T:
 
 def get_autocast() -> Autocast:
     """Return what ``torch.autocast`` sets."""
-    return torch.is_autocast_cache_enabled(), tuple(
-        [
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in _AUTOCAST_TYPES
-        ]
-    )
+    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_TYPES]
+    return torch.is_autocast_cache_enabled(), tuple(by_type)
 
 
 NEW_THREAD_AUTOCAST = _on_new_thread(get_autocast)
