@@ -43,7 +43,7 @@ from pipert.workers.worker import WorkerThread
 
 __all__: list[str] = []
 
-# The runtimes that have a task around the current code; workers inherit it like all variables.
+# The runtimes inside whose tasks the current code runs; workers inherit it, as all variables.
 # An object represents each runtime, since a graph keeps its context and would keep the runtime.
 _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=())
 

@@ -1,4 +1,4 @@
-"""Builds the errors of calls that timed out, and of calls made before their layers returned."""
+"""Builds the errors of a call that timed out, and of calls made while its layers still run."""
 
 from __future__ import annotations
 

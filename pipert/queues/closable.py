@@ -99,7 +99,7 @@ class ClosableQueue(Generic[T]):
         return left
 
     def is_closed(self) -> bool:
-        """Return whether the queue was closed or shut; to other threads only ``True`` is final."""
+        """Return whether the queue was closed or shut. Other threads may do so at any time."""
         return bool(self._closed)
 
     def depth(self) -> int:

@@ -97,7 +97,7 @@ class Told:
 
     @contextlib.contextmanager
     def recomputing(self, action: Action, device: torch.device) -> Iterator[None]:
-        """Record and observe a recomputation. In a call, report its failure at once."""
+        """Record and observe a recomputation. In a call, tell of its failure, too."""
         try:
             with contextlib.ExitStack() as stack:
                 if self.recorder is not None:

@@ -53,7 +53,7 @@ class Counts:
         return bool(self._counts)
 
     def note(self, i: int, count: Any, device: torch.device) -> None:
-        """Note how many terms the sum of micro-batch ``i``, computed on ``device``, has.
+        """Note the count of micro-batch ``i``, whose sum was computed on ``device``.
 
         Raises:
             TypeError: ``count`` is not a number.

@@ -33,7 +33,7 @@ _CPU = torch.device("cpu")
 
 
 def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
-    """Return ``link`` such that the waits of its receiver, at ``place``, are recorded.
+    """Return a link like ``link`` that records how long its receiver, at ``place``, waits.
 
     Only for a receiver on CPU: a CUDA device waits for its input later, in its stream.
     """

@@ -166,7 +166,7 @@ class Task:
         self.layers_took: float | None = None
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
-        """Return the action's input; ``NOT_RUN`` if the run has failed earlier in the plan."""
+        """Return the action's input; ``NOT_RUN`` if the run failed earlier in the plan, or here."""
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
         try:
