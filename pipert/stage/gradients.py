@@ -235,7 +235,7 @@ def gathered(sums: Iterable[Gradients]) -> Arriving:
     A weight that several partitions use occurs several times: autograd adds, also sparse to dense.
     """
     return [
-        (weight, total.to(weight.device))
+        (weight, total if total.device == weight.device else total.to(weight.device))
         for partition_sums in sums
         for weight, total in partition_sums.take()
     ]
