@@ -76,7 +76,8 @@ def refuse_transforms() -> None:
     if what:
         raise TransformError(
             f"a pipe was called inside of {what}, which belongs to the calling thread: its workers "
-            "would compute without. Use backward or torch.autograd.grad, or call the plain module"
+            "would compute without it. Use backward or torch.autograd.grad, or call the plain "
+            "module"
         )
 
 
