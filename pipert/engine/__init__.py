@@ -1,4 +1,4 @@
-"""Posting a run, waiting for it, giving it up."""
+"""Posts runs, waits for them, and gives them up."""
 
 from __future__ import annotations
 

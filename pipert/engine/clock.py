@@ -1,7 +1,7 @@
-"""The clock: posts the actions of a run to the in-queues, in the order of its plan.
+"""Posts the actions of a run to the in-queues of workers, in the order of its plan: the clock.
 
 It fixes the total order and does not wait for a diagonal to finish: a worker starts ``F[i,j]`` the
-moment its input is there. It is a thread of its own, so that runs of several callers are posted
+moment its input arrives. It is a separate thread, so that the runs of several callers are posted
 whole, one after the other, and overlap in the pipeline (section 3.2.1 of the paper).
 """
 
@@ -19,9 +19,9 @@ __all__: list[str] = []
 
 
 class Posting:
-    """Posts one run; the clock's task. Posts or abandons it once, however often it is put.
+    """The clock's task for one run. Posts or abandons the run once, however often it is put.
 
-    Tasks of ``stages`` are given to ``put``, which hands them to workers or abandons them.
+    The tasks of ``stages`` go to ``put``, which hands them to workers or abandons them.
     """
 
     def __init__(self, stages: Sequence[Stage], put: Callable[[int, Task], None]) -> None:
@@ -44,7 +44,7 @@ class Posting:
         return ()
 
     def send(self, result: Any) -> None:
-        """Nobody waits for the clock."""
+        """Do nothing: nobody waits for the clock."""
 
     def abandon(self, error: BaseException) -> None:
         for plan in self._due.take() or ():

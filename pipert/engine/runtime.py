@@ -1,14 +1,13 @@
-"""The engine of a pipe: its threads, and one mini-batch's way through them.
+"""Runs mini-batches on the threads of a pipe: its engine.
 
 Guarantees:
 
-* **R1** a result belongs to one run: each has links and outputs of its own, and nothing survives
-  it.
+* **R1** a result belongs to one run: each run has its own links and outputs, and none survives it.
 * **R2**, **R6** see ``waiting``.
 * **R3**, **R4** see ``stage.outcome``.
 * **R5** after any failure the runtime is usable at once and holds no tensor of the failed run: it
   holds no run at all. Stages reference the run's outcome, not the other way round, so no cycle
-  delays that.
+  keeps a run alive.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ from pipert.workers.worker import WorkerThread
 
 __all__: list[str] = []
 
-# The runtimes whose tasks the current code runs inside of, carried into workers like all variables.
-# Each by an object that stands for it: a graph keeps its context, and would keep the runtime.
+# The runtimes inside whose tasks the current code runs; workers inherit it, as all variables.
+# An object represents each runtime, since a graph keeps its context and would keep the runtime.
 _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=())
 
 
 class Runtime:
-    """Runs mini-batches through partitions, each on its device, by the worker that it has."""
+    """Runs mini-batches through partitions. Each has a device, and a worker, given by number."""
 
     def __init__(
         self,
@@ -80,17 +79,17 @@ class Runtime:
         """Compute all micro-batches forward; return the last partition's outputs.
 
         Args:
-            inputs: of the micro-batches. Emptied as the run goes on.
-            recomputed: how many of them, from the first, are checkpointed.
+            inputs: one value per micro-batch. Emptied as the run proceeds.
+            recomputed: the number of micro-batches, from the first, that are checkpointed.
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
         """
-        begin_numbers(len(inputs))  # so what the caller does with the outputs comes before turns
+        begin_numbers(len(inputs))  # turns have lower numbers than the caller's later nodes
         plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as told:
-            run = self._run(plan, told)
-            self._go(run, self.model.assemble(run, inputs, None, stats), threads, timeout)
+            run = self._new_run(plan, told)
+            self._execute(run, self.model.assemble(run, inputs, None, stats), threads, timeout)
             told.outcome = "succeeded"
             return run.outputs
 
@@ -102,7 +101,7 @@ class Runtime:
         stats: DeferredStats | None = None,
         timeout: float | None = None,
     ) -> Tensor:
-        """Compute all micro-batches, forward and backward, and add their gradients to ``.grad``.
+        """Compute all micro-batches forward and backward, and add their gradients to ``.grad``.
 
         Returns the loss. Arguments are as in :meth:`call`.
         """
@@ -111,21 +110,21 @@ class Runtime:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
-            run = self._run(plan, told)
+            run = self._new_run(plan, told)
             stages = self.model.assemble(run, leaves, step, stats)
-            self._go(run, stages, threads, timeout)
+            self._execute(run, stages, threads, timeout)
             try:
                 step.check()
                 sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
                 loss = step.commit(sums)
             except Exception:
-                told.outcome = "failed"  # of no task, so that no observer is told of one
+                told.outcome = "failed"  # in no task, so observers hear of no failed one
                 raise
             told.outcome = "succeeded"
             return loss
 
     def _threads(self) -> list[WorkerThread]:
-        """The threads, started; or the reason why they cannot take a run."""
+        """Return the started threads, or raise the reason why they cannot take a run."""
         if self.is_inside():
             raise ReentrantCallError(
                 "a layer called the pipe that is running it, whose worker would wait for itself; "
@@ -133,7 +132,7 @@ class Runtime:
             )
         return self.waiting.threads()
 
-    def _run(self, plan: Plan, told: Told) -> Run:
+    def _new_run(self, plan: Plan, told: Told) -> Run:
         on_cuda = {device for device in self.devices if device.type == "cuda"}
         on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
         context = CallerContext(list(on_cuda), self._cpu_workers)
@@ -142,10 +141,10 @@ class Runtime:
         self._streams.follow_the_caller(on_cuda)
         return Run(plan, self.devices, context, self._streams, told)
 
-    def _go(
+    def _execute(
         self, run: Run, stages: Sequence[Stage], threads: list[WorkerThread], timeout: float | None
     ) -> None:
-        """Run it; raise what failed."""
+        """Execute ``run``; raise its failure, if any."""
         posting = Posting(stages, self.pool.put)
         try:
             self.waiting.execute(run, posting, threads, timeout)
@@ -166,18 +165,18 @@ class Runtime:
             del error  # it references this frame
 
     def is_inside(self) -> bool:
-        """Whether a task of this runtime is what calls."""
+        """Return whether the caller runs inside a task of this runtime."""
         return self._identity in _inside.get()
 
     def statistics(self) -> Statistics:
-        """What has happened so far, and what is happening. From any thread."""
+        """Return what has happened so far, and what the workers are doing. Thread-safe."""
         return Statistics(**self.counters.read(), workers=self.waiting.workers())
 
     def close(self, timeout: float | None = None) -> None:
-        """End the threads; join them, unless a task of this runtime is what calls.
+        """End the threads, and join them, unless called inside a task of this runtime.
 
         Raises:
-            PipelineTimeout: they have been told to end, and did not within ``timeout`` seconds.
+            PipelineTimeout: they were told to end, but did not within ``timeout`` seconds.
         """
         if self.pool.close(join=not self.is_inside(), timeout=timeout):
             raise self.waiting.timed_out("the threads of the pipe had not ended", timeout)

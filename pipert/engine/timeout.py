@@ -1,4 +1,4 @@
-"""What is said when a time limit is over, and to calls while its layer has not returned."""
+"""Builds the errors of a call that timed out, and of calls made while its layers still run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 def timed_out(
     what: str, seconds: float, workers: Sequence[WorkerStatistics], stack: Callable[[int], str]
 ) -> PipelineTimeout:
-    """The error for ``what`` took too long; with each ``stack`` of workers that were executing."""
+    """Build the error that ``what`` took too long, with the ``stack`` of each executing worker."""
     lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *_table(workers)]
     for k, worker in enumerate(workers):
         if worker.doing is not None and worker.doing.phase != WAITING:
@@ -24,7 +24,7 @@ def timed_out(
 
 
 def still_busy(busy: Sequence[WorkerStatistics]) -> WorkerBusyError:
-    """The error for a call that would wait behind what was given up, which these are busy with."""
+    """Build the error of a call that would wait for workers ``busy`` with what was given up."""
     names = ", ".join(worker.name for worker in busy)
     text = (
         f"{names} still busy with a call that was given up; a layer cannot be interrupted. Calls "

@@ -1,17 +1,16 @@
-"""Waiting for a run: until nothing of it is queued or executing, whatever happens meanwhile.
+"""Waits for a run until nothing of it is queued or executing, whatever happens meanwhile.
 
 Guarantees:
 
 * **R2** when :meth:`Waiting.execute` returns, raises or is interrupted, no task of the run is
-  queued or executing, but for what a run that was given up leaves behind.
+  queued or executing, except what a run that was given up leaves behind.
 * **R6** every wait notices a dead worker: its tasks are abandoned, and an abandoned task sends what
   its successor waits for. A worker killed half-way through that is detected by polling.
 
-A layer that is executing cannot be interrupted, so a call whose time is over leaves tasks behind.
-Those that have not begun do not begin any more; the one that is executing goes on, to the end of
-its partition. Until then its worker serves nobody, and calls say so at once instead of waiting
-behind it. What is remembered of the run is whether it is settled; it holds no tensors (**R5**) but
-what the executing layer itself holds.
+A layer that is executing cannot be interrupted, so a call that times out leaves tasks behind. Those
+that have not begun never do; the one that is executing goes on to the end of its partition. Until
+then its worker serves nobody, and calls say so at once instead of waiting behind it. Of the run
+only its outcome is remembered; no tensors are held (**R5**) except by the executing layer itself.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ __all__: list[str] = []
 
 _log = logging.getLogger("pipert")
 
-_LOOK = 0.5  # s; how often a caller looks whether all workers are alive
-_LOOK_AGAIN = 0.02  # s; and, when one is not, whether the others are done with the run
+_CHECK = 0.5  # s; how often a caller checks that all workers are alive
+_RECHECK = 0.02  # s; and, if one is not, whether the others are done with the run
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Waits for the runs of one pipe. Any thread."""
+    """The part of a pipe that waits for its runs. Thread-safe."""
 
     _pool: Pool
     _clock: int
-    """Which of the pool's threads is the clock: the last one, behind the workers."""
+    """The index of the clock among the pool's threads: the last, after the workers."""
     _given_up: dict[Outcome, tuple[int, int]] = field(default_factory=dict)
-    """The runs that were given up and are not settled: in which process, and which number."""
+    """The process and the number of each run that was given up and is not settled."""
 
     def threads(self) -> list[WorkerThread]:
-        """Return the threads, started if need be.
+        """Return the threads, started if necessary.
 
         Raises:
             PipeClosedError: the pipe was closed.
@@ -64,13 +63,13 @@ class Waiting:
         return threads
 
     def workers(self) -> tuple[WorkerStatistics, ...]:
-        """What each worker is doing."""
+        """Return what each worker is doing."""
         return tuple(_statistics(view) for view in self._pool.look()[: self._clock])
 
     def stuck(self) -> list[WorkerStatistics]:
-        """The workers that are executing a task of a call that was given up.
+        """Return the workers that are executing a task of a call that was given up.
 
-        A task that is queued, behind the healthy task of another call, is no reason to refuse any.
+        Such a task that is only queued, behind another call's healthy task, does not matter.
         """
         for outcome, (pid, _) in list(self._given_up.items()):
             if outcome.is_settled() or pid != os.getpid():
@@ -92,7 +91,7 @@ class Waiting:
         except BaseException:
             try:
                 self._call_off(run, posting, threads, timeout)
-            except BaseException:  # noqa: B036  at its very beginning, or between two of its rounds
+            except BaseException:  # noqa: B036  at its very start, or between two of its rounds
                 self._call_off(run, posting, threads, timeout)
             raise
         try:
@@ -103,37 +102,37 @@ class Waiting:
     def _wait(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> bool:
-        """Wait until nothing of the run is queued or executing, or the time is over (R6).
+        """Wait until nothing of the run is queued or executing; ``False`` if time runs out (R6).
 
-        A worker that dies settles its tasks, but for those that something outside ended it right in
-        the middle of taking or settling. So every now and then the caller looks whether all are
-        alive. If one is not, and twice in a row nobody works on the run, the run is lost.
+        A worker that dies settles its tasks, except one that it was just taking or settling when
+        something outside ended it. So every now and then the caller checks that all are alive. If
+        one is not, and twice in a row nobody works on the run, the run is lost.
         """
         deadline = math.inf if timeout is None else monotonic() + timeout
-        look, lost = _LOOK, 0
-        while not run.outcome.wait(max(0.0, min(look, deadline - monotonic()))):
+        interval, lost = _CHECK, 0
+        while not run.outcome.wait(max(0.0, min(interval, deadline - monotonic()))):
             if monotonic() >= deadline:
                 return False
             needed = threads[: self._clock] if posting.is_done else threads
             dead = [thread.name for thread in needed if not thread.is_alive()]
-            if lost < 2 and (not dead or any(state.works for state in self._at(run))):
-                look, lost = _LOOK, 0
+            if lost < 2 and (not dead or any(state.works for state in self._states_at(run))):
+                interval, lost = _CHECK, 0
                 continue
-            look, lost = _LOOK_AGAIN, lost + 1
+            interval, lost = _RECHECK, lost + 1
             if lost == 2:
-                run.outcome.fail(0, self._died(dead))
+                run.outcome.fail(0, self._error_of(dead))
                 for stage in posting.stages:
-                    stage.give_up()  # so that nobody waits for what does not come
-            elif lost > 2 and not self._at(run):
+                    stage.give_up()  # so that nobody waits for what will never come
+            elif lost > 2 and not self._states_at(run):
                 return True
         return True
 
-    def _at(self, run: Run) -> list[State]:
-        """The workers that work on a task of the run, or wait for its input."""
+    def _states_at(self, run: Run) -> list[State]:
+        """Return the states of workers that execute a task of ``run`` or wait for its input."""
         states = [view.state for view in self._pool.look()]
         return [state for state in states if state.what and state.what[0] == run.number]
 
-    def _died(self, dead: list[str]) -> PipertError:
+    def _error_of(self, dead: list[str]) -> PipertError:
         if self._pool.closed:
             return PipeClosedError("the pipe was closed during the call")
         return WorkerDiedError(f"{' and '.join(dead)} ended from outside during the call")
@@ -141,25 +140,26 @@ class Waiting:
     def _call_off(
         self, run: Run, posting: Posting, threads: list[WorkerThread], timeout: float | None
     ) -> None:
-        """R2 for an interrupted caller: the layers that are executing cannot be interrupted.
+        """Cancel the run of an interrupted caller (R2).
 
-        They are waited for, until the time limit or the third interrupt.
+        Waits for executing layers, which cannot be interrupted, until the time limit or the third
+        interrupt.
         """
         interrupts, began = 0, monotonic()
         while True:
             try:
                 run.outcome.cancel()
-                if interrupts == 1:  # once: it may be the log's own handler that raises
+                if interrupts == 1:  # only once: the log's own handler may be what raises
                     _log.warning(
                         "interrupted again; waiting for the layers that are executing, until you "
                         "interrupt a third time"
                     )
-                # Again, since nobody knows how far the interrupted call came. It posts once.
+                # Again, since it is unknown how far the interrupted call came. It posts once.
                 self._pool.put(self._clock, posting)
                 if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):
                     is_known = run.outcome in self._given_up
                     self._give_up(run, posting)
-                    if not is_known:  # once, as above
+                    if not is_known:  # only once, as above
                         what = "layers of an interrupted call had not returned"
                         _log.warning("%s", self.timed_out(what, monotonic() - began))
                 return
@@ -167,14 +167,14 @@ class Waiting:
                 interrupts += 1
 
     def _give_up(self, run: Run, posting: Posting) -> None:
-        """R2 as far as it goes when a layer does not return. Again: no-op."""
+        """Give up a run whose layer does not return: R2 as far as possible. Idempotent."""
         run.outcome.cancel()
         self._given_up[run.outcome] = os.getpid(), run.number
         for stage in posting.stages:
             stage.give_up()
 
     def timed_out(self, what: str, timeout: float | None) -> PipelineTimeout:
-        """The error for ``what`` took too long."""
+        """Build the error that ``what`` took too long."""
         return timed_out(what, timeout or 0.0, self.workers(), self._pool.stack)
 
     def __repr__(self) -> str:

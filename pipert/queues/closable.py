@@ -1,4 +1,4 @@
-"""A FIFO that any thread can close, even from a finalizer.
+"""Provides a FIFO that any thread can close, even from a finalizer.
 
 Guarantees:
 
@@ -8,11 +8,11 @@ Guarantees:
 * **Q3** both may be called from a finalizer, on any thread, even on a thread that is inside
   ``put`` or ``get`` of the same queue at that moment.
 
-Q3 rules out a lock of our own: a finalizer that runs on the thread that holds it would wait for
-itself. ``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the one holds the items, the
-other wakes. An item lies in a :class:`Once`, and whoever takes it from there owns it. That settles
-the race of ``put`` with ``close``: a put that finds the queue closed afterwards tries to take its
-own item back. If it can, the item is refused; if it cannot, somebody has it.
+Q3 rules out a lock: a finalizer that runs on the thread that holds it would wait for itself.
+``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the former holds the items, the latter
+wakes waiters. Each item is in a :class:`Once`, and whoever takes it from there owns it. This
+settles the race of ``put`` with ``close``: a put that finds the queue closed afterwards tries to
+take its item back. If it can, the item is refused; if it cannot, another thread has received it.
 
 The wake-ups that a waiter blocks on carry no item. An exception thrown into a waiting thread from
 outside is raised the moment the thread wakes, and would lose whatever the blocking call returns;
@@ -45,10 +45,10 @@ class ClosableQueue(Generic[T]):
     def __init__(self) -> None:
         self._cells: deque[Once[T]] = deque()
         self._wakeups: SimpleQueue[None] = SimpleQueue()  # one for each put, one for close
-        self._closed: list[bool] = []  # not empty once it is closed
+        self._closed: list[bool] = []  # not empty once the queue is closed
 
     def put(self, item: T) -> None:
-        """Append ``item``; :class:`QueueClosed` if the queue does not accept it any more."""
+        """Append ``item``, or raise :class:`QueueClosed`."""
         if self._closed:
             raise QueueClosed
         cell = Once((item,))
@@ -80,10 +80,10 @@ class ClosableQueue(Generic[T]):
             try:
                 return self._cells.popleft().pop()
             except IndexError:
-                continue  # somebody else was faster
+                continue  # another thread was faster
 
     def shut(self) -> None:
-        """Refuse every put and get from now on; what is left waits for :meth:`close`."""
+        """Refuse every put and get from now on; the items stay until :meth:`close`."""
         self._closed.append(True)
         self._wakeups.put(None)
 
@@ -94,16 +94,16 @@ class ClosableQueue(Generic[T]):
         while self._cells:
             try:
                 left += self._cells.popleft().take() or ()
-            except IndexError:  # somebody else was faster
+            except IndexError:  # another thread was faster
                 break
         return left
 
     def is_closed(self) -> bool:
-        """Whether :meth:`close` was called; with other threads about, only "yes" lasts."""
+        """Return whether the queue was closed or shut. Other threads may do so at any time."""
         return bool(self._closed)
 
     def depth(self) -> int:
-        """The number of waiting items; with concurrent threads, a snapshot."""
+        """Return the number of waiting items; with concurrent threads, a snapshot."""
         return len(self._cells)
 
     def __repr__(self) -> str:

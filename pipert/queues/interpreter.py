@@ -1,4 +1,4 @@
-"""The interpreter's lock: whether there is one."""
+"""Tells whether the interpreter has a global lock."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import sys
 __all__: list[str] = []
 
 ONE_THREAD_AT_A_TIME: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
-"""Whether one thread executes Python at a time: not on free-threaded builds."""
+"""Whether only one thread executes Python at a time. Not on free-threaded builds."""

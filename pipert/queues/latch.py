@@ -1,4 +1,4 @@
-"""A gate that opens once, when all expected parties have arrived.
+"""Provides a gate that opens once, when all expected parties have arrived.
 
 Guarantees: ``wait`` returns only after ``parties`` calls of ``arrive``; ``arrive`` never blocks and
 may be called from any thread; ``wait`` on the main thread can be interrupted by a signal handler
@@ -14,20 +14,20 @@ __all__: list[str] = []
 
 
 class Latch:
-    """Opens at the ``parties``-th :meth:`arrive`; open from the start when ``parties`` is 0."""
+    """A gate that opens at the ``parties``-th :meth:`arrive`; at once if ``parties`` is 0."""
 
     __slots__ = ("_arrivals", "_gate", "_open", "_parties")
 
     def __init__(self, parties: int) -> None:
         self._parties = parties
-        self._arrivals = itertools.count(1)  # next() of it is one atomic step
+        self._arrivals = itertools.count(1)  # its next() is atomic
         self._open = parties == 0
-        self._gate = threading.Lock()  # wakes those who wait; _open is what counts
+        self._gate = threading.Lock()  # wakes the waiter; the state is _open
         if parties > 0:
             self._gate.acquire()
 
     def arrive(self) -> None:
-        """Count one arrival; the last one opens the gate. More than ``parties`` is a bug."""
+        """Count one arrival; the last opens the gate. More than ``parties`` are a bug."""
         arrival = next(self._arrivals)
         assert arrival <= self._parties, "more arrivals than parties"
         if arrival == self._parties:
@@ -35,7 +35,7 @@ class Latch:
             self._gate.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Block until the gate is open, or for ``timeout`` seconds; return whether it is open.
+        """Block at most ``timeout`` seconds until the gate is open; return whether it is.
 
         One thread may wait at a time. If it is interrupted while it holds the lock, the lock stays
         locked, which is harmless: the gate is open by then.
@@ -45,7 +45,7 @@ class Latch:
         return self._open
 
     def is_open(self) -> bool:
-        """Whether all parties have arrived."""
+        """Return whether all parties have arrived."""
         return self._open
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""An item that one taker gets, however many try."""
+"""Provides a holder of one item, which only one thread gets, however many try."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Once(list[T]):
     __slots__ = ()
 
     def take(self) -> tuple[T] | None:
-        """Take the item, in a tuple; ``None`` if somebody has."""
+        """Take the item, in a tuple; ``None`` if it was taken already."""
         try:
             return (self.pop(),)
         except IndexError:

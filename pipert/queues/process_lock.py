@@ -1,4 +1,4 @@
-"""A lock for process-wide state that is always free in a forked child."""
+"""Provides a lock for process-wide state that is always free in a forked child."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _Make = Callable[[], AbstractContextManager[bool]]
 
 
 class ProcessLock:
-    """A lock made once, at import. Hold it by ``with lock.current``.
+    """A lock that is created once, at import. Hold it by ``with lock.current``.
 
     The thread that held it during a fork does not exist in the child, so the child gets a new
-    lock. The ``with`` statement releases the lock that it took.
+    lock. The ``with`` statement releases the lock that it acquired.
 
     Args:
-        reentrant: whether the holding thread may take it again, as a signal handler does.
+        reentrant: whether the holding thread may acquire it again, as a signal handler does.
     """
 
     __slots__ = ("_make", "current")

@@ -1,4 +1,4 @@
-"""Schedules of a step: which action each worker does when, as data."""
+"""Schedules the actions of a step: which worker does which action when, as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Actions: what one partition does with one micro-batch, and what has to be done before."""
+"""Defines actions, each one partition's task for one micro-batch, and what they depend on."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read what ``str`` writes.
+        """Parse the text form that ``str`` returns.
 
         Raises:
             ValueError: ``text`` is not an action.
@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """What users read: ``'forward'``, ``'recomputation'`` or ``'backward'``."""
+        """The name that users read: ``'forward'``, ``'recomputation'`` or ``'backward'``."""
         return RULES[self.kind].phase
 
     def __str__(self) -> str:
@@ -49,25 +49,25 @@ class Action(NamedTuple):
 
 
 class Size(NamedTuple):
-    """How large a run is."""
+    """The size of a run."""
 
     m: int
-    """Micro-batches."""
+    """The number of micro-batches."""
     n: int
-    """Partitions."""
+    """The number of partitions."""
     recomputed: int
-    """How many micro-batches, from the first, are recomputed."""
+    """The number of micro-batches, from the first, that are recomputed."""
 
 
 class Rule(NamedTuple):
-    """What holds for all actions of one kind."""
+    """The rule for all actions of one kind."""
 
     phase: str
-    """What users read."""
+    """The name of the kind that users read."""
     count: Callable[[Size], int]
-    """How many micro-batches, from the first, have this action in each partition."""
+    """The number of micro-batches, from the first, that have this action in each partition."""
     needs: Callable[[Action, Size], Iterable[Action]]
-    """What has to be done before it."""
+    """The actions that must be done before."""
 
 
 def _backward_needs(action: Action, size: Size) -> Iterable[Action]:
@@ -90,4 +90,4 @@ RULES: dict[str, Rule] = {
     ),
     BACKWARD: Rule("backward", lambda size: size.m, _backward_needs),
 }
-"""One row for each kind of action; how it is carried out is a row of ``stage.actions.ACTIONS``."""
+"""One row per kind of action. A row of ``stage.actions.ACTIONS`` says how it is carried out."""

@@ -1,4 +1,4 @@
-"""GPipe's order: the clock-cycle of ``pipe(x)``, and fill and drain for a step."""
+"""Orders actions as GPipe does: the clock-cycle of ``pipe(x)``, and fill and drain for a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 def clock_cycle(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
-    """The deterministic clock-cycle (section 3.2.1 of the paper): diagonal by diagonal.
+    """Make the deterministic clock-cycle (section 3.2.1 of the paper), diagonal by diagonal.
 
     Clock *k* has all ``F[i,j]`` with ``i + j == k``. The backward is autograd's. A worker that
     serves several partitions does its actions of one diagonal in consecutive ticks.
@@ -33,4 +33,5 @@ def gpipe(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     keeps all micro-batches.
     """
     tasks = [[(i, j) for i in range(m)] for j in range(n)]
-    return lay_out([in_turns(of, of[::-1], m) for of in tasks], placement, Size(m, n, m))
+    sequences = [in_turns(pairs, pairs[::-1], m) for pairs in tasks]
+    return lay_out(sequences, placement, Size(m, n, m))

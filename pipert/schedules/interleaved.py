@@ -1,10 +1,11 @@
-"""Interleaved 1F1B: a device that has several partitions fills and drains in smaller portions.
+"""Interleaves 1F1B: a device with several partitions fills and drains in smaller portions.
 
-With ``1f1b`` a device waits for ``d - 1`` of its tasks while the pipeline fills, and as long while
-it drains. If the layers are cut into ``v * d`` partitions, and device *r* has the partitions ``r``,
-``r + d``, ``r + 2 * d`` and so on, then a task is ``v`` times as short, and so is the wait: of *m*
-micro-batches' time ``(d - 1) / (v * m + d - 1)`` is lost. It costs ``v`` times as many copies, and
-memory. The order is that of Narayanan et al., section 2.2 of arXiv:2104.04473.
+With ``1f1b`` a device waits for the length of ``d - 1`` tasks while the pipeline fills, and again
+while it drains. If the layers are cut into ``v * d`` partitions, and device *r* has the partitions
+``r``, ``r + d``, ``r + 2 * d`` and so on, then a task is ``v`` times shorter, and so is the wait:
+the fraction ``(d - 1) / (v * m + d - 1)`` of the time of *m* micro-batches is lost. The price is
+``v`` times as many copies, and memory. The order is that of Narayanan et al., section 2.2 of
+arXiv:2104.04473.
 """
 
 from __future__ import annotations
@@ -22,19 +23,18 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     """One forward, one backward, on *d* workers that serve the partitions in turns.
 
     A worker does a group of micro-batches in its first partition, the same group in its second, and
-    so on; then the next group. It goes back in the same way, from its last partition to its first.
-    A group has at least *d* micro-batches, so that the first of them is back from the other workers
-    when the last of them is done here; with a shorter group the worker would have to wait.
+    so on; then the next group. Backward it does the same, from its last partition to its first. A
+    group has at least *d* micro-batches, so that its first is back from the other workers when its
+    last is done here; with a shorter group the worker would have to wait.
 
-    With ``v`` partitions each and *m* a multiple of *d*, worker *r* keeps ``(v - 1) * d + 2 *
-    (d - r) - 1`` micro-batches of one partition at most. With others it keeps some more.
+    With ``v`` partitions per worker and *m* a multiple of *d*, worker *r* keeps at most ``(v - 1) *
+    d + 2 * (d - r) - 1`` micro-batches, each of one partition. For other *m* it keeps a few more.
 
     Raises:
         ValueError: the workers do not serve the partitions in turns.
     """
     d = len(set(placement))
-    in_turns = [placement[j % d] for j in range(n)]
-    if list(placement) != in_turns:
+    if list(placement) != [placement[j % d] for j in range(n)]:
         raise ValueError(
             "'interleaved' is for devices that take the partitions in turns, as in devices="
             f"['cuda:0', 'cuda:1', 'cuda:0', 'cuda:1'], or with 'cpu:0' and 'cpu:1'; the workers "
@@ -44,7 +44,7 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
         return one_f_one_b(m, n, placement)
     groups = _groups(m, d)
     sequences = [
-        # In a last round that not all workers have a partition for, there is nothing to be done.
+        # In a last round, some workers may have no partition, and nothing to do.
         [action for action in _sequence(r, groups, -(-n // d), d) if action.j < n]
         for r in range(d)
     ]
@@ -59,9 +59,9 @@ def _groups(m: int, d: int) -> list[range]:
 
 def _sequence(r: int, groups: Sequence[range], v: int, d: int) -> list[Action]:
     """Order the actions of worker ``r``, if each has ``v`` partitions."""
-    own = range(r, v * d, d)
-    forwards = [(i, j) for group in groups for j in own for i in group]
-    backwards = [(i, j) for group in groups for j in reversed(own) for i in group]
-    # As many as it has time for between its first input and its first gradient.
+    partitions = range(r, v * d, d)
+    forwards = [(i, j) for group in groups for j in partitions for i in group]
+    backwards = [(i, j) for group in groups for j in reversed(partitions) for i in group]
+    # As many as the worker has time for between its first input and its first gradient.
     ahead = (v - 1) * max(d, *map(len, groups)) + 2 * (d - r) - 1
     return in_turns(forwards, backwards, ahead)

@@ -1,17 +1,17 @@
-"""Plans: the actions of one run and their order, as data. Nothing here runs anything.
+"""Plans a run: its actions and their order, as data. Nothing here runs anything.
 
-A plan lays the actions out in *ticks*, as if all took as long. What counts is the order: the clock
-posts tick by tick, and a worker starts an action the moment its input is there. So a plan is right,
-and nobody waits for ever, if these hold:
+A plan lays the actions out in *ticks*, as if all took the same time. What matters is their order:
+the clock posts tick by tick, and a worker starts an action the moment its input arrives. So a plan
+is correct, and nobody waits for ever, if these rules hold:
 
-1. Each action is there once.
-2. What it needs stands in an earlier tick: ``action.RULES`` says what that is.
-3. A worker has one action in a tick.
-4. A partition does its ``F`` in the order in which the one before does them, and its ``B`` in the
-   order of the one behind: values go from one to the other in a queue.
+1. Each action occurs once.
+2. The actions that it needs, by ``action.RULES``, are in earlier ticks.
+3. A worker has at most one action in a tick.
+4. A partition does its ``F`` in the order of the previous partition, and its ``B`` in the order of
+   the next: values go from one to the other in a queue.
 
 A schedule makes the ticks: a pure function of *m*, *n* and the placement, which names the worker of
-each partition. ``pipe(x)`` has the clock-cycle; a step has one of ``NAMED``, or one of yours.
+each partition. ``pipe(x)`` has the clock-cycle; a step has one of ``NAMED``, or one of the user's.
 
 >>> print(plan("1f1b", 3, 2))
 tick  0       1       2       3       4       5       6       7
@@ -36,7 +36,7 @@ from pipert.schedules.ticks import Ticks, lay_out
 __all__: list[str] = []
 
 Schedule = Callable[[int, int, tuple[int, ...]], Ticks]
-"""From ``m``, ``n`` and the placement to ticks, with an ``R`` for each micro-batch."""
+"""Takes ``m``, ``n`` and the placement; returns ticks, with an ``R`` for each micro-batch."""
 
 NAMED: dict[str, Schedule] = {
     "gpipe": gpipe,
@@ -45,7 +45,7 @@ NAMED: dict[str, Schedule] = {
     "interleaved": interleaved,
 }
 BOUNDED = (one_f_one_b, eager_one_f_one_b, interleaved)
-"""Those that keep a number of micro-batches which does not grow with ``m``."""
+"""The schedules that keep a number of micro-batches independent of ``m``."""
 
 Made = tuple[tuple[Action, ...], ...]
 
@@ -58,31 +58,31 @@ class Plan:
     """The actions of one run, in ticks.
 
     Raises:
-        ValueError: a rule is broken; the message names the first action that does.
+        ValueError: a rule is broken; the message names the first action that breaks it.
     """
 
     m: int
-    """Micro-batches."""
+    """The number of micro-batches."""
     n: int
-    """Partitions."""
+    """The number of partitions."""
     placement: tuple[int, ...]
     """The worker of each partition."""
     recomputed: int
-    """How many micro-batches, from the first, are recomputed: by an ``R`` in a step, by autograd in
-    the backward of a call."""
+    """The number of micro-batches, from the first, that are recomputed: by an ``R`` in a step, by
+    autograd in the backward of a call."""
     ticks: tuple[tuple[Action, ...], ...]
     kinds: tuple[str, ...] = STEP
-    """The kinds of action that it has in any case."""
+    """The kinds of action that the plan must have."""
     order: tuple[Action, ...] = field(init=False, repr=False, compare=False)
-    """All actions as the clock posts them."""
+    """All actions, in the order in which the clock posts them."""
     positions: dict[Action, int] = field(init=False, repr=False, compare=False)
-    """Where in the order each action is."""
+    """The position of each action in the order."""
     kinds_there_are: frozenset[str] = field(init=False, repr=False, compare=False)
-    """The kinds of action that it has, those of a schedule's own included."""
+    """The kinds of action that the plan has, including those that a schedule adds."""
     _size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Now, since a ``cached_property`` may take a lock, which a forked child may find held.
+        # No ``cached_property``: it may take a lock, which a forked child may find held.
         order = tuple([action for tick in self.ticks for action in tick])
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
@@ -107,16 +107,15 @@ class Plan:
                         f"a schedule has each action once, but {Action(kind, i, j)} is not in it"
                     )
         for kind in (FORWARD, BACKWARD):
-            first, *others = [self._of(kind, j) for j in range(self.n)]
+            first, *others = [
+                [a.i for a in self.order if a.kind == kind and a.j == j] for j in range(self.n)
+            ]
             for j, other in enumerate(others, start=1):
                 if other != first:
                     raise ValueError(
                         f"all partitions do {kind} of the micro-batches in the same order, but "
                         f"partition 0 in {first} and partition {j} in {other}"
                     )
-
-    def _of(self, kind: str, j: int) -> list[int]:
-        return [i for k, i, of in self.order if k == kind and of == j]
 
     def _check_place(
         self, action: Action, k: int, done: set[Action], busy: dict[int, Action]
@@ -136,12 +135,12 @@ class Plan:
         busy[self.placement[j]] = action
 
     def needs(self, action: Action) -> Iterable[Action]:
-        """What has to be done before it (rule 2)."""
+        """Return the actions that must be done before ``action`` (rule 2)."""
         return RULES[action.kind].needs(action, self._size)
 
     @property
     def goes_back(self) -> bool:
-        """Whether the backward is part of it, and not left to autograd."""
+        """Whether the backward is part of the plan, rather than left to autograd."""
         return BACKWARD in self.kinds
 
     def __iter__(self) -> Iterator[Action]:
@@ -151,7 +150,7 @@ class Plan:
         return len(self.order)
 
     def __str__(self) -> str:
-        """A row for each worker, a column for each tick."""
+        """Print a row for each worker, a column for each tick."""
         rows = [["tick", *map(str, range(len(self.ticks)))]]
         for worker in sorted(set(self.placement)):
             by_tick = [[a for a in tick if self.placement[a.j] == worker] for tick in self.ticks]
@@ -173,12 +172,12 @@ def plan(
         schedule: ``'gpipe'``, ``'1f1b'``, ``'eager-1f1b'``, ``'interleaved'``, or a function from
             ``m``, ``n`` and the placement to ticks: lists of :class:`Action`, with ``F``, ``R`` and
             ``B`` of each micro-batch and partition. It is called for each plan; ticks that were
-            planned before are not checked again. Names may be in any case.
+            planned before are not checked again. Names are case-insensitive.
         m: the number of micro-batches.
         n: the number of partitions.
-        placement: the worker of each partition; default one for each.
-        recomputed: how many micro-batches, from the first, are recomputed. The ``R`` of others are
-            left out, and what comes after them moves up.
+        placement: the worker of each partition; by default each has its own.
+        recomputed: the number of micro-batches, from the first, that are recomputed. The ``R`` of
+            the others are left out, and what comes after them moves up.
 
     Raises:
         ValueError: there is no schedule of that name, or it breaks a rule.
@@ -211,7 +210,7 @@ def plan_call(m: int, n: int, placement: Sequence[int], recomputed: int = 0) -> 
 
 
 def _made(maker: Schedule, m: int, n: int, placement: tuple[int, ...]) -> Made:
-    """The ticks that a function makes. What it raises itself is raised as it is."""
+    """Return the ticks that ``maker`` makes. Its own exceptions pass unchanged."""
     _check_size(m, n)
     made = maker(m, n, placement)
     return tuple([tuple(map(_action, _listed(tick))) for tick in _listed(made)])
@@ -252,7 +251,7 @@ def _named(
     recomputed: int,
     kinds: tuple[str, ...],
 ) -> Plan:
-    """The plan of a schedule of ours. Others' functions are in no cache, as they hold anything."""
+    """Plan with a schedule of pipert's. A user's function is not cached: it may hold anything."""
     make = _plan.__wrapped__  # one cache is enough
     return make(_made(maker, m, n, placement), m, n, placement, recomputed, kinds)
 
@@ -269,11 +268,11 @@ def _plan(
     _check_size(m, n, recomputed)
     if RECOMPUTE not in kinds:
         return Plan(m, n, placement, recomputed, ticks, kinds)
-    whole = Plan(m, n, placement, m, ticks, kinds)  # checked before anything is left out of it
+    whole = Plan(m, n, placement, m, ticks, kinds)  # checked before anything is left out
     if recomputed == m:
         return whole
     kept = [a for a in whole.order if a.kind != RECOMPUTE or a.i < recomputed]
     workers = sorted(set(placement))
     orders = [[a for a in kept if placement[a.j] == worker] for worker in workers]
-    fewer = tuple([tuple(tick) for tick in lay_out(orders, workers, Size(m, n, recomputed))])
-    return Plan(m, n, placement, recomputed, fewer, kinds)
+    kept_ticks = tuple([tuple(tick) for tick in lay_out(orders, workers, Size(m, n, recomputed))])
+    return Plan(m, n, placement, recomputed, kept_ticks, kinds)

@@ -1,10 +1,10 @@
-"""When each action of a plan starts and ends, from what each of them takes: nothing runs here.
+"""Computes when each action of a plan starts and ends from its duration; nothing runs.
 
 1. A worker does its actions one at a time, in the order of the plan.
-2. It starts one when the last of what this needs has ended. Nothing is lost on the way: who wants
-   copies or waits to take time has them in his plan, as actions of workers of their own.
+2. It starts an action when the last of the actions that this needs has ended. Nothing else takes
+   time: for copies or waits, add actions to the plan, with workers of their own.
 
-The order of a plan has what an action needs before it, so one pass over it is enough.
+In a plan's order each action comes after those it needs, so one pass is enough.
 
 >>> times = simulate(plan("1f1b", m=2, n=2), lambda action: 1 if action.kind == "F" else 2)
 >>> times["F", 1, 1], times["B", 1, 0]
@@ -24,7 +24,7 @@ __all__: list[str] = []
 def simulate(
     plan: Plan, seconds: Callable[[Action], float]
 ) -> dict[Action, tuple[float, float]]:
-    """Time the start and end of each action of ``plan``, if it takes ``seconds(action)``."""
+    """Return the start and end of each action of ``plan``, if it takes ``seconds(action)``."""
     free = dict.fromkeys(plan.placement, 0.0)
     times: dict[Action, tuple[float, float]] = {}
     for action in plan.order:

@@ -1,4 +1,4 @@
-"""Laying out sequences of actions in ticks, as if all actions took as long."""
+"""Lays out sequences of actions in ticks, as if all actions took the same time."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Ticks = Iterable[Iterable[Action]]
 
 
 def lay_out(sequences: Sequence[list[Action]], workers: Sequence[int], size: Size) -> Ticks:
-    """Do each sequence in its order, each action as early as it can be done.
+    """Put each action into the earliest possible tick, each sequence in its order.
 
-    ``workers`` names the worker of each sequence. Of several that are ready it prefers a backward,
-    which frees memory. Sequences that wait for each other are refused.
+    ``workers`` names the worker of each sequence. If several of its actions are ready, a worker
+    prefers a backward, which frees memory. Sequences that wait for each other are refused.
     """
     done, at = set[Action](), [0] * len(sequences)
     while any(at[s] < len(sequence) for s, sequence in enumerate(sequences)):
@@ -45,9 +45,9 @@ def _before(one: Action, other: Action) -> bool:
 def in_turns(
     forwards: Iterable[tuple[int, int]], backwards: Iterable[tuple[int, int]], ahead: int
 ) -> list[Action]:
-    """Do ``ahead`` forwards, then a backward and a forward in turns; each is an ``i`` and a ``j``.
+    """Do ``ahead`` forwards, then backwards and forwards in turns; each is given as ``(i, j)``.
 
-    A recomputation stands before its backward.
+    A recomputation comes right before its backward.
     """
     left = [Action(FORWARD, i, j) for i, j in forwards]
     sequence = left[:ahead]

@@ -1,4 +1,4 @@
-"""Who is told what a pipe does: counters, observers, recordings, profilers."""
+"""Tells counters, observers, recordings and profilers what a pipe does."""
 
 from __future__ import annotations
 

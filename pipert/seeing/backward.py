@@ -1,18 +1,18 @@
-"""Seeing ``B[i,j]``: where the backward of a partition begins and ends in autograd's graph.
+"""Watches ``B[i,j]`` of a call: where a partition's backward begins and ends in autograd's graph.
 
-``B[i,j]`` is no function of ours but the nodes between the partition's outputs and its inputs. They
-get hooks, which change nothing in the graph, and so nothing in what is computed:
+There ``B[i,j]`` is not a function but the nodes between the partition's outputs and its inputs.
+They get hooks, which change nothing in the graph, and so nothing in what is computed:
 
-1. It begins before a node that made an output of the partition.
-2. It ends after the last of its nodes behind which nothing of the partition is left: those that
-   lead to inputs, to parameters or out of the partition. Which of them comes last is not known
-   before, so each says that the task has ended, and what counts is the last time.
+1. The task begins before a node that made an output of the partition.
+2. It ends after the last of its nodes that lead out of the task: to inputs, to parameters or to
+   anything else. Which of them comes last is not known in advance, so each notes the end of the
+   task, and the last note counts.
 3. Its nodes are those that the worker made in ``F[i,j]``, by autograd's count of nodes in that
-   thread. What else a layer uses, such as what the caller or another micro-batch has computed, is
-   not part of it; nor are the nodes of a pipe inside of a layer.
-4. One thread of autograd does the backward of all CPU partitions, and may do the nodes of two tasks
-   in turns. Then a task is several pieces, each a span of its own: from one hook to the next, the
-   thread was at the task that the second one belongs to.
+   thread. What else a layer uses, such as results of the caller or of another micro-batch, does not
+   belong to it; nor do the nodes of a pipe inside a layer.
+4. One thread of autograd does the backward of all CPU partitions, and may switch between the nodes
+   of two tasks. Such a task consists of several spans: from one hook to the next, the thread was at
+   the task that the second hook belongs to.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ __all__: list[str] = []
 
 
 class _Thread(threading.local):
-    """What a thread of autograd is at, as far as its last hook has told."""
+    """The task that a thread of autograd was executing at its last hook."""
 
     task: weakref.ref[_Task] | None = None
     moment: Stamp = 0.0
 
-    def is_at(self, task: _Task | None, moment: Stamp) -> None:
-        """It goes on with ``task``; what it was at ends here, if it has not ended before."""
-        before = self.task() if self.task is not None else None
-        if before is not None and before is not task:
-            before.interrupt(moment)
+    def switch_to(self, task: _Task | None, moment: Stamp) -> None:
+        """Continue with ``task``; the task before it ends here, unless it has ended already."""
+        previous = self.task() if self.task is not None else None
+        if previous is not None and previous is not task:
+            previous.interrupt(moment)
         self.task = None if task is None else weakref.ref(task)
         self.moment = moment
 
@@ -54,42 +54,42 @@ _thread = _Thread()
 
 
 def interrupt(device: torch.device) -> None:
-    """The current thread does something else from here, or has done so until here."""
-    _thread.is_at(None, stamp(device))
+    """Note that the current thread does something else from here, or has done so until here."""
+    _thread.switch_to(None, stamp(device))
 
 
 class _Task:
     """``B[i,j]`` of one run. References no node and no tensor."""
 
-    __slots__ = ("__weakref__", "_at", "_graph_task", "_recorder", "_span")
+    __slots__ = ("__weakref__", "_graph_task", "_place", "_recorder", "_span")
 
     def __init__(self, recorder: Recorder, i: int, j: int, device: torch.device) -> None:
         self._recorder = recorder
-        self._at = i, j, device
+        self._place = i, j, device
         self._graph_task = -1  # the backward that it was last part of
         self._span: Span | None = None
 
     def begin(self, *_: Any) -> None:
         graph_task = torch._C._current_graph_task_id()
         if self._graph_task == graph_task:
-            return  # by another output
+            return  # another output has begun it
         self._graph_task = graph_task
-        i, j, device = self._at
+        i, j, device = self._place
         mark(str(Action("B", i, j)), device)
         if self._recorder:
             self._span = self._recorder.begin(BACKWARD, i, j, device)
-            _thread.is_at(self, self._span.start)
+            _thread.switch_to(self, self._span.start)
 
     def end(self, *_: Any) -> None:
         if self._span is None or self._graph_task != torch._C._current_graph_task_id():
             return  # the node runs without the task, as in a backward from its middle
         now = stamp(self._span.clock)
-        at = _thread.task
-        if at is None or at() is not self:
-            i, j, device = self._at
+        current = _thread.task
+        if current is None or current() is not self:
+            i, j, device = self._place
             self._span = self._recorder.begin(BACKWARD, i, j, device)
             self._span.start = _thread.moment
-        _thread.is_at(self, now)
+        _thread.switch_to(self, now)
         self._span.end = now
 
     def interrupt(self, moment: Stamp) -> None:
@@ -97,25 +97,17 @@ class _Task:
             self._span.end = moment
 
 
-def watch_backward(
-    recorder: Recorder, i: int, j: int, device: torch.device, inputs: set[Node], made: range,
-    ys: Iterable[Tensor],
-) -> None:  # fmt: skip
-    """Record the backward of a partition.
-
-    Args:
-        inputs: the nodes that made its inputs.
-        made: the numbers of the nodes that it has made.
-        ys: its outputs.
-    """
-    watch_nodes(recorder, i, j, device, makers(ys) - inputs, inputs, made)
-
-
 def watch_nodes(
     recorder: Recorder, i: int, j: int, device: torch.device, outputs: set[Node],
     inputs: set[Node], made: range,
 ) -> None:  # fmt: skip
-    """The same, by the nodes that made its outputs."""
+    """Record the backward of a partition.
+
+    Args:
+        outputs: the nodes that made its outputs, but not its inputs.
+        inputs: the nodes that made its inputs.
+        made: the numbers of its own nodes.
+    """
     if not outputs:
         return
     task = _Task(recorder, i, j, device)
@@ -129,7 +121,7 @@ def watch_nodes(
 def watch_node(
     ys: Iterable[Tensor], begin: Callable[[], Span], on: torch.cuda.Stream | None
 ) -> None:
-    """Record the one node that has made ``ys``, if any, as the span that ``begin`` returns."""
+    """Record the node that made ``ys``, if any, as the span that ``begin`` returns."""
     spans: list[Span] = []
 
     def end(*_: Any) -> None:
@@ -142,12 +134,12 @@ def watch_node(
 
 
 def makers(tensors: Iterable[Tensor]) -> set[Node]:
-    """The nodes that have made ``tensors``."""
+    """Return the nodes that made ``tensors``."""
     return {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}
 
 
 def _ends(outputs: Iterable[Node], inputs: set[Node], made: range) -> list[Node]:
-    """The nodes reached from ``outputs`` behind some edge of which nothing of the task is left."""
+    """Return the nodes of the task behind ``outputs`` that have an edge out of the task."""
     ends, seen, left = [], set(outputs), list(outputs)
     while left:
         node = left.pop()

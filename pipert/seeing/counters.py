@@ -1,4 +1,4 @@
-"""The counters of one pipe, and who is to be told about its runs.
+"""Counts the runs of one pipe, and keeps the observers and recordings to tell about them.
 
 Counters change under a lock that a signal handler may take again and a forked child finds free. A
 child counts from zero: it has none of its parent's threads and runs.
@@ -26,7 +26,7 @@ _counting = ProcessLock(reentrant=True)
 
 
 class Counters:
-    """The counters, observers and recordings of one pipe. Any thread."""
+    """The counters, observers and recordings of one pipe. Thread-safe."""
 
     def __init__(self) -> None:
         self.observers: Observers = {}
@@ -37,21 +37,21 @@ class Counters:
         self._pid = os.getpid()
         self.runs = 0
         self.recomputations = 0
-        self.ended: Counter[str] = Counter()  # what neither succeeded nor failed was cancelled
+        self.ended: Counter[str] = Counter()  # by outcome
         self.live: weakref.WeakSet[Told] = weakref.WeakSet()
 
-    def _own(self) -> None:
+    def _reset_in_child(self) -> None:
         if self._pid != os.getpid():
             self._reset()
 
     def read(self) -> dict[str, int]:
         """Return the fields of ``status.Statistics`` that are numbers.
 
-        An interrupt may keep a run from ending here. Nobody holds its ``Told`` then, and a run that
-        neither lives nor ended otherwise was cancelled.
+        An interrupt may keep the end of a run from being counted. Nobody holds its ``Told`` then;
+        so a run that is neither live nor ended in another way was cancelled.
         """
         with _counting.current:
-            self._own()
+            self._reset_in_child()
             live, succeeded, failed = len(self.live), self.ended["succeeded"], self.ended["failed"]
             return {
                 "runs": self.runs,
@@ -64,7 +64,7 @@ class Counters:
 
     @contextlib.contextmanager
     def open(self, plan: Plan) -> Iterator[Told]:
-        """Count a run of ``plan``, and tell observers of its beginning and its end."""
+        """Count a run of ``plan``, and tell observers when it begins and ends."""
         told = self.begin(plan)
         started = perf_counter()
         try:
@@ -83,7 +83,7 @@ class Counters:
         """Count a run of ``plan`` that is about to begin."""
         profiled = profiler_looks()  # before the lock: it may log
         with _counting.current:
-            self._own()
+            self._reset_in_child()
             recorder, is_step = None, plan.goes_back
             if self.recordings or profiled:
                 recorder = Recorder(self.runs, self.recordings, is_step)
@@ -94,7 +94,7 @@ class Counters:
         return told
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` about all runs from now on."""
+        """Tell ``observer`` about all runs that begin from now on."""
         if not isinstance(observer, Observer):
             raise TypeError(f"an observer must be a pipert.Observer, got {observer!r}")
         self.observers[id(observer)] = observer
@@ -104,12 +104,12 @@ class Counters:
         self.observers.pop(id(observer), None)
 
     def start_recording(self, recording: Recording) -> None:
-        """Record the runs from now on."""
+        """Record the runs that begin from now on."""
         with _counting.current:
             self.recordings = (*self.recordings, recording)
 
     def stop_recording(self, recording: Recording) -> None:
-        """Record no further run, and nothing more of those in flight."""
+        """Record no further run, and no more of those in flight."""
         with _counting.current:
             self.recordings = tuple(one for one in self.recordings if one is not recording)
         recording.close()

@@ -1,4 +1,4 @@
-"""What is recorded: plain data."""
+"""Defines the events of a recording: plain data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 
 
 def kind_of(action: Action) -> str:
-    """How the event of an action is called."""
+    """Return the kind of event that an action makes."""
     return _KINDS.get(action.kind, action.phase)
 
 
@@ -37,9 +37,9 @@ class Event:
     i: int
     """The micro-batch."""
     j: int
-    """The partition; of a copy, the one that it goes to."""
+    """The partition; for a copy, its destination."""
     device: torch.device
-    """Where it ran; of a copy, where it goes."""
+    """Where it ran; for a copy, its destination."""
     start: float
     """Seconds since the recording began."""
     end: float
@@ -47,14 +47,14 @@ class Event:
     run: int = 0
     """The number of the call, counted from 0 for each pipe."""
     source: torch.device | None = None
-    """Of a copy: the device it comes from."""
+    """For a copy, the device it comes from."""
     origin: int | None = None
-    """Of a copy: the partition it comes from; ``None`` of what the partition takes from elsewhere,
-    arguments of the call and parameters that live on another device. Gradients of those go back
-    with ``origin == j``, other gradients with ``origin > j``. Of a wait: the partition that it is
+    """For a copy, the partition it comes from; ``None`` for what comes from no partition, i.e. the
+    arguments of the call and parameters that live on another device. Their gradients are copied
+    with ``origin == j``, other gradients with ``origin > j``. For a wait, the partition it waits
     for, if that is another rank's."""
     bytes: int = 0
-    """Of a copy: its size."""
+    """For a copy, its size."""
 
     @property
     def clock(self) -> int:
@@ -63,12 +63,12 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """The duration of the event."""
         return self.end - self.start
 
     @property
     def name(self) -> str:
-        """The name of the task, such as ``F[3,1]``; of a copy or a wait, a description."""
+        """The name of the task, such as ``F[3,1]``; for a copy or a wait, a description."""
         letter = _LETTERS.get(self.kind)
         if letter is not None:
             return str(Action(letter, self.i, self.j))

@@ -1,13 +1,13 @@
-"""Observers, which are told what a pipe does, as it does it.
+"""Defines observers, which are told what a pipe does while it does it.
 
 The standard way is a hook for each kind of event, or a subclass of the runtime. Here it is one
-object with one method for each event; those of :class:`Observer` do nothing, and a subclass
-overrides the ones it needs.
+object with one method for each event. The methods of :class:`Observer` do nothing; a subclass
+overrides those it needs.
 
 An observer cannot break a run: one that raises an ``Exception``, or anything on a worker, is
-dropped, with a line in the log. On the main thread what is no ``Exception`` may come from a signal
-handler, so it is an interrupt of the call. While there is no observer, nothing is measured or made
-for it.
+dropped, with a line in the log. On the main thread, anything but an ``Exception`` may come from a
+signal handler, so it interrupts the call. While there is no observer, nothing is measured or
+created for one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TaskInfo:
 
 
 class Observer:
-    """Is told what a pipe does. Subclass it, and override the methods you need.
+    """An object that is told what a pipe does. Subclass it, and override the methods you need.
 
     A method runs on the thread where the event happens: the caller's for a run, a worker's for a
     task, autograd's for a recomputation in ``loss.backward()``. So several may run at once. The
@@ -71,12 +71,12 @@ class Observer:
     def failed(self, task: TaskInfo, error: BaseException) -> None:
         """``error`` is about to be raised, in the call or in the backward, because of this task.
 
-        If several tasks failed, it is the first one in the schedule. A step may also fail after its
-        tasks, because of its loss or a hook of a parameter; that is told of no task. An error that
-        is kept keeps what its frames reference: activations.
+        If several tasks failed, this is the first of them in the schedule. A step may also fail
+        after its tasks, because of its loss or a parameter's hook; then no task is reported. An
+        error that you keep also keeps what its frames reference: activations.
         """
 
 
 Observers = dict[int, Observer]
-"""Those of one pipe, by ``id``: whatever equality means to them. Any thread and signal handler:
-what a dict does to one item is atomic."""
+"""The observers of one pipe, by ``id``, since they may define equality. Safe for any thread and
+signal handler: operations of a dict on one item are atomic."""

@@ -1,11 +1,10 @@
-"""What the stages of one run tell, and the recordings that keep it.
+"""Records the spans of runs.
 
 A :class:`Recording` belongs to one ``with pipe.record()``. A run has a :class:`Recorder` if any
-recording is open when it begins, or a profiler is looking; else nothing
-is measured or made. A recorder references neither the run nor the pipe, since the backward
-uses it, too.
+recording is open when it begins, or a profiler is on; otherwise nothing is measured or created. A
+recorder references neither the run nor the pipe, since the backward uses it, too.
 
-Spans are noted by workers, by threads of autograd and by callers at once: each list is only ever
+Workers, threads of autograd and callers note spans at the same time: each list is only ever
 appended to, which is atomic.
 """
 
@@ -27,7 +26,7 @@ __all__: list[str] = []
 
 @dataclass(slots=True)
 class Span:
-    """An event that is not dated yet."""
+    """An event whose moments are not yet converted to seconds."""
 
     kind: str
     i: int
@@ -42,13 +41,13 @@ class Span:
     origin: int | None = None
     bytes: int = 0
     layers: Sequence[Stamp] = ()
-    """Of a forward: when it began, and when each of its layers was done."""
+    """For a forward, when it began and when each of its layers was done."""
 
-    def dated(self, by: Origin) -> Event:
-        """As an event."""
+    def dated(self, origin: Origin) -> Event:
+        """Return the event, in seconds since ``origin``."""
         assert self.end is not None
-        start = by.date(self.start, self.clock)
-        end = by.date(self.end, self.clock)
+        start = origin.date(self.start, self.clock)
+        end = origin.date(self.end, self.clock)
         return Event(
             self.kind, self.i, self.j, self.device, start, max(start, end), self.run,
             self.source, self.origin, self.bytes,
@@ -58,25 +57,26 @@ class Span:
 class Recording:
     """The spans of the runs that began while it was open.
 
-    It begins when those of the pipe's ``devices`` that are on CUDA are idle.
+    It begins when the CUDA devices among the pipe's ``devices`` are idle.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.origin = Origin(devices)
         self.spans: list[Span] = []
         self.steps: set[int] = set()  # the runs whose backward is done by the workers
-        self.failed: set[int] = set()  # the runs that did not succeed, whatever they have recorded
+        self.failed: set[int] = set()  # the runs that did not succeed, even if they recorded spans
         self.is_open = True
 
     def events(self) -> list[Event]:
-        """What is over, in the order in which it began. Waits for the CUDA devices to get there."""
+        """Return the events that are over, in order of start. Waits for their CUDA devices."""
         events = [span.dated(self.origin) for span in list(self.spans) if span.end is not None]
         return sorted(events, key=lambda event: (event.start, event.end))
 
     def layer_seconds(self, j: int, layers: int) -> list[float]:
-        """The median of what each of a partition's layers took in a forward task; none if none ran.
+        """Return the median seconds of each layer of partition ``j`` in its forward tasks.
 
-        A task that failed did not reach its last layer.
+        Returns an empty list if none ran. Tasks that failed, and so did not reach their last layer,
+        are left out.
         """
         tasks = []
         for span in list(self.spans):
@@ -86,7 +86,7 @@ class Recording:
         return [median(layer) for layer in zip(*tasks, strict=True)]
 
     def close(self) -> None:
-        """Keep what is over; note nothing more."""
+        """Keep the spans that have ended, and record no more."""
         self.is_open = False
         self.spans = [span for span in self.spans if span.end is not None]
 
@@ -95,9 +95,10 @@ class Recording:
 
 
 class Recorder:
-    """One run's, for the recordings that are open as it begins: none if only a profiler looks.
+    """Records the spans of one run in the recordings that are open when it begins.
 
-    They note the runs that ``goes_back`` is said of, in which the workers go backward, too.
+    There are none if only a profiler is on. ``goes_back`` says that workers go backward in this
+    run, too, which the recordings note.
     """
 
     def __init__(
@@ -109,18 +110,18 @@ class Recorder:
             recording.steps.add(run)
 
     def __bool__(self) -> bool:
-        """Whether anybody keeps spans."""
+        """Return whether any recording keeps spans."""
         return any(recording.is_open for recording in self._recordings)
 
     def knows(self, device: torch.device) -> bool:
-        """Whether stamps of ``device`` can be dated."""
+        """Return whether stamps of ``device`` can be dated."""
         return all(recording.origin.knows(device) for recording in self._recordings)
 
     def begin(
         self, kind: str, i: int, j: int, device: torch.device,
         clock: torch.device | None = None, on: torch.cuda.Stream | None = None,
     ) -> Span:  # fmt: skip
-        """A span that begins now; seen when it has an end."""
+        """Begin a span, which is shown once it has an end."""
         clock = clock or device
         recordings = [recording for recording in self._recordings if recording.is_open]
         start = stamp(clock, on) if recordings else 0.0
@@ -130,13 +131,12 @@ class Recorder:
         return span
 
     def end(self, span: Span, on: torch.cuda.Stream | None = None) -> None:
-        """What began as ``span`` is over."""
+        """End ``span``."""
         if self:
             span.end = stamp(span.clock, on)
 
     def after_layer(self, span: Span) -> Callable[[], None] | None:
-        """What is called after each layer of a forward, to note when it was done; if anybody keeps.
-        """
+        """Return a function that notes the end of a layer in ``span``; ``None`` if none is kept."""
         if not self:
             return None
         span.layers = moments = [span.start]
@@ -152,10 +152,10 @@ class Recorder:
         self, kind: str, i: int, j: int, device: torch.device,
         clock: torch.device | None = None, on: torch.cuda.Stream | None = None,
     ) -> Iterator[Span]:  # fmt: skip
-        """A span of what is done inside.
+        """Record a span of what is done inside.
 
-        Of what fails there is one on CPU alone: on a CUDA device that has failed, asking for the
-        time fails as well, and what matters is the first error.
+        If that fails, the span ends only on CPU: on a CUDA device that has failed, asking for the
+        time fails as well, and the first error is the one that matters.
         """
         span = self.begin(kind, i, j, device, clock, on)
         try:

@@ -1,8 +1,8 @@
-"""Moments, by the clock of the device that they belong to.
+"""Takes moments by the clock of the device that they belong to.
 
-On CPU a task is over when its function returns, and a moment is what ``perf_counter`` says. On CUDA
-it has only been queued by then. There a moment is an event put into the stream, which the device
-dates when it comes by: the run is never synchronised. The two clocks are compared once, when a
+On CPU a task is over when its function returns, and a moment is a ``perf_counter`` value. On CUDA
+the task has only been queued by then. There a moment is an event in the stream, which the device
+dates when it reaches it: the run is never synchronised. The two clocks are compared once, when a
 recording begins.
 """
 
@@ -19,7 +19,7 @@ Stamp = float | torch.cuda.Event
 
 
 def stamp(device: torch.device, stream: torch.cuda.Stream | None = None) -> Stamp:
-    """Now, on ``device``: in ``stream``, by default the current one."""
+    """Return the present moment on ``device``, in ``stream``, by default the current one."""
     if device.type != "cuda":
         return perf_counter()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -28,9 +28,9 @@ def stamp(device: torch.device, stream: torch.cuda.Stream | None = None) -> Stam
 
 
 class Origin:
-    """When a recording began, by the clock of each of the ``devices`` that are stamped in it.
+    """The beginning of a recording, by the clocks of the process and of each of the ``devices``.
 
-    Waits until those on CUDA are idle, so that their clocks can be told from the process's.
+    Waits until CUDA devices are idle, so that their clocks can be related to the process's.
     """
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
@@ -43,15 +43,15 @@ class Origin:
                 event = stamp(device)
                 assert isinstance(event, torch.cuda.Event)
                 event.synchronize()
-                now = (before + perf_counter()) / 2  # it was in between
+                now = (before + perf_counter()) / 2  # the event was in between
                 self._events[device] = event, now - self._began
 
     def knows(self, device: torch.device) -> bool:
-        """Whether stamps of ``device`` can be dated."""
+        """Return whether stamps of ``device`` can be dated."""
         return device.type != "cuda" or device in self._events
 
     def date(self, moment: Stamp, device: torch.device) -> float:
-        """Seconds since the beginning. Waits for a CUDA device that has not come so far."""
+        """Return the seconds since the beginning. Waits for a CUDA device to reach ``moment``."""
         if isinstance(moment, float):
             return moment - self._began
         event, offset = self._events[device]

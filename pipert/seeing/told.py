@@ -1,7 +1,7 @@
-"""Telling what one run does to those who look: observers, recordings and profilers.
+"""Tells observers, recordings and profilers what one run does.
 
-Whether anybody looks is decided when the run begins. If nobody does, its stages are put together
-without what tells, so that it costs nothing.
+Whether there are any is decided when the run begins. If not, its stages are assembled without the
+parts that tell, so that these cost nothing.
 """
 
 from __future__ import annotations
@@ -30,40 +30,39 @@ _log = logging.getLogger("pipert")
 
 @dataclass(eq=False)
 class Told:
-    """Tells about one run. Any thread.
+    """Tells observers, recordings and profilers about one run. Thread-safe.
 
-    It references neither the run nor the pipe, since recomputations outlive the one and may outlive
-    the other.
+    References neither the run nor the pipe: recomputations outlive the one, and maybe the other.
     """
 
     run: RunInfo
-    """What observers are told of it."""
+    """What observers are told about the run."""
     _observers: Observers
-    """The pipe's; those that there are now are told."""
+    """The observers of the pipe. Those present when the run begins are told about it."""
     count_recomputation: Callable[[], None]
-    """Called for each."""
+    """Called for each recomputation."""
     _is_step: bool
-    """Whether the run goes backward as well, so that whatever fails in a recomputation fails a
-    task, ``R`` or ``B``, and is told once: when the call raises it."""
+    """Whether the run goes backward as well. Then an error in a recomputation fails a task, ``R``
+    or ``B``, and is told once: when the call raises it."""
     recorder: Recorder | None = None
-    """If it is recorded or profiled."""
+    """The recorder, if the run is recorded or profiled."""
     outcome: str = "cancelled"
-    """As long as nobody knows better."""
+    """``'cancelled'`` until the run has succeeded or failed."""
 
     def __post_init__(self) -> None:
-        self._members = tuple(self._observers.values())
-        self.is_observed = bool(self._members)
-        self.looks = self.is_observed or self.recorder is not None  # whether anybody looks at all
+        self._listeners = tuple(self._observers.values())
+        self.is_observed = bool(self._listeners)
+        self.looks = self.is_observed or self.recorder is not None  # whether anybody is told
 
     def tell(self, about: Callable[[Observer], None]) -> None:
-        """Call ``about`` with each observer; drop the one that it raises for."""
-        for observer in self._members:
+        """Call ``about`` with each observer; drop an observer for which it raises."""
+        for observer in self._listeners:
             if id(observer) not in self._observers:
                 continue  # removed meanwhile, or dropped
             try:
                 about(observer)
             except BaseException as error:  # noqa: B036
-                # What a signal handler raises on the main thread is not the observer's.
+                # What a signal handler raises on the main thread is not the observer's fault.
                 on_main_thread = threading.current_thread() is threading.main_thread()
                 if on_main_thread and not isinstance(error, Exception):
                     raise
@@ -72,13 +71,13 @@ class Told:
                 _log.error("%r raised and is told nothing more: %s", observer, text)
 
     def failed(self, action: Action, device: torch.device, error: BaseException) -> None:
-        """Tell that ``error`` of an action is about to be raised."""
+        """Tell observers that ``error`` of an action is about to be raised."""
         task = self._task(action, device)
         self.tell(lambda observer: observer.failed(task, error))
 
     @contextlib.contextmanager
     def observed(self, action: Action, device: torch.device) -> Iterator[None]:
-        """Tell observers when the block begins and ends."""
+        """Tell observers when the block, a task, begins and ends."""
         task = self._task(action, device)
         self.tell(lambda observer: observer.task_started(task))
         started = perf_counter()
@@ -90,7 +89,7 @@ class Told:
 
     @contextlib.contextmanager
     def recorded(self, action: Action, device: torch.device) -> Iterator[Span]:
-        """Record the block of a run that is recorded, and show it to profilers."""
+        """Record the block as a task, and show it to profilers; only if there is a recorder."""
         assert self.recorder is not None
         with self.recorder.during(kind_of(action), action.i, action.j, device) as span:
             with task_range(str(action), device):
@@ -98,11 +97,11 @@ class Told:
 
     @contextlib.contextmanager
     def recomputing(self, action: Action, device: torch.device) -> Iterator[None]:
-        """Record and observe a recomputation. In a call, the backward raises its failure."""
+        """Record and observe a recomputation. In a call, tell of its failure, too."""
         try:
             with contextlib.ExitStack() as stack:
                 if self.recorder is not None:
-                    # No backward that is recorded on this thread shall take this for its own.
+                    # So that no backward recorded on this thread takes this time for its own.
                     interrupt(device)
                     stack.callback(interrupt, device)
                     stack.enter_context(self.recorded(action, device))

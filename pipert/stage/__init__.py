@@ -1,4 +1,4 @@
-"""What one partition does with one micro-batch: ``F[i,j]``, ``R[i,j]`` and ``B[i,j]`` run here."""
+"""Carries out ``F[i,j]``, ``R[i,j]`` and ``B[i,j]``: one partition's work on one micro-batch."""
 
 from __future__ import annotations
 

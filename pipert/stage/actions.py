@@ -1,4 +1,4 @@
-"""What each kind of action is: the rows that say how a stage carries it out."""
+"""Maps each kind of action to the function that tells how a stage carries it out."""
 
 from __future__ import annotations
 
@@ -27,4 +27,4 @@ ACTIONS: Actions = {
     RECOMPUTE: recompute,
     BACKWARD: backward,
 }
-"""One row for each kind; what it needs is a row of ``schedules.action.RULES``."""
+"""One row per kind of action. A row of ``schedules.action.RULES`` says what it depends on."""

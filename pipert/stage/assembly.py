@@ -1,7 +1,7 @@
-"""Putting the stages of a run together: layers, ends, and the links between them.
+"""Assembles the stages of a run: their layers, their ends, and the links between them.
 
-What a run is decides here, once, what its stages are made of: in the graph or cut, recorded or not,
-first or last, on one device or several.
+All choices of parts are made here, once per run: ends in the graph or cut, recorded or not, first
+or last stage, one device or several.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__: list[str] = []
 
 
 class Model(Protocol):
-    """What a pipe runs."""
+    """A model as a pipe runs it."""
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
@@ -42,7 +42,7 @@ class Model(Protocol):
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
-        """Make the stages of a run, as :func:`assemble`."""
+        """Make the stages of a run, as :func:`assemble` does."""
 
 
 class Layered(NamedTuple):
@@ -50,7 +50,7 @@ class Layered(NamedTuple):
 
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
-    """Where the skips of each partition come from and go to."""
+    """For each partition, where its skips come from and go to."""
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
@@ -66,29 +66,29 @@ def assemble(
     stats: DeferredStats | None,
     actions: Actions = ACTIONS,
 ) -> list[Stage]:
-    """Make the stages of ``run``, which goes backward as well if it has a ``step``.
+    """Make the stages of ``run``, which goes backward as well if there is a ``step``.
 
-    It empties ``inputs``, one for each micro-batch, as it goes on. Running statistics are noted in
-    ``stats`` if they are deferred. ``actions`` carry the stages out.
+    The run empties ``inputs``, one value per micro-batch, as it proceeds. Deferred running
+    statistics are noted in ``stats``. ``actions`` says how to carry out each kind of action.
     """
     n = len(model.partitions)
     weights = _borrowed(run, model, step)
-    before = ["", *map(last_layer, model.partitions)]
-    places = [Place(j, n, run.plan.m, run.devices[j], before[j]) for j in range(n)]
-    end = to_caller(run.outputs) if step is None else NOWHERE
-    there = [from_caller(inputs), *(_between(run, receiver) for receiver in places[1:]), end]
-    back = [NOWHERE] * (n + 1)
+    previous = ["", *map(last_layer, model.partitions)]
+    places = [Place(j, n, run.plan.m, run.devices[j], previous[j]) for j in range(n)]
+    exit_link = to_caller(run.outputs) if step is None else NOWHERE
+    values = [from_caller(inputs), *(_between(run, place) for place in places[1:]), exit_link]
+    gradients = [NOWHERE] * (n + 1)
     if step is not None:
-        back[1:-1] = [_between(run, receiver) for receiver in places[:-1]]
+        gradients[1:-1] = [_between(run, place) for place in places[:-1]]
     stages = []
     for j, (partition, place) in enumerate(zip(model.partitions, places, strict=True)):
         skips = model.skips[j]
         layers = _layers(run, partition, place, skips, step)
-        links = Links(there[j], there[j + 1], back[j], back[j + 1])
+        links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
         copies = Copies(run, j, skips, _transport(run, place, step))
-        of_stage = stats.partitions[j] if stats else None
+        partition_stats = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step)
-        stage = Stage(run, place, layers, skips or None, links, ends, weights[j], of_stage)
+        stage = Stage(run, place, layers, skips or None, links, ends, weights[j], partition_stats)
         stage.how = {kind: actions[kind](stage) for kind in run.plan.kinds_there_are}
         stages.append(stage)
     return stages
@@ -122,15 +122,15 @@ def _ends(run: Run, place: Place, copies: Copies, step: Step | None) -> InGraph 
     if step is None:
         grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
         in_turn = len(set(run.devices)) == 1
-        # The last micro-batch goes back first. Beside it are the caller's nodes where it begins,
-        # and others of its own where no join is behind them.
+        # The last micro-batch goes backward first. It needs a turn where its nodes compete with
+        # others: with the caller's in the last partition, with its own where there are no joins.
         forks_last = in_turn and (place.m == 1 or place.j == place.n - 1)
         return InGraph(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
     return Cut(step, run, place, copies)
 
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
-    """The parameters of each partition that something else stands for."""
+    """Return the parameters of each partition for which a substitute is used."""
     elsewhere = borrowed(model.partitions, run.devices)
     if step is None:
         return elsewhere

@@ -1,6 +1,6 @@
-"""``B[i,j]`` of a step: from the gradients of a stage's outputs to those of its inputs.
+"""Carries out ``B[i,j]`` of a step: turns the gradients of outputs into those of inputs.
 
-In a call it is autograd's walk along the graph.
+In a call, ``B[i,j]`` is autograd's own walk along the graph.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Gradients = Sequence[Tensor | None]
 
 
 def backward(stage: Stage) -> How:
-    """Carry out ``B`` in this stage."""
+    """Return how ``stage`` carries out ``B``."""
     body = _observed if stage.run.told.is_observed else _backward
     context = stage.run.context.going_back_on_worker
     return How(stage.links.dy.receive, context, body, stage.links.dx.send)
@@ -39,7 +39,7 @@ def _observed(stage: Stage, i: int, dy: Gradients) -> Gradients:
 
 
 def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
-    """Gather the gradients of outputs, differentiate, and scatter those of inputs."""
+    """Gather the gradients of outputs, differentiate, and scatter the gradients of inputs."""
     cut = stage.cut
     assert cut is not None
     kept = cut.kept.pop(i, None)
@@ -55,23 +55,23 @@ def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
 
 
 def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[Tensor | None]:
-    """The gradient of each output, from all who have used it."""
+    """Return the gradient of each output, brought from the stages that used it."""
     if kept.loss is not None:
         return [cut.step.loss.gradient_of(i, kept.loss)]
     gathered = cut.bring_gradients(i, dy, stage.place.j + 1)
     if not gathered:
         gathered = [None] * (len(kept.graphs[0].ys) - sum(kept.leaving))
     for (key, k), count in zip(stage.leaving, kept.leaving, strict=True):
-        of_skip = stage.run.skips.receive_back(key, i, k) or [None] * count
-        gathered += cut.bring_gradients(i, of_skip, k)
+        skip_gradients = stage.run.skips.receive_back(key, i, k) or [None] * count
+        gathered += cut.bring_gradients(i, skip_gradients, k)
     return gathered
 
 
 def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
-    """Note the gradients of the weights; return those of the inputs."""
-    *of_loss, graph = kept.graphs
-    for other in of_loss:
-        dys, add = _differentiate_graph(cut, other, dys)
+    """Add up the gradients of the weights; return those of the inputs."""
+    *loss_graphs, graph = kept.graphs
+    for loss_graph in loss_graphs:
+        dys, add = _differentiate_graph(cut, loss_graph, dys)
         add()
     dxs, add = _differentiate_graph(cut, graph, dys)
     cut.let_others_copy(i)  # before the sums: the copy needs none of them
@@ -82,7 +82,7 @@ def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
 def _differentiate_graph(
     cut: Cut, graph: Graph, dys: Gradients
 ) -> tuple[Gradients, Callable[[], None]]:
-    """The gradients of the graph's inputs, and what adds those of its leaves."""
+    """Return the gradients of the graph's inputs, and a function that adds those of its leaves."""
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
         return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
@@ -101,12 +101,12 @@ def _differentiate_graph(
 def gradients_of(
     wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor], behind: Behind
 ) -> Gradients:
-    """Differentiate ``ys``, with what is ``behind`` them, by what is wanted, on this thread."""
-    retain = bool(behind.others)  # what the caller has computed is behind other micro-batches, too
+    """Differentiate ``ys`` by ``wanted`` on this thread; ``behind`` is the graph behind ``ys``."""
+    retain = bool(behind.others)  # other micro-batches go backward through the caller's nodes, too
     try:
         return differentiate(ys, wanted, dys, retain_graph=retain)
     except BaseException as error:
-        # What was ready when a node raised stays with this thread until its next backward.
+        # When a node raises, its thread keeps the nodes that were ready until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
         if isinstance(error, RuntimeError):
             refuse_reentrant_checkpoint(error)
@@ -114,10 +114,10 @@ def gradients_of(
 
 
 def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
-    """Refuse leaves whose hooks would be called once a micro-batch.
+    """Refuse leaves whose hooks would be called once per micro-batch.
 
     Raises:
-        RuntimeError: nothing stands in for one of them.
+        RuntimeError: a leaf has hooks, and nothing stands in for it.
     """
     for leaf in leaves:
         if leaf._backward_hooks and leaf not in cut.stand_ins:
@@ -130,7 +130,7 @@ def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
 
 
 def _scatter(stage: Stage, cut: Cut, i: int, dxs: Gradients, kept: Kept) -> Gradients:
-    """Send the gradients of skips where they come from; return those of the value."""
+    """Send the gradients of skips to the stages that stashed them; return those of the value."""
     start = len(dxs) - sum(kept.arriving)
     value, rest = dxs[:start], dxs[start:]
     for (key, _), count in zip(stage.arriving, kept.arriving, strict=True):
@@ -142,9 +142,10 @@ def _scatter(stage: Stage, cut: Cut, i: int, dxs: Gradients, kept: Kept) -> Grad
 
 
 def alone(gradient: Tensor) -> Tensor:
-    """The same, and not as a part of a larger one, which it would keep while it waits.
+    """Return ``gradient`` in a storage of its own, so that it keeps no larger tensor alive.
 
-    Such as that of a skip, which was concatenated to something, until its stash goes backward.
+    Where a skip is concatenated to something, its gradient is a part of a larger tensor, and waits
+    until the stage that stashed it goes backward.
     """
     if gradient.layout != torch.strided or gradient.untyped_storage().nbytes() <= gradient.nbytes:
         return gradient

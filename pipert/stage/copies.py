@@ -1,8 +1,8 @@
-"""What comes to a stage from other devices: what is copied when, and how.
+"""Brings values to a stage from other devices: which tensors are copied, when, and how.
 
-In a call, copies and waits are nodes, whose backward does the same the other way (section 3.2.3 of
-the paper). In a step the graph ends at the borders of a stage, and gradients are copied and waited
-for by ``B[i,j]``.
+In a call, copies and waits are nodes whose backward does the same in the opposite direction
+(section 3.2.3 of the paper). In a step the graph ends at the borders of a stage, and ``B[i,j]``
+copies the gradients and waits for them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Transport(Protocol):
     """Moves tensors to the device of one stage."""
 
     def in_graph(self, tensor: Tensor) -> bool:
-        """Whether it has a gradient to bring back."""
+        """Return whether a gradient of ``tensor`` will have to be brought back."""
 
     def copy(
         self, i: int, tensors: Tensors, source: Stream, target: Stream, origin: int | None
     ) -> Tensors:
-        """Copy ``tensors``, all on one device, and all in the graph or none.
+        """Copy ``tensors``, which are all on one device, and either all in the graph or all not.
 
-        They come from partition ``origin``, or ``None`` from the caller; ``source`` reads them, and
-        ``target`` writes the copies.
+        They come from partition ``origin``, or from the caller if it is ``None``. They are read on
+        stream ``source``; the copies are written on stream ``target``.
         """
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        """Let ``waiter`` wait for ``awaited`` before ``x`` is read; return ``x``."""
+        """Make stream ``waiter`` wait for ``awaited`` before it reads ``x``; return ``x``."""
 
 
 @dataclass(slots=True, eq=False)
 class InGraphTransport:
-    """Moves tensors to ``_device`` inside the graph, where there is one."""
+    """A transport whose copies and waits are nodes of the graph, where there is one."""
 
     _device: torch.device
 
@@ -60,16 +60,17 @@ class InGraphTransport:
         return streams.copy(tensors, self._device, source, target)
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
-        xs, rebuild = differentiable(x) if torch.is_grad_enabled() else ((), None)
-        if rebuild is None or not xs:
-            streams.wait(waiter, awaited)
-            return x
-        return rebuild(transfer.wait(xs, waiter, awaited))
+        if torch.is_grad_enabled():
+            xs, rebuild = differentiable(x)
+            if xs:
+                return rebuild(transfer.wait(xs, waiter, awaited))
+        streams.wait(waiter, awaited)
+        return x
 
 
 @dataclass(slots=True, eq=False)
 class CutTransport:
-    """Moves tensors to ``_device`` beside the graph; copies of what requires grad do so, too."""
+    """A transport outside the graph. Copies of tensors that require grad require grad as well."""
 
     _device: torch.device
 
@@ -91,14 +92,14 @@ class CutTransport:
 
 
 class Copies:
-    """Brings values to the device of stage *j*. Its worker's alone."""
+    """The copies to the device of stage *j*. Used by its worker only."""
 
     def __init__(self, run: Run, j: int, skips: PartitionSkips, transport: Transport) -> None:
         self._run = run
         self._device = run.devices[j]
         self._skips = skips
         self.transport = transport
-        self._before = j - 1 if j > 0 else None
+        self._previous = j - 1 if j > 0 else None
         sources = [*range(j)[-1:], *(k for _, k in skips.arriving)]
         readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]
         # Whether values come, or may come, from other devices, and whether others copy from here.
@@ -106,38 +107,42 @@ class Copies:
         self.go_out = any(run.devices[k] != self._device for k in readers)
 
     def stream(self, i: int) -> Stream:
-        """The copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""
+        """Return the copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""
         return self._run.streams.get(self._device, i)
 
     def bring_input(self, i: int, x: Value) -> tuple[Value, Stream]:
-        """Bring an input here; also the stream to wait for before it is read, if any.
+        """Bring an input to this device; also return the stream to wait for before it is read.
 
-        Skips first: they have been there for longer.
+        Skips come first: they have been ready for longer.
         """
         if not isinstance(x, Carried):
-            return self.bring(i, x, self._before)
+            return self.bring(i, x, self._previous)
         copied, skips = None, []
         for (_, source), skip in zip(self._skips.arriving, x.skips, strict=True):
             skip, target = self.bring(i, skip, source)
             copied = copied or target
             skips.append(skip)
-        value, target = self.bring(i, x.value, self._before)
+        value, target = self.bring(i, x.value, self._previous)
         return Carried(value, tuple(skips)), copied or target
 
     def bring(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
-        """Bring a value here from partition ``origin``, or ``None`` from the caller.
+        """Bring a value to this device from partition ``origin``, or ``None`` for the caller.
 
-        What moves is all that the caller passes, and what a partition has on its own device. What
-        a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.
+        Moves every tensor that the caller passes, and those of a partition that are on its own
+        device. What a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.
         """
         home = self._device
-        before = None if origin is None else self._run.devices[origin]
-        if before == home:
+        source_device = None if origin is None else self._run.devices[origin]
+        if source_device == home:
             return x, None
-        tensors, rebuild = select(x, lambda t: t.device == before if before else t.device != home)
+
+        def moves(tensor: Tensor) -> bool:
+            return tensor.device == source_device if source_device else tensor.device != home
+
+        tensors, rebuild = select(x, moves)
         if not tensors:
             return x, None
-        # Those on one device are copied together, but for what the graph does not pass through.
+        # Tensors on one device are copied together, but those in the graph apart from the others.
         groups: dict[tuple[torch.device, bool], list[int]] = {}
         for k, tensor in enumerate(tensors):
             groups.setdefault((tensor.device, self.transport.in_graph(tensor)), []).append(k)
@@ -148,7 +153,7 @@ class Copies:
             if source is not None:
                 self._run.sources[device, i] = source
             moving = tuple([tensors[k] for k in places])
-            if origin is None and source is not None:  # no stage has made the copy stream wait
+            if origin is None and source is not None:  # no stage has made this copy stream wait
                 compute = streams.compute_stream(device)
                 moving = self.transport.wait(i, moving, source, compute)
             moved = self.transport.copy(i, moving, source, target, origin)
@@ -157,6 +162,6 @@ class Copies:
         return rebuild(tuple(results)), target
 
     def let_others_copy(self, i: int) -> None:
-        """Let the copy stream of micro-batch ``i`` wait for what this stage has computed."""
+        """Make the copy stream of micro-batch ``i`` wait for what this stage has computed."""
         if self.go_out or self.come_in:
             streams.wait(self.stream(i), streams.compute_stream(self._device))

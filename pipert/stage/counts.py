@@ -1,18 +1,19 @@
-"""Counts: how the sums of micro-batches become the mean of a mini-batch.
+"""Turns the sums and counts of micro-batches into the mean of a mini-batch.
 
-Where rows do not count alike, as with ``ignore_index``, a mean of the means of micro-batches is not
-the mean of the mini-batch, which is the sum of sums by the sum of counts. Its denominator is known
-when all micro-batches have gone forward, and gradients go backward before. So:
+Where rows do not count alike, as with ``ignore_index``, the mean of the micro-batches' means is not
+the mean of the mini-batch: that is the sum of the sums divided by the sum of the counts. This
+denominator is known when all micro-batches have gone forward, but the first gradients go backward
+earlier. So:
 
-1. They are divided by the count that is *expected*, from those that are known when the first
-   micro-batch goes back. So they have the size of those of a mean all the way: in half precision
-   they overflow no sooner, and hooks of layers see what they are used to.
-2. When the step has succeeded they are multiplied by the quotient of the expected count and the
-   real one, before any arrives: the *correction*. There is none if all counts were known in time,
-   as with ``'gpipe'``.
+1. Gradients are divided by the *expected* count, extrapolated from the counts known when the first
+   micro-batch goes backward. All the way they have the magnitude of a mean's gradients: in half
+   precision they overflow no sooner, and hooks of layers see the values they are used to.
+2. When the step has succeeded, gradients are multiplied by the *correction*, the expected count
+   divided by the real one, before any is delivered. There is no correction if all counts were
+   known in time, as with ``'gpipe'``.
 
-Where nothing counts the loss is that of the plain module, ``nan``, and so are the gradients: those
-of the sums, zeros.
+If nothing counts, the loss is ``nan`` and the gradients are those of the sums, zeros: both as in
+the plain module.
 """
 
 from __future__ import annotations
@@ -30,54 +31,54 @@ from pipert.batch.tensors import describe
 __all__: list[str] = []
 
 Count = float | Tensor
-"""A tensor only on a GPU, which nobody waits for to read it."""
+"""A tensor only on a GPU, where reading the number would mean waiting for the device."""
 
 
 class Counts:
-    """Of the micro-batches of one step. The last worker's; the caller's when all is over.
+    """The counts of one step's micro-batches. Used by the last worker; by the caller afterwards.
 
     Args:
-        shares: of each micro-batch in the rows of the mini-batch.
+        shares: for each micro-batch, its share of the mini-batch's rows.
     """
 
-    __slots__ = ("_counts", "_expected", "_shares", "_were_known")
+    __slots__ = ("_all_were_known", "_counts", "_expected", "_shares")
 
     def __init__(self, shares: Sequence[float]) -> None:
         self._shares = shares
         self._counts: dict[int, Count] = {}
         self._expected: Count | None = None
-        self._were_known = False  # all of them, when the first micro-batch went back
+        self._all_were_known = False  # when the first micro-batch went backward
 
     def __bool__(self) -> bool:
         return bool(self._counts)
 
     def note(self, i: int, count: Any, device: torch.device) -> None:
-        """Note what the sum of micro-batch ``i`` counts for, computed on ``device``.
+        """Note the count of micro-batch ``i``, whose sum was computed on ``device``.
 
         Raises:
-            TypeError: it is no number.
-            ValueError: it is negative or not finite, as far as that is known without waiting.
+            TypeError: ``count`` is not a number.
+            ValueError: it is negative or not finite, as far as is known without waiting.
         """
         self._counts[i] = _checked(count, device)
 
     def expected(self) -> Count:
-        """What the gradients of sums are divided by on their way; the same for all."""
+        """Return the count that divides the gradients of all micro-batches' sums."""
         if self._expected is None:
             total: Count = self.total()
-            self._were_known = len(self._counts) == len(self._shares)
-            if not self._were_known:
+            self._all_were_known = len(self._counts) == len(self._shares)
+            if not self._all_were_known:
                 total = total / sum(self._shares[i] for i in self._counts)
             self._expected = _or_one(total)
         return self._expected
 
     def correction(self) -> Count | None:
-        """What gradients that were divided by :meth:`expected` are to be multiplied by."""
-        if self._expected is None or self._were_known:
+        """Return the factor for gradients divided by :meth:`expected`; ``None`` for no change."""
+        if self._expected is None or self._all_were_known:
             return None
         return self._expected / _or_one(self.total())
 
     def total(self) -> Count:
-        """Of those that are known."""
+        """Return the sum of the counts noted so far."""
         return sum(count for _, count in sorted(self._counts.items()))
 
     def __repr__(self) -> str:
@@ -105,7 +106,7 @@ def _checked(count: Any, device: torch.device) -> Count:
 
 
 def _or_one(count: Count) -> Count:
-    """The same, and one for zero: nothing is divided by that."""
+    """Return ``count`` as a divisor: one if it is zero."""
     if isinstance(count, Tensor):
         return count + (count == 0)
     return count or 1.0

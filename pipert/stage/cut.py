@@ -1,8 +1,8 @@
-"""Cut ends: a step, in which a stage goes backward by itself.
+"""Cuts the ends of a stage: in a step, each stage goes backward by itself.
 
 The graph of a micro-batch ends at the borders of the stage. It is kept from ``F[i,j]`` to
-``B[i,j]``, or, if it is checkpointed, from ``R[i,j]``, which makes it anew: how many are is up to
-the plan. On CPU each worker goes backward on its own thread, so stages do so at the same time.
+``B[i,j]``; if the micro-batch is checkpointed, only from ``R[i,j]``, which builds it anew. The plan
+says how many are. On CPU each worker goes backward on its own thread, so stages do it in parallel.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ __all__: list[str] = []
 
 
 class Kept(NamedTuple):
-    """What ``B[i,j]`` needs of ``F[i,j]``."""
+    """What ``B[i,j]`` needs from ``F[i,j]``."""
 
     graphs: tuple[Graph, ...]
-    """From the loss or the outputs to the inputs; ``R[i,j]`` adds that of the layers."""
+    """From the loss or the outputs to the inputs; ``R[i,j]`` adds the graph of the layers."""
     again: Again | None
-    """What computes the layers again, until it has."""
+    """Recomputes the layers; ``None`` if they are not checkpointed, and after ``R[i,j]``."""
     arriving: tuple[int, ...]
-    """How many of the inputs each arriving skip has."""
+    """The number of differentiable tensors in each arriving skip."""
     leaving: tuple[int, ...]
-    """How many of the outputs each leaving skip has."""
+    """The number of differentiable tensors in each leaving skip."""
     loss: Tensor | None
-    """Of the last stage, which has no other output."""
+    """The only output of the last stage; ``None`` in the others."""
 
 
 class Entered(NamedTuple):
-    """The inputs of the micro-batch that is at work."""
+    """The inputs of the current micro-batch."""
 
     xs: Edges
     arriving: tuple[int, ...]
@@ -59,9 +59,9 @@ class Cut:
 
     Args:
         step: what the stages of the step share.
-        run: the run, of which it is.
-        place: where it is. The last stage computes the loss.
-        copies: brings values here.
+        run: the run that the stage belongs to.
+        place: the stage's place. The last stage computes the loss.
+        copies: brings values to the stage's device.
     """
 
     __slots__ = (
@@ -73,7 +73,7 @@ class Cut:
         self.step = step
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
-        self.stand_ins: dict[Tensor, Tensor] = {}  # to what each leaf in here stands for
+        self.stand_ins: dict[Tensor, Tensor] = {}  # from a leaf to the tensor that it stands for
         self._is_last = place.j == place.n - 1
         self._place = place
         self._recomputed = run.plan.recomputed
@@ -81,9 +81,9 @@ class Cut:
         self._seed = run.seed
         self.copies = copies
         self._entered = Entered((), ())
-        self._again: Again | None = None  # of the micro-batch that is at work
-        self._callers = node_count()  # what the caller makes has numbers below that
-        self._first: int | None = None  # and what is made here from that on
+        self._again: Again | None = None  # of the current micro-batch
+        self._callers = node_count()  # the caller's nodes have numbers below this
+        self._first: int | None = None  # nodes made here have numbers from this on
 
     def enter(self, i: int, x: Value) -> Value:
         if self._first is None:
@@ -97,7 +97,7 @@ class Cut:
         skips = x.skips if isinstance(x, Carried) else ()
         arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
         xs, rebuild = differentiable(x)
-        if not xs or i < self._recomputed:  # then the layers get copies
+        if not xs or i < self._recomputed:  # checkpointed layers get copies
             self._entered = Entered((), arriving)
             return x
         xs = order.enter(xs)
@@ -121,8 +121,8 @@ class Cut:
         skips = y.skips if isinstance(y, Carried) else ()
         leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
         if ys:
-            there = again is None or self._is_last
-            graphs = (Graph(xs, edges_of(ys)),) if there else ()
+            has_graph = again is None or self._is_last
+            graphs = (Graph(xs, edges_of(ys)),) if has_graph else ()
             loss = ys[0] if self._is_last else None
             self.kept[i] = Kept(graphs, again, arriving, leaving, loss)
         if self._is_last:
@@ -132,34 +132,34 @@ class Cut:
         return rebuild(tuple([tensor.detach().requires_grad_() for tensor in ys]))
 
     def compute_loss(self, i: int, y: Value) -> Value:
-        """Compute the loss of micro-batch ``i``, unscaled; note its share of the whole."""
-        skips = y.skips if isinstance(y, Carried) else None
+        """Compute the unscaled loss of micro-batch ``i``; note its share of the mini-batch's."""
+        skips = None
         if isinstance(y, Carried):
-            y = y.value
-        loss, device = self.step.loss, self._place.device
-        target, copied = self.copies.bring(i, leaf_inputs(loss.targets[i]), None)
+            y, skips = y
+        step_loss, device = self.step.loss, self._place.device
+        target, copied = self.copies.bring(i, leaf_inputs(step_loss.targets[i]), None)
         if copied is not None:
             compute = streams.compute_stream(device)
             self.copies.transport.wait(i, target, compute, copied)
-        wanting = differentiable(loss.targets[i])[0]
-        self.stand_ins.update(zip(differentiable(target)[0], wanting, strict=True))
+        originals = differentiable(step_loss.targets[i])[0]
+        self.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
         try:
-            own = loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
+            loss = step_loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
         except BaseException as error:
             if y is None:
                 add_note(error, lambda: "the last layer returned None; does it lack a return?")
             raise
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
-        self.step.losses[i] = loss.share_of(i, own.detach())
-        return own if skips is None else Carried(own, skips)
+        self.step.losses[i] = step_loss.share_of(i, loss.detach())
+        return loss if skips is None else Carried(loss, skips)
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
-        """Copy parameters that live elsewhere; make stand-ins for those that have hooks.
+        """Copy parameters that live elsewhere; make stand-ins for parameters that have hooks.
 
-        Autograd calls the hooks of a tensor whenever it comes by with a part of its gradient. They
-        are to see the whole, once, so that part is the stand-in's. A model that asks for one in
-        inference mode may use it again outside of that.
+        Autograd calls the hooks of a tensor with each part of its gradient, but they must see the
+        whole, once. So the parts go to the stand-in. A model that asks for a stand-in in inference
+        mode may use it again outside of that mode.
         """
         leaves = []
         with torch.inference_mode(False):
@@ -174,21 +174,21 @@ class Cut:
     def bring_gradients(
         self, i: int, gradients: Sequence[Tensor | None], origin: int
     ) -> list[Tensor | None]:
-        """Bring gradients here from partition ``origin``."""
-        there = tuple([gradient for gradient in gradients if gradient is not None])
-        moved, copied = self.copies.bring(i, there, origin)
+        """Bring gradients to this device from partition ``origin``."""
+        present = tuple([gradient for gradient in gradients if gradient is not None])
+        moved, copied = self.copies.bring(i, present, origin)
         if copied is not None:
             compute = streams.compute_stream(self._place.device)
             self.copies.transport.wait(i, moved, compute, copied)
-        here = iter(moved)
-        return [None if gradient is None else next(here) for gradient in gradients]
+        rest = iter(moved)
+        return [None if gradient is None else next(rest) for gradient in gradients]
 
     def numbers(self) -> range:
-        """Of nodes that were made here, as far as none that the caller has made may have them."""
+        """Return the numbers of nodes made here, without any that a node of the caller may have."""
         return range(max(self._first or 0, self._callers), node_count())
 
     def let_others_copy(self, i: int) -> None:
-        """Let others copy the gradients that are there now."""
+        """Let other stages copy the gradients that this stage has computed."""
         self.copies.let_others_copy(i)
 
     def drop(self) -> None:
@@ -198,7 +198,7 @@ class Cut:
 
 
 def _refuse_hidden_graph(y: Value) -> None:
-    """Refuse an object that takes a part of this graph to other stages, which cannot be cut off."""
+    """Refuse an object that would take a part of this graph to other stages, uncut."""
     leaves, _ = flatten(y)
     if ORDINARY.issuperset(map(type, leaves)):
         return
@@ -217,12 +217,12 @@ def _is_in_graph(value: Any) -> bool:
 
 
 def leaf_inputs(value: Value) -> Value:
-    """The same with leaves for the tensors that want a gradient, as the first stage gets it."""
+    """Return ``value`` with fresh leaves for differentiable tensors, as the first stage gets it."""
     tensors, rebuild = differentiable(value)
     return rebuild(tuple([t.detach().requires_grad_() for t in tensors])) if tensors else value
 
 
 def detached(value: Value) -> Value:
-    """The same without its graph."""
+    """Return ``value`` without its graph."""
     tensors, rebuild = differentiable(value)
     return rebuild(tuple([tensor.detach() for tensor in tensors])) if tensors else value

@@ -1,4 +1,4 @@
-"""``F[i,j]``: from the input of a stage to its output."""
+"""Carries out ``F[i,j]``: turns the input of a stage into its output."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ Compute = Callable[[Stage, int, Value], Value]
 
 
 def forward(stage: Stage, compute: Compute) -> How:
-    """Carry out ``F`` in this stage; ``compute`` is :func:`compute_layers`, or has it inside."""
+    """Return how ``stage`` carries out ``F``; ``compute`` is or wraps :func:`compute_layers`."""
     body = partial(_observed if stage.run.told.is_observed else _forward, compute)
     return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
 
 
 def _observed(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
-    # In here a call of the pipe by an observer is one by its own task, and refused.
+    # An observer that calls the pipe in here is refused, as the pipe's own task.
     action = Action(FORWARD, i, stage.place.j)
     with stage.run.told.observed(action, stage.place.device):
         return _forward(compute, stage, i, x)
 
 
 def _forward(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
-    """Enter, compute, leave; receive the skips that arrive and send those that leave."""
+    """Enter the stage, compute, and leave; receive arriving skips and send leaving ones."""
     if stage.borrowed:
         stage.borrow(i)
     if stage.skips is None:
@@ -52,7 +52,7 @@ def _forward(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
 
 
 def compute_layers(stage: Stage, i: int, x: Value, after_layer: AfterLayer = None) -> Value:
-    """Compute the layers, and the loss if it is computed here."""
+    """Compute the layers, and in the last stage of a step the loss."""
     checkpointed = i < stage.recomputed
     compute: Callable[[Value], Value]
     compute = partial(stage.layers.forward, i, checkpointed, after_layer)

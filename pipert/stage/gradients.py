@@ -1,15 +1,15 @@
-"""Sums of gradients of one partition in one step, and how they become ``.grad``.
+"""Sums up the gradients of a partition in one step, and delivers the sums to ``.grad``.
 
 The standard way is to let autograd add to ``.grad`` in each ``B[i,j]``. Then a step that fails
-leaves some of it behind, hooks on parameters see a part of a gradient ``m`` times, and partitions
-that share a parameter add in the order in which they happen to come by. So here:
+leaves partial gradients behind, hooks on parameters see ``m`` parts of a gradient, and partitions
+that share a parameter add to it in the order in which they happen to run. So here:
 
-1. Each partition has sums of its own, which its worker alone adds to, in the order of its schedule.
-2. When the step has succeeded the caller takes the sums of all partitions, in their order.
-3. Where nobody listens, a sum becomes ``.grad`` as it is (:func:`split_off`).
-4. The others are delivered by autograd, in a graph that has nothing but them (:func:`delivery`), at
-   ten times the price. So hooks of parameters and of ``DistributedDataParallel`` are called as
-   always, and callers on other threads do no harm.
+1. Each partition has its own sums. Only its worker adds to them, in the order of its schedule.
+2. When the step has succeeded, the caller takes the sums of all partitions, in their order.
+3. A sum that no hook or thread can observe becomes ``.grad`` as it is (:func:`split_off`).
+4. The others are delivered by autograd, through a graph of nothing else (:func:`delivery`), at ten
+   times the cost. So hooks of parameters and of ``DistributedDataParallel`` are called as always,
+   and callers on other threads do no harm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 __all__: list[str] = []
 
 Arriving = list[tuple[Tensor, Tensor]]
-"""Tensors that want a gradient, each with one."""
+"""Tensors, each with the gradient to deliver to it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,14 +39,14 @@ class _Sum:
     weight: Tensor
     total: Tensor
     is_own: bool = False
-    """Whether nobody else has the tensor."""
+    """Whether nobody else holds the total."""
 
     def add(self, gradient: Tensor) -> None:
-        """Add without changing what others have."""
+        """Add ``gradient`` out of place, since others may hold the total."""
         if self.total.layout == gradient.layout == torch.strided:
             # In the memory format of the weight, which may live on another device.
-            own = torch.empty_like(self.weight, device=gradient.device)
-            self.total, self.is_own = torch.add(self.total, gradient, out=own), True
+            result = torch.empty_like(self.weight, device=gradient.device)
+            self.total, self.is_own = torch.add(self.total, gradient, out=result), True
         elif gradient.layout == torch.strided:
             self.total = gradient + self.total  # torch adds sparse to dense, not the other way
         else:
@@ -54,7 +54,7 @@ class _Sum:
 
 
 class Gradients:
-    """The sums of one partition. Its worker's; the caller's when all is over."""
+    """The sums of one partition. Used by its worker, and by the caller after the run."""
 
     __slots__ = ("_sums",)
 
@@ -63,7 +63,7 @@ class Gradients:
 
     def add(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Add the gradients of one micro-batch; ``None`` for a weight that was not used."""
-        if len({*map(id, weights)}) < len(weights):  # one that is used beside what stands for it
+        if len({*map(id, weights)}) < len(weights):  # a weight is used beside its stand-in
             for weight, gradient in zip(weights, gradients, strict=True):
                 self.add((weight,), (gradient,))
             return
@@ -71,35 +71,35 @@ class Gradients:
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
-            before = self._sums.get(id(weight))
-            if before is None:
+            entry = self._sums.get(id(weight))
+            if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
-            elif before.is_own and gradient.layout == torch.strided:
-                totals.append(before.total)
+            elif entry.is_own and gradient.layout == torch.strided:
+                totals.append(entry.total)
                 added.append(gradient)
             else:
-                before.add(gradient)  # one by one: in one call all sums would be there twice
+                entry.add(gradient)  # one by one: a single call would hold all sums twice
         if totals:
-            torch._foreach_add_(totals, added)  # of many small ones a call takes most of the time
+            torch._foreach_add_(totals, added)  # for small tensors a call each would dominate
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiply all of them: in their place, but for what others have as well."""
-        own: dict[torch.device, list[Tensor]] = {}
-        for one in self._sums.values():
-            if one.is_own and one.total.layout == torch.strided:
-                own.setdefault(one.total.device, []).append(one.total)
+        """Multiply all sums by ``factor``, in place where nobody else holds them."""
+        in_place: dict[torch.device, list[Tensor]] = {}
+        for entry in self._sums.values():
+            if entry.is_own and entry.total.layout == torch.strided:
+                in_place.setdefault(entry.total.device, []).append(entry.total)
             else:
-                one.total = scaled(one.total, factor)
-        for device, totals in own.items():
+                entry.total = scaled(entry.total, factor)
+        for device, totals in in_place.items():
             torch._foreach_mul_(totals, _on(factor, device))
 
     def take(self) -> Arriving:
-        """Each weight with its sum; leaves nothing behind."""
+        """Return each weight with its sum, and forget them."""
         sums, self._sums = self._sums, {}
-        return [(of_weight.weight, of_weight.total) for of_weight in sums.values()]
+        return [(entry.weight, entry.total) for entry in sums.values()]
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Forget all sums."""
         self._sums.clear()
 
     def __repr__(self) -> str:
@@ -107,18 +107,18 @@ class Gradients:
 
 
 def split_off(arriving: Arriving) -> Arriving:
-    """Take those out that nobody listens to: :func:`give` is enough for them.
+    """Take out and return the gradients that nobody observes, for :func:`give` to deliver.
 
     A hook is on the tensor, or on its ``AccumulateGrad``, which holds the tensor while it lives.
-    What is to be added to a gradient, what somebody else has as well, or what is laid out in
-    another way, is left to autograd; so is what comes in several parts.
+    Left to autograd is also a gradient that must be added to another, that somebody else holds,
+    that has another layout than the tensor, or that comes in several parts.
     """
     parts = Counter([id(tensor) for tensor, _ in arriving])
-    strided, heard, unheard = torch.strided, Arriving(), Arriving()
+    strided, observed, unobserved = torch.strided, Arriving(), Arriving()
     for pair in arriving:
         tensor, gradient = pair
         if (
-            getrefcount(gradient) == _ALONE
+            getrefcount(gradient) == _UNSHARED_REFERENCES
             and _use_count(gradient) == parts[id(tensor)] == _use_count(tensor) == 1
             and type(tensor) is nn.Parameter
             and not tensor._backward_hooks
@@ -131,37 +131,37 @@ def split_off(arriving: Arriving) -> Arriving:
             and gradient.stride() == tensor.stride()
             and ONE_THREAD_AT_A_TIME
         ):
-            unheard.append(pair)
+            unobserved.append(pair)
         else:
-            heard.append(pair)
-    arriving[:] = heard
-    return unheard
+            observed.append(pair)
+    arriving[:] = observed
+    return unobserved
 
 
 def give(gradients: Arriving) -> Arriving:
-    """Let gradients become ``.grad`` as they are. Returns those of which somebody hears meanwhile.
+    """Assign gradients to ``.grad``; return those that somebody has begun to observe meanwhile.
 
-    A thread that goes backward takes a lock that Python has not. It cannot begin to between the
-    look at a tensor and the gift: nothing here but the loop of ``deque`` is Python.
+    A backward on another thread holds a lock that Python code cannot take. But none can begin
+    between the check of a tensor and the assignment: ``deque`` runs the loop without Python code.
     """
     tensors = [tensor for tensor, _ in gradients]
-    without = map(operator.is_, map(_grad.__get__, tensors), repeat(None))
-    unheard = map(operator.eq, map(_use_count, tensors), repeat(1))
-    both = map(operator.and_, without, unheard)
+    are_without_grad = map(operator.is_, map(_grad.__get__, tensors), repeat(None))
+    are_unobserved = map(operator.eq, map(_use_count, tensors), repeat(1))
+    both = map(operator.and_, are_without_grad, are_unobserved)
     deque(starmap(_grad.__set__, compress(gradients, both)), maxlen=0)
     return [pair for pair in gradients if pair[0].grad is not pair[1]]
 
 
-def _references() -> int:
-    """How many references a gradient has in :func:`split_off` that nobody else has."""
+def _unshared_references() -> int:
+    """Count the references to a gradient in :func:`split_off` that nobody else holds."""
     pairs = [(torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))]
     for pair in pairs:
         tensor, gradient = pair
-        found = getrefcount(gradient)
-    return found
+        count = getrefcount(gradient)
+    return count
 
 
-_ALONE = _references()
+_UNSHARED_REFERENCES = _unshared_references()
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
 _grad: Any = Tensor.grad
 
@@ -181,9 +181,10 @@ class _Deliver(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """One end in place of one for each device, of which anomaly detection would read the gradients.
+    """Joins the ends of all devices into one.
 
-    On whatever stream it is. This one has none to read.
+    Anomaly detection reads the gradients of an end per device, on whatever stream is current. This
+    one has none to read.
     """
 
     @staticmethod
@@ -197,29 +198,29 @@ class _End(torch.autograd.Function):
 
 
 def delivery(gradients: Arriving) -> Tensor:
-    """The end of a graph whose backward goes on from tensors with the gradient of each.
+    """Return the end of a graph whose backward continues from each tensor with its gradient.
 
-    The tensors all require grad. All the memory that this takes is allocated here, before any
-    gradient arrives. Empties the list: what nobody else has becomes ``.grad`` as it is.
+    All tensors require grad. All the memory needed is allocated here, before any gradient arrives.
+    The list is emptied, so that a gradient nobody else holds can become ``.grad`` as it is.
     """
     devices: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     while gradients:
         tensor, gradient = gradients.pop()
-        of_device = devices.setdefault(tensor.device, ([], []))
-        of_device[0].append(tensor)
-        of_device[1].append(gradient)
+        on_device = devices.setdefault(tensor.device, ([], []))
+        on_device[0].append(tensor)
+        on_device[1].append(gradient)
         del gradient
     ends = []
-    for reached, brought in devices.values():
-        held = accumulators(reached)  # another caller's layers may be at work with these weights
-        ends.append(_Deliver.apply(brought, *reached))  # type: ignore[no-untyped-call]
+    for targets, delivered in devices.values():
+        held = accumulators(targets)  # another caller's layers may be at work with these weights
+        ends.append(_Deliver.apply(delivered, *targets))  # type: ignore[no-untyped-call]
         del held
     end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
     return end
 
 
 def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
-    """The product, on the device of the gradient and in its dtype."""
+    """Return the product, on the gradient's device and in its dtype."""
     product: Tensor = gradient * _on(factor, gradient.device)
     return product
 
@@ -229,12 +230,12 @@ def _on(factor: float | Tensor, device: torch.device) -> Any:
 
 
 def gathered(sums: Iterable[Gradients]) -> Arriving:
-    """Each weight and its sum, on its own device, of one partition after the other.
+    """Return each weight with its sum, moved to the weight's device, partition by partition.
 
-    A weight that several use is there several times: autograd adds, also sparse to dense.
+    A weight that several partitions use occurs several times: autograd adds, also sparse to dense.
     """
     return [
         (weight, total if total.device == weight.device else total.to(weight.device))
-        for of_partition in sums
-        for weight, total in of_partition.take()
+        for partition_sums in sums
+        for weight, total in partition_sums.take()
     ]

@@ -1,4 +1,4 @@
-"""Ends in the graph: a call, whose backward is autograd's walk along one graph.
+"""Keeps the ends of a stage in the graph: in a call, autograd walks back along one graph.
 
 ::
 
@@ -14,13 +14,12 @@
     fork      token for F[i+1,j]                 Fork'      B[i+1,j] is done
     send      y to stage j+1                     Copy'      dy arrives from stage j+1
 
-What does nothing is left out: on CPU there are no copies and waits, without grad no autograd pieces
-at all, and the first and last micro-batch have nothing to join and nobody to fork for. Where one
-thread goes backward, some of the last fork to wait for their turn.
+What would do nothing is left out: there are no copies and waits on CPU, no autograd nodes at all
+without grad, and no join for the first micro-batch and no fork for the last. Where one thread goes
+backward through all partitions, the last micro-batch may fork, too, to wait for its turn.
 
-The skips that a partition pops from others are further values beside ``x`` all the way, copied from
-the device of the partition that stashed them; those that others pop are further values beside ``y``
-and sent before it.
+Skips that a partition pops from others accompany ``x`` all the way, copied from the device of the
+partition that stashed them; those that others pop accompany ``y`` and are sent before it.
 """
 
 from __future__ import annotations
@@ -50,22 +49,22 @@ class InGraph:
 
     _device: torch.device
     _last: int
-    """The micro-batch that no token is for."""
+    """The last micro-batch, which leaves no token."""
     _grad_enabled: bool
     """Whether there is a graph."""
     _hooks: Hooks
     """The caller's saved-tensor hooks."""
     copies: Copies
     in_turn: bool
-    """Whether tasks go backward in turn: one thread does so through all partitions."""
+    """Whether tasks go backward in turn, since one thread goes through all partitions."""
     forks_last: bool
     """Whether the last micro-batch is forked, too, to wait for its turn."""
     _token: Tensor | None = None
     _checkpoint: Checkpoint | None = None
-    """Of the micro-batch that is at work."""
+    """The checkpoint of the current micro-batch."""
 
     def enter(self, i: int, x: Value) -> Value:
-        """Make an input of micro-batch ``i`` ready for the layers."""
+        """Prepare the input of micro-batch ``i`` for the layers."""
         copied = None
         if self.copies.come_in:
             x, copied = self.copies.bring_input(i, x)
@@ -76,12 +75,12 @@ class InGraph:
         return x if copied is None else self._wait_for(i, copied, x)
 
     def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
-        """Compute ``x`` without keeping what the backward needs: ``again`` computes it again."""
+        """Compute ``x`` without keeping what the backward needs, which ``again`` recomputes."""
         self._checkpoint = Checkpoint(Again(again, self._hooks))
         return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:
-        """Make what the layers returned ready to be sent."""
+        """Prepare the output of the layers for sending."""
         checkpoint, self._checkpoint = self._checkpoint, None
         if self.copies.go_out:
             copying = self.copies.stream(i)
@@ -101,11 +100,11 @@ class InGraph:
         return rebuild(ys)
 
     def borrow(self, i: int, weights: Weights) -> Sequence[Tensor]:
-        """Copy the parameters that live elsewhere, like a call's arguments; once for the run.
+        """Copy the parameters that live elsewhere, as a call's arguments are; once per run.
 
-        Each for itself, since they have nothing in common but the device: what is used in a call
-        must not depend on what is not. Without grad they are leaves, and never inference tensors,
-        so that layers may differentiate by them and changes in place are seen.
+        Each is copied separately, since they have only the device in common: a parameter used in a
+        call must not depend on one that is not. Without grad the copies are leaves, and never
+        inference tensors, so that layers may differentiate by them and changes in place are seen.
         """
         grad, borrowed = self._grad_enabled, list[Tensor]()
         with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -118,26 +117,25 @@ class InGraph:
         return borrowed
 
     def drop(self) -> None:
-        """Forget every micro-batch: nobody waits for the run any more. Any thread."""
-        self._token = None  # through it the graph of the micro-batches before
+        """Forget every micro-batch, since nobody waits for the run any more. Thread-safe."""
+        self._token = None  # it holds the graph of all earlier micro-batches
         self._checkpoint = None
 
     def _join(self, x: Value) -> Value:
-        """Tie the token to the first value that can take it.
+        """Tie the token to the first value that can take it, and to no other.
 
-        To that alone: two values that pass through one node are both entered by a backward that
-        needs only one of them.
+        If two values passed through one node, a backward that needs one of them would enter both.
         """
         if self._token is None:
             return x
         xs, rebuild = differentiable(x)
         if not xs:
-            return x  # a token that nobody takes goes into the fork
+            return x  # a token that is not taken goes into the fork
         token, self._token = self._token, None
         return rebuild(order.join(token, *xs))
 
     def _wait_for(self, i: int, copied: Stream, x: Value) -> Value:
-        """Let compute wait for the copy, and the copy back for compute."""
+        """Make the compute stream wait for the copy; in the backward, the copy for compute."""
         if isinstance(x, Carried):
             skips = [self._wait_for(i, copied, skip) for skip in x.skips]
             return Carried(self._wait_for(i, copied, x.value), tuple(skips))

@@ -1,11 +1,11 @@
-"""Links: what carries values from stage to stage within one run.
+"""Carries values from stage to stage within one run.
 
-A stage has one for its inputs and one for its outputs, and in a step the same for gradients. Skips
-have a link of their own, straight from the stage that stashes to the one that pops.
+A stage has a link for its inputs and one for its outputs, and in a step the same for gradients.
+Skips have links of their own, straight from the stashing stage to the popping one.
 
-A link ends with its run. It never tells micro-batches apart: all stages have one order of them
-(rule 4 of ``schedules.plan``), so a FIFO is enough. Only the caller, who has all inputs at once,
-gives each by its number.
+A link ends with its run. It never tells micro-batches apart: all stages have them in the same order
+(rule 4 of ``schedules.plan``), so a FIFO is enough. Only the inputs from the caller, who has them
+all at once, are received by number.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ __all__: list[str] = []
 
 
 class Link(NamedTuple):
-    """Carries one value for each micro-batch."""
+    """A link that carries one value per micro-batch."""
 
     send: Callable[[int, Value], None]
-    """Carries the value of a micro-batch, or ``NOT_RUN``. Never blocks."""
+    """Sends the value of a micro-batch, or ``NOT_RUN``. Never blocks."""
     receive: Callable[[int, Callable[[], None]], Value]
-    """Waits for the value of a micro-batch, and calls its other argument before it blocks; returns
-    ``NOT_RUN`` if there will be none."""
+    """Waits for the value of a micro-batch, and calls its other argument before it blocks. Returns
+    ``NOT_RUN`` if there will be no value."""
     close: Callable[[], object]
-    """Wakes whoever waits, and drops what is on its way. Any thread."""
+    """Wakes all who wait, and drops what is on its way. Thread-safe."""
 
 
 NOWHERE = Link(lambda i, value: None, lambda i, before_waiting: (), lambda: None)
-"""Where there is nothing to carry: discards what is sent, and delivers an empty tuple."""
+"""Discards what is sent, and delivers an empty tuple."""
 
 
 def between() -> Link:
-    """From one stage to the next: a queue."""
+    """Return a link from one stage to the next: a queue."""
     queue: ClosableQueue[Value] = ClosableQueue()
 
     def send(i: int, value: Value) -> None:
@@ -60,7 +60,7 @@ def between() -> Link:
 
 
 def from_caller(inputs: list[Value]) -> Link:
-    """To the first stage; empties ``inputs`` as the run goes on."""
+    """Return a link to the first stage, which empties ``inputs`` as the run proceeds."""
 
     def receive(i: int, before_waiting: Callable[[], None]) -> Value:
         value, inputs[i] = inputs[i], None
@@ -73,47 +73,47 @@ def from_caller(inputs: list[Value]) -> Link:
 
 
 def to_caller(outputs: list[Value]) -> Link:
-    """From the last stage; the caller takes the list when the run is over."""
+    """Return a link from the last stage to ``outputs``, which the caller reads after the run."""
     return Link(lambda i, value: outputs.append(value), NOWHERE.receive, outputs.clear)
 
 
 class SkipLinks:
-    """The links of skips in one run, and their gradients' way back.
+    """The links of one run for skips and their gradients.
 
-    A stage sends the skips that leave it before its output, so they are there when a later stage
-    has received its input; and gradients likewise. Each is received once; the rest goes with the
-    run. Operations on a dict are atomic.
+    A stage sends its leaving skips before its output, so they have arrived when a later stage has
+    received its input; likewise for gradients. Each is received once; what is left is dropped with
+    the run. Thread-safe, since operations on a dict are atomic.
     """
 
     def __init__(self) -> None:
-        # By skip, micro-batch and the stage that pops it.
-        self._there: dict[tuple[Key, int, int], Stashed] = {}
-        self._back: dict[tuple[Key, int, int], Sequence[Tensor | None]] = {}
+        # By skip, micro-batch and popping stage.
+        self._values: dict[tuple[Key, int, int], Stashed] = {}
+        self._gradients: dict[tuple[Key, int, int], Sequence[Tensor | None]] = {}
 
     def send(self, key: Key, i: int, k: int, value: Value) -> None:
         """Send a skip of micro-batch ``i`` to stage ``k``."""
-        self._there[key, i, k] = Stashed(value)
+        self._values[key, i, k] = Stashed(value)
 
     def receive(self, key: Key, i: int, k: int) -> Value:
-        """Receive in stage ``k`` what was sent.
+        """Receive in stage ``k`` what was sent to it.
 
         Raises:
             RuntimeError: it was modified in place since.
         """
-        return self._there.pop((key, i, k)).get(key)
+        return self._values.pop((key, i, k)).get(key)
 
     def send_back(self, key: Key, i: int, k: int, gradients: Sequence[Tensor | None]) -> None:
-        """Send the gradients of what stage ``k`` has received."""
-        self._back[key, i, k] = gradients
+        """Send back the gradients of what stage ``k`` has received."""
+        self._gradients[key, i, k] = gradients
 
     def receive_back(self, key: Key, i: int, k: int) -> Sequence[Tensor | None] | None:
-        """Receive the gradients of what was sent to stage ``k``; ``None`` if it has none."""
-        return self._back.pop((key, i, k), None)
+        """Receive the gradients of what was sent to stage ``k``; ``None`` if there are none."""
+        return self._gradients.pop((key, i, k), None)
 
     def clear(self) -> None:
         """Drop what nobody will receive."""
-        self._there.clear()
-        self._back.clear()
+        self._values.clear()
+        self._gradients.clear()
 
     def __repr__(self) -> str:
-        return f"<SkipLinks, {len(self._there)} there and {len(self._back)} back>"
+        return f"<SkipLinks, {len(self._values)} skips and {len(self._gradients)} gradients>"

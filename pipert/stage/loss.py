@@ -1,4 +1,4 @@
-"""The loss of a step: how the losses of micro-batches make that of the mini-batch."""
+"""Computes the loss of a mini-batch from the losses of its micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipert.stage.counts import Counts
 __all__: list[str] = []
 
 LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
-"""From an output and a target to the loss, or to the sum of losses and how many they are."""
+"""Takes an output and a target; returns the loss, or the sum of losses and their number."""
 
 
 def split_step(
@@ -32,7 +32,7 @@ def split_step(
     reduction: str,
     scale: float | Tensor,
 ) -> tuple[list[Value], Loss]:
-    """The micro-batches of a step, and how their losses make that of the mini-batch.
+    """Return the micro-batches of a step, and the loss of their mini-batch.
 
     Raises:
         ValueError: arguments and target disagree on the number of rows, or ``reduction`` is
@@ -44,14 +44,14 @@ def split_step(
     split, sizes = scatter_with_sizes(args, named, chunks)
     inputs, targets = [], []
     for micro_batch in split:
-        own = dict(micro_batch.kwargs)
-        targets.append(own.pop(_TARGET))
-        inputs.append(as_value(micro_batch.args, own))
+        keywords = dict(micro_batch.kwargs)
+        targets.append(keywords.pop(_TARGET))
+        inputs.append(as_value(micro_batch.args, keywords))
     return inputs, loss_of(function, targets, sizes, reduction, scale)
 
 
 def check_step(function: Any, reduction: Any) -> None:
-    """Refuse what no step can begin with; errors as in :func:`split_step`."""
+    """Refuse arguments and modes that a step cannot begin with; raises as :func:`split_step`."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if not callable(function):
@@ -70,7 +70,7 @@ def loss_of(
     reduction: str,
     scale: float | Tensor,
 ) -> Loss:
-    """The loss of a mini-batch whose micro-batches have that many rows."""
+    """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows."""
     rows = sum(sizes)
     shares = [1.0 if reduction == "sum" or not rows else size / rows for size in sizes]
     return Loss(function, targets, shares, scale, reduction == "mean", sizes)
@@ -82,53 +82,50 @@ _TARGET = "target of forward_backward"  # no keyword that a layer could have
 def scale_of(
     scale: float | Tensor | torch.amp.GradScaler | None, devices: Sequence[torch.device]
 ) -> float | Tensor:
-    """What gradients are multiplied by; a ``GradScaler`` says, and remembers that it was asked.
+    """Return the factor for gradients. A ``GradScaler`` is asked for it, and remembers that.
 
-    One on a GPU is brought to the device of the loss, in the caller: on his streams it comes after
-    what computes it, and before what writes it next, as ``GradScaler.update`` does.
+    A tensor on a GPU is copied to the device of the loss by the caller: on his streams the copy
+    comes after what computes the tensor and before what writes it next, as ``GradScaler.update``
+    does.
     """
     if scale is None:
         return 1.0
     if isinstance(scale, torch.amp.GradScaler):
         one = torch.ones((), device=devices[0] if devices else None)
         return scale.scale(one)
-    is_number = isinstance(scale, Tensor) and scale.numel() == 1 and not scale.is_complex()
-    if isinstance(scale, Tensor) and is_number and not scale.is_meta:
-        scale = scale.detach().reshape(())
-        return scale.to(devices[0]) if scale.is_cuda and devices else scale
     if isinstance(scale, float | int):
         return scale
-    raise TypeError(f"loss_scale must be a number or a GradScaler, got {_looks_of(scale)}")
-
-
-def _looks_of(scale: Any) -> str:
-    on_meta = isinstance(scale, Tensor) and scale.is_meta
-    return f"{describe(scale)}{' on the meta device, without a value' if on_meta else ''}"
+    where = ""
+    if isinstance(scale, Tensor):
+        if scale.numel() == 1 and not (scale.is_complex() or scale.is_meta):
+            scale = scale.detach().reshape(())
+            return scale.to(devices[0]) if scale.is_cuda and devices else scale
+        where = " on the meta device, without a value" if scale.is_meta else ""
+    raise TypeError(f"loss_scale must be a number or a GradScaler, got {describe(scale)}{where}")
 
 
 @dataclass(eq=False)
 class Loss:
-    """How the loss of each micro-batch is computed, and what it counts for."""
+    """The loss of a mini-batch: how each micro-batch's is computed, and how much it counts."""
 
     _function: LossFunction
-    """Gets an output and a target."""
     targets: Sequence[Value]
-    """Of each micro-batch."""
+    """The target of each micro-batch."""
     _shares: Sequence[float]
-    """Of each micro-batch's loss in that of the mini-batch, if it has no count."""
+    """The weight of each micro-batch's loss in the mini-batch's, if it has no count."""
     _scale: float | Tensor
-    """What gradients are multiplied by."""
+    """The factor for gradients."""
     _may_count: bool = True
     """Whether the function may return sums and counts."""
     sizes: Sequence[int] = ()
-    """The rows of each micro-batch."""
+    """The number of rows of each micro-batch."""
     is_differentiable: bool = False
-    """Whether the loss of any micro-batch is."""
+    """Whether the loss of any micro-batch requires grad."""
 
     draws: bool = field(init=False)
-    """Whether it draws random numbers, or might."""
+    """Whether the function draws random numbers, or might."""
     counts: Counts = field(init=False)
-    """Of the micro-batches that have one: all or none."""
+    """The counts of the micro-batches that have one: all or none."""
     _computed: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -136,14 +133,14 @@ class Loss:
         self.counts = Counts(self._shares)
 
     def compute(self, i: int, number: int, seed: RunSeed, *args: Any) -> Tensor:
-        """Compute the loss of micro-batch ``i``, or its sum, with random numbers of its own.
+        """Compute the loss of micro-batch ``i``, or the sum of its losses.
 
-        These are the ones that ``number`` has in a run of this ``seed``.
+        Random numbers are those of stream ``number`` in a run with this ``seed``.
 
         Raises:
-            TypeError: the function did not return a tensor of one element, or a pair of one and a
-                count; or that for some micro-batches only.
-            ValueError: the count is none.
+            TypeError: the function returned neither a tensor of one element nor a pair of such a
+                tensor and a count, or it returned a pair for some micro-batches only.
+            ValueError: the count is not valid.
         """
         if not self.draws:
             loss: Any = self._function(*args)
@@ -180,16 +177,16 @@ class Loss:
             )
 
     def share_of(self, i: int, loss: Tensor) -> Tensor:
-        """What micro-batch ``i`` adds to the loss of the mini-batch, or to its sum."""
+        """Return what micro-batch ``i`` adds to the loss of the mini-batch, or to its sum."""
         return loss if self.counts else loss * self._shares[i]
 
     def of_mini_batch(self, shares: Tensor) -> Tensor:
-        """The loss of the mini-batch."""
+        """Return the loss of the mini-batch."""
         total = shares.sum()
         return (total / self.counts.total()).to(total.dtype) if self.counts else total
 
     def gradient_of(self, i: int, loss: Tensor) -> Tensor:
-        """The gradient of micro-batch ``i``'s own loss, from which its backward begins."""
+        """Return the gradient with which the backward of micro-batch ``i``'s loss begins."""
         scale = self._scale
         if isinstance(scale, Tensor):
             scale = scale.to(loss.device)
@@ -198,7 +195,7 @@ class Loss:
 
 
 def _is_functional(function: Any) -> bool:
-    """Whether it is one of torch's loss functions, which draw no random numbers."""
+    """Return whether this is one of torch's loss functions, which draw no random numbers."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", "") == "torch.nn.functional"

@@ -1,4 +1,4 @@
-"""``R[i,j]`` of a step, in which it is an action. In a call it is a node of the graph."""
+"""Carries out ``R[i,j]`` of a step. In a call, ``R[i,j]`` is a node of the graph."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 def recompute(stage: Stage) -> How:
-    """Carry out ``R`` in this stage."""
+    """Return how ``stage`` carries out ``R``."""
     return How(NOWHERE.receive, stage.run.context.on_worker, _execute, NOWHERE.send)
 
 

@@ -1,6 +1,6 @@
-"""What a stage has around its parts when its run is recorded or profiled.
+"""Wraps the parts of a stage whose run is recorded or profiled.
 
-What is computed is the same: all that is added to the graph are hooks.
+The computation is the same: only hooks are added to the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
 from pipert.schedules.action import FORWARD, Action
-from pipert.seeing.backward import makers, watch_backward, watch_node
+from pipert.seeing.backward import makers, watch_node, watch_nodes
 from pipert.seeing.event import COPY, WAIT
 from pipert.seeing.recorder import Recorder, Span
 from pipert.stage.copies import Transport
@@ -33,9 +33,9 @@ _CPU = torch.device("cpu")
 
 
 def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
-    """Record how long a receiver at ``place`` waits.
+    """Return a link like ``link`` that records how long its receiver, at ``place``, waits.
 
-    It is on CPU: a CUDA device waits for its input later, in its stream.
+    Only for a receiver on CPU: a CUDA device waits for its input later, in its stream.
     """
 
     def receive(i: int, before_waiting: Callable[[], None]) -> Value:
@@ -46,39 +46,39 @@ def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
 
 
 def recorded_forward(stage: Stage) -> How:
-    """Carry out ``F``, and record it. In a call also see ``B``, which is no task of ours.
+    """Return how ``stage`` carries out ``F`` and records it, in a call together with ``B``.
 
-    The nodes of ``B`` are looked at when the output was sent: nobody shall wait for that.
+    ``B`` is not a task there: its nodes are watched. They are looked up after the output has been
+    sent, so that no stage waits for it.
     """
-    to_look_at: list[Callable[[], None]] = []
-    how = forward(stage, partial(_compute, to_look_at))
-    return how._replace(send=partial(_send, how.send, to_look_at))
+    after_sending: list[Callable[[], None]] = []
+    how = forward(stage, partial(_compute, after_sending))
+
+    def send(i: int, value: Value) -> None:
+        how.send(i, value)
+        while after_sending:
+            after_sending.pop()()
+
+    return how._replace(send=send)
 
 
-def _compute(to_look_at: list[Callable[[], None]], stage: Stage, i: int, x: Value) -> Value:
-    """Record ``compute_layers``, and when each layer was done."""
+def _compute(after_sending: list[Callable[[], None]], stage: Stage, i: int, x: Value) -> Value:
+    """Run ``compute_layers``, and record it and the end of each layer."""
     told, j, device = stage.run.told, stage.place.j, stage.place.device
     inputs, first = makers(differentiable(x)[0]), node_count()
     with told.recorded(Action(FORWARD, i, j), device) as span:
         assert told.recorder is not None
         y = compute_layers(stage, i, x, told.recorder.after_layer(span))
     if stage.cut is None and stage.run.context.grad_enabled:
-        made, ys = range(first, node_count()), differentiable(y)[0]
-        to_look_at.append(partial(watch_backward, told.recorder, i, j, device, inputs, made, ys))
+        outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
+        watch = partial(watch_nodes, told.recorder, i, j, device, outputs, inputs, made)
+        after_sending.append(watch)
     return y
-
-
-def _send(
-    send: Callable[[int, Value], None], to_look_at: list[Callable[[], None]], i: int, value: Value
-) -> None:
-    send(i, value)
-    while to_look_at:
-        to_look_at.pop()()
 
 
 @dataclass(slots=True, eq=False)
 class RecordedTransport:
-    """A transport whose copies and waits are recorded, those of the backward as well."""
+    """A transport whose copies and waits are recorded, including those of the backward."""
 
     _transport: Transport
     _recorder: Recorder
@@ -92,13 +92,13 @@ class RecordedTransport:
     ) -> Tensors:
         home, device, j = tensors[0].device, self._place.device, self._place.j
         size = sum(tensor.nbytes for tensor in tensors)
-        clock, on = self._reads((home, source), (device, target))
+        clock, on = self._timed_by((home, source), (device, target))
         with self._recorder.during(COPY, i, j, device, clock, on) as span:
             span.source, span.origin, span.bytes = home, origin, size
             moved = self._transport.copy(i, tensors, source, target, origin)
-        clock_back, on_back = self._reads((device, target), (home, source))
+        clock_back, on_back = self._timed_by((device, target), (home, source))
 
-        def begin_gradient() -> Span:  # of the graph, so it must hold no tensor
+        def begin_gradient() -> Span:  # the graph holds this, so it must hold no tensor
             to = j if origin is None else origin
             span = self._recorder.begin(COPY, i, to, home, clock_back, on_back)
             span.source, span.origin, span.bytes = device, j, size
@@ -109,21 +109,21 @@ class RecordedTransport:
 
     def wait(self, i: int, x: Value, waiter: Stream, awaited: Stream) -> Value:
         compute = streams.compute_stream(self._place.device)
-        if waiter == compute:  # for x, now
+        if waiter == compute:  # compute waits for x, now
             with self._recorder.during(WAIT, i, self._place.j, self._place.device):
                 return self._transport.wait(i, x, waiter, awaited)
         y = self._transport.wait(i, x, waiter, awaited)
-        if awaited == compute:  # by a copy; in the backward it waits for the gradient
+        if awaited == compute:  # a copy waits for compute; in the backward, compute for a gradient
             begin = partial(self._recorder.begin, WAIT, i, self._place.j, self._place.device)
             xs = [tensor for tensor in differentiable(y)[0] if self.in_graph(tensor)]
-            # Autograd computes there on the stream that is current here.
+            # Autograd runs that on the stream that is current here.
             watch_node(xs, begin, None)
         return y
 
-    def _reads(
+    def _timed_by(
         self, source: tuple[torch.device, Stream], target: tuple[torch.device, Stream]
     ) -> tuple[torch.device, Stream]:
-        """The clock and the stream of a copy: of the device that is read, if it is on CUDA."""
+        """Return the clock and stream that time a copy: those of the first side on CUDA."""
         for device, on in (source, target):
             if on is not None and self._recorder.knows(device):
                 return device, on

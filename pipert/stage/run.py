@@ -1,4 +1,4 @@
-"""A run: one mini-batch going through, and what its stages share."""
+"""Holds what the stages of a run share: one mini-batch on its way through the pipeline."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__: list[str] = []
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """One mini-batch going through. Made in the caller; dies when the call returns."""
+    """One mini-batch on its way. Created by the caller; gone when the call returns."""
 
     plan: Plan
     devices: Sequence[torch.device]
-    """Of each partition."""
+    """The device of each partition."""
     context: CallerContext
     streams: CopyStreams
     told: Told
@@ -36,26 +36,26 @@ class Run:
     skips: SkipLinks = field(default_factory=SkipLinks)
     outputs: list[Value] = field(default_factory=list)
     sources: dict[tuple[torch.device, int], torch.cuda.Stream] = field(default_factory=dict)
-    """The streams that something was copied from, by device and micro-batch."""
+    """The copy streams on which tensors were read, by device and micro-batch."""
     handed_on: dict[tuple[int, int], Shared] = field(default_factory=dict)
-    """By micro-batch and stage the tensors of its input that shared memory before; ints alone."""
+    """By micro-batch and stage, the tensors of its input that shared memory before; only ints."""
     at_end: Callable[[], None] | None = None
-    """Called in the caller when the run is over, in whatever way."""
+    """Called by the caller when the run is over, however it ended."""
     dropped: bool = False
-    """Whether nobody waits for it any more."""
+    """Whether nobody waits for the run any more."""
 
     def __post_init__(self) -> None:
         self.number = self.told.run.number
         self.outcome = Outcome(self.plan)
 
     def return_what_was_read(self) -> None:
-        """D1: let the caller's streams wait for all that was read on other streams of theirs.
+        """D1: make the caller's streams wait for all reads on the devices' copy streams.
 
-        In the caller, when the run is over in whatever way. He may write next what he has passed
-        in: arguments and targets, parameters, and what layers have handed on as it was.
+        Called by the caller when the run is over, however it ended. He may next write what he has
+        passed in: arguments and targets, parameters, and what layers have handed on unchanged.
 
-        A device that has failed takes no wait: what is raised is what the run has failed by. An
-        interrupt does not cut this short, and takes the place of that.
+        A device that has failed accepts no wait; then the run's own failure is the one to raise. An
+        interrupt cannot cut this short, and is raised instead of the failure.
         """
         try:
             self._wait_for_sources()
@@ -63,7 +63,7 @@ class Run:
             if not self.outcome.has_failed():
                 raise
         except BaseException:
-            self.outcome.cancel()  # or its errors would keep the frames that they come from
+            self.outcome.cancel()  # otherwise its errors would keep their frames alive
             self._wait_for_sources()
             raise
 
@@ -72,7 +72,7 @@ class Run:
             wait(compute_stream(device), source)
 
     def end(self) -> None:
-        """In the caller: it is over, in whatever way. An interrupt does not cut this short."""
+        """Call ``at_end``, however the run ended. For the caller; an interrupt cannot skip it."""
         at_end = self.at_end
         if at_end is None:
             return
@@ -85,7 +85,7 @@ class Run:
             self.at_end = None
 
     def drop(self) -> None:
-        """Keep no values: nobody waits for them any more, though an action may be executing."""
+        """Drop all values, since nobody waits for them; an action may still be executing."""
         self.dropped = True
         self.skips.clear()
         self.outputs.clear()

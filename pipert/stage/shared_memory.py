@@ -1,17 +1,17 @@
-"""Tensors of one value that overlap in memory: a change of one in place must not pass unseen.
+"""Refuses in-place changes of tensors of one value that overlap in memory.
 
-In the plain module it changes the other, in values and in the graph. Here each may have been
-detached, cloned or copied for itself. One tensor twice is no such case, it stays one
-(``batch.tensors``); and tensors that overlap may well be read. So it is the change that is refused,
-when the layers have made it.
+In the plain module such a change affects the other tensor too, its value and its graph. Here each
+tensor may have been detached, cloned or copied by itself. The same tensor twice is no problem: it
+stays one (``batch.tensors``). Overlapping tensors may be read. So only a change is refused, once
+the layers have made it.
 
-1. What shares a storage is found before a value enters a stage, while it is what was sent.
-2. Versions tell whether the layers have changed it. Tensors of inference mode have none, and are
-   compared.
-3. Only then is it found out whether it overlaps, byte by byte.
-4. Layers may hand on clones or copies of what overlaps, which share nothing. So their stage tells
+1. Tensors that share a storage are found before a value enters a stage, while it is as it was sent.
+2. Their versions tell whether the layers have changed them. Inference tensors have no version, and
+   are compared.
+3. Only then are changed tensors tested for overlap, byte by byte.
+4. Layers may hand on clones or copies of overlapping tensors, which share nothing. So a stage tells
    the next one.
-5. Without a graph, tensors that still share their storage are as in the plain module.
+5. Without a graph, tensors that still share their storage behave as in the plain module.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 
 class Extent(NamedTuple):
-    """Which bytes of its storage a tensor has."""
+    """The bytes of its storage that a tensor covers."""
 
     offset: int
     shape: tuple[int, ...]
@@ -38,11 +38,11 @@ class Extent(NamedTuple):
 
 
 Shared = dict[tuple[int, int], tuple[Extent, Extent]]
-"""Pairs of tensors of a value that share a storage, by number, and what they had of it."""
+"""Pairs of tensors of a value that share a storage, by number, with their extents in it."""
 
 
 def find_shared(value: Value) -> Shared:
-    """The pairs in a value, and in each of the skips that it comes with."""
+    """Find such pairs in a value, and in each of the skips that accompany it."""
     parts = (value.value, *value.skips) if isinstance(value, Carried) else (value,)
     shared: Shared = {}
     start = 0
@@ -61,10 +61,10 @@ def find_shared(value: Value) -> Shared:
 def compute_watching(
     shared: Shared, hand_on: Callable[[Shared], None], compute: Callable[[Value], Value], x: Value
 ) -> Value:
-    """Return ``compute(x)``; pass the pairs in it that come from ``shared`` to ``hand_on``.
+    """Return ``compute(x)``; pass the pairs in it that stem from ``shared`` to ``hand_on``.
 
     Raises:
-        RuntimeError: one of a pair was changed in place.
+        RuntimeError: one tensor of an overlapping pair was changed in place.
     """
     tensors = tensors_of(x)[0]
     watched = {k for pair in shared for k in pair}
@@ -90,18 +90,18 @@ def compute_watching(
 
 
 def _handed_on(shared: Shared, homes: dict[int, int], y: Value) -> Shared:
-    """The pairs of ``y`` that have the storages of pairs in ``shared``, but not one together."""
+    """Return the pairs of ``y`` with the two separate storages of a pair in ``shared``."""
     apart = {frozenset((homes[k], homes[other])): both for (k, other), both in shared.items()}
-    there = [(k, home) for home, own in _by_storage(tensors_of(y)[0]).items() for k in own]
+    found = [(k, home) for home, ks in _by_storage(tensors_of(y)[0]).items() for k in ks]
     return {
         (k, other): apart[frozenset((home, elsewhere))]
-        for (k, home), (other, elsewhere) in combinations(sorted(there), 2)
+        for (k, home), (other, elsewhere) in combinations(sorted(found), 2)
         if home != elsewhere and frozenset((home, elsewhere)) in apart
     }
 
 
 def _by_storage(tensors: Tensors) -> dict[int, list[int]]:
-    """The numbers of those that have a storage, by its address."""
+    """Group the numbers of tensors that have a storage by its address."""
     places: dict[int, list[int]] = {}
     for k, tensor in enumerate(tensors):
         if _has_storage(tensor):
@@ -120,7 +120,7 @@ def _extent(tensor: Tensor) -> Extent:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have a byte in common."""
+    """Return whether two tensors have a byte in common."""
     if not (_has_storage(one) and _has_storage(other)):
         return False
     together = one.untyped_storage()._cdata == other.untyped_storage()._cdata
@@ -147,7 +147,7 @@ def _state(tensor: Tensor) -> int | Tensor:
 def _is_changed(tensor: Tensor, before: int | Tensor) -> bool:
     if isinstance(before, int):
         return version(tensor) != before
-    return not torch.equal(_bits(tensor), _bits(before))  # of numbers nan is none that is equal
+    return not torch.equal(_bits(tensor), _bits(before))  # bits, since nan does not equal itself
 
 
 def _bits(tensor: Tensor) -> Tensor:

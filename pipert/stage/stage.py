@@ -1,9 +1,9 @@
-"""A stage: one partition in one run.
+"""Runs one partition in one run.
 
-A worker takes an action of a stage as a :class:`Task`, and carries it out as the row for its kind
+A worker takes each action of a stage as a :class:`Task`, and carries it out as the row of its kind
 says (``actions``): receive from a link, execute, send over a link.
 
-How values enter and leave a stage is up to its ends. They are all that differs between a call and a
+The ends of a stage govern how values enter and leave it. Only they differ between a call and a
 step:
 
 ============  ======================================  ==========================================
@@ -14,7 +14,7 @@ Copy, Wait    nodes, whose backward goes back         copies of the value in ``F
 Fork, Join    nodes that order the backward           none: the plan says what comes after what
 Recompute     a node behind the outputs               ``R[i,j]``, an action
 Checkpoint    a node that differentiates              none: ``B`` does
-              what Recompute has made
+              what Recompute has built
 B[i,j]        autograd's walk along the graph         the engine's walk from the outputs of
                                                       the stage to its inputs and weights
 ============  ======================================  ==========================================
@@ -52,18 +52,18 @@ class How(NamedTuple):
     """How a stage carries out one kind of action."""
 
     receive: Callable[[int, Callable[[], None]], Value]
-    """From the micro-batch, and what to call before it blocks, to what the action needs."""
+    """Takes the micro-batch and a function to call before blocking; returns the action's input."""
     context: AbstractContextManager[None]
-    """Under which it is executed; the caller's context variables come with it."""
+    """The context of ``execute``, beside the caller's context variables."""
     execute: Callable[[Stage, int, Value], Value]
-    """From the stage, the micro-batch and what was received to what is sent. It must not hold the
-    stage itself: the run would keep its tensors until the garbage collector comes by."""
+    """Takes the stage, the micro-batch and the input; returns the result. Must not reference the
+    stage itself, or the run would keep its tensors until the next garbage collection."""
     send: Callable[[int, Value], None]
-    """Takes the micro-batch and what was executed, or ``NOT_RUN``. Never blocks."""
+    """Takes the micro-batch and the result, or ``NOT_RUN``. Never blocks."""
 
 
 class Links(NamedTuple):
-    """The links of one stage: of its inputs and outputs, and in a step of their gradients."""
+    """The links of one stage, for inputs and outputs, and in a step for their gradients."""
 
     x: Link
     y: Link
@@ -75,31 +75,31 @@ class Links(NamedTuple):
 class Stage:
     """Partition *j* in one run.
 
-    Used by its worker alone, but for :meth:`give_up`, :meth:`drop` and ``Task.abandon``.
+    Used by its worker only, except :meth:`give_up`, :meth:`drop` and ``Task.abandon``.
     """
 
     run: Run
     place: Place
     layers: Layers
     skips: PartitionSkips | None
-    """Which it stashes and pops; ``None`` if there are none."""
+    """The skips that the partition stashes and pops; ``None`` if there are none."""
     links: Links
     ends: InGraph | Cut
     borrowed: Weights
-    """The parameters that something else stands for, until they have been lent to the layers."""
+    """The parameters that substitutes stand for; empty once these are lent to the layers."""
     stats: PartitionStats | None
-    """Where its running statistics are noted, if they are deferred."""
+    """Where running statistics are noted, if they are deferred."""
     how: dict[str, How] = field(default_factory=dict)
-    """For each kind of action."""
+    """How to carry out each kind of action."""
     outcome: Outcome = field(init=False)
     cut: Cut | None = field(init=False)
     """The ends, if they are cut."""
     loss: Callable[[int, Value], Value] | None = field(init=False)
-    """Computes it, in the last stage of a step."""
+    """Computes the loss, in the last stage of a step."""
     recomputed: int = field(init=False)
-    """How many micro-batches, from the first, are checkpointed."""
+    """The number of micro-batches, from the first, that are checkpointed."""
     shared: Shared = field(default_factory=dict)
-    """Which tensors of the input share memory, of the micro-batch that is at work."""
+    """The tensors of the current micro-batch's input that share memory."""
     _versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,32 +111,32 @@ class Stage:
 
     @property
     def arriving(self) -> tuple[tuple[Key, int], ...]:
-        """The skips that it pops and others stash, with the stages that do."""
+        """The skips that this stage pops from others, each with the stage that stashes it."""
         return () if self.skips is None else self.skips.arriving
 
     @property
     def leaving(self) -> tuple[tuple[Key, int], ...]:
-        """The skips that it stashes and others pop, with the stages that do."""
+        """The skips that this stage stashes for others, each with a stage that pops it."""
         return () if self.skips is None else self.skips.leaving
 
     def borrow(self, i: int) -> None:
-        """Let the layers compute with what stands for parameters; once for the run."""
+        """Lend the layers the substitutes for parameters; once per run."""
         weights, self.borrowed = self.borrowed, ()
         self.layers.lend(weights, self.ends.borrow(i, weights), self._versions)
 
     def find_shared(self, i: int, x: Value) -> None:
-        """Find out which tensors of an input of micro-batch ``i`` share memory."""
+        """Find the tensors in the input of micro-batch ``i`` that share memory."""
         self.shared = find_shared(x) | self.run.handed_on.pop((i, self.place.j), {})
 
     def hand_on(self, i: int, shared: Shared) -> None:
-        """Tell the next stage which tensors of its input would, had they not been copied here."""
+        """Tell the next stage which tensors would share memory, had this stage not copied them."""
         if shared:
             self.run.handed_on[i, self.place.j + 1] = shared
 
     def give_up(self) -> None:
-        """Give up what nobody waits for any more, though an action may be executing. Any thread.
+        """Close the links and drop all values, though an action may be executing. Thread-safe.
 
-        Wakes the worker if it waits for an input, and forgets all that no action has in its hands.
+        Wakes the worker if it waits for an input.
         """
         for link in self.links:
             link.close()
@@ -161,19 +161,19 @@ class Task:
         self._action = action
         self._position = stage.run.plan.positions[action]
         self._how = stage.how[action.kind]
-        self._due = Once((stage.outcome,))  # taken by whoever settles it
+        self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
         self.layers_took: float | None = None
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
-        """Return what the action needs; ``NOT_RUN`` if the run failed before it, or will here."""
+        """Return the action's input; ``NOT_RUN`` if the run failed earlier in the plan, or here."""
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
         try:
             received = self._how.receive(self._action.i, before_waiting)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
-        # Again, since it may have waited for long; what is left out here counts as no task done.
+        # Checked again after a wait, however long; a task left out here does not count as done.
         return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 
     def execute(self, received: Any) -> Any:
@@ -186,7 +186,7 @@ class Task:
                 except BaseException as error:  # noqa: B036  raised in the caller
                     result = self._fail(error)
         except BaseException as error:  # noqa: B036
-            # Nobody knows what of the context is still on, so the worker must end (W4).
+            # Parts of the context may still be in effect, so the worker must end (W4).
             self._fail(error)
             raise
         self.layers_took, stage.layers.took = stage.layers.took, None
@@ -196,11 +196,11 @@ class Task:
         run = self._stage.run
         self._how.send(self._action.i, NOT_RUN if run.dropped else result)
         if run.dropped:
-            self._stage.drop()  # again: what was given up may have been at work
+            self._stage.drop()  # again: this action may have been executing the first time
         self._due.pop().settle()
 
     def abandon(self, error: BaseException) -> None:
-        for outcome in self._due.take() or ():  # else its run was broken off after it was settled
+        for outcome in self._due.take() or ():  # nothing if the action was settled already
             outcome.fail(self._position, error)
             self._how.send(self._action.i, NOT_RUN)
             if self._stage.run.dropped:

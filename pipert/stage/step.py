@@ -1,4 +1,4 @@
-"""What the stages of a step share, and how it ends: outputs, the loss, gradients delivered."""
+"""Holds what the stages of a step share, and ends it: outputs, the loss, gradients delivered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__: list[str] = []
 
 
 def without_grad() -> RuntimeError:
-    """Say that a loss has no gradients."""
+    """Return the error for a loss without gradients."""
     return RuntimeError(
         "the loss does not require grad, so there is nothing to go backward through: no parameter "
         "of the model requires grad, or loss_fn detaches"
@@ -36,26 +36,26 @@ def without_grad() -> RuntimeError:
 
 @dataclass
 class Step:
-    """One step going through. Stages write what they own; the caller reads when all is over."""
+    """One step on its way. Each stage writes its own entries; the caller reads after the run."""
 
     loss: Loss
     keep_outputs: bool = False
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """Of each micro-batch what it adds to that of the mini-batch, or to its sum."""
+    """What each micro-batch adds to the loss of the mini-batch, or to its sum."""
     outputs: dict[int, Value] = field(default_factory=dict)
     output: Value = None
-    """Of the mini-batch, when it was gathered."""
+    """The output of the mini-batch, once it is gathered."""
     inputs: list[Tensors] = field(default_factory=list)
-    """Of each micro-batch the tensors that want a gradient, in the caller's graph."""
+    """For each micro-batch, the differentiable tensors of its input, in the caller's graph."""
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Put the outputs together, and refuse a loss without gradients, before any arrives.
+        """Gather the outputs, and refuse a loss without gradients, before any is delivered.
 
         Raises:
             ValueError: the outputs cannot be put together.
             RuntimeError: the loss does not require grad.
-            RuntimeWarning: the losses of some micro-batches are not finite; where warnings are
+            RuntimeWarning: the losses of some micro-batches are not finite, and warnings are
                 errors.
         """
         if not self.loss.is_differentiable:
@@ -66,31 +66,31 @@ class Step:
             self.output = gather(outputs, self.loss.sizes)
 
     def drop(self) -> None:
-        """Keep nothing: nobody waits for it any more, though a task may be executing."""
+        """Drop everything, since nobody waits for it; a task may still be executing."""
         self.inputs.clear()
         for kept in (self.losses, self.outputs, self.input_gradients):
             kept.clear()
 
     def commit(self, sums: Sequence[Gradients]) -> Tensor:
-        """Let all gradients arrive: in ``.grad``, and those of inputs in the caller's graph.
+        """Deliver all gradients: to ``.grad``, and those of inputs to the caller's graph.
 
         Returns:
             The loss of the mini-batch, without a graph.
         """
         loss = self.loss.of_mini_batch(self._losses())
         self._correct(sums)
-        of_inputs: Arriving = []
-        of_weights = gathered(sums)
+        for_inputs: Arriving = []
+        for_weights = gathered(sums)
         for i, xs in enumerate(self.inputs):
-            given = zip(xs, self.input_gradients.pop(i, ()), strict=False)
-            of_inputs += [(x, dx.to(x.device)) for x, dx in given if dx is not None]
+            pairs = zip(xs, self.input_gradients.pop(i, ()), strict=False)
+            for_inputs += [(x, dx.to(x.device)) for x, dx in pairs if dx is not None]
         self.inputs = []
-        turns = _in_turn(of_inputs, of_weights)
-        del of_inputs, of_weights  # what nobody else has need not be copied
-        unheard = split_off(turns[1])
+        turns = _in_turn(for_inputs, for_weights)
+        del for_inputs, for_weights  # a gradient that nobody else holds need not be copied
+        unobserved = split_off(turns[1])
         for end in [delivery(arriving) for arriving in turns if arriving]:
             torch.autograd.backward(end)
-        if left := give(unheard):
+        if left := give(unobserved):
             torch.autograd.backward(delivery(left))
         return loss
 
@@ -98,10 +98,7 @@ class Step:
         return torch.stack([self.losses[i].reshape(()) for i in sorted(self.losses)])
 
     def _warn_of_some(self) -> None:
-        """Warn if the losses of some micro-batches are not finite, and those of others are.
-
-        Not on a GPU: one would have to wait for it.
-        """
+        """Warn if only some losses are finite. Not on a GPU, which one would have to wait for."""
         if any(loss.is_cuda for loss in self.losses.values()):
             return
         losses = self._losses()
@@ -121,28 +118,28 @@ class Step:
             )
 
     def _correct(self, sums: Sequence[Gradients]) -> None:
-        """Divide gradients by the real count, where they were divided by an expected one."""
+        """Multiply gradients by the correction, if they were divided by an expected count."""
         correction = self.loss.counts.correction()
         if correction is None:
             return
-        for of_partition in sums:
-            of_partition.scale(correction)
+        for partition_sums in sums:
+            partition_sums.scale(correction)
         for i, dxs in self.input_gradients.items():
             corrected = [None if dx is None else scaled(dx, correction) for dx in dxs]
             self.input_gradients[i] = corrected
 
 
-def _in_turn(of_inputs: Arriving, of_weights: Arriving) -> tuple[Arriving, Arriving]:
-    """First all that goes through the caller's graph, which may fail, and ends in it.
+def _in_turn(for_inputs: Arriving, for_weights: Arriving) -> tuple[Arriving, Arriving]:
+    """Split gradients into two turns: first all that pass through the caller's graph or end in it.
 
-    Then no other weight has a gradient of a step that failed; and who listens to one that the
-    caller's graph uses as well, hears of it once.
+    That graph may fail, and then no other weight has a gradient of the failed step. And a hook on a
+    weight that the caller's graph uses, too, is called once.
     """
-    roots = [tensor for tensor, _ in (*of_inputs, *of_weights) if tensor.grad_fn is not None]
-    if not of_inputs and not roots:
-        return [], of_weights
+    roots = [tensor for tensor, _ in (*for_inputs, *for_weights) if tensor.grad_fn is not None]
+    if not for_inputs and not roots:
+        return [], for_weights
     ends = [tensor.grad_fn for tensor in roots if tensor.grad_fn is not None]
     reached = {id(tensor) for tensor in (*roots, *leaves_behind(ends).leaves)}
-    reached.update(id(tensor) for tensor, _ in of_inputs)
-    first = [one for one in of_weights if id(one[0]) in reached]
-    return [*of_inputs, *first], [one for one in of_weights if id(one[0]) not in reached]
+    reached.update(id(tensor) for tensor, _ in for_inputs)
+    first = [pair for pair in for_weights if id(pair[0]) in reached]
+    return [*for_inputs, *first], [pair for pair in for_weights if id(pair[0]) not in reached]

@@ -1,4 +1,4 @@
-"""Threads: what runs tasks, under whose context, and how it ends. Knows no pipelines."""
+"""Runs tasks on threads, under the caller's context, and ends the threads. Knows no pipelines."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""What a worker is doing and has done, as other threads may see it.
+"""Shows other threads what a worker is doing and has done.
 
-The worker's thread alone writes it. All of it is one tuple that is replaced in one step, so whoever
-reads it, on any thread and without a lock, sees figures that were true together.
-
-It holds words and numbers: an idle worker references nothing of its last task (**W2**).
+Only the worker's thread writes this state, a tuple that is replaced in one step. So a reader on any
+thread sees figures of one moment, without a lock. They are words and numbers: an idle worker
+references nothing of its last task (**W2**).
 """
 
 from __future__ import annotations
@@ -17,25 +16,25 @@ __all__: list[str] = []
 
 
 class State(NamedTuple):
-    """One moment of a worker."""
+    """The state of a worker at one moment."""
 
     tasks: int
-    """That it has completed, failed ones included."""
+    """The number of completed tasks, failed ones included."""
     busy: float
-    """Seconds it has spent on them."""
+    """Seconds spent on them."""
     what: Any = None
-    """The ``what`` of the task it is at; ``None`` when it is idle."""
+    """The ``what`` of the current task; ``None`` when the worker is idle."""
     since: float = 0.0
-    """When it began that, in ``perf_counter`` seconds."""
+    """When the worker began to wait for its input or to execute it, in ``perf_counter`` seconds."""
     works: bool = False
-    """Whether it executes that, rather than waiting for it."""
+    """Whether it executes the task, rather than waiting for its input."""
 
 
 _state = partial(tuple.__new__, State)  # without a Python call
 
 
 class Activity:
-    """One worker's; stays when its thread is replaced."""
+    """The activity of one worker. It is kept when the worker's thread is replaced."""
 
     __slots__ = ("_seen", "state")
 
@@ -44,11 +43,11 @@ class Activity:
         self._seen = deque([0.0], maxlen=64)
 
     def busy_by(self, state: State, now: float) -> float:
-        """Seconds spent on tasks by ``now``, the present one included; never less than before.
+        """Return the seconds spent on tasks by ``now``, the current task included. Never decreases.
 
-        The worker may have read the clock for the end of its task, and not have written it yet.
-        And other readers, or a signal handler, may come by at any line of this: what they have
-        seen is appended, and stays for as many as can be at work here.
+        The worker may have read the clock at the end of its task without having written it yet. And
+        other readers, or a signal handler, may run between any two lines of this: each appends what
+        it has returned, and enough of these are kept for all that can run at a time.
         """
         busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
         busy = max(busy, *tuple(self._seen))
@@ -56,7 +55,7 @@ class Activity:
         return busy
 
     def waits(self, what: Any) -> None:
-        """Note that a task was taken and lacks its input. ``what`` holds no tensors."""
+        """Note that the worker waits for the input of a task. ``what`` must hold no tensors."""
         tasks, busy, *_ = self.state
         self.state = _state((tasks, busy, what, perf_counter(), False))
 

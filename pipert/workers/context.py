@@ -1,29 +1,28 @@
-"""What a task takes over from the thread that asked for it.
+"""Carries the caller's thread-local settings into tasks.
 
-torch keeps most of its modes for each thread, so a layer that runs on a worker would not see the
-caller's: autocast would be lost and training run in float32 without a word. A
-:class:`CallerContext` is captured in the call and put on around each task of a worker, and around
-what autograd computes again on a thread of its own. Each row:
+torch keeps most of its modes per thread, so a layer that runs on a worker would not see the
+caller's: autocast would be lost, and training would silently run in float32. A
+:class:`CallerContext` is captured by the call and applied around each task of a worker, and around
+what autograd recomputes on one of its own threads. It carries:
 
 ====================  ==========================================================================
-grad mode             as the caller's
-inference mode        as the caller's
+grad mode             the caller's
+inference mode        the caller's
 autocast              enabled and dtype of every device type, and whether it caches
-default device        with all other torch-function modes, one of which it is
-dispatch modes        as the caller's stack
-context variables     a copy for each task: changes stay in the task
+default device        as one of the torch-function modes, all of which are carried
+dispatch modes        the caller's stack
+context variables     a copy per task: changes stay in the task
 saved-tensor hooks    the caller's innermost pair
 current streams       of each CUDA device of the pipe, and of others where it is not the default
                       one, which a worker has; on its own threads autograd has set them
-intra-op threads      on a worker the caller's count shared out among the pipe's CPU workers; on a
-                      thread of autograd, which runs alone, all of them
-deterministic         process-wide in torch, so it is seen anyway and nothing is carried
+intra-op threads      on a worker, its share of the caller's count, divided among the pipe's CPU
+                      workers; on a thread of autograd, which runs alone, all of them
+deterministic         nothing, since it is process-wide in torch
 ====================  ==========================================================================
 
-**W4** what is put on is taken off again, also after an error; a worker that is hit by an exception
-in the middle of either ends, since nobody knows what is on then. The count of intra-op threads
-stays with the worker, who owns its thread; :func:`.set_own_threads` says how the rest of the
-process is spared.
+**W4** what is applied is undone, also after an error. A worker that an exception hits in the middle
+of either ends, since it is unknown what is in effect then. The count of intra-op threads stays with
+the worker, which owns its thread; :func:`.set_own_threads` does not affect the rest of the process.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ from pipert.workers.thread_state import (
     dispatch_modes,
     function_modes,
     get_autocast,
+    has_default_settings,
     modes,
-    nothing_put_on,
     set_own_threads,
 )
 
@@ -58,12 +57,12 @@ T = TypeVar("T")
 
 
 def is_transformed() -> bool:
-    """Whether the current thread is in a ``torch.func`` transform."""
+    """Return whether the current thread is in a ``torch.func`` transform."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def refuse_transforms() -> None:
-    """Refuse what a worker cannot take over from its caller.
+    """Refuse what cannot be carried from a caller to a worker.
 
     Raises:
         TransformError: the current thread is in a ``torch.func`` transform, or differentiates in
@@ -77,19 +76,20 @@ def refuse_transforms() -> None:
     if what:
         raise TransformError(
             f"a pipe was called inside of {what}, which belongs to the calling thread: its workers "
-            "would compute without. Use backward or torch.autograd.grad, or call the plain module"
+            "would compute without it. Use backward or torch.autograd.grad, or call the plain "
+            "module"
         )
 
 
 class CallerContext:
     """The caller's thread-local settings; immutable, shared by all tasks of a run.
 
-    Its blocks put all on but the context variables, which a block cannot: run what is to see them
-    by ``variables.copy().run``.
+    Its blocks apply all settings except the context variables, which a block cannot apply: call
+    ``variables.copy().run`` for what has to see them.
 
     Args:
         devices: the CUDA devices whose current streams matter.
-        cpu_workers: how many CPU workers share the caller's intra-op threads.
+        cpu_workers: the number of CPU workers that share the caller's intra-op threads.
     """
 
     def __init__(self, devices: Sequence[torch.device] = (), cpu_workers: int = 0) -> None:
@@ -110,34 +110,35 @@ class CallerContext:
 
     @property
     def grad_enabled(self) -> bool:
-        """Whether a graph is to be made."""
+        """Whether a graph is to be built."""
         return self._grad and not self._inference
 
     def set_variable(self, variable: contextvars.ContextVar[T], value: T) -> None:
-        """Let the tasks see ``value``; the caller does not. Before the first task."""
+        """Set ``variable`` for the tasks, not for the caller. Call it before the first task."""
         self.variables.run(variable.set, value)
 
     @property
     def on_worker(self) -> OnWorker:
-        """A new block that puts all on, on a worker."""
-        usual = self._is_plain and not self._streams
-        return OnWorker(self._grad, self._threads_of_worker, None if usual else self._all_on_worker)
+        """A new block that applies all settings on a worker."""
+        is_usual = self._is_plain and not self._streams
+        make_block = None if is_usual else self._all_on_worker
+        return OnWorker(self._grad, self._threads_of_worker, make_block)
 
     @property
     def going_back_on_worker(self) -> OnWorker:
-        """The same but for autocast: what was cast in the forward is cast back by the graph."""
-        usual = not (self._has_modes or self._streams)
-        return OnWorker(True, self._threads_of_worker, None if usual else self._going_back)
+        """The same without autocast: what the forward has cast, the graph casts back."""
+        is_usual = not (self._has_modes or self._streams)
+        return OnWorker(True, self._threads_of_worker, None if is_usual else self._going_back)
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
-        """Put on what another thread lacks, such as one of autograd's; and take it off again."""
+        """Apply all settings on any thread, such as one of autograd's, and undo that at the end."""
         count, grad = torch.get_num_threads(), torch.is_grad_enabled()
         if count != self._threads:
             set_own_threads(self._threads)
         try:
             torch._C._set_grad_enabled(self._grad)
-            if self._is_plain and nothing_put_on():
+            if self._is_plain and has_default_settings():
                 yield
             else:
                 with self._all(clear_cache=True):
@@ -173,21 +174,21 @@ class CallerContext:
 
 @dataclass(slots=True, eq=False)
 class OnWorker:
-    """A block on a worker, a thread that has nothing put on. Entered repeatedly, never nested."""
+    """A block on a worker, whose thread has default settings. Reusable, but never nested."""
 
     _grad: bool
     _threads: int
     """The count of intra-op threads, which the worker keeps."""
-    _more: Callable[[], AbstractContextManager[None]] | None
-    """Makes the block of what else is put on, if anything."""
+    _make_block: Callable[[], AbstractContextManager[None]] | None
+    """Makes the block for all other settings, if there are any."""
     _block: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
         if torch.get_num_threads() != self._threads:
             set_own_threads(self._threads)
         torch._C._set_grad_enabled(self._grad)
-        if self._more is not None:
-            self._block = self._more()
+        if self._make_block is not None:
+            self._block = self._make_block()
             self._block.__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -1,4 +1,4 @@
-"""The threads of one pipe: when they start and how they end.
+"""Starts and ends the threads of one pipe.
 
 Guarantees:
 
@@ -51,7 +51,7 @@ class WorkerView(NamedTuple):
     depth: int
     """The depth of its in-queue."""
     now: float
-    """When it was read, or just before: a task over by now counts only for as long as it took."""
+    """The time of the snapshot, or just before, so that a finished task adds only its own time."""
     busy: float
     """Seconds spent on tasks by that time."""
 
@@ -72,8 +72,8 @@ class Pool:
         self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()
 
-    def _be_of_this_process(self) -> None:
-        """P5"""
+    def _reset_in_child(self) -> None:
+        """Start anew in a forked child (P5)."""
         if self._pid != os.getpid():
             with _resetting.current:
                 if self._pid != os.getpid():
@@ -97,7 +97,7 @@ class Pool:
         Raises:
             PipeClosedError: the pool was closed.
         """
-        self._be_of_this_process()
+        self._reset_in_child()
         if _exiting:
             raise PipeClosedError("the interpreter is exiting; call pipes before that")
         if (
@@ -151,28 +151,28 @@ class Pool:
         return [k for k, thread in enumerate(threads) if thread.is_alive()]
 
     def look(self) -> list[WorkerView]:
-        """Returns what each worker is doing; may be called from any thread."""
-        self._be_of_this_process()
+        """Return what each worker is doing. Thread-safe."""
+        self._reset_in_child()
         threads = self._threads
         depths = [thread.in_queue.depth() for thread in threads]
         depths += [0] * (len(self._names) - len(depths))
         now = time.perf_counter()
         views = zip(self._names, self._devices, self._activities, depths, strict=True)
         return [
-            WorkerView(name, device, state, depth, now, by.busy_by(state, now))
-            for name, device, by, depth in views
-            for state in (by.state,)
+            WorkerView(name, device, state, depth, now, activity.busy_by(state, now))
+            for name, device, activity, depth in views
+            for state in (activity.state,)
         ]
 
     def stack(self, worker: int) -> str:
-        """Returns the worker's Python stack, printed like a traceback, innermost call last.
+        """Return the worker's Python stack, printed like a traceback, innermost call last.
 
         It begins with the called layer: the frames above it are the same for all.
         """
         for thread in self._threads[worker : worker + 1]:
             stack = stack_of(thread.lends_to or thread)
-            of_task = list(itertools.dropwhile(lambda f: f.filename.startswith(_OURS), stack))
-            return "".join(traceback.format_list(of_task or stack))
+            in_layer = list(itertools.dropwhile(lambda f: f.filename.startswith(_OURS), stack))
+            return "".join(traceback.format_list(in_layer or stack))
         return ""
 
     @property
@@ -195,7 +195,7 @@ _exiting: list[bool] = []  # not empty once the threads of the process have been
 
 @atexit.register
 def _end_all() -> None:
-    """P4. Daemon threads still inside torch when the interpreter exits can crash it."""
+    """End all threads (P4): daemon threads inside torch can crash an interpreter that exits."""
     _exiting.append(True)
     threads = [thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
     threads = [thread for thread in threads if thread.is_alive()]

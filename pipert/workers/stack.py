@@ -21,7 +21,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)', re.MULTILINE)
 
 
 def stack_of(thread: threading.Thread) -> list[traceback.FrameSummary]:
-    """Returns the Python calls of ``thread``, innermost last; none if the thread has ended.
+    """Return the Python calls of ``thread``, innermost last; none if the thread has ended.
 
     It sees at most a hundred threads of a process, and the hundred innermost calls of each.
     """

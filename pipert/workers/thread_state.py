@@ -1,4 +1,4 @@
-"""torch's settings for the current thread: what they are, and putting others on for a while."""
+"""Reads torch's settings of the current thread, and replaces them for a while."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _set_streams(streams: list[torch.cuda.Stream], device: int) -> None:
 
 
 def set_own_threads(count: int) -> None:
-    """Set the intra-op thread count of the current thread alone.
+    """Set the intra-op thread count of the current thread only.
 
-    ``torch.set_num_threads`` sets it for the current thread and as the default of threads to come.
-    The default is seen and put back by a thread made for that: it starts with the default, and what
-    it sets for itself is gone with it. ``get_num_threads`` comes first, because a thread that never
+    ``torch.set_num_threads`` sets it for the current thread and as the default of new threads. The
+    default is read and restored by threads started for that: such a thread starts with the default,
+    and its own setting ends with it. ``get_num_threads`` comes first, because a thread that never
     asked would take the default again at its first operation.
     """
     torch.get_num_threads()
@@ -62,7 +62,7 @@ def set_own_threads(count: int) -> None:
         _on_new_thread(lambda: torch.set_num_threads(default))
 
 
-_default_threads = ProcessLock()  # held while the default is not what it was
+_default_threads = ProcessLock()  # held while the default is changed
 
 
 def _on_new_thread(function: Callable[[], T]) -> T:
@@ -78,13 +78,9 @@ def _on_new_thread(function: Callable[[], T]) -> T:
 
 
 def get_autocast() -> Autocast:
-    """Read what ``torch.autocast`` sets."""
-    return torch.is_autocast_cache_enabled(), tuple(
-        [
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-            for kind in _AUTOCAST_TYPES
-        ]
-    )
+    """Return what ``torch.autocast`` sets."""
+    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_TYPES]
+    return torch.is_autocast_cache_enabled(), tuple(by_type)
 
 
 NEW_THREAD_AUTOCAST = _on_new_thread(get_autocast)
@@ -101,9 +97,9 @@ def _set_autocast(autocast: Autocast) -> None:
 def autocast(settings: Autocast, clear_cache: bool) -> Iterator[None]:
     """Set what ``torch.autocast`` sets.
 
-    The cache of cast weights is one for the process. The outermost autocast block clears it at its
-    end, so that no weight is used as it was before an optimizer's step: the caller's does so after
-    ``F``. A recomputation may run outside of any block, and clears the cache itself.
+    The cache of cast weights is process-wide. The outermost autocast block clears it at its end, so
+    that no weight is used as it was before an optimizer's step: the caller's block does so after
+    ``F``. A recomputation may run outside any block, and clears the cache itself.
     """
     before = get_autocast()
     if before == settings:
@@ -119,8 +115,8 @@ def autocast(settings: Autocast, clear_cache: bool) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-def nothing_put_on() -> bool:
-    """Whether the current thread is like a new one, but for its grad mode."""
+def has_default_settings() -> bool:
+    """Return whether the current thread has the settings of a new one, grad mode aside."""
     return (
         not torch.is_inference_mode_enabled()
         and not torch._C._len_torch_function_stack()
@@ -147,7 +143,7 @@ def dispatch_modes() -> list[Any]:
 def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
     """Replace the stacks of modes.
 
-    The modes are pushed as they are, not entered: they have been entered, by the caller.
+    The modes are pushed, not entered: the caller has entered them.
     """
     before = function_modes(), dispatch_modes()
     if before == (functions, dispatches):

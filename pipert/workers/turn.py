@@ -1,11 +1,11 @@
-"""Turns at the interpreter, for tasks shorter than a thread switch.
+"""Lets workers take turns at the interpreter, for tasks shorter than a thread switch.
 
 The standard way is to let every worker with an input run. The interpreter lock lets one of them
-execute Python at a time, and each torch operation releases it briefly. With eight workers
-and tasks that cost 20 us, a prototype took 75 us per task, mostly in five context switches,
-and 25 with turns. So workers whose layers compute next to nothing take
-turns, and keep one for a few tasks. Real layers sleep or compute outside the interpreter lock and
-take no turns: running one at a time would slow them down.
+execute Python at a time, and each torch operation releases it briefly. With eight workers and tasks
+that cost 20 us, a prototype took 75 us per task, mostly in five context switches, and 25 with
+turns. So workers whose layers compute next to nothing take turns, and keep one for a few tasks.
+Real layers sleep or compute outside the interpreter lock and take no turns: running one at a time
+would slow them down.
 
 A turn affects speed, never order:
 
@@ -13,14 +13,14 @@ A turn affects speed, never order:
   while. So tasks that wait for each other, or a suddenly long task, delay no worker by more.
 * A worker gives it up before it blocks for anything else, and after ``_HOLD``.
 
-How long layers take shows only with a turn: without one they may wait for the interpreter, for ten
-times as long as they compute. So a long time counts if the worker had a turn, or if waits for other
-workers are hardly as long. What is long is tried again after some tasks. Otherwise short layers
-that once were in each other's way would stay there, for each would look long. Three short times in
-a row make it short at once; one among long ones does not.
+Only with a turn can a worker measure its layers: without one they may wait for the interpreter ten
+times as long as they compute. So a long time counts only if the worker had a turn, or if it is
+longer than any wait for other workers is likely to be. Long layers are tried again after some
+tasks. Otherwise short layers that once delayed each other would do so for ever, as each would look
+long. Three short times in a row make layers short at once; one among long ones does not.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool. Where threads
-execute Python at the same time, nobody takes one.
+execute Python in parallel, nobody takes a turn.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _UNIT = min(timeit.repeat("for k in range(1000): total += k", "total = 0", numbe
 _SHORT = 2.5 * _UNIT  # workers whose layers take less take turns
 _LONG = 50 * _UNIT  # layers that take more are clearly long
 _HOLD = 12 * _UNIT  # how long a worker may keep a turn while others wait
-_PATIENCE = 400 * _UNIT  # how long a worker waits for a turn; who has it may take it again
+_PATIENCE = 400 * _UNIT  # how long a worker waits for a turn; the holder may take it again
 _BACK_OFF = 4000 * _UNIT  # how long a worker does not ask again after waiting in vain
-_GROW = 1.1  # the most by which a time may grow with each task that had a turn
-_SHRINK = 0.95  # the factor for each task without: sixty tasks from long to short
-_SHORT_COUNTS = 4  # the factor by which it shrinks at most with a short one that had none
-_SPARE = 8  # after a long task with a turn a worker asks for none for so many times as long
+_GROW = 1.1  # the most by which the time may grow with each task that had a turn
+_SHRINK = 0.95  # the factor for each task without a turn: sixty tasks from long to short
+_SHORT_COUNTS = 4  # the most by which a short task without a turn may divide the time
+_SPARE = 8  # after a long task with a turn, a worker asks for none for this many times as long
 
 
 class Lock(Protocol):
-    """What the workers of a pool share: an ``RLock``, which knows who has it."""
+    """The lock that the workers of a pool share: an ``RLock``, which knows its holder."""
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """Wait for it."""
+        """Wait for the lock; return whether it was acquired."""
 
     def release(self) -> None:
-        """Raises ``RuntimeError`` if another thread has it, or nobody."""
+        """Release the lock; ``RuntimeError`` if another thread holds it, or none."""
 
 
 class Turn:
@@ -83,7 +83,7 @@ class Turn:
                 self._ask_again = now + _BACK_OFF
 
     def executed(self, task: float, layers: float | None) -> None:
-        """Note how long a task took, and its layers, if it has called any."""
+        """Note how long a task took, and its layers if it has called any."""
         if layers is None:
             pass  # a backward, say
         elif layers > _LONG:
@@ -92,7 +92,7 @@ class Turn:
             self._took = min(layers, _GROW * self._took)
         elif layers < _SHORT:
             self._took = max(layers, min(_LONG, self._took) / _SHORT_COUNTS)
-        elif self._took >= _SHORT:  # what is below waits in vain for a turn, which would tell
+        elif self._took >= _SHORT:  # shorter ones wait in vain for a turn, which would show it
             self._took = min(_LONG, _SHRINK * self._took)
         if self._held_since is None:
             return
@@ -112,12 +112,12 @@ class Turn:
     def end(self) -> None:
         """Give up the turn; call when the worker ends.
 
-        An exception that was thrown into it may have come between taking a turn and noting it.
+        An exception thrown into the worker may have come between taking a turn and noting it.
         """
         self._held_since = None
         try:
             self._lock.release()
-        except RuntimeError:  # it has none
+        except RuntimeError:  # the worker has no turn
             pass
 
     def __repr__(self) -> str:

@@ -1,13 +1,13 @@
-"""The loop of a worker thread.
+"""Runs the loop of a worker thread.
 
 Guarantees:
 
-* **W1** each accepted task has one outcome: it is sent, or it is abandoned with the reason. What
-  its execution raises is the task's own business; an exception thrown into the thread from outside
-  ends the loop, and the task at hand and all that are left are abandoned.
+* **W1** each accepted task has one outcome: it is sent, or it is abandoned with the reason. A task
+  handles what its own execution raises. An exception thrown into the thread from outside ends the
+  loop; then the current task and all that are left are abandoned.
 * **W2** an idle worker references nothing of its last task.
 * **W3** a worker never references its pool: it gets a queue and values.
-* **W4** workers end one after another, and what their threads hold for themselves goes with them.
+* **W4** workers end one after another, and each frees its thread-local values as it ends.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__: list[str] = []
 _log = logging.getLogger("pipert")
 
 _ending = ProcessLock()
-_last_to_end: threading.Thread | None = None  # who holds the lock changes it
-_GONE = 5.0  # seconds; what a worker leaves behind is gone long before
+_last_to_end: threading.Thread | None = None  # guarded by the lock
+_FREED = 5.0  # s; a thread has freed its values long before
 
 
 class _NotRun(enum.Enum):
@@ -43,34 +43,34 @@ class _NotRun(enum.Enum):
 
 
 NOT_RUN = _NotRun.NOT_RUN
-"""In place of a value: whoever should have made it did not run."""
+"""Takes the place of a value whose task did not run."""
 
 
 class Task(Protocol):
-    """What a worker takes from its in-queue: received, executed and sent once, or abandoned."""
+    """A task in a worker's in-queue. It is received, executed and sent once, or abandoned."""
 
     what: Any
-    """Which one it is, for those who look; immutable, and without tensors."""
+    """Identifies the task to those who look at the worker; immutable, and without tensors."""
     layers_took: float | None
-    """Seconds that layers of the user's took in ``execute``; ``None`` if it called none."""
+    """Seconds that the user's layers took in ``execute``; ``None`` if it called none."""
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
-        """Return what it needs, or ``NOT_RUN``. Calls ``before_waiting`` before it blocks."""
+        """Return the input, or ``NOT_RUN``. Calls ``before_waiting`` before it blocks."""
 
     def execute(self, received: Any) -> Any:
-        """Do it. What it raises is the task's own business: it returns ``NOT_RUN``."""
+        """Return the result; ``NOT_RUN`` if the execution fails, which the task handles itself."""
 
     def send(self, result: Any) -> None:
-        """Hand the result on, which may be ``NOT_RUN``, and settle the task."""
+        """Send the result, which may be ``NOT_RUN``, and settle the task."""
 
     def abandon(self, error: BaseException) -> None:
-        """It never runs, or its run was broken off, because of ``error``. Settle it, if it is not
-        settled yet. Called on any thread; must neither block nor raise."""
+        """Settle the task, unless it is settled: because of ``error`` it never runs, or was broken
+        off. Thread-safe; must neither block nor raise."""
 
 
 class WorkerThread(threading.Thread):
-    """A daemon thread with an in-queue. Daemon, so that a layer that never returns cannot keep the
-    interpreter alive; ``pool`` ends the others properly."""
+    """A daemon thread with an in-queue. As a daemon it cannot keep the interpreter alive if a layer
+    never returns; ``pool`` ends the others properly."""
 
     def __init__(
         self, name: str, device: torch.device, turns: Lock, activity: Activity
@@ -80,14 +80,14 @@ class WorkerThread(threading.Thread):
         super().__init__(target=work, args=args, name=name, daemon=True)
         self.in_queue = in_queue
         self.lends_to: threading.Thread | None = None
-        """The thread that does its task for it, for those who look."""
+        """The thread that executes this one's task for it, for those who look at its stack."""
 
     def serves(self) -> bool:
-        """Whether it takes tasks: one that is about to end does not, though it is alive."""
+        """Return whether it takes tasks. A thread about to end does not, though it is alive."""
         return self.is_alive() and not self.in_queue.is_closed()
 
     def stop(self) -> None:
-        """Let the thread end after its current task; it abandons the others. From anywhere."""
+        """Let the thread end after its current task and abandon the others. Call it anywhere."""
         self.in_queue.shut()
         if not self.is_alive():
             _abandon(self.in_queue.close(), None, self.name)
@@ -120,7 +120,7 @@ def work(
             activity.rests()
             task.send(value)
             task = value = None  # W2
-    except BaseException as error:  # noqa: B036  whoever waits for a task gets it
+    except BaseException as error:  # noqa: B036  raised where a task is waited for
         reason = error
     finally:
         value = None
@@ -147,14 +147,14 @@ def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None
 
 
 def _wait_for_the_last_to_end() -> None:
-    """Wait until the worker that ended before this one is gone (W4), for at most ``_GONE`` seconds.
+    """Wait at most ``_FREED`` seconds until the worker that ended before this one is gone (W4).
 
-    A thread's own values go after its last line of Python. ``torch.compile`` leaves tracebacks in
-    them, and two threads that free such at once may stop the process for ever: one has torch's lock
-    of dead frames and waits for the interpreter's, the other has that and waits for torch's.
+    Thread-local values are freed after the thread's last line of Python. ``torch.compile`` leaves
+    tracebacks in them, and two threads that free tracebacks at the same time may deadlock: one
+    holds torch's lock of dead frames and waits for the interpreter's, the other the reverse.
     """
     global _last_to_end
     with _ending.current:
-        before, _last_to_end = _last_to_end, threading.current_thread()
-    if before is not None:
-        before.join(_GONE)
+        previous, _last_to_end = _last_to_end, threading.current_thread()
+    if previous is not None:
+        previous.join(_FREED)

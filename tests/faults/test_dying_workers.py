@@ -19,7 +19,7 @@ DEATHS = """
 import contextlib, gc, logging
 import pipert.engine.runtime
 gc.disable()
-pipert.engine.waiting._LOOK = 0.05
+pipert.engine.waiting._CHECK = 0.05
 logging.getLogger("pipert").addHandler(logging.NullHandler())
 logging.getLogger("pipert").propagate = False
 threading.excepthook = lambda args: None

@@ -224,7 +224,7 @@ def test_a_call_that_sees_its_workers_end_one_after_the_other_says_that_the_pipe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Idle workers end at once; none of them was ended from outside."""
-    monkeypatch.setattr(waiting, "_LOOK", 0.02)  # how often a caller looks after its workers
+    monkeypatch.setattr(waiting, "_CHECK", 0.02)  # how often a caller looks after its workers
     with Stuck() as stuck:
         call = Caller(lambda: stuck.pipe(stuck.x))
         assert stuck.layer.entered.wait(WAIT)

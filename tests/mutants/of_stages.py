@@ -166,12 +166,14 @@ OF_CALLS = [
     ),
     Mutant(
         "no-wait-without-graph", COPIES, "waits for values that need no gradient",
-        "streams.wait(waiter, awaited)\n            return x", "return x",
+        "                return rebuild(transfer.wait(xs, waiter, awaited))\n"
+        "        streams.wait(waiter, awaited)\n",
+        "                return rebuild(transfer.wait(xs, waiter, awaited))\n",
     ),
     Mutant(
         "no-wait-back", COPIES, "the waits of the backward: only the forward waits",
         "return rebuild(transfer.wait(xs, waiter, awaited))",
-        "streams.wait(waiter, awaited)\n        return x",
+        "streams.wait(waiter, awaited)\n                return x",
     ),
     Mutant(
         "graph-move-swapped", COPIES, "source and target of a copy in the graph: swapped",
@@ -224,7 +226,7 @@ OF_STEPS = [
     ),
     Mutant(
         "step-no-wait", COPIES, "compute waits for copies: of values, targets and gradients",
-        "streams.wait(waiter, awaited)\n        return x\n", "return x\n",
+        "-> Value:\n        streams.wait(waiter, awaited)\n", "-> Value:\n",
     ),
     Mutant(
         "step-move-swapped", COPIES, "source and target of a copy: swapped",

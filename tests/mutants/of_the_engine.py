@@ -63,7 +63,7 @@ OF_RUNS = [
             received = self._how.receive(self._action.i, before_waiting)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
-        # Again, since it may have waited for long; what is left out here counts as no task done.
+        # Checked again after a wait, however long; a task left out here does not count as done.
         return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 """,
         """\
@@ -96,10 +96,10 @@ OF_STEPS = [
     Mutant(
         "gradients-of-a-failed-step", RUNTIME,
         "a step that fails delivers the gradients that it has summed up by then to `.grad`",
-        "            self._go(run, stages, threads, timeout)\n            try:",
+        "            self._execute(run, stages, threads, timeout)\n            try:",
         """\
             try:
-                self._go(run, stages, threads, timeout)
+                self._execute(run, stages, threads, timeout)
             except Exception:
                 step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
                 raise
@@ -135,7 +135,7 @@ OF_STEPS = [
     Mutant(
         "failed-after-its-tasks", RUNTIME,
         "a step whose gradients cannot be delivered counts as one that succeeded",
-        'told.outcome = "failed"  # of no task, so that no observer is told of one',
+        'told.outcome = "failed"  # in no task, so observers hear of no failed one',
         'told.outcome = "succeeded"',
         ("tests/step/test_step_seen.py",),
     ),

@@ -74,7 +74,7 @@ def test_the_operations_of_a_task_are_inside_of_its_range(tmp_path: Path) -> Non
 def test_who_profiles_the_own_thread_alone_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "_told", [])
+    monkeypatch.setattr(ranges, "_has_advised", [])
     with TestCase().assertLogs("pipert") as logged:
         names = {event["name"] for event in trace(tmp_path / "trace.json", all_threads=False)}
         trace(tmp_path / "trace.json", all_threads=False)
@@ -87,7 +87,7 @@ def test_who_profiles_the_own_thread_alone_is_told_once(
 def test_who_profiles_all_threads_is_told_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "_told", [])
+    monkeypatch.setattr(ranges, "_has_advised", [])
     with TestCase().assertNoLogs("pipert"):
         trace(tmp_path / "trace.json")
 

@@ -133,9 +133,9 @@ def test_what_was_received_is_on_its_way_no_more() -> None:
     links.send(A, 0, 1, "value")
     links.send(A, 0, 2, "value")
     links.receive(A, 0, 1)
-    assert repr(links) == "<SkipLinks, 1 there and 0 back>"
+    assert repr(links) == "<SkipLinks, 1 skips and 0 gradients>"
     links.receive(A, 0, 2)
-    assert repr(links) == "<SkipLinks, 0 there and 0 back>"
+    assert repr(links) == "<SkipLinks, 0 skips and 0 gradients>"
 
 
 def test_what_was_modified_in_place_on_the_way_is_refused() -> None:
@@ -163,4 +163,4 @@ def test_what_nobody_will_receive_can_be_dropped() -> None:
     links.send(A, 0, 1, "value")
     links.send_back(B, 0, 1, [None])
     links.clear()
-    assert repr(links) == "<SkipLinks, 0 there and 0 back>"
+    assert repr(links) == "<SkipLinks, 0 skips and 0 gradients>"

@@ -30,7 +30,7 @@ def test_a_skip_is_sent_before_the_output(naming: NamingStreams) -> None:
     run = run_with_skip(naming, [CPU, CPU, CPU])
     task = run.task("F[0,0]")
     y = task.execute(task.receive(nobody))
-    assert repr(run.run.skips) == "<SkipLinks, 1 there and 0 back>"
+    assert repr(run.run.skips) == "<SkipLinks, 1 skips and 0 gradients>"
     task.send(y)
     assert NAMES[len(run.between(0))] == "x"
 
@@ -41,13 +41,13 @@ def test_when_a_run_is_over_and_gone_back_no_skip_is_on_its_way(
 ) -> None:
     run = run_with_skip(naming, [CPU, META, CPU, META], recomputed, pops=[2])
     torch.autograd.backward(run.go()[0].sum())  # a recomputation sends nothing
-    assert repr(run.run.skips) == "<SkipLinks, 0 there and 0 back>"
+    assert repr(run.run.skips) == "<SkipLinks, 0 skips and 0 gradients>"
 
 
 def test_the_skip_of_a_task_that_fails_is_not_sent() -> None:
     run = Driven([[Stash(nn.Identity()), Apply(never)], [Pop(Apply(int))]], inputs_of(1))
     run.do("F[0,0]")
-    assert repr(run.run.skips) == "<SkipLinks, 0 there and 0 back>"
+    assert repr(run.run.skips) == "<SkipLinks, 0 skips and 0 gradients>"
     assert run.between(0) is NOT_RUN
 
 

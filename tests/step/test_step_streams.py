@@ -189,5 +189,5 @@ def test_the_gradient_of_a_skip_goes_straight_back(fake: FakeStreams) -> None:
         "copy from <copy meta 0> to <copy cpu 0>",
         "<compute cpu> waits for <copy cpu 0>",
     ] * 2
-    assert repr(step.run.skips) == "<SkipLinks, 0 there and 0 back>"
+    assert repr(step.run.skips) == "<SkipLinks, 0 skips and 0 gradients>"
     assert len(step.sums(0)) == 1
