@@ -74,7 +74,7 @@ def minimise_longest_block(
 
 
 def _as_integers(numbers: Sequence[float]) -> list[int]:
-    """Scales ``numbers`` by the smallest factor that makes all of them integers."""
+    """Scales ``numbers`` by the smallest integer that makes all of them integers."""
     ratios = [number.as_integer_ratio() for number in numbers]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]

@@ -1,4 +1,4 @@
-"""Measures, for each place where layers can be cut, the bytes that would cross to the next one."""
+"""Measures, for each place where a model can be cut, the bytes that would cross there."""
 
 from __future__ import annotations
 
