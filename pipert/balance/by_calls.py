@@ -1,4 +1,4 @@
-"""Chooses where to cut a model that is no Sequential, by measured times.
+"""Chooses where to cut a model that is not a Sequential, by measured times.
 
 The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
 transformers names the same ones). A list inside an element, such as one of experts, is no place to

@@ -25,7 +25,7 @@ class _LayerBytes(NamedTuple):
 def crossing_sizes(
     module: nn.Sequential, sample: Value, *, device: Device | None = None
 ) -> list[int]:
-    """Measures the bytes that cross to the next partition if there is a cut before each layer.
+    """Measures, for each layer, the bytes that cross to its partition if the cut is before it.
 
     These are the output of the layer before, and each skip that is stashed before the cut and
     popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`
