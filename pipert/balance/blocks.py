@@ -1,12 +1,12 @@
 """Splits layers into consecutive blocks, one per device, so that the longest block is minimal.
 
-The usual methods are only approximate. The heuristic of "Block Partitions of Sequences" (Bárány
-and others), which torchgpipe uses, moves one boundary at a time to even out the blocks and assumes
+The usual methods are not enough. The heuristic of "Block Partitions of Sequences" (Bárány and
+others), which torchgpipe uses, moves one boundary at a time to even out the blocks and assumes
 equal devices: on random costs its longest block is 1.1 times the optimum on average and 1.6 times
 at worst, and every micro-batch pays for that. Filling each device up to a limit is exact for equal
 devices, but not for unequal ones, nor if some boundaries cost more: costs ``1 1 9 1`` on devices of
-speeds ``10 1 10`` need no block above 1, but only if the first device leaves the second layer to
-the slow one, which would otherwise be left with the 9.
+speeds ``10 1 10`` need no block above 1, but only if the first device leaves the second layer,
+which it has room for, to the slow one, which would otherwise be left with the 9.
 
 So a *probe* of a limit tracks every place where a block can end. Layers ``s`` to ``e - 1`` on
 device *j* cost ``entry[s] + (cost[s] + ... + cost[e - 1]) / speeds[j] + exit[e - 1]``.
@@ -74,7 +74,7 @@ def minimise_longest_block(
 
 
 def _as_integers(numbers: Sequence[float]) -> list[int]:
-    """Scales ``numbers`` by the smallest factor that makes all of them integers."""
+    """Scales ``numbers`` by the smallest integer that makes all of them integers."""
     ratios = [number.as_integer_ratio() for number in numbers]
     unit = math.lcm(*(denominator for _, denominator in ratios))
     return [numerator * (unit // denominator) for numerator, denominator in ratios]
@@ -168,7 +168,7 @@ class _Chain:
         """Returns the ends up to ``last_end`` within ``capacity``, and loads refused (rule 1)."""
         totals, heads, tails = self.totals, self.heads[speed], self.tails[speed]
         first, last = starts[0], starts[-1]
-        # A block from the first start can end anywhere before ``walk``: these can be many.
+        # A block from the first start can end anywhere before ``walk``: no walk, they can be many.
         walk = bisect_right(self.peaks[speed], heads[first] + capacity, first + 1, last_end + 1)
         ends = list(range(first + 1, walk))
         k = bisect_left(starts, walk - 1)

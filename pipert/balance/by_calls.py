@@ -1,4 +1,4 @@
-"""Chooses where to cut a model that is no Sequential, by measured times.
+"""Chooses where to cut a model that is not a Sequential, by measured times.
 
 The model need not name its lists of blocks: they are the outermost ``ModuleList``s (``_pp_plan`` of
 transformers names the same ones). A list inside an element, such as one of experts, is no place to
@@ -93,7 +93,7 @@ def choose_cuts(
 def _refined_cuts(
     model: nn.Module, n: int, measure: Callable[[set[str]], Times]
 ) -> tuple[set[str], list[str]]:
-    """Splits every block that takes more than its share; returns the cuts and the blocks' names."""
+    """Splits blocks that take more than their share, where it can; returns cuts and block names."""
     cuts, whole = set(_pieces(model, "")), set[str]()
     split: dict[str, set[str]] = {}
     measure(cuts)  # to warm up: whatever runs first is slow

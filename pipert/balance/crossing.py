@@ -1,4 +1,4 @@
-"""Measures, for each place where layers can be cut, the bytes that would cross to the next one."""
+"""Measures, for each place where a model can be cut, the bytes that would cross there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _LayerBytes(NamedTuple):
 def crossing_sizes(
     module: nn.Sequential, sample: Value, *, device: Device | None = None
 ) -> list[int]:
-    """Measures the bytes that cross to the next partition if there is a cut before each layer.
+    """Measures, for each layer, the bytes that cross to its partition if the cut is before it.
 
     These are the output of the layer before, and each skip that is stashed before the cut and
     popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`

@@ -23,7 +23,7 @@ class Finding:
     check: str
     """What was checked."""
     outcome: str
-    """One of the four constants above. ``'reported'`` is for figures that cannot be wrong."""
+    """One of the four constants above. ``'reported'``: figures that are neither right nor wrong."""
     seen: str
     """What was observed, in a sentence or a figure."""
     means: str = ""

@@ -1,7 +1,7 @@
 """Checks that copies between GPUs arrive intact without pipert, and measures how fast they are.
 
-On some machines they do not: peer access is announced, but PCIe settings (ACS, an IOMMU) make
-copies arrive as zeros. No pipeline can work there, and it helps to know why gradients are wrong.
+On some machines copies are broken: peer access is announced, but PCIe settings (ACS, an IOMMU) make
+them arrive as zeros. No pipeline can work there, and it helps to know why gradients are wrong.
 """
 
 from __future__ import annotations

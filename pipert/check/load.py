@@ -60,7 +60,7 @@ class Load:
 
 
 def fitting(load: Load, devices: Devices) -> Load:
-    """Halves the rows of ``load`` until it fits into memory."""
+    """Halves the rows of ``load`` until it fits into memory, or has one row."""
     while not load.fits(devices) and load.rows > 1:
         load = replace(load, rows=load.rows // 2)
     return load
@@ -70,7 +70,7 @@ def busy(load: Load, devices: Devices) -> Load:
     """Doubles the rows until the slowest device is busy for ``LONG_ENOUGH``.
 
     Stops earlier if a step of the plain module, three times its forward, would take too long, or a
-    task takes the host too long, or more rows would not fit.
+    task takes the host too long, or twice the rows would not fit.
     """
     partitions = {d: chain(load.layers, load.width).to(d) for d in devices.partitions}
     while True:

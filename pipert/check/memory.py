@@ -80,7 +80,7 @@ def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list
 
 
 def _check_flat(trial: Trial, devices: Devices, steps: int) -> Finding:
-    """Checks whether each step of the second half leaves more memory than any of the first half.
+    """Finds a fault if each step of the second half leaves more memory than each of the first.
 
     This tolerates a worker that still holds its last task for a moment when a step is over.
     """

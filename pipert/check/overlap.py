@@ -165,7 +165,7 @@ def _together(timeline: Timeline) -> float:
 
 
 def _hidden(timeline: Timeline) -> tuple[float, float]:
-    """Returns the seconds of copies between GPUs, and those while their source GPU computed.
+    """Returns the seconds of copies between GPUs, in all and while their source GPU computed.
 
     The source GPU timestamps both.
     """

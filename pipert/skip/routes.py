@@ -64,7 +64,7 @@ def routes(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
 
 
 def routes_along(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
-    """Find the skips of each partition if they pass through every partition on their way.
+    """Find the skips of each partition where a skip passes through all partitions on its way.
 
     A skip arrives at each partition after the one that stashes it, up to the last that pops it,
     and leaves for the next one. Partitions that only pass a skip on pop it 0 times.

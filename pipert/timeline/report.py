@@ -217,7 +217,7 @@ def _bubble(busy: Sequence[list[Interval]], work: list[Interval]) -> float:
 
 
 def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
-    """Returns each partition's cost of a micro-batch: medians, unaffected by delayed tasks."""
+    """Returns each partition's cost of a micro-batch: medians, which few delayed tasks change."""
     seconds: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for event in events:
         if event.kind in COMPUTE:  # a backward may be in several pieces
