@@ -174,7 +174,8 @@ class Control:
     def _messages(self, own: bytes, size: int) -> list[bytearray]:
         """A message from each rank, of the same size."""
         arrived = [bytearray(size) for _ in self._ranks]
-        dist.all_gather(list(map(_tensor, arrived)), _tensor(own.ljust(size)), group=self.group)
+        sent = _tensor(bytearray(own.ljust(size)))
+        dist.all_gather(list(map(_tensor, arrived)), sent, group=self.group)
         return arrived
 
     def require_same(self, what: str, given: Sequence[Any]) -> None:
@@ -188,26 +189,21 @@ class Control:
         return self._ranks.index(rank)
 
     def send(self, value: Any, rank: int) -> None:
-        """Send an object to one rank."""
-        data = pickle.dumps(value)
+        """Send an object to one rank, which receives it."""
         with self.talking():
-            for message in (len(data).to_bytes(_HEAD), data):
-                dist.send(_tensor(message), rank, group=self.group)
+            dist.send_object_list([value], rank, group=self.group)
 
     def receive(self, rank: int) -> Any:
-        """Receive what it sends."""
-        size = bytearray(_HEAD)
+        """Receive an object that the rank sends."""
+        received = [None]
         with self.talking():
-            dist.recv(_tensor(size), rank, group=self.group)
-            data = bytearray(int.from_bytes(size))
-            dist.recv(_tensor(data), rank, group=self.group)
-        return pickle.loads(data)
+            dist.recv_object_list(received, rank, group=self.group)
+        return received[0]
 
     def __repr__(self) -> str:
         return f"<Control of ranks {self._ranks}>"
 
 
-def _tensor(message: bytes | bytearray) -> Tensor:
-    """The bytes of a message; of a bytearray not a copy."""
-    writable = message if isinstance(message, bytearray) else bytearray(message)
-    return torch.frombuffer(writable, dtype=torch.uint8)
+def _tensor(message: bytearray) -> Tensor:
+    """Returns the bytes of a message as a tensor that shares their memory."""
+    return torch.frombuffer(message, dtype=torch.uint8)
