@@ -36,8 +36,6 @@ class Parts(NamedTuple):
     before: Sequence[str]
     """What errors call the layer before each partition."""
     shared: Shared
-    names: set[str]
-    """Of all layers."""
     layout: int
     """Stands for the parameters of the whole model."""
 
@@ -75,10 +73,9 @@ def parts_of(
         j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
     }
     before = ["", *map(last_layer, partitions)]
-    names = {name for part in partitions for name in part._modules}
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     layout = zlib.crc32(str(shapes).encode())
-    return Parts(placement, modules, routes_along(partitions), before, shared, names, layout)
+    return Parts(placement, modules, routes_along(partitions), before, shared, layout)
 
 
 def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:

@@ -127,7 +127,7 @@ class Pipe(nn.Module):
         with control.agreeing():
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
         self.training = module.training
-        self._elsewhere = parts.names - set(self._modules)
+        self._elsewhere = module._modules.keys() - self._modules.keys()
         self._runtime = Runtime(site, parts.modules, wrapped, parts.skips, parts.before, tied)
 
     @property
