@@ -9,14 +9,12 @@ import contextlib
 import io
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
-from pipert.batch.tensors import tensors_of
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
@@ -80,47 +78,37 @@ def _arriving(
     """The inputs of a partition, and which of their tensors share memory."""
     device = running.place.device
     if crossed is None:  # layers may change their input, and get it again when all goes through
-        return [_copied(moved(running.inputs[i], device)) for i in firsts], [{} for _ in firsts]
+        xs = [moved(running.inputs[i], device, copy=True) for i in firsts]
+        return xs, [{} for _ in firsts]
     samples = _loaded(crossed)
     return [entered(sample.on(device)) for sample in samples], [each.shared for each in samples]
 
 
-def _copied(value: Value) -> Value:
-    tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([tensor.clone() for tensor in tensors]))
+def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
+    """Compute one micro-batch of a partition, and return the value that leaves it."""
+    module, called = running.module, running.called
+    handed_on: Shared = {}
+    errors: list[BaseException] = []
 
-
-class _Rehearsed(NamedTuple):
-    running: Running
-    i: int
-    x: Value
-    shared: Shared
-    handed_on: Shared
-    errors: list[BaseException]
-
-    def forward(self, _: Tensors) -> Value:
-        run = self.running.batch.context.variables.copy().run
+    def forward(_: Tensors) -> Value:
+        run = running.batch.context.variables.copy().run
         try:
-            compute = partial(self.running.compute, self.i, checkpointed=False)
-            return run(compute_watching, self.shared, self.handed_on.update, compute, self.x)
+            compute = partial(running.compute, i, checkpointed=False)
+            return run(compute_watching, shared, handed_on.update, compute, x)
         except BaseException as error:  # noqa: B036  raised when DDP has put away its own state
-            self.errors.append(error)
+            errors.append(error)
             return None
 
-
-def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
-    module, called = running.module, running.called
     unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
-    errors: list[BaseException] = []
     with _buffers_kept(module), unsynchronized or contextlib.nullcontext():
-        module.running = rehearsed = _Rehearsed(running, i, x, shared, {}, errors)
+        module.forward_micro_batch = forward
         try:
             y = called()
         finally:
-            module.running = None
+            module.forward_micro_batch = None
         if errors:
             raise errors.pop()
-        return sample_of(y, rehearsed.handed_on)
+        return sample_of(y, handed_on)
 
 
 @contextlib.contextmanager

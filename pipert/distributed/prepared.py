@@ -93,12 +93,13 @@ def attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
         j = stage.stage_index
         running[j].arriving = prepared.boundaries.get(j)
         running[j].leaving = prepared.boundaries.get(j + 1)
-        stage.running = running[j].module.running = running[j]
+        stage.running = running[j]
+        running[j].module.forward_micro_batch = running[j].forward
     try:
         yield
     finally:
         for stage in prepared.stages:
-            stage.running.module.running = None
+            stage.running.module.forward_micro_batch = None
             del stage.running
             stage.clear_runtime_states()
             for kept in (stage.bwd_cache, stage.backward_state, stage.dw_runner):

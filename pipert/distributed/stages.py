@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,23 +49,16 @@ class StageModule(nn.Sequential):
     Its forward takes and returns the tensors that cross, and is called by a pipe.
     """
 
-    running: Running | Rehearsal | None = None
+    forward_micro_batch: Callable[[Tensors], Any] | None = None
 
     def forward(self, *tensors: Tensor) -> Any:
         """Compute one micro-batch of the mini-batch that is running."""
-        if self.running is None:
+        if self.forward_micro_batch is None:
             raise RuntimeError(
                 "a partition of pipert.distributed.Pipe is called by the pipe alone; call the "
                 "pipe, or the partition's layers"
             )
-        return self.running.forward(tensors)
-
-
-class Rehearsal(Protocol):
-    """Takes the place of a mini-batch when the ranks meet a new shape."""
-
-    def forward(self, tensors: Tensors) -> Any:
-        """Compute a micro-batch."""
+        return self.forward_micro_batch(tensors)
 
 
 @dataclass(eq=False)
@@ -241,10 +234,10 @@ class Running:
 _OF_STAGE = "Failed to run stage backward"  # torch's, of what went in, which may be long
 
 
-def moved(value: Value, device: torch.device) -> Value:
-    """The same on this rank's device."""
+def moved(value: Value, device: torch.device, copy: bool = False) -> Value:
+    """Returns the value on this rank's device, of tensors of its own if it is to be a copy."""
     tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([tensor.to(device) for tensor in tensors]))
+    return rebuild(tuple([tensor.to(device, copy=copy) for tensor in tensors]))
 
 
 def entered(x: Value) -> Value:

@@ -40,7 +40,7 @@ BREAKAGES = [
     Mutant(
         "meeting-changes-the-input", MEETING,
         "a first layer that works in place changes its input twice at a new shape",
-        "[_copied(moved(running.inputs[i], device))", "[moved(running.inputs[i], device)", EQUALITY,
+        "moved(running.inputs[i], device, copy=True)", "moved(running.inputs[i], device)", EQUALITY,
     ),
     Mutant(
         "next-mini-batch-in-the-outputs", PREPARED,
@@ -50,7 +50,7 @@ BREAKAGES = [
     Mutant(
         "split-where-weights-are-lost", "pipert/distributed/halves.py",
         "weights that are on no way from an input get no gradient, or a part, where B is split",
-        "return root in between and _has_one_place_each(between)", "return True",
+        "return root in between and _has_one_branch_point_each(between)", "return True",
         ("tests/distributed/test_split_backward.py",),
     ),
     Mutant(
