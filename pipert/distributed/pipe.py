@@ -118,7 +118,7 @@ class Pipe(nn.Module):
             layouts.append((balance, self._settings, parts.layout))
         control.require_same("arguments and layers", layouts)
         last = parts.placement[-1]
-        ends = [(control.place(each[0]), control.place(each[last])) for each in replicas]
+        ends = [(control.index(each[0]), control.index(each[last])) for each in replicas]
         homes = [ranks[home] for home in parts.placement]
         site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), home)
         for part in parts.modules.values():

@@ -86,7 +86,7 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
     site = runtime.site
     own_site = site.device, platform.node(), cores()
     here = site.control.agree(own_site, to="record()")
-    devices = [here[site.control.place(home)][0] for home in site.homes]
+    devices = [here[site.control.index(home)][0] for home in site.homes]
     machines = dict([about[1:] for about in here])
     timeline = RankTimeline(site.homes, devices, chunks, sum(machines.values()))
     recording = Recording([site.device])
@@ -100,7 +100,7 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
     dates = [recording.origin.date(moment, _CPU) for moment in met]
     own = _Part(recording.events(), layers, recording.steps, recording.failed, dates)
     parts = site.control.agree(own, to="the end of record()")
-    timeline.fill([parts[site.control.place(rank)] for rank in sorted(set(site.homes))])
+    timeline.fill([parts[site.control.index(rank)] for rank in sorted(set(site.homes))])
 
 
 def _meeting(control: Control) -> float:
