@@ -152,7 +152,8 @@ class Control:
             self.require_same("call", [begun for begun, _, _ in reports])
         except ValueError as differs:
             raise differs from error
-        failed = [(bad, rank) for rank, (_, bad, _) in zip(self._ranks, reports, strict=True) if bad]
+        pairs = zip(reports, self._ranks, strict=True)
+        failed = [(other, rank) for (_, other, _), rank in pairs if other is not None]
         if not failed:
             return [brought for _, _, brought in reports]
         first, rank = min(failed)

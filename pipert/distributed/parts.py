@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._typing import Device
-from pipert.distributed.gradients import Shared, find_shared
+from pipert.distributed.gradients import SharedParameters, find_shared
 from pipert.distributed.schedules import ranks_of
 from pipert.distributed.stages import StageModule
 from pipert.layers.buffers import KEEPING
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
     skips: Sequence[PartitionSkips]
     before: Sequence[str]
     """What errors call the layer before each partition."""
-    shared: Shared
+    shared: SharedParameters
     layout: int
     """Stands for the parameters of the whole model."""
 

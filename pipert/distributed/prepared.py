@@ -53,7 +53,7 @@ class Shapes:
     ) -> Prepared:
         """torch's schedule and stages for these shapes, in all replicas alike."""
         control = self._site.control
-        looks = tuple([brought[first].looks for first, _ in self._site.ends])
+        looks = tuple([brought[first].signatures for first, _ in self._site.ends])
         key = looks, brought[0].settings, tuple([one.parameters for one in brought])
         if key in self._kept:
             self._kept.move_to_end(key)

@@ -168,7 +168,7 @@ class Running:
         """Find what the layers train, in the first micro-batch."""
         if i == 0 and self.batch.gradients is not None:
             given = tensors_of(self.inputs[0])[0] if self.arriving is None else arrived
-            self.batch.gradients.find(ys, given)
+            self.batch.gradients.put_aside_other_leaves(ys, given)
 
     def compute(
         self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None
