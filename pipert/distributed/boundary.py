@@ -109,12 +109,10 @@ class Boundary:
         ]
         columns = zip(self._dtypes, *self._laid_out, strict=True)
         self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
-
-    def as_meta(self) -> Tensors:
-        """Return meta tensors like those that are sent for each micro-batch."""
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._sent]
         pairs = zip(metas, self._grads, strict=True)
-        return tuple([meta.requires_grad_(grad or _ALL_REQUIRE_GRAD) for meta, grad in pairs])
+        self.metas = tuple([t.requires_grad_(grad or _ALL_REQUIRE_GRAD) for t, grad in pairs])
+        """Meta tensors like those that are sent for each micro-batch."""
 
     def pack(self, i: int, value: Value) -> Tensors:
         """Return the tensors to send for a value of micro-batch ``i``.

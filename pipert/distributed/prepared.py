@@ -77,8 +77,8 @@ class Shapes:
     def _stage(self, j: int, boundaries: dict[int, Boundary]) -> Stage:
         site, result = self._site, (torch.empty(1, device="meta"),)
         n = len(site.homes)
-        arriving = boundaries[j].as_meta() if j else ()
-        leaving = boundaries[j + 1].as_meta() if j < n - 1 else result
+        arriving = boundaries[j].metas if j else ()
+        leaving = boundaries[j + 1].metas if j < n - 1 else result
         run = self._wrapped[j]
         return Stage(run, j, n, site.device, arriving, leaving, group=site.group)
 

@@ -214,9 +214,9 @@ class Running:
         zero = sum((t.reshape(-1)[:1].sum() * 0.0 for t in begin), torch.zeros((), device=device))
         if self.leaving is None:
             return zero.reshape(1)
-        metas = self.leaving.as_meta()
         return tuple([zero.to(t.dtype).expand(t.shape).contiguous() if t.requires_grad
-                      else torch.zeros_like(t, device=device) for t in metas])  # fmt: skip
+                      else torch.zeros_like(t, device=device)
+                      for t in self.leaving.metas])  # fmt: skip
 
     @contextmanager
     def _doing(self, action: Action) -> Iterator[AfterLayer]:

@@ -59,7 +59,7 @@ class Stage(PipelineStage):
         if not running.backward(i, go_back):
             self.fwd_cache.pop(i, None)
         if running.arriving is not None:
-            metas = running.arriving.as_meta()
+            metas = running.arriving.metas
             found = zip(self.bwd_cache.get(i) or (None,) * len(metas), metas, strict=True)
             self.bwd_cache[i] = tuple([_gradient(dx, t, self.device) for dx, t in found])
 
