@@ -5,19 +5,19 @@ Buffers and random numbers stay as if it had not. The last partition computes no
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
+from pipert.model.calls import unchanged
 from pipert.stage.shared_memory import Shared, compute_watching
 
 __all__: list[str] = []
@@ -100,7 +100,7 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
             return None
 
     unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
-    with _buffers_kept(module), unsynchronized or contextlib.nullcontext():
+    with unchanged(module), unsynchronized or nullcontext():
         module.forward_micro_batch = forward
         try:
             y = called()
@@ -109,20 +109,3 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
         if errors:
             raise errors.pop()
         return sample_of(y, handed_on)
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    before = [
-        (part._buffers, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for home, name, buffer, value in before:
-                home[name] = buffer
-                buffer.copy_(value)
