@@ -1,6 +1,7 @@
-"""Meeting a new shape: one micro-batch of each kind passes, to see what crosses the boundaries.
+"""Rehearses a mini-batch of a new shape, to find which values cross the partition boundaries.
 
-Buffers and random numbers stay as if it had not. The last partition computes nothing.
+One micro-batch of each kind goes through all partitions but the last. Buffers and the state of
+random number generators are put back.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ __all__: list[str] = []
 def meet(
     control: Control, running: dict[int, Running], homes: Sequence[int], firsts: Sequence[int]
 ) -> dict[int, list[Sample]]:
-    """Let a micro-batch of each kind pass.
+    """Compute a micro-batch of each kind forward, one partition after the other.
 
-    Partition by partition, after which all ranks agree: the layers of replicas talk to each other,
-    so where one replica fails none goes on.
+    All ranks agree after each partition: layers of replicas may communicate, so if one replica
+    fails, none goes on.
 
     Args:
-        control: the ranks.
+        control: the ranks that agree.
         running: this rank's partitions in the mini-batch.
         homes: the rank of each partition.
         firsts: the first micro-batch of each kind.
 
     Returns:
-        By the partition that receives, as far as this rank sends or receives.
+        By receiving partition, a sample of each kind, for the boundaries at which this rank sends
+        or receives.
 
     Raises:
         RankError: a layer failed on another rank.
@@ -49,43 +51,42 @@ def meet(
         with control.agreeing():
             if j in running:
                 arrived = _arriving(running[j], crossed.get(j), firsts)
-                passed = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
-                crossed[j + 1] = _saved(passed)
+                left = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
+                crossed[j + 1] = _saved(left)
         if j in running and homes[j + 1] != home:
             control.send(crossed[j + 1], homes[j + 1])
         elif j + 1 in running and j not in running:
             crossed[j + 1] = control.receive(home)
     with control.agreeing():
-        samples = {j: _loaded(found) for j, found in crossed.items()}
-    return samples
+        return {j: _loaded(saved) for j, saved in crossed.items()}
 
 
 def _saved(samples: list[Sample]) -> bytes:
-    """As bytes; pickle alone would not bring back each dtype."""
+    """Serialise samples by ``torch.save``, since pickle alone does not restore every dtype."""
     file = io.BytesIO()
     torch.save(samples, file)
     return file.getvalue()
 
 
-def _loaded(crossed: bytes) -> list[Sample]:
-    samples: list[Sample] = torch.load(io.BytesIO(crossed), weights_only=False)
+def _loaded(saved: bytes) -> list[Sample]:
+    samples: list[Sample] = torch.load(io.BytesIO(saved), weights_only=False)
     return samples
 
 
 def _arriving(
-    running: Running, crossed: bytes | None, firsts: Sequence[int]
+    running: Running, saved: bytes | None, firsts: Sequence[int]
 ) -> tuple[list[Value], list[Shared]]:
-    """The inputs of a partition, and which of their tensors share memory."""
+    """Return the inputs of a partition, and which of their tensors share memory."""
     device = running.place.device
-    if crossed is None:  # layers may change their input, and get it again when all goes through
+    if saved is None:  # copies, since layers may change an input that the mini-batch uses again
         xs = [moved(running.inputs[i], device, copy=True) for i in firsts]
         return xs, [{} for _ in firsts]
-    samples = _loaded(crossed)
-    return [entered(sample.on(device)) for sample in samples], [each.shared for each in samples]
+    samples = _loaded(saved)
+    return [entered(sample.on(device)) for sample in samples], [one.shared for one in samples]
 
 
 def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
-    """Compute one micro-batch of a partition, and return the value that leaves it."""
+    """Compute micro-batch ``i`` of a partition; return a sample of the value that leaves it."""
     module, called = running.module, running.called
     handed_on: Shared = {}
     errors: list[BaseException] = []
@@ -95,7 +96,7 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
         try:
             compute = partial(running.compute, i, checkpointed=False)
             return run(compute_watching, shared, handed_on.update, compute, x)
-        except BaseException as error:  # noqa: B036  raised when DDP has put away its own state
+        except BaseException as error:  # noqa: B036  raised below, when DDP has left its forward
             errors.append(error)
             return None
 

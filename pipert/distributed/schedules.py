@@ -1,4 +1,4 @@
-"""The schedules of several ranks: torch's, by their names there and here."""
+"""Chooses and makes torch's schedules, by their names in torch and in pipert."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble
 
 
 def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
-    """Return the name of a schedule that ``n`` partitions on that many ranks can have.
+    """Check that a schedule fits ``n`` partitions on that many ranks; return its name.
 
     Raises:
-        TypeError: it is no name.
-        ValueError: there is none of that name, or it does not go with the partitions, or with
-            recomputation.
+        TypeError: the schedule is not a name.
+        ValueError: no schedule has that name, or it does not fit the partitions or ``checkpoint``.
     """
     if not isinstance(schedule, str):
         raise TypeError(
@@ -78,7 +77,7 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
 
 
 def ranks_of(name: str, n: int, ranks: int) -> list[int]:
-    """The rank of each partition, counted in the pipeline."""
+    """Return for each partition the index of its rank within the pipeline."""
     if name in _V:
         return [*range(ranks), *reversed(range(ranks))]
     return [j % ranks for j in range(n)]
@@ -87,15 +86,15 @@ def ranks_of(name: str, n: int, ranks: int) -> list[int]:
 def make_schedule(
     name: str, stages: list[Stage], m: int, loss_fn: Callable[..., Any] | None
 ) -> Any:
-    """Make torch's schedule of ``m`` micro-batches; without a ``loss_fn`` it goes forward only.
+    """Make torch's schedule for ``m`` micro-batches; forward only without a ``loss_fn``.
 
     Raises:
-        ValueError: torch has none for that many.
+        ValueError: torch's schedule does not take that many.
     """
     if name in _ONE:
         kind: Any = _ONE[name]
         if loss_fn is None or m < stages[0].num_stages:
-            kind = ScheduleGPipe  # of few micro-batches, 1F1B is the same
+            kind = ScheduleGPipe  # with so few micro-batches 1F1B is the same
         return kind(stages[0], m, loss_fn=loss_fn, scale_grads=False)
     kind = ScheduleLoopedBFS if loss_fn is None and name not in _V else _SEVERAL[name]
     return kind(stages, m, loss_fn=loss_fn, scale_grads=False)

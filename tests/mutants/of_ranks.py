@@ -91,7 +91,7 @@ BREAKAGES = [
     Mutant(
         "kinds-of-one-replica", PREPARED,
         "replicas meet other micro-batches, and wait for each other's collectives",
-        "for of in looks for look in of", "for of in [mine] for look in of", REPLICAS,
+        "for each in signatures for one in each", "for each in [mine] for one in each", REPLICAS,
     ),
     Mutant(
         "forward-drops-gradients", RUNTIME,
