@@ -186,11 +186,7 @@ class Control:
         return arrived
 
     def require_same(self, what: str, given: Sequence[Any]) -> None:
-        """Raise on all ranks unless they have ``given`` the same, listed in their order.
-
-        Raises:
-            ValueError: they have not.
-        """
+        """Raise a ``ValueError`` on all ranks unless all have ``given`` the same."""
         if any(one != given[0] for one in given):
             by_rank = "; ".join(f"{r}: {one}" for r, one in zip(self._ranks, given, strict=True))
             raise ValueError(f"all ranks must give the same {what}, but by rank they are {by_rank}")

@@ -90,9 +90,9 @@ def bring(
     step: Step | None,
     tied: Sequence[Tied],
 ) -> tuple[Brought, Step | None, list[Value], list[Value]]:
-    """Return this rank's report, the step with its loss scale resolved, the inputs, the targets.
+    """Return this rank's report, the step with its scale's value, the inputs and the targets.
 
-    The inputs and targets are split into micro-batches; each list is empty on other ranks.
+    The inputs and targets are of each micro-batch; the lists are empty on ranks that use none.
     """
     refuse_compilation()
     refuse_transforms()

@@ -172,10 +172,7 @@ def _frame(value: Value) -> Value:
 
 
 def _equal(frame: Value, known: Value) -> bool:
-    """Compare two frames: with ``==``, or else by their pickled bytes.
-
-    NaN, and objects of many classes, have no usable ``==``.
-    """
+    """Compare frames; objects without a usable ``==``, such as NaN, by their pickled bytes."""
     return bool(frame == known) or pickle.dumps(frame) == pickle.dumps(known)
 
 

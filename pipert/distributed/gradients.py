@@ -105,11 +105,9 @@ class Gradients:
             leaf.grad = before
 
     def add(self, tied: Sequence[Tied], factor: Tensor) -> None:
-        """Multiply the gradients of the mini-batch by ``factor``, and add them to earlier ones.
+        """Add the gradients of the mini-batch, times ``factor``, to earlier ones.
 
-        Args:
-            tied: this rank's shared parameters, whose gradients are summed over their ranks first.
-            factor: a tensor of one number.
+        Those of ``tied`` parameters are summed over their ranks first.
         """
         for parameter, group, *_ in tied:
             if parameter.requires_grad:

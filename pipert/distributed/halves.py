@@ -76,7 +76,9 @@ def _has_one_branch_point_each(between: set[Any]) -> bool:
         left = [branch_point]
         while left:
             for child, _ in left.pop().next_functions:
-                if child is None or child in between or _is_entrance(child):
+                if child is None or child in between:
+                    continue
+                if type(child) is AccumulateGrad and child.variable is order.ENTRANCE:
                     continue
                 if child not in branch_point_of:
                     branch_point_of[child] = branch_point
@@ -84,7 +86,3 @@ def _has_one_branch_point_each(between: set[Any]) -> bool:
                 elif branch_point_of[child] is not branch_point:
                     return False
     return True
-
-
-def _is_entrance(node: Any) -> bool:
-    return type(node) is AccumulateGrad and node.variable is order.ENTRANCE

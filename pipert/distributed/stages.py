@@ -136,11 +136,10 @@ class Running:
         return self._zeros(tensors)
 
     def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
-        i, loss = action.i, self.batch.loss
-        device = self.place.device
+        i = action.i
         shared: Shared = {}
         if self.arriving is None:
-            x = moved(self.inputs[i], device)
+            x = moved(self.inputs[i], self.place.device)
         else:
             x = entered(self.arriving.unpack(i, tensors))
             shared = self.arriving.shared(i)
@@ -151,26 +150,25 @@ class Running:
                 # Which tensors share memory behind it was found when the ranks met this shape.
                 y = compute_watching(shared, lambda _: None, compute, x) if shared else compute(x)
             if self.leaving is not None:
-                sent = self.leaving.pack(i, y)
-                self._put_aside_other_leaves(i, sent, tensors)
-                return sent
-            y = y.value if isinstance(y, Carried) else y
-            result = torch.zeros(1, device=device)
-            if loss is not None:
-                number = self.place.number_of_loss(i)
-                target = moved(loss.targets[i], device)
-                result = loss.compute(i, number, self.batch.seed, y, target).reshape(1)
-                self.batch.losses[i] = loss.share_of(i, result.detach())
-                self._put_aside_other_leaves(i, (result,), tensors)
-            if self.batch.keep_outputs:
-                self.batch.outputs[i] = detached(y)
-            return result
+                left = self.leaving.pack(i, y)
+            else:
+                left = self._compute_loss(i, y.value if isinstance(y, Carried) else y)
+            if i == 0 and self.batch.gradients is not None:
+                xs = tensors_of(self.inputs[0])[0] if self.arriving is None else tensors
+                self.batch.gradients.put_aside_other_leaves(left, xs)
+            return left if self.leaving is not None else left[0]
 
-    def _put_aside_other_leaves(self, i: int, ys: Tensors, arrived: Tensors) -> None:
-        """Find, in the first micro-batch of a step, what the layers train besides parameters."""
-        if i == 0 and self.batch.gradients is not None:
-            xs = tensors_of(self.inputs[0])[0] if self.arriving is None else arrived
-            self.batch.gradients.put_aside_other_leaves(ys, xs)
+    def _compute_loss(self, i: int, y: Value) -> Tensors:
+        """Keep the output of the last partition; return its loss, or zero in an evaluation."""
+        batch, device = self.batch, self.place.device
+        result = torch.zeros(1, device=device)
+        if batch.loss is not None:
+            number, target = self.place.number_of_loss(i), moved(batch.loss.targets[i], device)
+            result = batch.loss.compute(i, number, batch.seed, y, target).reshape(1)
+            batch.losses[i] = batch.loss.share_of(i, result.detach())
+        if batch.keep_outputs:
+            batch.outputs[i] = detached(y)
+        return (result,)
 
     def compute(
         self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None
@@ -186,10 +184,7 @@ class Running:
         return compute(x)
 
     def backward(self, i: int, go_back: Callable[[], None]) -> bool:
-        """Compute ``B`` of a micro-batch by ``go_back()``; return whether it was computed.
-
-        After a failure it is left out, except where a wrapper must see it.
-        """
+        """Compute ``B`` of a micro-batch by ``go_back()``; return whether it was computed."""
         action = Action(BACKWARD, i, self.place.j)
         if self.batch.failure is not None and not self.batch.is_wrapped:
             return False
@@ -214,11 +209,7 @@ class Running:
         self.batch.fail(error, action)
 
     def _zeros(self, tensors: Tensors) -> Tensor | Tensors:
-        """Return zeros in place of the output, with every tensor that needs a gradient behind them.
-
-        Args:
-            tensors: the tensors that arrived.
-        """
+        """Return zeros as output, computed from all tensors for which a gradient is expected."""
         device = self.place.device
         leaves = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
         zero = sum((t.reshape(-1)[:1].sum() * 0.0 for t in leaves), torch.zeros((), device=device))

@@ -61,7 +61,7 @@ BREAKAGES = [
     Mutant(
         "another-call-taken-for-this", AGREEMENT,
         "a rank that calls grad_norm() alone is taken to begin the mini-batch of the others",
-        'self.require_same("call", [begun for begun, _, _ in found])', "pass", FAULTS,
+        'self.require_same("call", [begun for begun, _, _ in reports])', "pass", FAULTS,
     ),
     Mutant(
         "arriving-leaf-changed-in-place", STAGES,
