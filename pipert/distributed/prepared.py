@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert.distributed.asked import Brought, Settings, Site
 from pipert.distributed.boundary import Boundary
@@ -70,7 +70,8 @@ class Shapes:
         with control.agreeing():
             boundaries = {j: Boundary(j, found, kind_numbers) for j, found in samples.items()}
             stages = [self._stage(j, boundaries) for j in running]
-            loss_fn = _output_is_loss if is_step else None
+            # The last partition computes the loss itself.
+            loss_fn = (lambda loss, _: loss) if is_step else None
             schedule = make_schedule(settings.schedule, stages, len(mine), loss_fn)
             prepared = Prepared(schedule, stages, boundaries)
         self._kept[key] = prepared
@@ -117,8 +118,3 @@ def _renew(arrived: Sequence[Any]) -> None:
         buffer = getattr(info, "buffer", None)
         if buffer is not None:
             info.buffer = torch.empty_like(buffer, requires_grad=buffer.requires_grad)
-
-
-def _output_is_loss(output: Tensor, _: Tensor) -> Tensor:
-    """Return the last partition's output, which is the loss."""
-    return output
