@@ -66,14 +66,10 @@ class Control:
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
         self._lost = ""
-        self.group = self.make_group(ranks, "gloo")
-
-    def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Make a group of some of the ranks, with the default group's time limit."""
         with self.talking():
-            return make_group(ranks, backend)
+            self.group = make_group(ranks, "gloo")
 
     @contextmanager
     def talking(self, at: Callable[[], object] = lambda: "between mini-batches") -> Iterator[None]:
@@ -152,7 +148,7 @@ class Control:
             self.require_same("call", [begun for begun, _, _ in reports])
         except ValueError as differs:
             raise differs from error
-        pairs = zip(reports, self._ranks, strict=True)
+        pairs = zip(reports, self.ranks, strict=True)
         failed = [(other, rank) for (_, other, _), rank in pairs if other is not None]
         if not failed:
             return [brought for _, _, brought in reports]
@@ -180,7 +176,7 @@ class Control:
 
     def _gather_bytes(self, message: bytes, size: int) -> list[bytearray]:
         """Gather a message from each rank, each filled up to ``size`` bytes."""
-        arrived = [bytearray(size) for _ in self._ranks]
+        arrived = [bytearray(size) for _ in self.ranks]
         sent = _tensor(bytearray(message.ljust(size)))
         dist.all_gather(list(map(_tensor, arrived)), sent, group=self.group)
         return arrived
@@ -188,27 +184,11 @@ class Control:
     def require_same(self, what: str, given: Sequence[Any]) -> None:
         """Raise a ``ValueError`` on all ranks unless all have ``given`` the same."""
         if any(one != given[0] for one in given):
-            by_rank = "; ".join(f"{r}: {one}" for r, one in zip(self._ranks, given, strict=True))
+            by_rank = "; ".join(f"{r}: {one}" for r, one in zip(self.ranks, given, strict=True))
             raise ValueError(f"all ranks must give the same {what}, but by rank they are {by_rank}")
 
-    def index(self, rank: int) -> int:
-        """Return the rank's index within this group."""
-        return self._ranks.index(rank)
-
-    def send(self, value: Any, rank: int) -> None:
-        """Send an object to one rank, which calls :meth:`receive`."""
-        with self.talking():
-            dist.send_object_list([value], rank, group=self.group)
-
-    def receive(self, rank: int) -> Any:
-        """Receive an object that the rank sends."""
-        received = [None]
-        with self.talking():
-            dist.recv_object_list(received, rank, group=self.group)
-        return received[0]
-
     def __repr__(self) -> str:
-        return f"<Control of ranks {self._ranks}>"
+        return f"<Control of ranks {self.ranks}>"
 
 
 def _tensor(message: bytearray) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
 from pipert.distributed.agreement import Control
+from pipert.distributed.groups import make_group
 
 __all__: list[str] = []
 
@@ -61,9 +62,9 @@ def tie(shared: SharedParameters, control: Control) -> list[Tied]:
     for number, (parameter, ranks) in enumerate(shared):
         if me in ranks:
             key = tuple(ranks)
-            if key not in groups:
-                groups[key] = control.make_group(ranks)
             with control.talking():
+                if key not in groups:
+                    groups[key] = make_group(ranks)
                 dist.broadcast(parameter.detach(), ranks[0], group=groups[key])
             tied.append(Tied(parameter, groups[key], me == ranks[0], number))
     return tied

@@ -18,7 +18,7 @@ import torch.distributed as dist
 __all__: list[str] = []
 
 
-def make_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
+def make_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Make a group with the default group's time limit; called by all of its ranks."""
     c10d: Any = dist.distributed_c10d
     store, me = c10d._get_default_store(), dist.get_rank()

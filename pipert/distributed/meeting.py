@@ -10,8 +10,10 @@ import io
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
@@ -54,9 +56,13 @@ def meet(
                 left = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
                 crossed[j + 1] = _saved(left)
         if j in running and homes[j + 1] != home:
-            control.send(crossed[j + 1], homes[j + 1])
+            with control.talking():
+                dist.send_object_list([crossed[j + 1]], homes[j + 1], group=control.group)
         elif j + 1 in running and j not in running:
-            crossed[j + 1] = control.receive(home)
+            received: list[Any] = [None]
+            with control.talking():
+                dist.recv_object_list(received, home, group=control.group)
+            (crossed[j + 1],) = received
     with control.agreeing():
         return {j: _loaded(saved) for j, saved in crossed.items()}
 

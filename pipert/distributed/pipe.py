@@ -117,8 +117,8 @@ class Pipe(nn.Module):
             parts = parts_of(module, balance, self._settings.schedule, ranks, own_device)
             layouts.append((balance, self._settings, parts.layout))
         control.require_same("arguments and layers", layouts)
-        last = parts.placement[-1]
-        ends = [(control.index(each[0]), control.index(each[last])) for each in replicas]
+        index = control.ranks.index
+        ends = [(index(each[0]), index(each[parts.placement[-1]])) for each in replicas]
         homes = [ranks[k] for k in parts.placement]
         site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), own_device)
         for part in parts.modules.values():

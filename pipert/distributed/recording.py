@@ -88,7 +88,7 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
     """
     site = runtime.site
     machines = site.control.agree((site.device, platform.node(), cores()), to="record()")
-    devices = [machines[site.control.index(home)][0] for home in site.homes]
+    devices = [machines[site.control.ranks.index(home)][0] for home in site.homes]
     cores_by_node = dict([(node, count) for _, node, count in machines])
     timeline = RankTimeline(site.homes, devices, chunks, sum(cores_by_node.values()))
     recording = Recording([site.device])
@@ -102,7 +102,7 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
     met = [recording.origin.date(moment, _CPU) for moment in met]
     own = _Part(recording.events(), layers, recording.steps, recording.failed, met)
     parts = site.control.agree(own, to="the end of record()")
-    timeline.fill([parts[site.control.index(rank)] for rank in sorted(set(site.homes))])
+    timeline.fill([parts[site.control.ranks.index(rank)] for rank in sorted(set(site.homes))])
 
 
 def _meet(control: Control) -> float:
