@@ -1,6 +1,6 @@
-"""``pipert.distributed``: the same model over several processes and machines.
+"""``pipert.distributed``: runs one model over several processes and machines.
 
-Import it yourself: ``import pipert`` does not.
+Import it explicitly: ``import pipert`` does not.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What ranks tell one another beside values: that they go on, or why not.
+"""Lets all ranks agree whether to go on, and raises on all of them if one has failed.
 
 A rank that raises alone leaves the others waiting for it. So before anything is sent, and again at
-the end of each mini-batch, all ranks say how they are, over a group of their own on CPU, which no
-device waits for: where one fails, all raise.
+the end of each mini-batch, all ranks report their state over a process group of their own, which is
+on CPU so that no device waits for it. If one rank reports a failure, all raise.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pipert.schedules.action import FORWARD, Action
 
 __all__ = ["RankError"]
 
-_SHORT = 4096  # bytes
-_HEAD = 8  # bytes that say how many there are
+_SHORT = 4096  # bytes of data that the first message has room for
+_HEAD = 8  # bytes that hold the size of the data
 
 
 class RankError(PipertError):
@@ -33,54 +33,53 @@ class RankError(PipertError):
 
 
 class Failure(NamedTuple):
-    """An error on one rank, as the others are told of it."""
+    """One rank's error, as reported to the other ranks."""
 
     place: tuple[int, ...]
-    """Orders failures of one mini-batch as its schedule does: of the same micro-batch, what others
-    may be a consequence of comes first."""
+    """Orders the failures of one mini-batch as its schedule does; within a micro-batch, a cause
+    comes before its possible consequences."""
     text: str
 
 
 def failure_of(error: BaseException, action: Action | None = None) -> Failure:
-    """Describe an error, of an action if it is of any."""
+    """Describe an error, which was raised in ``action`` if one is given."""
     place: tuple[int, ...] = (sys.maxsize,)
     if action is not None:
-        goes = action.kind == FORWARD
-        place = action.i, not goes, action.j if goes else -action.j
+        is_forward = action.kind == FORWARD
+        place = action.i, not is_forward, action.j if is_forward else -action.j
     return Failure(place, _text_of(error))
 
 
 def _text_of(error: BaseException) -> str:
-    """What it says, notes included; also where its own ``str()`` fails."""
+    """Return the error's message with its notes, even if its own ``str()`` fails."""
     return "".join(traceback.format_exception_only(error)).strip()
 
 
 class Control:
-    """The group in which ranks agree. Each method is called by all of them.
+    """The process group in which ranks agree. All ranks call its methods together.
 
-    Where the others cannot be reached it raises :class:`RankError`, at once from then on: a rank
-    that has missed a message would take the next one for it.
+    If the other ranks cannot be reached, a method raises :class:`RankError`, and from then on every
+    method raises it at once: a rank that missed a message would mistake the next one for it.
 
     Args:
-        ranks: all that train one model, data-parallel replicas included.
+        ranks: all ranks that train one model, data-parallel replicas included.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        self._ranks = list(ranks)
+        self.ranks = list(ranks)
         self._lost = ""
-        self.group = self.make_group(ranks, "gloo")
-
-    def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-        """Make a group of some of the ranks, with the time limit of the default one."""
         with self.talking():
-            return make_group(ranks, backend)
+            self.group = make_group(ranks, "gloo")
 
     @contextmanager
     def talking(self, at: Callable[[], object] = lambda: "between mini-batches") -> Iterator[None]:
-        """Talk to other ranks in the block: an error there is the last.
+        """Talk to other ranks in the block; after an error there, nobody may talk any more.
+
+        Args:
+            at: called after an error, to say in its message where this rank was.
 
         Raises:
-            RankError: there was one, now or before.
+            RankError: the block raised an exception, or an earlier one did.
         """
         me = dist.get_rank()
         if self._lost:
@@ -88,7 +87,7 @@ class Control:
         try:
             yield
         except BaseException as error:
-            why = error.__cause__ or error  # of a stage's, which says what went in
+            why = error.__cause__ or error  # torch's stages wrap it, and print their inputs
             self._lost = f"rank {me} lost the others {at()}: {_text_of(why)}"
             if not isinstance(error, Exception):
                 raise
@@ -96,29 +95,29 @@ class Control:
 
     @contextmanager
     def agreeing(self, to: str = "") -> Iterator[list[Any]]:
-        """Do in the block what may fail on one rank: then all raise.
+        """Run a block that may fail on some ranks; if it fails on one, all raise.
 
         Args:
-            to: do what, as in :meth:`agree`.
+            to: what the ranks begin, as in :meth:`agree`.
 
         Yields:
-            A list for what this rank brings; after the block, of what each has brought, by rank.
+            A list to which this rank may append one object. After the block, it has the objects of
+            all ranks, in their order.
 
         Raises:
             BaseException: this rank's own error.
-            RankError: another rank has one.
+            RankError: another rank failed.
         """
         brought: list[Any] = []
-        errors: list[BaseException | None] = []
+        failed: BaseException | None = None
         try:
             yield brought
         except BaseException as error:
             if self._lost:
                 raise
-            errors.append(error)
-        own, failed = brought[0] if brought else None, errors.pop() if errors else None
+            failed = error
         try:
-            brought[:] = self.agree(own, failed, to=to)
+            brought[:] = self.agree(brought[0] if brought else None, failed, to=to)
         finally:
             del failed  # it references this frame
 
@@ -129,29 +128,30 @@ class Control:
         action: Action | None = None,
         to: str = "",
     ) -> list[Any]:
-        """Go on together: return what each rank brings, which can be pickled, by rank.
+        """Exchange objects and errors; return the objects of all ranks, in their order.
 
         Args:
-            own: what this rank brings.
-            error: what has failed here, if anything.
-            action: where.
-            to: what the ranks begin, which each might begin alone.
+            own: this rank's object, which can be pickled.
+            error: this rank's error, if it failed.
+            action: the action that failed.
+            to: what the ranks begin, if a rank might begin it alone.
 
         Raises:
-            ValueError: they begin different things.
+            ValueError: the ranks begin different things.
             BaseException: this rank's own error.
-            RankError: another rank has one that comes first.
+            RankError: another rank has an error that comes first.
         """
         failure = None if error is None else failure_of(error, action)
         with self.talking():
-            found = self._gather((to, failure, own))
+            reports = self._gather((to, failure, own))
         try:
-            self.require_same("call", [begun for begun, _, _ in found])
+            self.require_same("call", [begun for begun, _, _ in reports])
         except ValueError as differs:
             raise differs from error
-        failed = [(bad, rank) for (_, bad, _), rank in zip(found, self._ranks, strict=True) if bad]
+        pairs = zip(reports, self.ranks, strict=True)
+        failed = [(other, rank) for (_, other, _), rank in pairs if other is not None]
         if not failed:
-            return [brought for _, _, brought in found]
+            return [brought for _, _, brought in reports]
         first, rank = min(failed)
         try:
             if failure is not None and error is not None and failure.place == first.place:
@@ -161,53 +161,36 @@ class Control:
             del error  # it references this frame
 
     def _gather(self, own: Any) -> list[Any]:
-        """What each rank has: in one message from each if it is short, as it mostly is."""
+        """Gather an object from each rank.
+
+        Most are short and take one collective: a third of the time of ``all_gather_object``.
+        """
         data = pickle.dumps(own)
-        size = len(data).to_bytes(_HEAD)
-        arrived = self._messages(size + data[:_SHORT], _HEAD + _SHORT)
+        message = len(data).to_bytes(_HEAD) + data
+        arrived = self._gather_bytes(message[: _HEAD + _SHORT], _HEAD + _SHORT)
         sizes = [int.from_bytes(one[:_HEAD]) for one in arrived]
         if max(sizes) > _SHORT:
-            arrived = self._messages(size + data, _HEAD + max(sizes))
+            arrived = self._gather_bytes(message, _HEAD + max(sizes))
         pairs = zip(arrived, sizes, strict=True)
         return [pickle.loads(one[_HEAD : _HEAD + size]) for one, size in pairs]
 
-    def _messages(self, own: bytes, size: int) -> list[bytearray]:
-        """A message from each rank, of the same size."""
-        arrived = [bytearray(size) for _ in self._ranks]
-        dist.all_gather(list(map(_tensor, arrived)), _tensor(own.ljust(size)), group=self.group)
+    def _gather_bytes(self, message: bytes, size: int) -> list[bytearray]:
+        """Gather a message from each rank, each filled up to ``size`` bytes."""
+        arrived = [bytearray(size) for _ in self.ranks]
+        sent = _tensor(bytearray(message.ljust(size)))
+        dist.all_gather(list(map(_tensor, arrived)), sent, group=self.group)
         return arrived
 
     def require_same(self, what: str, given: Sequence[Any]) -> None:
-        """Refuse, on all ranks, what each has ``given`` and must be the same."""
+        """Raise a ``ValueError`` on all ranks unless all have ``given`` the same."""
         if any(one != given[0] for one in given):
-            by_rank = "; ".join(f"{r}: {one}" for r, one in zip(self._ranks, given, strict=True))
+            by_rank = "; ".join(f"{r}: {one}" for r, one in zip(self.ranks, given, strict=True))
             raise ValueError(f"all ranks must give the same {what}, but by rank they are {by_rank}")
 
-    def place(self, rank: int) -> int:
-        """Where a rank is among those that agree."""
-        return self._ranks.index(rank)
-
-    def send(self, value: Any, rank: int) -> None:
-        """Send an object to one rank."""
-        data = pickle.dumps(value)
-        with self.talking():
-            for message in (len(data).to_bytes(_HEAD), data):
-                dist.send(_tensor(message), rank, group=self.group)
-
-    def receive(self, rank: int) -> Any:
-        """Receive what it sends."""
-        size = bytearray(_HEAD)
-        with self.talking():
-            dist.recv(_tensor(size), rank, group=self.group)
-            data = bytearray(int.from_bytes(size))
-            dist.recv(_tensor(data), rank, group=self.group)
-        return pickle.loads(data)
-
     def __repr__(self) -> str:
-        return f"<Control of ranks {self._ranks}>"
+        return f"<Control of ranks {self.ranks}>"
 
 
-def _tensor(message: bytes | bytearray) -> Tensor:
-    """The bytes of a message; of a bytearray not a copy."""
-    writable = message if isinstance(message, bytearray) else bytearray(message)
-    return torch.frombuffer(writable, dtype=torch.uint8)
+def _tensor(message: bytearray) -> Tensor:
+    """Return a tensor that shares the message's memory."""
+    return torch.frombuffer(message, dtype=torch.uint8)

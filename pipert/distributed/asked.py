@@ -1,4 +1,4 @@
-"""What is asked of a mini-batch, and what ranks bring to it, which must go together."""
+"""Checks on all ranks that their settings, inputs and targets for a mini-batch fit together."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ __all__: list[str] = []
 
 
 class Site(NamedTuple):
-    """Where the partitions of a pipe are."""
+    """The place of this rank among those that train the model, and the place of each partition."""
 
     control: Control
     group: dist.ProcessGroup
-    """The pipeline."""
+    """The ranks of this pipeline."""
     homes: Sequence[int]
     """The rank of each partition."""
     ends: Sequence[tuple[int, int]]
-    """Of each data-parallel replica, where among the ranks that agree are those of its first and
-    last partition."""
+    """For each data-parallel replica, the indexes within ``control`` of the ranks that have its
+    first and its last partition."""
     number: int
-    """Of this replica."""
+    """The number of this rank's replica."""
     device: torch.device
+    """This rank's device."""
 
 
 class Settings(NamedTuple):
-    """A pipe's, for one mini-batch; the same on all ranks."""
+    """The settings of a pipe for one mini-batch; the same on all ranks."""
 
     chunks: int
     checkpoint: str
@@ -49,7 +50,7 @@ class Settings(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What ``forward_backward`` was asked for."""
+    """The arguments of one call of ``forward_backward``."""
 
     loss_fn: LossFunction
     target: Value
@@ -59,22 +60,25 @@ class Step(NamedTuple):
 
 
 class Brought(NamedTuple):
-    """What a rank tells the others before a mini-batch."""
+    """A rank's report to the others before a mini-batch."""
 
     settings: tuple[Any, ...]
-    """What must be the same on all."""
+    """The settings that all ranks must have in common."""
     sizes: tuple[int, ...]
-    """The rows of each micro-batch; the first rank's count."""
-    looks: tuple[Any, ...]
-    """What each looks like: those that are alike cross boundaries alike; likewise."""
+    """The number of rows in each micro-batch; only the first rank has any."""
+    signatures: tuple[Any, ...]
+    """Shapes, dtypes and ``requires_grad`` of each micro-batch; only the first rank has any.
+    Micro-batches with equal signatures cross each boundary as the same tensors."""
     target_sizes: tuple[int, ...]
-    """The rows of each micro-batch of the target, if it has any; the last rank's count."""
+    """The number of rows in each micro-batch of the target, if it has rows; only the last rank has
+    any."""
     parameters: int
-    """Stands for the dtypes of this rank's and which require grad: what crosses depends on it."""
+    """A hash of the dtypes and ``requires_grad`` of this rank's parameters, on which the tensors at
+    the boundaries depend."""
     shared: dict[int, bool]
-    """Of the weights that this rank shares, by number, whether they require grad."""
+    """Whether each weight that this rank shares with others requires grad, by its number."""
     seed: int
-    """Of the random numbers; the first rank's counts."""
+    """The seed of the random numbers; the first rank's is used."""
 
 
 def bring(
@@ -86,43 +90,46 @@ def bring(
     step: Step | None,
     tied: Sequence[Tied],
 ) -> tuple[Brought, Step | None, list[Value], list[Value]]:
-    """What this rank brings, its step with the scale's value, and its inputs and targets."""
+    """Return this rank's report, the step with its scale's value, the inputs and the targets.
+
+    The inputs and targets are of each micro-batch; the lists are empty on ranks that use none.
+    """
     refuse_compilation()
     refuse_transforms()
     compute_cached(modules.values())
     inputs: list[Value] = []
     targets: list[Value] = []
     sizes: list[int] = []
-    rows: list[int] = []
+    target_sizes: list[int] = []
     kind = "forward"
     if step is not None:
         check_step(step.loss_fn, step.reduction)
         scale = scale_of(step.scale, [site.device])
-        # One on a GPU would have to be waited for.
+        # Reading a scale on a GPU would wait for the GPU.
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
-        given = None if step.scale is None else value
-        kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={given}"
+        shown = None if step.scale is None else value
+        kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
         step = step._replace(scale=scale)
     if 0 in modules:
         inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)
     if step is not None and len(site.homes) - 1 in modules:
-        targets, rows = scatter_with_sizes((step.target,), {}, settings.chunks)
+        targets, target_sizes = scatter_with_sizes((step.target,), {}, settings.chunks)
         if not any(tensor.dim() for tensor in tensors_of(step.target)[0]):
-            rows = []
+            target_sizes = []
     mode = "training" if any(m.training for m in modules.values()) else "evaluation"
-    on = site.device.type
-    autocast = torch.is_autocast_enabled(on) and torch.get_autocast_dtype(on)
-    alike = kind, mode, f"autocast={autocast}", *settings
-    looks = tuple(map(_look, inputs))
+    device_type = site.device.type
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    in_common = kind, mode, f"autocast={autocast}", *settings
+    signatures = tuple(map(_signature, inputs))
     parameters = hash(tuple([(p.dtype, p.requires_grad) for m in modules.values()
                              for p in m.parameters()]))  # fmt: skip
     shared = {one.number: one.parameter.requires_grad for one in tied}
-    own = Brought(alike, tuple(sizes), looks, tuple(rows), parameters, shared, next_seed())
-    return own, step, inputs, targets
+    rows = tuple(sizes), signatures, tuple(target_sizes)
+    return Brought(in_common, *rows, parameters, shared, next_seed()), step, inputs, targets
 
 
 def check(site: Site, brought: Sequence[Brought]) -> None:
-    """Refuse on all ranks what does not go together."""
+    """Raise on all ranks if their reports do not fit together."""
     site.control.require_same("call and settings", [one.settings for one in brought])
     numbers = {shared for one in brought for shared in one.shared}
     for number in numbers:
@@ -147,5 +154,5 @@ def check(site: Site, brought: Sequence[Brought]) -> None:
             )
 
 
-def _look(value: Value) -> Any:
+def _signature(value: Value) -> Any:
     return tuple([(tuple(t.shape), str(t.dtype), t.requires_grad) for t in tensors_of(value)[0]])

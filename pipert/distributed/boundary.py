@@ -1,19 +1,19 @@
-"""What crosses from one partition to the next, as tensors of constant shapes.
+"""Packs the values that cross a partition boundary into tensors of constant shape.
 
-torch's stages send tuples of tensors, whose shapes are the same for each micro-batch. A value here
-is any pytree with the skips that travel along, and the rows of micro-batches may differ:
+torch's stages send tuples of tensors with the same shapes for each micro-batch. A value here is any
+pytree together with the skips that travel along, and micro-batches may differ in rows:
 
-1. Its tensors are sent, those that it has twice once. What is no tensor travels when the ranks meet
-   a new shape, and must not change from then on.
-2. Where a tensor's shape differs between micro-batches it is sent flat, filled up to the size of
-   the largest, and cut off behind the boundary: exact, whatever the loss.
-3. Complex numbers are sent as pairs of real ones, through which gradients come back. Others that
-   are no floats are sent as the bytes of some: not every backend takes each dtype, nor does each
-   version of torch's stages.
-4. A tensor arrives in the memory format that it left in, such as ``channels_last``, if it is dense:
-   what is drawn like it, or computed with it, is as in one process.
-5. Tensors that share memory do no more when they have crossed. So what may be read may not be
-   changed in place there, where the plain module would change both.
+1. The value's tensors are sent; one that occurs twice is sent once. The rest of the pytree travels
+   when the ranks meet a new shape, and must not change from then on.
+2. A tensor whose shape differs between micro-batches is flattened, padded to the size of the
+   largest, and cut to size behind the boundary. This is exact, whatever the loss.
+3. Complex numbers are sent as pairs of real numbers, through which gradients come back. Other
+   dtypes that are not floating-point are sent as the bytes of floats, since not every backend and
+   not every version of torch's stages accepts each dtype.
+4. A dense tensor arrives in the memory format that it left in, such as ``channels_last``, so that
+   random tensors like it, and results computed from it, are as in one process.
+5. Tensors that shared memory no longer do behind the boundary. They may be read there, but not
+   changed in place, as the plain module would change both.
 """
 
 from __future__ import annotations
@@ -34,52 +34,51 @@ from pipert.stage.shared_memory import Shared, find_shared
 
 __all__: list[str] = []
 
-# Where torch's stages expect a gradient of each tensor that they receive.
-_SENDS_ALL = TorchVersion(torch.__version__) < "2.13"
+# Older versions of torch's stages expect a gradient for each tensor that they receive.
+_ALL_REQUIRE_GRAD = TorchVersion(torch.__version__) < "2.13"
 
 
 class Sample(NamedTuple):
     """A value at a boundary, as it travels when the ranks meet a new shape."""
 
     value: Value
-    """Detached, on CPU."""
+    """The value, detached and on CPU."""
     grads: tuple[bool, ...]
     """Whether each of its tensors requires grad."""
     shared: Shared
-    """Which of them share memory, or did when they left their layer."""
+    """Which of its tensors share memory, or did when they left the layer that made them."""
 
     def on(self, device: torch.device) -> Value:
-        """The value as it arrives: leaves, which require grad where they did."""
+        """Return the value on ``device``, with leaves for the tensors that require grad."""
         tensors, rebuild = tensors_of(self.value)
-        arrived = [tensor.to(device) for tensor in tensors]
-        return rebuild(
-            tuple([t.requires_grad_(g) for t, g in zip(arrived, self.grads, strict=True)])
-        )
+        pairs = zip(tensors, self.grads, strict=True)
+        return rebuild(tuple([t.to(device).requires_grad_(grad) for t, grad in pairs]))
 
 
 def sample_of(value: Value, handed_on: Shared) -> Sample:
-    """Take a value apart from its graph and its device.
+    """Make a sample of a value, which stays as it is.
 
     Args:
-        value: what a partition returned.
+        value: the output of a partition.
         handed_on: which of its tensors shared memory before they came to this partition.
     """
     tensors, rebuild = tensors_of(value)
-    apart = tuple([tensor.detach().cpu() for tensor in tensors])
+    detached = rebuild(tuple([tensor.detach().cpu() for tensor in tensors]))
     grads = tuple([tensor.requires_grad for tensor in tensors])
-    return Sample(rebuild(apart), grads, {**handed_on, **find_shared(value)})
+    return Sample(detached, grads, {**handed_on, **find_shared(value)})
 
 
 class Boundary:
-    """What crosses between partitions ``j - 1`` and ``j`` in a mini-batch of one shape.
+    """Packs and unpacks values between partitions ``j - 1`` and ``j``, for one shape of mini-batch.
 
     Args:
         j: the partition that receives.
-        samples: a value of each kind of micro-batch.
-        kinds: of each micro-batch, which of them it is like.
+        samples: a value for each kind of micro-batch.
+        kinds: for each micro-batch, the index of the sample of its kind.
 
     Raises:
-        TypeError: a value cannot be sent, or those of different kinds have not the same tensors.
+        TypeError: a value cannot be sent, or the samples differ in their tensors' number, dtypes or
+            ``requires_grad``.
     """
 
     def __init__(self, j: int, samples: Sequence[Sample], kinds: Sequence[int]) -> None:
@@ -89,7 +88,7 @@ class Boundary:
         self._rebuild = [rebuild for _, rebuild in parts]
         self._shapes = [[tensor.shape for tensor in tensors] for tensors, _ in parts]
         self._orders = [[_dim_order(tensor) for tensor in tensors] for tensors, _ in parts]
-        self._back = [[_inverse(order) for order in orders] for orders in self._orders]
+        self._inverses = [[_inverse(order) for order in orders] for orders in self._orders]
         self._frames = [_frame(sample.value) for sample in samples]
         self._dtypes = [tensor.dtype for tensor in parts[0][0]]
         for (tensors, _), sample in zip(parts, samples, strict=True):
@@ -110,27 +109,23 @@ class Boundary:
         ]
         columns = zip(self._dtypes, *self._laid_out, strict=True)
         self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
-
-    def as_meta(self) -> Tensors:
-        """The tensors that are sent for each micro-batch, without data."""
-        return tuple(
-            [
-                torch.empty(shape, dtype=dtype, device="meta", requires_grad=grad or _SENDS_ALL)
-                for (shape, dtype), grad in zip(self._sent, self._grads, strict=True)
-            ]
-        )
+        metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._sent]
+        pairs = zip(metas, self._grads, strict=True)
+        self.metas = tuple([t.requires_grad_(grad or _ALL_REQUIRE_GRAD) for t, grad in pairs])
+        """Meta tensors like those that are sent for each micro-batch."""
 
     def pack(self, i: int, value: Value) -> Tensors:
-        """Make a value of micro-batch ``i`` ready to be sent.
+        """Return the tensors to send for a value of micro-batch ``i``.
 
         Raises:
-            TypeError: it is not what it was when the ranks met this shape.
+            TypeError: the value has changed since the ranks met this shape: its structure, or its
+                tensors' shapes, dtypes or ``requires_grad``.
         """
         kind = self._kinds[i]
         tensors, _ = tensors_of(value)
-        found = [tensor.shape for tensor in tensors]
+        shapes = [tensor.shape for tensor in tensors]
         dtypes = [tensor.dtype for tensor in tensors]
-        if found != self._shapes[kind] or dtypes != self._dtypes:
+        if shapes != self._shapes[kind] or dtypes != self._dtypes:
             raise TypeError(
                 f"{describe(value)} crosses {self._name}, where a micro-batch of the same shape "
                 f"had other tensors: {_REMEDY}"
@@ -150,14 +145,14 @@ class Boundary:
         return tuple([_packed(t, *sent) for t, sent in zip(laid_out, self._sent, strict=True)])
 
     def shared(self, i: int) -> Shared:
-        """Which tensors of micro-batch ``i`` shared memory."""
+        """Return which tensors of micro-batch ``i`` shared memory before they were packed."""
         return self._shared[self._kinds[i]]
 
     def unpack(self, i: int, tensors: Tensors) -> Value:
-        """Return the value that was packed."""
+        """Return the value of micro-batch ``i`` that was packed into ``tensors``."""
         kind = self._kinds[i]
         laid_out = map(_unpacked, tensors, self._laid_out[kind], self._dtypes)
-        return self._rebuild[kind](tuple(map(_permuted, laid_out, self._back[kind])))
+        return self._rebuild[kind](tuple(map(_permuted, laid_out, self._inverses[kind])))
 
     def __repr__(self) -> str:
         return f"<Boundary {self._name}>"
@@ -170,19 +165,19 @@ _REMEDY = (
 
 
 def _frame(value: Value) -> Value:
-    """The value with the numbers of its tensors in their place."""
+    """Return the value with each tensor replaced by its number."""
     tensors, rebuild = tensors_of(value)
     numbered: Any = tuple([f"tensor {k}" for k in range(len(tensors))])
     return rebuild(numbered)
 
 
 def _equal(frame: Value, known: Value) -> bool:
-    """Whether they are; what has no equality of its own, as nan and many objects, by its bytes."""
+    """Compare frames; objects without a usable ``==``, such as NaN, by their pickled bytes."""
     return bool(frame == known) or pickle.dumps(frame) == pickle.dumps(known)
 
 
 def _dim_order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions as they lie in memory; none if in order, or if the tensor is not dense."""
+    """Return the dimensions in their order in memory; empty if in order, or if not dense."""
     order: tuple[int, ...] = torch.empty_like(tensor, device="meta").dim_order()
     return () if list(order) == sorted(order) else order
 
@@ -192,6 +187,7 @@ def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _laid_out(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
+    """Return the shape with its dimensions in their order in memory."""
     return torch.Size([shape[dim] for dim in order]) if order else shape
 
 
@@ -200,6 +196,7 @@ def _permuted(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def _sent_as(dtype: torch.dtype, shapes: Sequence[torch.Size]) -> tuple[torch.Size, torch.dtype]:
+    """Return the shape and dtype in which a tensor is sent that has one of these shapes."""
     if dtype.is_complex:
         shapes, dtype = [torch.Size([*shape, 2]) for shape in shapes], dtype.to_real()
     if dtype.is_floating_point:

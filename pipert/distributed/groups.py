@@ -1,9 +1,9 @@
-"""Groups of some of the ranks, which the others need not hear of.
+"""Makes process groups of some of the ranks without the others taking part.
 
-torch (2.13) gives such a group a name that contains how many groups a rank has. Ranks that have not
-as many, since some share weights or because of groups of the caller's, would wait for each other
-under different names. So they say how many they have first, and those with fewer have groups of
-their own while the name is made.
+torch (2.13) puts the number of groups that a rank has into the name of such a group. Ranks with
+different numbers, because some share weights or because the caller has groups of his own, would
+wait for each other under different names. So the ranks first exchange their numbers, and those with
+fewer have temporary groups of their own while the name is made.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ import torch.distributed as dist
 __all__: list[str] = []
 
 
-def make_group(ranks: Sequence[int], backend: str | None) -> dist.ProcessGroup:
-    """Make a group, with the time limit of the default one; called by all of its ranks."""
+def make_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group with the default group's time limit; called by all of its ranks."""
     c10d: Any = dist.distributed_c10d
     store, me = c10d._get_default_store(), dist.get_rank()
     counts = _made.setdefault(c10d._get_default_group(), Counter())
-    of = ",".join(map(str, ranks))
-    key = f"pipert/groups/{of}/{counts[of]}"
-    own = len(c10d._world.pg_names)
-    store.set(f"{key}/{me}", str(own))
+    listed = ",".join(map(str, ranks))
+    key = f"pipert/groups/{listed}/{counts[listed]}"
+    group_count = len(c10d._world.pg_names)
+    store.set(f"{key}/{me}", str(group_count))
     most = max([int(store.get(f"{key}/{rank}")) for rank in ranks])
-    alone = []
+    temporary = []
     try:
-        for _ in range(most - own):
-            alone.append(dist.new_group([me], backend="gloo", use_local_synchronization=True))
+        for _ in range(most - group_count):
+            temporary.append(dist.new_group([me], backend="gloo", use_local_synchronization=True))
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), store.timeout, backend, use_local_synchronization=True
         )
     finally:
-        for one in alone:
+        for one in temporary:
             dist.destroy_process_group(one)
-    counts[of] += 1
+    counts[listed] += 1
     return group
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-"""How many groups of which ranks, in each default group: in all of their ranks alike."""
+"""How many groups of each set of ranks were made under each default group; all of these ranks count
+alike."""

@@ -1,25 +1,26 @@
-"""Meeting a new shape: one micro-batch of each kind passes, to see what crosses the boundaries.
+"""Rehearses a mini-batch of a new shape, to find which values cross the partition boundaries.
 
-Buffers and random numbers stay as if it had not. The last partition computes nothing.
+One micro-batch of each kind goes through all partitions but the last. Buffers and the state of
+random number generators are put back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
-from pipert.batch.tensors import tensors_of
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
+from pipert.model.calls import unchanged
 from pipert.stage.shared_memory import Shared, compute_watching
 
 __all__: list[str] = []
@@ -28,19 +29,20 @@ __all__: list[str] = []
 def meet(
     control: Control, running: dict[int, Running], homes: Sequence[int], firsts: Sequence[int]
 ) -> dict[int, list[Sample]]:
-    """Let a micro-batch of each kind pass.
+    """Compute a micro-batch of each kind forward, one partition after the other.
 
-    Partition by partition, after which all ranks agree: the layers of replicas talk to each other,
-    so where one replica fails none goes on.
+    All ranks agree after each partition: layers of replicas may communicate, so if one replica
+    fails, none goes on.
 
     Args:
-        control: the ranks.
+        control: the ranks that agree.
         running: this rank's partitions in the mini-batch.
         homes: the rank of each partition.
         firsts: the first micro-batch of each kind.
 
     Returns:
-        By the partition that receives, as far as this rank sends or receives.
+        By receiving partition, a sample of each kind, for the boundaries at which this rank sends
+        or receives.
 
     Raises:
         RankError: a layer failed on another rank.
@@ -51,90 +53,66 @@ def meet(
         with control.agreeing():
             if j in running:
                 arrived = _arriving(running[j], crossed.get(j), firsts)
-                passed = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
-                crossed[j + 1] = _saved(passed)
+                left = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
+                crossed[j + 1] = _saved(left)
         if j in running and homes[j + 1] != home:
-            control.send(crossed[j + 1], homes[j + 1])
+            with control.talking():
+                dist.send_object_list([crossed[j + 1]], homes[j + 1], group=control.group)
         elif j + 1 in running and j not in running:
-            crossed[j + 1] = control.receive(home)
+            received: list[Any] = [None]
+            with control.talking():
+                dist.recv_object_list(received, home, group=control.group)
+            (crossed[j + 1],) = received
     with control.agreeing():
-        samples = {j: _loaded(found) for j, found in crossed.items()}
-    return samples
+        return {j: _loaded(saved) for j, saved in crossed.items()}
 
 
 def _saved(samples: list[Sample]) -> bytes:
-    """As bytes; pickle alone would not bring back each dtype."""
+    """Serialise samples by ``torch.save``, since pickle alone does not restore every dtype."""
     file = io.BytesIO()
     torch.save(samples, file)
     return file.getvalue()
 
 
-def _loaded(crossed: bytes) -> list[Sample]:
-    samples: list[Sample] = torch.load(io.BytesIO(crossed), weights_only=False)
+def _loaded(saved: bytes) -> list[Sample]:
+    samples: list[Sample] = torch.load(io.BytesIO(saved), weights_only=False)
     return samples
 
 
 def _arriving(
-    running: Running, crossed: bytes | None, firsts: Sequence[int]
+    running: Running, saved: bytes | None, firsts: Sequence[int]
 ) -> tuple[list[Value], list[Shared]]:
-    """The inputs of a partition, and which of their tensors share memory."""
+    """Return the inputs of a partition, and which of their tensors share memory."""
     device = running.place.device
-    if crossed is None:  # layers may change their input, and get it again when all goes through
-        return [_copied(moved(running.inputs[i], device)) for i in firsts], [{} for _ in firsts]
-    samples = _loaded(crossed)
-    return [entered(sample.on(device)) for sample in samples], [each.shared for each in samples]
-
-
-def _copied(value: Value) -> Value:
-    tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([tensor.clone() for tensor in tensors]))
-
-
-class _Rehearsed(NamedTuple):
-    running: Running
-    i: int
-    x: Value
-    shared: Shared
-    handed_on: Shared
-    errors: list[BaseException]
-
-    def forward(self, _: Tensors) -> Value:
-        run = self.running.batch.context.variables.copy().run
-        try:
-            compute = partial(self.running.compute, self.i, checkpointed=False)
-            return run(compute_watching, self.shared, self.handed_on.update, compute, self.x)
-        except BaseException as error:  # noqa: B036  raised when DDP has put away its own state
-            self.errors.append(error)
-            return None
+    if saved is None:  # copies, since layers may change an input that the mini-batch uses again
+        xs = [moved(running.inputs[i], device, copy=True) for i in firsts]
+        return xs, [{} for _ in firsts]
+    samples = _loaded(saved)
+    return [entered(sample.on(device)) for sample in samples], [one.shared for one in samples]
 
 
 def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
+    """Compute micro-batch ``i`` of a partition; return a sample of the value that leaves it."""
     module, called = running.module, running.called
-    unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
+    handed_on: Shared = {}
     errors: list[BaseException] = []
-    with _buffers_kept(module), unsynchronized or contextlib.nullcontext():
-        module.running = rehearsed = _Rehearsed(running, i, x, shared, {}, errors)
+
+    def forward(_: Tensors) -> Value:
+        run = running.batch.context.variables.copy().run
+        try:
+            compute = partial(running.compute, i, checkpointed=False)
+            return run(compute_watching, shared, handed_on.update, compute, x)
+        except BaseException as error:  # noqa: B036  raised below, when DDP has left its forward
+            errors.append(error)
+            return None
+
+    unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
+    with unchanged(module), unsynchronized or nullcontext():
+        module.forward_micro_batch = forward
         try:
             y = called()
         finally:
-            module.running = None
+            module.forward_micro_batch = None
         if errors:
             raise errors.pop()
-        return sample_of(y, rehearsed.handed_on)
-
-
-@contextlib.contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    before = [
-        (part._buffers, name, buffer, buffer.clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for home, name, buffer, value in before:
-                home[name] = buffer
-                buffer.copy_(value)
+        return sample_of(y, handed_on)

@@ -1,4 +1,4 @@
-"""A model that is split, of which this rank keeps its partitions."""
+"""Splits a model into partitions, of which this rank keeps its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._typing import Device
-from pipert.distributed.gradients import Shared, find_shared
+from pipert.distributed.gradients import SharedParameters, find_shared
 from pipert.distributed.schedules import ranks_of
 from pipert.distributed.stages import StageModule
 from pipert.layers.buffers import KEEPING
@@ -26,24 +26,23 @@ __all__: list[str] = []
 
 
 class Parts(NamedTuple):
-    """A model that is split, and this rank's partitions on their device."""
+    """A model split into partitions, with this rank's on their device."""
 
     placement: list[int]
-    """The rank of each partition, counted in the pipeline."""
+    """For each partition, the index of its rank within the pipeline."""
     modules: dict[int, StageModule]
-    """This rank's, by number."""
+    """This rank's partitions, by number."""
     skips: Sequence[PartitionSkips]
+    """The skips of each partition of the model."""
     before: Sequence[str]
-    """What errors call the layer before each partition."""
-    shared: Shared
-    names: set[str]
-    """Of all layers."""
+    """For each partition, the description of the layer before it, for errors."""
+    shared: SharedParameters
     layout: int
-    """Stands for the parameters of the whole model."""
+    """A checksum of the names, shapes and dtypes of all the model's parameters."""
 
 
 def device_of(mesh: DeviceMesh, device: Device | None) -> torch.device:
-    """This rank's device, unless one is given."""
+    """Return this rank's device: the one given, or else the default for the mesh."""
     if device is not None:
         return torch.device(device)
     if mesh.device_type != "cuda":
@@ -59,7 +58,7 @@ def parts_of(
     ranks: list[int],
     device: torch.device,
 ) -> Parts:
-    """Split a model; move this rank's partitions to its device, and nothing else."""
+    """Split a model, and move only this rank's partitions to its device."""
     DRAWING.prepare()
     KEEPING.prepare()
     partitions = split(module, balance)
@@ -75,10 +74,9 @@ def parts_of(
         j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
     }
     before = ["", *map(last_layer, partitions)]
-    names = {name for part in partitions for name in part._modules}
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in module.named_parameters()]
     layout = zlib.crc32(str(shapes).encode())
-    return Parts(placement, modules, routes_along(partitions), before, shared, names, layout)
+    return Parts(placement, modules, routes_along(partitions), before, shared, layout)
 
 
 def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
@@ -86,6 +84,6 @@ def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
         partition.to_empty(device=device)
     else:
         partition.to(device)
-    made = sequential(partition._modules, partition.training, StageModule)
-    assert isinstance(made, StageModule)
-    return made
+    module = sequential(partition._modules, partition.training, StageModule)
+    assert isinstance(module, StageModule)
+    return module

@@ -1,7 +1,7 @@
-"""``pipert.distributed.Pipe``: an ``nn.Sequential`` over several processes, a partition on each.
+"""Provides ``pipert.distributed.Pipe``: an ``nn.Sequential`` split over several processes.
 
-The engine is torch's: stages, schedules and process groups of ``torch.distributed``. What is here
-tells it what pipert knows of a model, and brings the same values, losses and keys as a
+The engine is torch's: the stages and schedules of ``torch.distributed.pipelining``, and process
+groups. This package adapts a model to it, so that values, losses and state keys are those of a
 :class:`pipert.Pipe`.
 """
 
@@ -42,25 +42,25 @@ Wrap = Callable[[nn.Sequential], nn.Module | None]
 
 
 class Pipe(nn.Module):
-    """Trains an ``nn.Sequential`` over the ranks of a process group, a partition on each.
+    """An ``nn.Sequential`` split over the ranks of a process group, a partition on each.
 
-    All ranks make it, of the same model and with the same arguments, and call it together. Each
-    keeps its partition, under the plain module's names: ``parameters()`` and ``state_dict()`` are
-    this rank's.
+    All ranks make it of the same model with the same arguments, and call it together. Each keeps
+    its own partition, under the plain module's names, so ``parameters()`` and ``state_dict()``
+    return this rank's part.
 
     >>> pipe = pipert.distributed.Pipe(module, balance, chunks=4)  # doctest: +SKIP
     >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
 
     Args:
-        module: the layers, skippable ones included. Only this rank's move to its device, so build
-            the others on CPU, or all on the meta device: this rank's then get memory without
-            values, to load a checkpoint into.
-        balance: the number of layers in each partition, in order; one for each rank, or a multiple
-            with ``'interleaved'``, whose partitions go round the ranks.
-        mesh: the ranks: of one dimension, or of two, the pipeline's and the data-parallel one's,
-            whose replicas must have as many micro-batches. Default: all ranks are one pipeline.
-        device: this rank's. Default: the CUDA device numbered ``LOCAL_RANK`` or as current if the
-            mesh is on CUDA, else ``'cpu'``.
+        module: the layers, skippable ones included. Only this rank's layers move to its device, so
+            build them on CPU, or on the meta device: then this rank's get memory without values,
+            to load a checkpoint into.
+        balance: the number of layers in each partition, in order; one entry for each rank, or with
+            ``'interleaved'`` a multiple, whose partitions go round the ranks.
+        mesh: the ranks, with one dimension, or two: the pipeline's and the data-parallel one's,
+            whose replicas must have equally many micro-batches. Default: all ranks, one pipeline.
+        device: this rank's. Default: on a CUDA mesh the CUDA device numbered ``LOCAL_RANK``, or
+            the current one; else ``'cpu'``.
         chunks: the number of micro-batches, at most; default 1.
         schedule: ``'1f1b'`` (default), ``'gpipe'``, ``'interleaved'``; or one that torch alone has,
             by its name there: ``'InterleavedZeroBubble'``, ``'ZBVZeroBubble'``, ``'DualPipeV'``.
@@ -68,13 +68,13 @@ class Pipe(nn.Module):
             ``'gpipe'``.
         deferred_batch_norm: as in :class:`pipert.Pipe`.
         wrap: called with each partition of this rank, an ``nn.Sequential`` on its device; returns
-            what is run in its place, such as ``DistributedDataParallel`` of it; or ``None`` if it
-            was changed in place, as by ``fully_shard``.
+            the module to run in its place, such as a ``DistributedDataParallel`` of it, or
+            ``None`` if it changed the partition in place, as ``fully_shard`` does.
 
     Raises:
         ValueError, TypeError: as :class:`pipert.Pipe`; or the ranks were given different arguments,
-            or the schedule does not go with the balance.
-        RankError: another rank has failed.
+            or the schedule does not fit the balance.
+        RankError: another rank failed.
     """
 
     _runtime: Runtime
@@ -99,8 +99,8 @@ class Pipe(nn.Module):
                 "torch.distributed.init_process_group() first"
             )
         if mesh is None:
-            on = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            mesh = init_device_mesh(on, (dist.get_world_size(),))
+            device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            mesh = init_device_mesh(device_type, (dist.get_world_size(),))
         if mesh.ndim > 2:
             raise ValueError(
                 f"mesh must have one dimension, or two: the pipeline's and the data-parallel one's;"
@@ -110,24 +110,24 @@ class Pipe(nn.Module):
         ranks = dist.get_process_group_ranks(mesh.get_group(0))
         control = Control(mesh.mesh.flatten().tolist())
         with control.agreeing() as layouts:
-            home = device_of(mesh, device)
+            own_device = device_of(mesh, device)
             self._settings, balance = _settings_of(
                 module, balance, len(ranks), chunks, schedule, checkpoint, deferred_batch_norm
             )
-            parts = parts_of(module, balance, self._settings.schedule, ranks, home)
+            parts = parts_of(module, balance, self._settings.schedule, ranks, own_device)
             layouts.append((balance, self._settings, parts.layout))
         control.require_same("arguments and layers", layouts)
-        last = parts.placement[-1]
-        ends = [(control.place(each[0]), control.place(each[last])) for each in replicas]
-        homes = [ranks[home] for home in parts.placement]
-        site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), home)
+        index = control.ranks.index
+        ends = [(index(each[0]), index(each[parts.placement[-1]])) for each in replicas]
+        homes = [ranks[k] for k in parts.placement]
+        site = Site(control, mesh.get_group(0), homes, ends, replicas.index(ranks), own_device)
         for part in parts.modules.values():
             self._modules.update(part._modules)
         tied = tie(parts.shared, control)
         with control.agreeing():
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
         self.training = module.training
-        self._elsewhere = parts.names - set(self._modules)
+        self._elsewhere = module._modules.keys() - self._modules.keys()
         self._runtime = Runtime(site, parts.modules, wrapped, parts.skips, parts.before, tied)
 
     @property
@@ -141,11 +141,11 @@ class Pipe(nn.Module):
 
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
-        """This rank's partitions."""
+        """The partitions of this rank."""
         return tuple(self._runtime.modules.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Value:
-        """Run a mini-batch forward, without a graph: for evaluation.
+        """Run a mini-batch forward without a graph, for evaluation.
 
         Args:
             *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
@@ -155,7 +155,7 @@ class Pipe(nn.Module):
             The outputs on the last rank; ``None`` on others.
 
         Raises:
-            RankError: another rank has failed.
+            RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward`.
         """
         with torch.no_grad():
@@ -173,7 +173,7 @@ class Pipe(nn.Module):
     ) -> Any:
         """Run a mini-batch forward and backward; add its gradients to this rank's ``.grad``.
 
-        Gradients arrive when all ranks have succeeded: a mini-batch that fails changes none.
+        Gradients are added once all ranks have succeeded: a mini-batch that fails changes none.
 
         Args:
             *args: as in :meth:`pipert.Pipe.forward`, on the first rank; ignored on others.
@@ -182,14 +182,14 @@ class Pipe(nn.Module):
             target: likewise, on the last rank; ignored on others.
             reduction: likewise.
             loss_scale: likewise; the same on all ranks.
-            return_outputs: whether to return the outputs, too: on the last rank.
+            return_outputs: whether to return the outputs as well, on the last rank.
 
         Returns:
             The loss of the mini-batch on every rank, unscaled and without a graph; with
-            ``return_outputs`` a pair of it and the outputs, which are ``None`` but on the last.
+            ``return_outputs`` a pair of it and the outputs, which only the last rank has.
 
         Raises:
-            RankError: another rank has failed.
+            RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward_backward`.
         """
         step = Step(loss_fn, target, reduction, loss_scale, return_outputs)
@@ -197,19 +197,19 @@ class Pipe(nn.Module):
         return (loss, outputs) if return_outputs else loss
 
     def record(self) -> AbstractContextManager[Timeline]:
-        """Record what all ranks of the pipeline do in the block, as :meth:`pipert.Pipe.record`.
+        """Record the tasks of all ranks in the block, as :meth:`pipert.Pipe.record` does.
 
-        All ranks enter and leave it, and get the same timeline at its end: a lane for each rank,
-        whose report says which rank waits for which.
+        All ranks enter and leave the block, and get the same timeline at its end, with a lane for
+        each rank. Its report says which rank waited for which.
         """
         return record(self._runtime, self._settings.chunks)
 
     def statistics(self) -> Statistics:
-        """Return counts of what this rank has done, as :meth:`pipert.Pipe.statistics`."""
+        """Return this rank's counts of runs, as :meth:`pipert.Pipe.statistics` does."""
         return Statistics(**self._runtime.counters.read(), workers=())
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` about what this rank does from now on."""
+        """Tell ``observer`` about this rank's runs and tasks from now on."""
         self._runtime.counters.add_observer(observer)
 
     def remove_observer(self, observer: Observer) -> None:
@@ -229,14 +229,14 @@ class Pipe(nn.Module):
         super().__setattr__(name, value)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Refuse: it would have parameters, and not be called."""
+        """Refuse to add a module: its parameters would be listed, but nobody would call it."""
         raise RuntimeError(
             f"{name!r} cannot be set to a module: a pipert.distributed.Pipe keeps its layers; "
             "replace those of the Sequential, on all ranks, and make a new pipe"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Refuse to be copied or pickled: a copy would talk for this rank alone."""
+        """Refuse to be copied or pickled: the copy's messages would come from this rank alone."""
         raise TypeError(
             "a pipert.distributed.Pipe cannot be copied or pickled, as its process groups belong to"
             " this process; save its state_dict(), or make another pipe, on all ranks"
@@ -245,14 +245,14 @@ class Pipe(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As in ``nn.Module``; of the whole model's state, this rank's part is loaded."""
+        """As in ``nn.Module``; from the whole model's state it takes this rank's part."""
         own = {k: v for k, v in state_dict.items() if k.split(".")[0] not in self._elsewhere}
         return super().load_state_dict(own, strict, assign)
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of all ranks of the pipeline; called by all ranks.
+        """Return the norm of the gradients on all ranks of the pipeline, which all call it.
 
-        A parameter that ranks share counts once. To clip:
+        A parameter that several ranks share counts once. To clip:
         ``clip_grads_with_norm_(pipe.parameters(), max_norm, pipe.grad_norm())``.
         """
         site = self._runtime.site
@@ -268,7 +268,7 @@ class Pipe(nn.Module):
         power = 1.0 if is_max else norm_type
         with site.control.talking():
             norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norm = norm.double() ** power  # alike everywhere; a half could not hold a square
+            norm = norm.double() ** power  # one dtype on all ranks; a half overflows when squared
             dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, site.group)
         return (norm ** (1.0 / power)).to(reduce(torch.promote_types, dtypes))
 
@@ -289,7 +289,7 @@ def _settings_of(
     checkpoint: Any,
     deferred: Any,
 ) -> tuple[Settings, list[int]]:
-    """The settings and the balance, checked."""
+    """Check a pipe's arguments, and return its settings and balance."""
     check_module(module)
     verify_skippables(module)
     balance = [whole(count, "each entry of balance") for count in require_balance(balance)]

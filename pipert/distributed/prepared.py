@@ -1,4 +1,4 @@
-"""torch's stages and schedule for a shape: made when ranks meet it, kept for the next time."""
+"""Keeps torch's stages and schedule for each shape of mini-batch, made when ranks first meet it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipert.distributed.asked import Brought, Settings, Site
 from pipert.distributed.boundary import Boundary
@@ -19,24 +19,24 @@ from pipert.distributed.torch_stage import Stage
 
 __all__: list[str] = []
 
-_KEPT = 8  # shapes whose stages are kept, each with buffers for all micro-batches
+_MOST = 8  # shapes that are kept, each with receive buffers for all micro-batches
 
 
 class Prepared(NamedTuple):
-    """What is kept for mini-batches of one shape."""
+    """torch's schedule and stages for mini-batches of one shape."""
 
     schedule: Any
     stages: list[Stage]
     boundaries: dict[int, Boundary]
-    """Those of this rank's partitions, by the partition that receives."""
+    """The boundaries of this rank's partitions, by receiving partition."""
 
 
 class Shapes:
-    """What is kept of the shapes of one pipe.
+    """The schedules and stages of one pipe, for the shapes that it used last.
 
     Args:
-        site: where its partitions are.
-        wrapped: what torch's stages run for each of this rank's.
+        site: the place of the pipe's partitions.
+        wrapped: for each of this rank's partitions, the module that torch's stage calls.
     """
 
     def __init__(self, site: Site, wrapped: Mapping[int, nn.Module]) -> None:
@@ -51,36 +51,40 @@ class Shapes:
         settings: Settings,
         is_step: bool,
     ) -> Prepared:
-        """torch's schedule and stages for these shapes, in all replicas alike."""
+        """Return torch's schedule and stages for these shapes, made if they are new.
+
+        All replicas make theirs together, of the same kinds of micro-batch.
+        """
         control = self._site.control
-        looks = tuple([brought[first].looks for first, _ in self._site.ends])
-        key = looks, brought[0].settings, tuple([one.parameters for one in brought])
+        signatures = tuple([brought[first].signatures for first, _ in self._site.ends])
+        key = signatures, brought[0].settings, tuple([one.parameters for one in brought])
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        mine = looks[self._site.number]
-        firsts = sorted({of.index(look) for of in looks for look in of})  # of kinds, anywhere
+        mine = signatures[self._site.number]
+        # The first micro-batch of each kind that any replica has.
+        firsts = sorted({each.index(one) for each in signatures for one in each})
         kinds = [mine[i] for i in firsts]
         samples = meet(control, running, self._site.homes, firsts)
-        numbers = [kinds.index(look) for look in mine]
+        kind_numbers = [kinds.index(one) for one in mine]
         with control.agreeing():
-            boundaries = {j: Boundary(j, found, numbers) for j, found in samples.items()}
+            boundaries = {j: Boundary(j, found, kind_numbers) for j, found in samples.items()}
             stages = [self._stage(j, boundaries) for j in running]
-            loss_fn = _as_it_is if is_step else None
+            # The last partition computes the loss itself.
+            loss_fn = (lambda loss, _: loss) if is_step else None
             schedule = make_schedule(settings.schedule, stages, len(mine), loss_fn)
             prepared = Prepared(schedule, stages, boundaries)
         self._kept[key] = prepared
-        if len(self._kept) > _KEPT:
+        if len(self._kept) > _MOST:
             self._kept.popitem(last=False)
         return prepared
 
     def _stage(self, j: int, boundaries: dict[int, Boundary]) -> Stage:
-        site, result = self._site, (torch.empty(1, device="meta"),)
+        site, loss = self._site, (torch.empty(1, device="meta"),)
         n = len(site.homes)
-        arriving = boundaries[j].as_meta() if j else ()
-        leaving = boundaries[j + 1].as_meta() if j < n - 1 else result
-        run = self._wrapped[j]
-        return Stage(run, j, n, site.device, arriving, leaving, group=site.group)
+        xs = boundaries[j].metas if j else ()
+        ys = boundaries[j + 1].metas if j < n - 1 else loss
+        return Stage(self._wrapped[j], j, n, site.device, xs, ys, group=site.group)
 
     def __repr__(self) -> str:
         return f"<Shapes: {len(self._kept)}>"
@@ -88,17 +92,18 @@ class Shapes:
 
 @contextmanager
 def attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
-    """Let the stages run this mini-batch in the block, and keep nothing of it afterwards."""
+    """Attach this mini-batch to the stages in the block; drop all they keep of it afterwards."""
     for stage in prepared.stages:
         j = stage.stage_index
         running[j].arriving = prepared.boundaries.get(j)
         running[j].leaving = prepared.boundaries.get(j + 1)
-        stage.running = running[j].module.running = running[j]
+        stage.running = running[j]
+        running[j].module.forward_micro_batch = running[j].forward
     try:
         yield
     finally:
         for stage in prepared.stages:
-            stage.running.module.running = None
+            stage.running.module.forward_micro_batch = None
             del stage.running
             stage.clear_runtime_states()
             for kept in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
@@ -108,13 +113,8 @@ def attached(prepared: Prepared, running: dict[int, Running]) -> Iterator[None]:
 
 
 def _renew(arrived: Sequence[Any]) -> None:
-    """Let the next mini-batch arrive in other memory: outputs, or what hooks keep, are in this."""
+    """Replace receive buffers: outputs, and tensors that hooks keep, may still use their memory."""
     for info in arrived:
         buffer = getattr(info, "buffer", None)
         if buffer is not None:
             info.buffer = torch.empty_like(buffer, requires_grad=buffer.requires_grad)
-
-
-def _as_it_is(output: Tensor, _: Tensor) -> Tensor:
-    """The loss, which the last partition computes itself."""
-    return output

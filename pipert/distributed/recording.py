@@ -1,8 +1,8 @@
-"""One recording of all ranks: each notes its own tasks, and all get those of all at the end.
+"""Records all ranks of a pipeline: each its own tasks, which are exchanged at the end.
 
-Clocks of machines differ, so ranks meet some times at the beginning and compare them by when each
-goes on. For which rank a rank has waited is known at the end: it was idle, and what its next task
-needs had not been computed there.
+The clocks of machines differ, so the ranks meet a few times at the beginning, and their clocks are
+compared by the moments at which each goes on. Which rank another has waited for is derived at the
+end: it was idle while the input of its next task had not been computed there.
 """
 
 from __future__ import annotations
@@ -27,29 +27,31 @@ from pipert.timeline.timeline import Timeline
 __all__: list[str] = []
 
 _CPU = torch.device("cpu")
-_TIMES = 7  # that ranks meet: some may be woken late once or twice
+_MEETINGS = 7  # a rank may be woken late from one or two of them
 
 
 class _Part(NamedTuple):
-    """What one rank has recorded."""
+    """The recording of one rank."""
 
     events: list[Event]
     layers: dict[int, list[float]]
-    """For each of its partitions the seconds of its layers."""
+    """For each of the rank's partitions, the seconds that each layer took."""
     steps: set[int]
+    """The numbers of the runs that went backward."""
     failed: set[int]
+    """The numbers of the runs that failed."""
     met: list[float]
-    """When it went on after all had met."""
+    """The moments at which the rank went on after each meeting."""
 
     def by_clock_of(self, other: _Part) -> Iterator[Event]:
-        """Its events, by another rank's clock."""
+        """Yield the events with times by another rank's clock."""
         ahead = median([mine - theirs for mine, theirs in zip(self.met, other.met, strict=True)])
         for event in self.events:
             yield replace(event, start=event.start - ahead, end=event.end - ahead)
 
 
 class RankTimeline(Timeline):
-    """The events of all ranks of a pipeline: none until the block has ended on all."""
+    """The events of all ranks of a pipeline; it is filled when the block has ended on all."""
 
     def __init__(
         self, homes: Sequence[int], devices: Sequence[torch.device], chunks: int, cores: int
@@ -61,16 +63,16 @@ class RankTimeline(Timeline):
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """The ranks' names: ``'rank 0'``."""
+        """The names of the ranks, such as ``'rank 0'``."""
         return tuple([f"rank {rank}" for rank in self._ranks])
 
     def fill(self, parts: Sequence[_Part]) -> None:
-        """Show what the ranks have recorded."""
-        found = [event for part in parts for event in part.by_clock_of(parts[0])]
-        events = Timeline(found, self.devices, self._workers).events
-        found = [*_apart(events), *_waits(events, self._workers)]
+        """Take the recordings of all ranks, in their order."""
+        recorded = [event for part in parts for event in part.by_clock_of(parts[0])]
+        in_order = Timeline(recorded, self.devices, self._workers).events
+        shown = [*_cut_at_recomputations(in_order), *_waits(in_order, self._workers)]
         layers = {j: seconds for part in parts for j, seconds in part.layers.items() if seconds}
-        self._events = Timeline(found, self.devices, self._workers).events
+        self._events = Timeline(shown, self.devices, self._workers).events
         self._steps = frozenset().union(*[part.steps for part in parts])
         self._failed = frozenset().union(*[part.failed for part in parts])
         if len(layers) == len(self.devices):
@@ -79,65 +81,66 @@ class RankTimeline(Timeline):
 
 @contextmanager
 def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
-    """Record what all ranks do in the block, which all of them enter and leave.
+    """Record the tasks of all ranks in the block, which all of them enter and leave.
 
-    Where an error ends it, the ranks may be anywhere, so they tell one another nothing.
+    After an error in the block the timeline stays empty: other ranks may be elsewhere, so nothing
+    is exchanged.
     """
     site = runtime.site
-    own_site = site.device, platform.node(), cores()
-    here = site.control.agree(own_site, to="record()")
-    devices = [here[site.control.place(home)][0] for home in site.homes]
-    machines = dict([about[1:] for about in here])
-    timeline = RankTimeline(site.homes, devices, chunks, sum(machines.values()))
+    machines = site.control.agree((site.device, platform.node(), cores()), to="record()")
+    devices = [machines[site.control.ranks.index(home)][0] for home in site.homes]
+    cores_by_node = dict([(node, count) for _, node, count in machines])
+    timeline = RankTimeline(site.homes, devices, chunks, sum(cores_by_node.values()))
     recording = Recording([site.device])
-    met = [_meeting(site.control) for _ in range(_TIMES)]
+    met = [_meet(site.control) for _ in range(_MEETINGS)]
     runtime.counters.start_recording(recording)
     try:
         yield timeline
     finally:
         runtime.counters.stop_recording(recording)
     layers = {j: recording.layer_seconds(j, len(part)) for j, part in runtime.modules.items()}
-    dates = [recording.origin.date(moment, _CPU) for moment in met]
-    own = _Part(recording.events(), layers, recording.steps, recording.failed, dates)
+    met = [recording.origin.date(moment, _CPU) for moment in met]
+    own = _Part(recording.events(), layers, recording.steps, recording.failed, met)
     parts = site.control.agree(own, to="the end of record()")
-    timeline.fill([parts[site.control.place(rank)] for rank in sorted(set(site.homes))])
+    timeline.fill([parts[site.control.ranks.index(rank)] for rank in sorted(set(site.homes))])
 
 
-def _meeting(control: Control) -> float:
+def _meet(control: Control) -> float:
+    """Wait for all ranks; return when this one goes on."""
     control.agree(None)
     return perf_counter()
 
 
 def _waits(events: Sequence[Event], workers: Sequence[int]) -> list[Event]:
-    """When each rank waited for another. Of a backward in two halves, the first is waited for."""
+    """Find when each rank waited for another: of a split backward, for the first half."""
     tasks = [event for event in events if event.kind in (FORWARD, BACKWARD)]
     done: dict[tuple[str, int, int, int], float] = {}
-    begins: dict[int, float] = {}
+    run_starts: dict[int, float] = {}
     for task in tasks:
         done.setdefault((task.kind, task.run, task.i, task.j), task.end)
-        begins.setdefault(task.run, task.start)
-    free: dict[int, float] = {}
-    found = []
+        run_starts.setdefault(task.run, task.start)
+    idle_since: dict[int, float] = {}
+    waits = []
     for task in tasks:
         rank, origin = workers[task.j], task.j + (-1 if task.kind == FORWARD else 1)
-        start = max(free.get(rank, 0.0), begins[task.run])
+        start = max(idle_since.get(rank, 0.0), run_starts[task.run])
         end = min(done.get((task.kind, task.run, task.i, origin), start), task.start)
         if start < end and workers[origin] != rank:
             about = WAIT, task.i, task.j, task.device, start, end, task.run
-            found.append(Event(*about, origin=origin))
-        free[rank] = task.end
-    return found
+            waits.append(Event(*about, origin=origin))
+        idle_since[rank] = task.end
+    return waits
 
 
-def _apart(events: Sequence[Event]) -> Iterator[Event]:
-    """Cut backwards in pieces around the recomputations in them."""
-    again: dict[tuple[int, int, int], list[Event]] = {}
+def _cut_at_recomputations(events: Sequence[Event]) -> Iterator[Event]:
+    """Cut each backward into pieces around the recomputations inside it."""
+    recomputations: dict[tuple[int, int, int], list[Event]] = {}
     for event in events:
         if event.kind == RECOMPUTE:
-            again.setdefault((event.run, event.i, event.j), []).append(event)
+            recomputations.setdefault((event.run, event.i, event.j), []).append(event)
     for event in events:
         if event.kind == BACKWARD:
-            for inner in again.get((event.run, event.i, event.j), ()):
+            for inner in recomputations.get((event.run, event.i, event.j), ()):
                 yield replace(event, end=inner.start)
                 event = replace(event, start=inner.end)
         yield event

@@ -1,17 +1,16 @@
-"""One mini-batch's way over several ranks, from what each brings to what each gets.
+"""Runs one mini-batch over several ranks.
 
-1. All ranks say what they bring: the first its rows, the last those of the target. Whatever does
-   not fit is refused on all, before anything is sent.
-2. If they meet a shape for the first time, one micro-batch of each kind goes through the layers
-   from rank to rank (``meeting``), and torch's stages are built for what crosses.
+1. All ranks report what they were called with, such as the rows of the inputs on the first and of
+   the target on the last. If the reports do not fit together, all raise before anything is sent.
+2. If the shape is new, one micro-batch of each kind goes through the layers from rank to rank
+   (``meeting``), and torch's stages are made for the tensors that cross the boundaries.
 3. torch's schedule runs.
-4. All ranks say whether they succeeded. Only then do gradients arrive.
+4. All ranks report whether they succeeded. Only then are gradients accumulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,25 +48,25 @@ __all__: list[str] = []
 
 @dataclass(eq=False)
 class Runtime:
-    """Runs mini-batches; each method is called by all ranks."""
+    """Runs mini-batches on this rank's partitions. All ranks call its methods together."""
 
     site: Site
     modules: dict[int, StageModule]
     """This rank's partitions, by number."""
     wrapped: dict[int, nn.Module]
-    """What torch's stages run in their place."""
+    """The modules that torch's stages call in their place."""
     skips: Sequence[PartitionSkips]
-    """Of all partitions."""
+    """The skips of each partition of the model."""
     before: Sequence[str]
-    """What errors call the layer before each partition."""
+    """For each partition, the description of the layer before it, for errors."""
     tied: Sequence[Tied]
+    """The parameters that this rank shares with others."""
 
     def __post_init__(self) -> None:
         self.counters = Counters()
         self._n = len(self.site.homes)
         layers = [layer for part in self.modules.values() for layer in part.modules()]
         self._is_sharded = any(isinstance(layer, FSDPModule) for layer in layers)
-        self._is_last = self._n - 1 in self.modules
         self._shapes = Shapes(self.site, self.wrapped)
 
     def run(
@@ -76,7 +75,7 @@ class Runtime:
         """Run a mini-batch: forward, and backward if it is a step.
 
         Returns:
-            The loss of a step; and, on the last rank, the outputs if they are wanted.
+            The loss of a step, and the outputs if they are wanted and this is the last rank.
         """
         with self.site.control.agreeing("a mini-batch") as brought:
             given = args, kwargs, settings, step
@@ -86,14 +85,18 @@ class Runtime:
         first = brought[self.site.ends[self.site.number][0]]
         m, ranks = len(first.sizes), range(self._n)
         planned = plan_call(m, self._n, ranks) if step is None else plan("gpipe", m, self._n)
-        with self.counters.open(planned) as told, _failing(told):
-            batch = self._batch(first, settings, step, targets, told)
-            stats = DeferredStats(list(self.modules.values())) if settings.deferred else None
-            leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
-            running = self._running(batch, leaves, stats)
-            prepared = self._shapes.prepare(brought, running, settings, step is not None)
-            loss, outputs = self._go(prepared, running, batch, step is not None)
-            told.outcome = "succeeded"
+        with self.counters.open(planned) as told:
+            try:
+                batch = self._batch(first, settings, step, targets, told)
+                stats = DeferredStats(list(self.modules.values())) if settings.deferred else None
+                leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
+                running = self._running(batch, leaves, stats)
+                prepared = self._shapes.prepare(brought, running, settings, step is not None)
+                loss, outputs = self._go(prepared, running, batch, step is not None)
+                told.outcome = "succeeded"
+            except Exception:  # an interrupt leaves it cancelled
+                told.outcome = "failed"
+                raise
         if stats is not None:
             stats.commit()
         if step is not None:
@@ -110,8 +113,8 @@ class Runtime:
     ) -> MiniBatch:
         m, device = len(first.sizes), self.site.device
         loss = None
-        if step is not None and self._is_last:
-            targets = targets if len(targets) == m else targets * m  # of one that has no rows
+        if step is not None and self._n - 1 in self.modules:
+            targets = targets if len(targets) == m else targets * m  # a target without rows
             scale: Any = step.scale
             loss = loss_of(step.loss_fn, targets, first.sizes, step.reduction, scale)
         context = CallerContext([device] if device.type == "cuda" else [])
@@ -128,7 +131,7 @@ class Runtime:
     def _running(
         self, batch: MiniBatch, inputs: Sequence[Value], stats: DeferredStats | None
     ) -> dict[int, Running]:
-        """This rank's partitions, as they run this mini-batch."""
+        """Make the objects that run this rank's partitions in this mini-batch."""
         running = {}
         for k, (j, module) in enumerate(self.modules.items()):
             place = Place(j, self._n, len(batch.sizes), self.site.device, self.before[j])
@@ -137,15 +140,15 @@ class Runtime:
             layers = Layers(*about)
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
-            of_stats = None if stats is None else stats.partitions[k]
-            own = batch, self.skips[j], inputs, of_stats
-            running[j] = Running(module, self.wrapped[j], place, layers, *own)
+            own_stats = None if stats is None else stats.partitions[k]
+            rest = batch, self.skips[j], inputs, own_stats
+            running[j] = Running(module, self.wrapped[j], place, layers, *rest)
         return running
 
     def _go(
         self, prepared: Prepared, running: dict[int, Running], batch: MiniBatch, is_step: bool
     ) -> tuple[Tensor | None, Value]:
-        """Run torch's schedule; let gradients arrive if all ranks have succeeded.
+        """Run torch's schedule, and accumulate gradients if all ranks succeeded.
 
         Returns:
             The loss of a step, and the outputs.
@@ -155,7 +158,7 @@ class Runtime:
         are_views = any(
             getattr(called, "gradient_as_bucket_view", False) for called in self.wrapped.values()
         )
-        # In a forward, too: torch's new stages drop those of what fully_shard has changed.
+        # Also in a forward: a new stage of torch drops the gradients of sharded parameters.
         gradients = Gradients(list(dict.fromkeys(parameters)), is_step and are_views)
         if is_step and not batch.is_sharded:
             batch.gradients = gradients
@@ -163,19 +166,19 @@ class Runtime:
             with attached(prepared, running):
                 self._schedule(prepared, batch)
             result, dtype, outputs = self._result(batch)
-            on_cpu = self.site.device.type == "cpu"  # elsewhere nobody waits for a device
-            own = batch.seed.used, dtype, result if on_cpu else None
-            told = control.agree(own, *batch.take_failure())
-            if any(used for used, _, _ in told):
+            on_cpu = self.site.device.type == "cpu"  # other devices need not be waited for
+            report = batch.seed.used, dtype, result if on_cpu else None
+            reports = control.agree(report, *batch.take_failure())
+            if any(used for used, _, _ in reports):
                 batch.seed.use()
             batch.seed.settle()
             if not is_step:
                 gradients.restore()
                 return None, outputs
-            _, dtype, of_last = told[self.site.ends[self.site.number][1]]
+            _, dtype, last_result = reports[self.site.ends[self.site.number][1]]
             with control.talking():
                 if on_cpu:
-                    result = of_last
+                    result = last_result
                 else:
                     dist.broadcast(result, self.site.homes[-1], group=self.site.group)
                 gradients.add(self.tied, result[1])
@@ -195,9 +198,9 @@ class Runtime:
             raise batch.take_failure()[0] from None  # type: ignore[misc]
 
     def _result(self, batch: MiniBatch) -> tuple[Tensor, torch.dtype, Value]:
-        """What the last rank tells the others, and the outputs.
+        """Return a tensor of the loss and the factor for gradients, the loss's dtype, the outputs.
 
-        That is the loss, and what gradients are multiplied by; and the loss's dtype.
+        They are placeholders on all ranks but the last.
         """
         dtype = torch.float64
         result, outputs = torch.ones(2, dtype=torch.float64, device=self.site.device), None
@@ -221,16 +224,6 @@ class Runtime:
         return result, dtype, outputs
 
 
-@contextmanager
-def _failing(told: Told) -> Iterator[None]:
-    """Count what is raised as a failure, and nothing else: an interrupt cancels."""
-    try:
-        yield
-    except Exception:
-        told.outcome = "failed"
-        raise
-
-
 _UNCOUNTED = (
     "loss_fn returned a sum and a count, and gradients are averaged over replicas before all "
     "counts of a mini-batch are known; use schedule='gpipe', or return the mean of the micro-batch"
@@ -238,7 +231,7 @@ _UNCOUNTED = (
 
 
 def _give(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:
-    """Let the gradients of the inputs arrive in the caller's graph."""
+    """Pass the gradients of the inputs on to the caller's graph."""
     tensors = [x for value in inputs for x in differentiable(value)[0]]
     grads = [leaf.grad for value in leaves for leaf in differentiable(value)[0]]
     arrived = [(x, dx) for x, dx in zip(tensors, grads, strict=True) if dx is not None]

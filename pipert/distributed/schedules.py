@@ -1,4 +1,4 @@
-"""The schedules of several ranks: torch's, by their names there and here."""
+"""Chooses and makes torch's schedules, by their names in torch and in pipert."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from pipert.distributed.torch_stage import Stage
 
 __all__: list[str] = []
 
-_ONE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-_SEVERAL: dict[str, Any] = {
+# With one partition on each rank, and with several.
+_SINGLE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+_MULTI: dict[str, Any] = {
     "interleaved": ScheduleInterleaved1F1B,
     "interleavedzerobubble": ScheduleInterleavedZeroBubble,
     "zbvzerobubble": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-_V = ("zbvzerobubble", "dualpipev")
-_SPLIT = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+_V_SHAPED = ("zbvzerobubble", "dualpipev")
+_SPLITTING = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
 NAMES = ("gpipe", "1f1b", "interleaved", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
-    """Return the name of a schedule that ``n`` partitions on that many ranks can have.
+    """Check that a schedule fits ``n`` partitions on that many ranks; return its name.
 
     Raises:
-        TypeError: it is no name.
-        ValueError: there is none of that name, or it does not go with the partitions, or with
-            recomputation.
+        TypeError: the schedule is not a name.
+        ValueError: no schedule has that name, or it does not fit the partitions or ``checkpoint``.
     """
     if not isinstance(schedule, str):
         raise TypeError(
@@ -49,7 +49,7 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
             "plan of yours by a public name; a pipert.Pipe does"
         )
     name = schedule.lower()
-    if name not in _ONE and name not in _SEVERAL:
+    if name not in _SINGLE and name not in _MULTI:
         raise ValueError(f"schedule must be one of {list(NAMES)}, got {schedule!r}")
     if n % ranks:
         raise ValueError(
@@ -57,19 +57,19 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
             f"{ranks} ranks; give it {ranks} entries, or a multiple of that with "
             "schedule='interleaved'"
         )
-    if name in _ONE and n != ranks:
+    if name in _SINGLE and n != ranks:
         raise ValueError(
             f"schedule {schedule!r} has one partition for each of the {ranks} ranks, but balance "
             f"has {n}; use schedule='interleaved' for {n // ranks} on each"
         )
-    if name in _V and n != 2 * ranks:
+    if name in _V_SHAPED and n != 2 * ranks:
         raise ValueError(
             f"schedule {schedule!r} has two partitions for each of the {ranks} ranks, but balance "
             f"has {n}"
         )
-    if name in _V and TorchVersion(torch.__version__) < "2.12":
+    if name in _V_SHAPED and TorchVersion(torch.__version__) < "2.12":
         raise ValueError(f"schedule {schedule!r} needs torch 2.12 or later")
-    if name in _SPLIT and checkpoint != "never":
+    if name in _SPLITTING and checkpoint != "never":
         raise ValueError(
             f"schedule {schedule!r} splits each backward in two, which would recompute twice; use "
             f"checkpoint='never', or another schedule (checkpoint is {checkpoint!r})"
@@ -78,8 +78,8 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
 
 
 def ranks_of(name: str, n: int, ranks: int) -> list[int]:
-    """The rank of each partition, counted in the pipeline."""
-    if name in _V:
+    """Return for each partition the index of its rank within the pipeline."""
+    if name in _V_SHAPED:
         return [*range(ranks), *reversed(range(ranks))]
     return [j % ranks for j in range(n)]
 
@@ -87,15 +87,15 @@ def ranks_of(name: str, n: int, ranks: int) -> list[int]:
 def make_schedule(
     name: str, stages: list[Stage], m: int, loss_fn: Callable[..., Any] | None
 ) -> Any:
-    """Make torch's schedule of ``m`` micro-batches; without a ``loss_fn`` it goes forward only.
+    """Make torch's schedule for ``m`` micro-batches; forward only without a ``loss_fn``.
 
     Raises:
-        ValueError: torch has none for that many.
+        ValueError: torch's schedule does not take that many.
     """
-    if name in _ONE:
-        kind: Any = _ONE[name]
+    if name in _SINGLE:
+        kind: Any = _SINGLE[name]
         if loss_fn is None or m < stages[0].num_stages:
-            kind = ScheduleGPipe  # of few micro-batches, 1F1B is the same
+            kind = ScheduleGPipe  # with so few micro-batches 1F1B is the same
         return kind(stages[0], m, loss_fn=loss_fn, scale_grads=False)
-    kind = ScheduleLoopedBFS if loss_fn is None and name not in _V else _SEVERAL[name]
+    kind = ScheduleLoopedBFS if loss_fn is None and name not in _V_SHAPED else _MULTI[name]
     return kind(stages, m, loss_fn=loss_fn, scale_grads=False)

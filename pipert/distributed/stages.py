@@ -1,13 +1,13 @@
-"""One partition in a mini-batch that torch's schedules run.
+"""Computes one partition in a mini-batch that torch's schedules run.
 
 torch's stage (``distributed/torch_stage.py``) calls a module with the tensors that arrived, sends
-what it returns, and goes backward through it. The module is a :class:`StageModule` of the
-partition's own layers, which hands over to what the current mini-batch is made of,
-:class:`Running`: as in one process, layers are called with random numbers of their own and
-recomputed by the pair of the paper.
+the tensors it returns, and goes backward through it. That module is a :class:`StageModule` with the
+partition's layers, which forwards the call to :class:`Running`, the partition in the current
+mini-batch. As in one process, layers get random numbers of their own, and are recomputed by the
+paper's pair of functions.
 
-What fails is noted, and the schedule goes on with zeros, computing no layer any more: nobody waits
-for what never comes. When all ranks are through, all raise.
+After a failure the schedule goes on with zeros instead of calling layers, so that no rank waits for
+a message that never comes. When all ranks have finished the schedule, all raise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,63 +44,58 @@ __all__: list[str] = []
 
 
 class StageModule(nn.Sequential):
-    """The layers of a partition under the plain module's names: what data parallelism wraps.
+    """The layers of a partition under the plain module's names: the module to wrap for DDP.
 
-    Its forward takes and returns the tensors that cross, and is called by a pipe.
+    Its forward takes the tensors that arrive and returns those that leave. Only a pipe calls it.
     """
 
-    running: Running | Rehearsal | None = None
+    forward_micro_batch: Callable[[Tensors], Any] | None = None
+    """Computes a micro-batch; set while a mini-batch runs."""
 
     def forward(self, *tensors: Tensor) -> Any:
-        """Compute one micro-batch of the mini-batch that is running."""
-        if self.running is None:
+        """Compute one micro-batch of the current mini-batch."""
+        if self.forward_micro_batch is None:
             raise RuntimeError(
                 "a partition of pipert.distributed.Pipe is called by the pipe alone; call the "
                 "pipe, or the partition's layers"
             )
-        return self.running.forward(tensors)
-
-
-class Rehearsal(Protocol):
-    """Takes the place of a mini-batch when the ranks meet a new shape."""
-
-    def forward(self, tensors: Tensors) -> Any:
-        """Compute a micro-batch."""
+        return self.forward_micro_batch(tensors)
 
 
 @dataclass(eq=False)
 class MiniBatch:
-    """What this rank's partitions share in one mini-batch."""
+    """The state of one mini-batch that this rank's partitions share."""
 
     sizes: Sequence[int]
-    """The rows of each micro-batch."""
+    """The number of rows in each micro-batch."""
     recomputed: int
-    """How many micro-batches are, from the first."""
+    """The number of micro-batches, counted from the first, whose layers are recomputed."""
     seed: RunSeed
     told: Told
     context: CallerContext
     loss: Loss | None
-    """Of a step, on the rank of the last partition."""
+    """The loss of a step; only on the rank of the last partition."""
     keep_outputs: bool
     is_wrapped: bool
-    """Whether what is around a partition must see each backward, as DDP does."""
+    """Whether a module around a partition must see each backward, as DDP must."""
     is_sharded: bool
-    """Whether layers talk to other replicas, as by ``fully_shard``: an error ends it at once."""
+    """Whether layers communicate with other replicas, as after ``fully_shard``; then an error ends
+    the mini-batch at once."""
     outputs: dict[int, Value] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     gradients: Gradients | None = None
-    """Of a step, unless layers have other parameters while they compute."""
+    """Set in a step, unless layers are sharded: they compute with other parameters."""
     failure: tuple[BaseException, Action | None] | None = None
-    """The first error here, and what has failed."""
+    """The first error on this rank, and the action that raised it."""
     last: Action | None = None
-    """What has begun last."""
+    """The action that began last."""
 
     def fail(self, error: BaseException, action: Action | None) -> None:
-        """Note an error, unless there is one."""
+        """Note an error, unless an earlier one was noted."""
         self.failure = self.failure or (error, action)
 
     def take_failure(self) -> tuple[BaseException, Action | None] | tuple[()]:
-        """The error, which is forgotten, so that no cycle keeps its frames alive."""
+        """Return the failure and forget it, so that no reference cycle keeps its frames alive."""
         failure, self.failure = self.failure, None
         return failure or ()
 
@@ -111,77 +106,75 @@ class Running:
 
     module: StageModule
     called: nn.Module
-    """The module, or what is wrapped around it."""
+    """The module that torch's stage calls: ``module``, or the wrapper around it."""
     place: Place
     layers: Layers
     batch: MiniBatch
     skips: PartitionSkips
     inputs: Sequence[Value]
-    """Of each micro-batch, on the first partition."""
+    """The input of each micro-batch; used by the first partition."""
     stats: PartitionStats | None
     arriving: Boundary | None = None
-    """None on the first partition."""
+    """The boundary before the partition; ``None`` for the first."""
     leaving: Boundary | None = None
-    """None on the last."""
+    """The boundary behind the partition; ``None`` for the last."""
     i: int = 0
-    """The micro-batch that torch's stage is at."""
-    gone_back: int = 0
-    """How many micro-batches have."""
+    """The micro-batch that torch's stage computes now."""
+    backwards: int = 0
+    """The number of micro-batches whose backward has begun."""
 
     def forward(self, tensors: Tensors) -> Tensor | Tensors:
-        """Compute ``F`` of a micro-batch: what torch's stage sends, or the loss."""
+        """Compute ``F`` of the current micro-batch; return the tensors to send, or the loss."""
         action = Action(FORWARD, self.i, self.place.j)
         if self.batch.failure is None:
             try:
                 return self.batch.context.variables.copy().run(self._forward, action, tensors)
-            except BaseException as error:  # noqa: B036  raised when all are through
+            except BaseException as error:  # noqa: B036  raised when all ranks have finished
                 self._fail(error, action)
                 if self.batch.is_sharded:
                     raise
-        return self._nothing(tensors)
+        return self._zeros(tensors)
 
     def _forward(self, action: Action, tensors: Tensors) -> Tensor | Tensors:
-        i, loss = action.i, self.batch.loss
-        device = self.place.device
+        i = action.i
         shared: Shared = {}
         if self.arriving is None:
-            x = moved(self.inputs[i], device)
+            x = moved(self.inputs[i], self.place.device)
         else:
             x = entered(self.arriving.unpack(i, tensors))
             shared = self.arriving.shared(i)
-        with self._doing(action) as after_layer:
+        with self._observed(action) as after_layer:
             with nullcontext() if self.stats is None else self.stats.collecting():
                 recomputed = i < self.batch.recomputed
                 compute = partial(self.compute, i, checkpointed=recomputed, after_layer=after_layer)
-                # What is handed on has been known since the ranks met this shape.
+                # Which tensors share memory behind it was found when the ranks met this shape.
                 y = compute_watching(shared, lambda _: None, compute, x) if shared else compute(x)
             if self.leaving is not None:
-                sent = self.leaving.pack(i, y)
-                self._find_leaves(i, sent, tensors)
-                return sent
-            y = y.value if isinstance(y, Carried) else y
-            result = torch.zeros(1, device=device)
-            if loss is not None:
-                number = self.place.number_of_loss(i)
-                target = moved(loss.targets[i], device)
-                result = loss.compute(i, number, self.batch.seed, y, target).reshape(1)
-                self.batch.losses[i] = loss.share_of(i, result.detach())
-                self._find_leaves(i, (result,), tensors)
-            if self.batch.keep_outputs:
-                self.batch.outputs[i] = detached(y)
-            return result
+                left = self.leaving.pack(i, y)
+            else:
+                left = self._compute_loss(i, y.value if isinstance(y, Carried) else y)
+            if i == 0 and self.batch.gradients is not None:
+                xs = tensors_of(self.inputs[0])[0] if self.arriving is None else tensors
+                self.batch.gradients.put_aside_other_leaves(left, xs)
+            return left if self.leaving is not None else left[0]
 
-    def _find_leaves(self, i: int, ys: Tensors, arrived: Tensors) -> None:
-        """Find what the layers train, in the first micro-batch."""
-        if i == 0 and self.batch.gradients is not None:
-            given = tensors_of(self.inputs[0])[0] if self.arriving is None else arrived
-            self.batch.gradients.find(ys, given)
+    def _compute_loss(self, i: int, y: Value) -> Tensors:
+        """Keep the output of the last partition; return its loss, or zero in an evaluation."""
+        batch, device = self.batch, self.place.device
+        result = torch.zeros(1, device=device)
+        if batch.loss is not None:
+            number, target = self.place.number_of_loss(i), moved(batch.loss.targets[i], device)
+            result = batch.loss.compute(i, number, batch.seed, y, target).reshape(1)
+            batch.losses[i] = batch.loss.share_of(i, result.detach())
+        if batch.keep_outputs:
+            batch.outputs[i] = detached(y)
+        return (result,)
 
     def compute(
         self, i: int, x: Value, checkpointed: bool, after_layer: AfterLayer = None
     ) -> Value:
-        """Call the layers."""
-        if isinstance(x, Carried) != bool(self.skips):  # where skips begin, or have ended
+        """Call the layers with ``x``, the input of micro-batch ``i``."""
+        if isinstance(x, Carried) != bool(self.skips):  # skips begin here, or ended before
             x = Carried(x, ()) if self.skips else x.value
         compute: Callable[[Value], Value]
         compute = partial(self.layers.forward, i, checkpointed, after_layer)
@@ -191,12 +184,12 @@ class Running:
         return compute(x)
 
     def backward(self, i: int, go_back: Callable[[], None]) -> bool:
-        """Compute ``B`` of a micro-batch, unless something has failed. Whether it was computed."""
+        """Compute ``B`` of a micro-batch by ``go_back()``; return whether it was computed."""
         action = Action(BACKWARD, i, self.place.j)
         if self.batch.failure is not None and not self.batch.is_wrapped:
             return False
         try:
-            with self._doing(action):
+            with self._observed(action):
                 self.layers.backward(i, go_back)
             return True
         except BaseException as error:
@@ -207,26 +200,28 @@ class Running:
 
     def _fail(self, error: BaseException, action: Action) -> None:
         cause = error.__cause__
-        if type(error) is RuntimeError and cause is not None and _OF_STAGE in str(error):
-            error = cause  # str() of other types may fail
+        # The type comes first, since str() of other errors may fail.
+        if type(error) is RuntimeError and cause is not None and _TORCHS_ERROR in str(error):
+            error = cause
         self.place.note(error, action)
         if self.batch.failure is None:
             self.batch.told.failed(action, self.place.device, error)
         self.batch.fail(error, action)
 
-    def _nothing(self, tensors: Tensors) -> Tensor | Tensors:
-        """Zeros which depend on all that gradients are expected of."""
+    def _zeros(self, tensors: Tensors) -> Tensor | Tensors:
+        """Return zeros as output, computed from all tensors for which a gradient is expected."""
         device = self.place.device
-        begin = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
-        zero = sum((t.reshape(-1)[:1].sum() * 0.0 for t in begin), torch.zeros((), device=device))
+        leaves = [t for t in (*tensors, *self.module.parameters()) if t.requires_grad]
+        zero = sum((t.reshape(-1)[:1].sum() * 0.0 for t in leaves), torch.zeros((), device=device))
         if self.leaving is None:
             return zero.reshape(1)
-        metas = self.leaving.as_meta()
         return tuple([zero.to(t.dtype).expand(t.shape).contiguous() if t.requires_grad
-                      else torch.zeros_like(t, device=device) for t in metas])  # fmt: skip
+                      else torch.zeros_like(t, device=device)
+                      for t in self.leaving.metas])  # fmt: skip
 
     @contextmanager
-    def _doing(self, action: Action) -> Iterator[AfterLayer]:
+    def _observed(self, action: Action) -> Iterator[AfterLayer]:
+        """Compute ``action`` in the block, seen by recordings and observers."""
         told, after_layer = self.batch.told, None
         self.batch.last = action
         with ExitStack() as stack:
@@ -238,16 +233,17 @@ class Running:
             yield after_layer
 
 
-_OF_STAGE = "Failed to run stage backward"  # torch's, of what went in, which may be long
+# torch wraps each error of a backward in one that prints all of its inputs, which may be long.
+_TORCHS_ERROR = "Failed to run stage backward"
 
 
-def moved(value: Value, device: torch.device) -> Value:
-    """The same on this rank's device."""
+def moved(value: Value, device: torch.device, copy: bool = False) -> Value:
+    """Return the value on a device; as a copy, it shares no memory with the original."""
     tensors, rebuild = tensors_of(value)
-    return rebuild(tuple([tensor.to(device) for tensor in tensors]))
+    return rebuild(tuple([tensor.to(device, copy=copy) for tensor in tensors]))
 
 
 def entered(x: Value) -> Value:
-    """The same as results of an operation: what arrives are leaves, which no layer may change."""
+    """Pass the leaves of ``x`` through an operation, since no layer may change a leaf in place."""
     xs, rebuild = differentiable(x)
     return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x

@@ -1,4 +1,4 @@
-"""torch's stage of a partition: what torch's schedules call."""
+"""Adapts torch's stage, which torch's schedules call, to a partition of a pipe."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from pipert.distributed.stages import Running
 __all__: list[str] = []
 
 
-def _gradient(dx: Tensor | None, of: Tensor, device: torch.device) -> Tensor | None:
-    """A gradient as it is sent, zeros where there is none; nothing where none is awaited."""
-    if not of.requires_grad:
+def _gradient(dx: Tensor | None, x: Tensor, device: torch.device) -> Tensor | None:
+    """Return the gradient of ``x`` to send: zeros if it has none, ``None`` if none is expected."""
+    if not x.requires_grad:
         return None
-    return torch.zeros_like(of, device=device) if dx is None else dx.contiguous()
+    return torch.zeros_like(x, device=device) if dx is None else dx.contiguous()
 
 
 class Stage(PipelineStage):
-    """torch's stage, which goes on with zeros where its partition has failed.
+    """A stage that goes on with zeros after its partition has failed.
 
-    Args:
-        module: a :class:`StageModule`, or what is wrapped around it.
-        running: of the mini-batch; set before each, and taken back after it.
+    Its module is a :class:`StageModule`, or a wrapper around one.
     """
 
     running: Running
+    """The partition in the current mini-batch; set only while one runs."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self.running.i = fwd_chunk_id
@@ -45,10 +44,11 @@ class Stage(PipelineStage):
         running, i = self.running, bwd_chunk_id
         if not self.has_backward:
             return
-        running.gone_back += 1
+        running.backwards += 1
         full = full_backward or not self._can_be_split(i, loss)
-        # torch counts second halves, too, which may have nothing to do: replicas would not meet.
-        is_last = last_backward or full and running.gone_back == len(running.batch.sizes)
+        # torch also counts second halves, which may have nothing left to do: then replicas would
+        # never reduce their gradients.
+        is_last = last_backward or full and running.backwards == len(running.batch.sizes)
 
         def go_back() -> None:
             scaled = loss
@@ -59,13 +59,13 @@ class Stage(PipelineStage):
         if not running.backward(i, go_back):
             self.fwd_cache.pop(i, None)
         if running.arriving is not None:
-            metas = running.arriving.as_meta()
-            found = zip(self.bwd_cache.get(i) or (None,) * len(metas), metas, strict=True)
-            self.bwd_cache[i] = tuple([_gradient(dx, t, self.device) for dx, t in found])
+            metas = running.arriving.metas
+            pairs = zip(self.bwd_cache.get(i) or (None,) * len(metas), metas, strict=True)
+            self.bwd_cache[i] = tuple([_gradient(dx, x, self.device) for dx, x in pairs])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         if bwd_chunk_id not in self.dw_runner:
-            return  # its other half has failed, or was the whole
+            return  # the first half failed, or did both
 
         def go_back() -> None:
             super(Stage, self).backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
@@ -73,13 +73,13 @@ class Stage(PipelineStage):
         self.running.backward(bwd_chunk_id, go_back)
 
     def _can_be_split(self, i: int, loss: Tensor | None) -> bool:
-        """Whether the first half of a backward leaves the second all that weights need.
+        """Whether the backward of micro-batch ``i`` can be split; prepares its outputs if so.
 
-        torch tells nothing of a second half to what is wrapped around the partition, such as DDP.
+        A wrapper around the partition, such as DDP, would not be told of the second half.
         """
         if self.running.batch.is_wrapped or self.running.batch.is_sharded:
             return False
-        if self.is_first:  # it begins in the second
+        if self.is_first:  # torch does all of it in the second half
             return True
         outputs, inputs = self.fwd_cache[i]
         if loss is None:
@@ -90,7 +90,7 @@ class Stage(PipelineStage):
         self.fwd_cache[i] = outputs, inputs
         return True
 
-    # torch's V-shaped schedules hand gradients over in a forward alone, too, where there are none.
+    # torch's V-shaped schedules hand gradients over even in a forward-only run, which has none.
     def get_local_bwd_output(self, mb_index: int) -> Any:
         kept: Any = super()
         return kept.get_local_bwd_output(mb_index) if self.has_backward else ()

@@ -1,4 +1,4 @@
-"""Splits the Sequential into partitions and places them on devices."""
+"""Splits a model into partitions and places them on devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that take time for dimension 0, along which a pipe splits."""
+"""Warns of layers whose dimension 0 is time: a pipe splits along dimension 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def warn_if_not_batch_first(module: nn.Module) -> None:
 
 
 def _described(name: str, layer: nn.Module) -> str:
-    """The layer, and where in it is the first that is meant; empty if none is."""
+    """Describe a layer by its first module that is not batch-first; empty if none is."""
     for path, module in layer.named_modules():
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention) and not module.batch_first:
             kind = type(layer)

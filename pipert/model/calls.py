@@ -1,8 +1,8 @@
-"""Runs a model once, as it is, to see which modules it calls in which order.
+"""Runs a model once, unchanged, to find the order in which it calls its modules.
 
-Nothing but the forward can say that: modules are called in another order than they are registered,
-twice, or not at all. Calls are seen by interception, as those of a pipe: hooks run as they always
-do, and a compiled module does not have to be compiled again for one more hook.
+Only a forward can show it: modules may be called in another order than they are registered, twice,
+or not at all. Calls are intercepted as in a pipe, so hooks run as usual, and a compiled module need
+not be compiled again for one more hook.
 """
 
 from __future__ import annotations
@@ -29,45 +29,45 @@ def order_of_calls(
 ) -> list[str]:
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
-    One forward without gradients, in the mode the model is in, where its parameters are. Buffers
-    and torch's random state are put back; what the model itself keeps of a call stays.
+    Runs one forward without gradients, in the model's current mode and on its device. Buffers and
+    torch's random state are put back; anything else that the model keeps of a call stays.
 
     Args:
-        model: the model; its first parameter's device is the example's, too.
+        model: the model; the example moves to the device of its first parameter.
         layers: modules of the model, by name.
-        example: the arguments, see :func:`arguments_of`. It goes whole into the forward: give as
-            few rows as the model works with.
+        example: the arguments, see :func:`arguments_of`. The forward gets it whole, so give as few
+            rows as the model works with.
 
     Raises:
         ValueError: a parameter is not initialised.
-        Exception: whatever the model raises, with a note that says what it was called for.
+        Exception: any error of the model, with a note that it was called with the example.
     """
     check_initialised(model)
-    noting = _Noting(layers)
-    where = next((t.device for t in (*model.parameters(), *model.buffers())), None)
+    first_calls = _FirstCalls(layers)
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), None)
     args, kwargs = arguments_of(example)
-    if where is not None:
-        args, kwargs = settled(Arguments(args, kwargs), where)
-    with intercepted(layers.values(), noting), unchanged(model), torch.no_grad():
+    if device is not None:
+        args, kwargs = settled(Arguments(args, kwargs), device)
+    with intercepted(layers.values(), first_calls), unchanged(model), torch.no_grad():
         call_model(model, args, kwargs)
-    return list(noting.found)
+    return list(first_calls.found)
 
 
-class _Noting:
-    """Notes which layers are called."""
+class _FirstCalls:
+    """An interceptor that notes the names of layers in the order of their first calls."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.found: dict[str, None] = {}
         self._names = {layer: name for name, layer in layers.items()}
 
     def call(self, module: nn.Module, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if module in self._names:  # else one of a pipe
+        if module in self._names:  # others belong to a pipe
             self.found.setdefault(self._names[module])
         return call(*args, **kwargs)
 
 
 def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the model with an example, and say so in its errors."""
+    """Call the model with an example; add a note that says so to its errors."""
     try:
         return model(*args, **kwargs)
     except Exception as error:
@@ -79,9 +79,9 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def arguments_of(example: Value) -> Arguments:
-    """Return what an example stands for: a mapping keyword arguments, a tuple positional ones.
+    """Return the arguments that an example stands for.
 
-    Anything else is the only argument.
+    A mapping has keyword arguments, a tuple positional ones; anything else is the only argument.
     """
     if isinstance(example, Arguments):
         return example
@@ -91,13 +91,13 @@ def arguments_of(example: Value) -> Arguments:
 
 
 def settled(value: Value, device: torch.device) -> Value:
-    """Return ``value`` on the device, without the graph that made it."""
+    """Return ``value`` on the device, detached; its tensors require grad as before."""
     tensors, rebuild = tensors_of(value)
     return rebuild(tuple([t.detach().to(device).requires_grad_(t.requires_grad) for t in tensors]))
 
 
 def check_initialised(model: nn.Module) -> None:
-    """Refuse parameters that only the first call makes: a trial would make them."""
+    """Refuse lazy parameters, which a trial call would initialise."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise ValueError(f"{name!r} is not initialised; call the model once before")
@@ -105,9 +105,9 @@ def check_initialised(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iterator[None]:
-    """Have the calls of ``layers`` on this thread go to ``interceptor``.
+    """Pass the calls of ``layers`` on this thread to ``interceptor``.
 
-    Those of layers of a pipe go there, too.
+    It also gets the calls of layers of any pipe.
     """
     before = here.interceptor
     intercept(layers)
@@ -121,9 +121,9 @@ def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iter
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *devices: torch.device) -> Iterator[None]:
-    """Put back the buffers of the model, and torch's random state there and on the devices."""
-    places = [b for b in (m._buffers for m in modules_of(model)) if isinstance(b, dict)]
-    before = [(buffers, dict(buffers)) for buffers in places]
+    """Put back the model's buffers, and torch's random state on its devices and on ``devices``."""
+    registries = [b for b in (m._buffers for m in modules_of(model)) if isinstance(b, dict)]
+    before = [(buffers, dict(buffers)) for buffers in registries]
     copies = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
     used = {*devices, *(t.device for t in (*model.parameters(), *model.buffers()))}
     indices = [device.index for device in used if device.type == "cuda"]
@@ -135,5 +135,6 @@ def unchanged(model: nn.Module, *devices: torch.device) -> Iterator[None]:
                 buffers.clear()
                 buffers.update(old)
             for buffer, copy in copies:
-                if not torch.equal(buffer, copy):  # norms change theirs without a new version
+                # Not by version, which norms do not count up; and torch compares no sparse tensors.
+                if buffer.layout != torch.strided or not torch.equal(buffer, copy):
                     buffer.detach().copy_(copy)

@@ -1,12 +1,11 @@
-"""Modules that were put into a model after its pipe was made.
+"""Refuses modules that were put into a model after its pipe was made.
 
-Layers are found, placed and intercepted when the pipe is made. A module that takes the place of one
-afterwards, such as an adapter around it, would be called unseen: in the partition before it, on
-whatever device it is, and without being recomputed. So it is refused. What is inside of layers may
-change at will.
+Layers are found, placed and intercepted when the pipe is made. A module that replaces one later,
+such as an adapter around it, would be called unseen: in the partition before it, on whatever device
+it is, and without recomputation. So it is refused. The inside of layers may change at will.
 
-Looking for layers takes a walk through all modules. What is compared at each call are the children
-of the few modules around the layers, by C.
+To find layers takes a walk through all modules. Each call therefore only compares the children of
+the few modules around the layers, in C.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__: list[str] = []
 
 
 class Changes:
-    """What has changed in a model since its layers were found.
+    """Detects changes of a model since its layers were found.
 
     Args:
         model: the model.
@@ -37,15 +36,15 @@ class Changes:
         self._model = model
         self._cuts = cuts
         self._layers = layers
-        # Nothing yet: a copy of a pipe has the model as it is, and layers as they were.
+        # Unknown before the first check: in a copy of a pipe the model may have changed already.
         self._children: list[tuple[nn.Module, dict[str, nn.Module | None]]] | None = None
 
     def refuse(self) -> None:
-        """Refuse what would be called unseen.
+        """Refuse changes that make calls go unseen.
 
         Raises:
-            RuntimeError: a cut is another module, there is another layer that has parameters, or a
-                layer was compiled.
+            RuntimeError: a cut was replaced, another layer with parameters was added, or a layer
+                was compiled.
         """
         if compiled := [layer for layer in self._layers if is_unseen(layer)]:
             names = [name for name, module in self._model.named_modules() if module in compiled]

@@ -1,15 +1,14 @@
-"""Where a model is cut, its layers, and the partition in which each of them lives.
+"""Finds the layers of a model that is cut, and the partition in which each of them lives.
 
 A *cut* is a module: the first call of cut *j* begins partition *j + 1*. Partition 0 begins with
-the model. *Layers* are what a partition consists of: the maximal modules that are called and have
-no cut strictly inside of them. Everything around a layer that is no layer itself is a *container*:
-a module with a cut inside, whose own code is *glue* and runs in the partition that is current, or
-one that is never called, such as a ``ModuleList``.
+the model. A partition consists of *layers*: the maximal modules that are called and have no cut
+strictly inside. The modules around layers are *containers*: a module with a cut inside, whose own
+code is *glue* and runs in the partition that is current, or a module that is never called, such as
+a ``ModuleList``.
 
-A layer's *home* is the partition in which it is called first. There its parameters live; where it
-is called again does not matter. Whether modules are called in the order of their registration is
-the model's own affair (rotary embeddings are registered last and called first), so homes follow
-the calls of a dry run where there was one.
+A layer's *home* is the partition in which it is called first. Its parameters live there, wherever
+it is called again. Models need not call modules in the order of registration (rotary embeddings are
+registered last and called first), so homes follow the calls of a dry run if there was one.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ __all__: list[str] = []
 
 
 class Cuts(tuple[str, ...]):
-    """The names of the modules at which a model is cut, checked; partition 0 has none.
+    """The checked names of the modules at which a model is cut; partition 0 has none.
 
     Raises:
-        TypeError: ``names`` is no iterable of strings.
-        ValueError: a name is no module's, one is given twice, or nothing can begin there.
+        TypeError: ``names`` is not an iterable of strings.
+        ValueError: a name is no module's or is given twice, or no partition can begin there.
     """
 
     __slots__ = ()
@@ -53,11 +52,11 @@ class Cuts(tuple[str, ...]):
         return super().__new__(cls, given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return tuple, (tuple(self),)  # what is checked by a model is no more in a copy
+        return tuple, (tuple(self),)  # a copy is not checked against its model
 
 
 def _mistakes(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """What is wrong with ``names``, each with its remedy."""
+    """Describe each mistake in ``names`` and its remedy."""
     known = dict(model.named_modules())
     first = {module: name for name, module in known.items()}
     found = []
@@ -86,9 +85,9 @@ def _mistakes(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def _advice(name: str, known: Iterable[str]) -> str:
-    """Which of the ``known`` names might be meant."""
-    end = [other for other in known if other.endswith(f".{name}") or name.endswith(f".{other}")]
-    close = list(dict.fromkeys(end + difflib.get_close_matches(name, known)))[:3]
+    """Suggest ``known`` names that might be meant."""
+    same_end = [one for one in known if one.endswith(f".{name}") or name.endswith(f".{one}")]
+    close = list(dict.fromkeys(same_end + difflib.get_close_matches(name, known)))[:3]
     if not close:
         return "; give a name as in model.named_modules()"
     return "; did you mean " + " or ".join(map(repr, close)) + "?"
@@ -100,8 +99,8 @@ def _a(module: nn.Module) -> str:
 
 
 def _instead(name: str, module: nn.Module) -> str:
-    """What to give for a container."""
-    first = next((own for own, inner in module.named_modules() if is_called(inner)), None)
+    """Suggest a cut in place of a container that is never called."""
+    first = next((path for path, inner in module.named_modules() if is_called(inner)), None)
     if first is None:
         return "give a module that is"
     kind = "element" if isinstance(module, nn.ModuleList) else "module"
@@ -109,7 +108,7 @@ def _instead(name: str, module: nn.Module) -> str:
 
 
 def _nested(cuts: Mapping[nn.Module, str]) -> list[str]:
-    """The cuts that are inside of others, under any name."""
+    """Describe the cuts that are inside other cuts, under any name."""
     return [
         f"the cut {cuts[inner]!r} is inside the cut {name!r}, which would be in two partitions; "
         "leave one out"
@@ -120,7 +119,7 @@ def _nested(cuts: Mapping[nn.Module, str]) -> list[str]:
 
 
 def _compiled(model: nn.Module, name: str) -> list[str]:
-    """Whether one of the containers of a cut is compiled or scripted."""
+    """Describe the outermost container of a cut that is compiled or scripted, if any is."""
     path = name.split(".")
     for k in range(len(path)):
         outer = ".".join(path[:k])
@@ -135,31 +134,31 @@ def _compiled(model: nn.Module, name: str) -> list[str]:
 
 
 def lookup(model: nn.Module, name: str) -> nn.Module | None:
-    """The module of that name, under any of its names."""
+    """Return the module of that name, which may be any of its names; ``None`` if none has it."""
     module: nn.Module | None = model
     for part in name.split(".") if name else ():
-        inner = {} if module is None else dict(module._modules.items())
-        module = inner.get(part)
+        children = {} if module is None else dict(module._modules.items())  # no dict if scripted
+        module = children.get(part)
     return module
 
 
 def is_called(module: nn.Module) -> bool:
     """Whether ``module`` can be called at all: a ``ModuleList`` has no ``forward``."""
-    # Its function, because others put it on the object, bound, and so it is found in both places.
+    # Compares functions, since libraries such as accelerate put a bound forward on the object.
     return getattr(getattr(module, "forward", None), "__func__", 0) is not nn.Module.forward
 
 
 def layers_of(model: nn.Module, cuts: Iterable[str]) -> dict[str, nn.Module]:
     """Return the maximal modules that are called and have no cut strictly inside, by name.
 
-    In the order of registration; each object once, under its first name. Without cuts that is the
-    model, under ``''``.
+    They are in the order of registration, each once under its first name. Without cuts the only
+    layer is the model, named ``''``.
 
     Args:
         model: the model.
-        cuts: names, as :class:`Cuts` has checked them.
+        cuts: names that :class:`Cuts` has checked.
     """
-    at = {model.get_submodule(name) for name in cuts}
+    cut_modules = {model.get_submodule(name) for name in cuts}
     found: dict[nn.Module, str] = {}
     seen: set[nn.Module] = set()
 
@@ -167,23 +166,23 @@ def layers_of(model: nn.Module, cuts: Iterable[str]) -> dict[str, nn.Module]:
         if module in seen:
             return
         seen.add(module)
-        if is_called(module) and not _has_inside(module, at):
+        if is_called(module) and not _has_inside(module, cut_modules):
             found[module] = name
             return
-        for own, child in module._modules.items():
+        for child_name, child in module._modules.items():
             if child is not None:
-                visit(_joined(name, own), child)
+                visit(_joined(name, child_name), child)
 
     visit("", model)
     return {name: module for module, name in found.items()}
 
 
-def _joined(name: str, own: str) -> str:
-    return f"{name}.{own}" if name else own
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
-def _has_inside(module: nn.Module, some: set[nn.Module]) -> bool:
-    return any(inner in some for inner in modules_of(module) if inner is not module)
+def _has_inside(module: nn.Module, cuts: set[nn.Module]) -> bool:
+    return any(inner in cuts for inner in modules_of(module) if inner is not module)
 
 
 def homes(
@@ -192,18 +191,18 @@ def homes(
     """Return the partition in which each layer lives, in the order of ``layers``.
 
     Args:
-        layers: from :func:`layers_of`.
-        cuts: the cuts that they are from.
-        order: the names of layers in the order of their first calls. Those that are missing, which
-            a dry run has not called, live where the layer registered before them does (where none
-            is, the one behind). ``None`` is the order of registration, in which every layer lives
-            where the last cut before it begins.
+        layers: the layers, from :func:`layers_of`.
+        cuts: the cuts that were given to it.
+        order: the names of layers in the order of their first calls. A layer that the dry run has
+            not called lives with the one registered before it (if there is none, behind it).
+            ``None`` takes the order of registration: a layer lives in the partition of the last
+            cut before it.
 
     Raises:
         ValueError: the cuts are not in the order of their first calls, one was never called, or
-            no layer is called before the first.
+            no layer is called before the first cut.
     """
-    begins = {name: j for j, name in enumerate(cuts, 1)}
+    partition_of = {name: j for j, name in enumerate(cuts, 1)}
     if order is None:
         called = list(layers)
     else:
@@ -212,7 +211,7 @@ def homes(
     found: dict[str, int] = {}
     current = 0
     for name in called:
-        current = begins.get(name, current)
+        current = partition_of.get(name, current)
         found[name] = current
     current = next((found[name] for name in layers if name in found), 0)
     for name in layers:
@@ -227,10 +226,10 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
             "the model calls with arguments like these, by module(...) and not by a method of "
             "theirs, and does not skip at random as LayerDrop does"
         )
-    own = [name for name in called if name in cuts]
-    if list(cuts) != own:
+    in_order = [name for name in called if name in cuts]
+    if list(cuts) != in_order:
         raise ValueError(
-            f"cuts must be in the order of their first calls, which is {own}, got {list(cuts)}"
+            f"cuts must be in the order of their first calls, which is {in_order}, got {list(cuts)}"
         )
     if cuts and called[0] == cuts[0]:
         raise ValueError(
@@ -240,38 +239,41 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
 
 
 def glue_homes(
-    model: nn.Module, layers: Mapping[str, nn.Module], cuts: Sequence[str], of: Mapping[str, int]
+    model: nn.Module,
+    layers: Mapping[str, nn.Module],
+    cuts: Sequence[str],
+    layer_homes: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the partitions of the parameters and buffers that are no layer's, by their names.
+    """Return the partition of each parameter and buffer that belongs to no layer, by its name.
 
-    Such a one belongs to a container itself, such as a model's own ``pos_embed``, and is used by
-    glue. When is unknown, so its home is the partition that is current when its container is
-    called; that is 0 for those of the model, and wherever it is used it can be copied to.
+    They belong to containers, such as a model's own ``pos_embed``, and are used by glue at an
+    unknown time. So their home is the partition that is current when their container is called,
+    which is 0 for the model; other partitions can use copies.
 
     Args:
         model, layers, cuts: as in :func:`layers_of` and its result.
-        of: the homes of the layers.
+        layer_homes: the homes of the layers.
     """
-    place = {module: of[name] for name, module in layers.items()}
-    at = {model.get_submodule(name): j for j, name in enumerate(cuts, 1)}
+    home_of = {module: layer_homes[name] for name, module in layers.items()}
+    partition_of = {model.get_submodule(name): j for j, name in enumerate(cuts, 1)}
     found: dict[str, int] = {}
     seen: set[nn.Module] = set()
 
     def visit(name: str, module: nn.Module, home: int) -> None:
-        if module in place or module in seen:
+        if module in home_of or module in seen:
             return
         seen.add(module)
         inside = modules_of(module)
-        first = min((place[inner] for inner in inside if inner in place), default=None)
+        first = min((home_of[inner] for inner in inside if inner in home_of), default=None)
         if first is not None and is_called(module):
-            # Its first partition begins in it, or has begun before.
-            home = first - any(at.get(inner) == first for inner in inside)
-        for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+            # If that partition begins inside the container, its call begins in the one before.
+            home = first - any(partition_of.get(inner) == first for inner in inside)
+        for tensor_name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
-                found[_joined(name, own)] = home
-        for own, child in module._modules.items():
+                found[_joined(name, tensor_name)] = home
+        for child_name, child in module._modules.items():
             if child is not None:
-                visit(_joined(name, own), child, home)
+                visit(_joined(name, child_name), child, home)
 
     visit("", model, 0)
     return found

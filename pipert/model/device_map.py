@@ -1,10 +1,10 @@
-"""Models that came with a ``device_map``: their cuts and devices, and the hooks of accelerate.
+"""Derives cuts and devices from a model's ``device_map``, and removes accelerate's hooks.
 
-``from_pretrained(device_map="auto")`` spreads a model over devices and leaves behind a map, from
-names of modules to devices, and hooks, which copy the arguments of each module to where its
-parameters are. One device computes then, and the others wait. The map says where to cut; the
-hooks have to go, since they would copy on their own. Neither accelerate nor transformers is
-imported here: a model that has hooks has brought what takes them off.
+``from_pretrained(device_map="auto")`` spreads a model over devices. It leaves a map from names of
+modules to devices, and hooks that copy the arguments of each module to its parameters' device. Then
+one device computes while the others wait. The map says where to cut; the hooks have to go, since
+they would copy on their own. Neither accelerate nor transformers is imported here: if a model has
+hooks, the module that removes them is imported already.
 """
 
 from __future__ import annotations
@@ -27,28 +27,27 @@ _MAP = "hf_device_map"
 
 
 def has_device_map(model: nn.Module) -> bool:
-    """Whether the model was loaded with one, or has one inside that was."""
+    """Whether the model, or a module inside it, was loaded with a ``device_map``."""
     return any(vars(module).get(_MAP) for module in model.modules())
 
 
 def cuts_of_device_map(model: nn.Module) -> tuple[list[str], list[torch.device]]:
-    """Return the cuts of a ``device_map``, and the devices of the partitions, one more.
+    """Return the cuts that a ``device_map`` implies, and the device of each partition.
 
-    A cut is where the device changes, in the order in which modules are registered; a module
-    without parameters, such as a rotary table, has nothing that would have to be on a device, and
-    none begins with it. A device comes again if the map comes back to it, as for a head that is
-    tied to the embedding.
+    The model is cut where the device changes, in the order in which modules are registered. A
+    module without parameters, such as a rotary table, needs no device and begins no partition. A
+    device occurs twice if the map returns to it, as for a head that is tied to the embedding.
 
     Args:
-        model: one that was loaded with a ``device_map``, or has one inside, as those of peft do.
+        model: a model that was loaded with a ``device_map``, or contains one, as peft's do.
 
     Raises:
-        ValueError: there is no map, it offloads modules, or leaves out some that have parameters.
+        ValueError: there is no map, or it offloads modules or leaves out some with parameters.
     """
     prefix, owner = _owner(model)
     given: Mapping[str, Device] = getattr(owner, _MAP)
     _refuse_offloading(given)
-    known = dict(model.named_modules())  # a shared module under its first name
+    known = dict(model.named_modules())  # has a shared module under its first name only
     placed = [entry for entry in _entries(prefix, owner, prefix, given, None) if entry[0] in known]
     if missing := [name for name, device in placed if device is None]:
         raise ValueError(f"the device map has no device for {missing}; add them, or pass cuts")
@@ -70,7 +69,7 @@ def _owner(model: nn.Module) -> tuple[str, nn.Module]:
 def _refuse_offloading(given: Mapping[str, Device]) -> None:
     offloaded = {name: device for name, device in given.items() if str(device) in ("cpu", "disk")}
     if len(offloaded) == len(given) and set(map(str, given.values())) == {"cpu"}:
-        return  # not offloaded: computed there
+        return  # the whole model is on CPU, and computed there
     if offloaded:
         names = ", ".join(f"{name!r} to {str(device)!r}" for name, device in offloaded.items())
         raise ValueError(
@@ -83,13 +82,13 @@ def _refuse_offloading(given: Mapping[str, Device]) -> None:
 def _entries(
     name: str, module: nn.Module, prefix: str, given: Mapping[str, Device], device: Device | None
 ) -> Iterator[tuple[str, Device | None]]:
-    """The modules with parameters, as large as the map has them, and their devices.
+    """Yield the modules that the map places, if they have parameters, with their devices.
 
-    Each by the name of the first one inside that can be called, which is mostly itself.
+    A module that cannot be called is represented by the first one inside it that can.
     """
-    own = name[len(prefix) :].removeprefix(".")
-    device = given.get(own, device)
-    inside = [key for key in given if key != own and (key.startswith(f"{own}.") or not own)]
+    key = name[len(prefix) :].removeprefix(".")
+    device = given.get(key, device)
+    inside = [one for one in given if one != key and (one.startswith(f"{key}.") or not key)]
     if inside and module._modules:
         for child_name, child in module._modules.items():
             if child is not None:
@@ -107,14 +106,12 @@ def _parse(device: Device) -> torch.device:
 
 
 def remove_hooks(model: nn.Module) -> None:
-    """Take off accelerate's hooks that move arguments to devices, if there are any.
-
-    Parameters stay where they are.
+    """Remove accelerate's hooks that move arguments to devices. Parameters stay where they are.
 
     Raises:
         ValueError: a hook does something else, such as offloading, which would be lost.
     """
-    hooked = {module: vars(module)["_hf_hook"] for module in _hooked(model)}
+    hooked = {m: vars(m)["_hf_hook"] for m in modules_of(model) if "_hf_hook" in vars(m)}
     if not hooked:
         return
     accelerate: Any = sys.modules["accelerate.hooks"]
@@ -128,10 +125,6 @@ def remove_hooks(model: nn.Module) -> None:
                 )
     accelerate.remove_hook_from_module(model, recurse=True)
     for module in hooked:
-        forward = vars(module).get("forward")  # what accelerate leaves: the method of the class
+        forward = vars(module).get("forward")  # accelerate leaves the class's method, bound
         if getattr(forward, "__func__", None) is type(module).forward:
             del module.forward
-
-
-def _hooked(model: nn.Module) -> list[nn.Module]:
-    return [module for module in modules_of(model) if "_hf_hook" in vars(module)]

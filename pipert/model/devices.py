@@ -1,7 +1,7 @@
 """Chooses the devices a pipe runs on, and the worker of each partition.
 
-A CUDA device has one worker, however many partitions it holds, so its tasks reach the device in
-the clock's order. Every ``cpu`` entry is a *logical device* with a worker of its own, so that
+A CUDA device has one worker, however many partitions it holds, so tasks reach it in the clock's
+order. Every ``cpu`` entry is a *logical device* with a worker of its own, so that
 ``['cpu', 'cpu']`` computes two partitions at once. ``'cpu:0'``, ``'cpu:1'`` and so on name logical
 devices that may hold several partitions, as CUDA devices do.
 """
@@ -25,9 +25,9 @@ def default_devices(partitions: int) -> list[torch.device]:
 
 
 def parse_devices(devices: Iterable[Device]) -> list[torch.device]:
-    """Normalise ``devices``, refusing those that this process cannot use.
+    """Normalise ``devices``, and refuse those that this process cannot use.
 
-    Logical CPU devices are still apart, for :func:`assign_workers`; see :func:`where_tensors_are`.
+    Logical CPU devices stay distinct, for :func:`assign_workers`; see :func:`where_tensors_are`.
     """
     if isinstance(devices, str | torch.device):
         raise TypeError(
@@ -66,13 +66,13 @@ def _parse(device: Device) -> torch.device:
 
 
 def where_tensors_are(devices: Iterable[torch.device]) -> list[torch.device]:
-    """The devices that torch knows: all logical CPU devices are one."""
+    """Return the devices as torch names them: all logical CPU devices are ``cpu``."""
     return [torch.device("cpu") if device.type == "cpu" else device for device in devices]
 
 
 def assign_workers(devices: Sequence[torch.device]) -> list[int]:
-    """The worker of each partition: shared for one device, its own for each plain ``'cpu'``."""
-    # Each plain 'cpu' is like no other.
+    """Return the worker of each partition: one for each device, and for each plain ``'cpu'``."""
+    # An object() is equal to no other, so each plain 'cpu' gets a number of its own.
     logical = [object() if device == torch.device("cpu") else device for device in devices]
     numbers = {device: k for k, device in enumerate(dict.fromkeys(logical))}
     return [numbers[device] for device in logical]

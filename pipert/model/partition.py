@@ -1,4 +1,4 @@
-"""A partition: consecutive layers, which a pipe calls one by one."""
+"""``Partition``: consecutive layers, which a pipe calls one by one."""
 
 from __future__ import annotations
 

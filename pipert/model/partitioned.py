@@ -1,7 +1,7 @@
 """``Partitioned``: an ``nn.Sequential`` that is split and placed, and still looks like one.
 
-This is all of its pipe that does not run anything: layers, devices, hooks, what it shares with the
-module that it was made of.
+This is the part of a pipe that runs nothing: layers, devices, hooks, and the state that it shares
+with the module it was made of.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
 
-# The hooks of the wrapped module that a call of the pipe must run.
+# Attributes of the wrapped module with hooks that a call of the pipe must run.
 _SHARED_WITH_MODULE = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -72,10 +72,10 @@ class Partitioned(Placed):
         self.__dict__["_hooked"] = module
 
     def _layers_changed(self) -> None:
-        """Called after a layer was replaced."""
+        """Take note that a layer was replaced; overridden by the pipe."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A layer may have any name, even that of a setting, and must not shadow it.
+        # A layer may be named like a setting, and must not shadow it.
         if name in self._own:
             object.__setattr__(self, name, value)
         elif isinstance(value, nn.Module):
@@ -97,7 +97,7 @@ class Partitioned(Placed):
             verify_skippables(whole)
             check_batch_norm(module, self._deferred_batch_norm)
             partitions = split(whole, self._balance)
-            place(partitions, self._devices)  # all of them: a shared parameter's home may change
+            place(partitions, self._devices)  # all, since a shared parameter's home may change
             for partition in self._partitions:
                 if name in partition._modules:
                     partition._modules[name] = self._modules[name] = module
@@ -110,7 +110,7 @@ class Partitioned(Placed):
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """The kind of backward hooks registered with the module or the pipe."""
+        """Whether backward hooks of the pipe or the module are full ones; ``None`` without any."""
         own: bool | None = self.__dict__["_full_backward_hook"]
         module = self.__dict__.get("_hooked")
         return own if own is not None or module is None else module._is_full_backward_hook

@@ -1,4 +1,4 @@
-"""``Placed``: the settings of a pipe, and the devices that its model is on."""
+"""``Placed``: the settings of a pipe, and the devices of its model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__: list[str] = []
 
 
 class Placed(nn.Module):
-    """A model that is split and placed: all of a pipe that does not run anything."""
+    """A model that is split and placed: the part of a pipe that runs nothing."""
 
-    # What is set on this object itself, and is no layer.
+    # Attributes that are set on the object itself, since they are no layers.
     _own = frozenset(
         {
             "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
@@ -50,7 +50,7 @@ class Placed(nn.Module):
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         self._chunks = check_chunks(chunks)
-        begin_numbers(self._chunks)  # what the caller does before the first call comes before turns
+        begin_numbers(self._chunks)  # nodes made before the first call get numbers above all turns
 
     @property
     def checkpoint(self) -> str:
@@ -59,7 +59,7 @@ class Placed(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str | None) -> None:
-        self._checkpoint = check_checkpoint(checkpoint)  # None: not chosen
+        self._checkpoint = check_checkpoint(checkpoint)  # None if the user has not chosen
 
     @property
     def timeout(self) -> float | None:
@@ -76,7 +76,7 @@ class Placed(nn.Module):
         return self._deferred_batch_norm
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and the like."""
+        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and similar methods."""
         for device in set(self._devices):
             moved = fn(torch.empty(0, device=device)).device
             if moved != device:
@@ -89,7 +89,7 @@ class Placed(nn.Module):
         return self
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """torch.jit.script asks for what to compile."""
+        """Refuse ``torch.jit.script``, which calls this before it compiles."""
         raise not_traced("torch.jit.script")
 
     def extra_repr(self) -> str:

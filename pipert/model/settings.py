@@ -1,4 +1,4 @@
-"""The settings of a pipe and of its calls, checked when they are given."""
+"""Checks the settings of a pipe and of its calls when they are given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODES = ("always", "except_last", "never")
 
 
 def check_chunks(chunks: Any) -> int:
-    """Return a number of micro-batches, which must be positive and whole."""
+    """Return the number of micro-batches; refuse it unless it is positive and whole."""
     number = whole(chunks, "chunks", _ADVICE)
     if number < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
@@ -30,19 +30,19 @@ _ADVICE = (
 
 
 def check_checkpoint(checkpoint: Any) -> str | None:
-    """Return which micro-batches are recomputed, one of the modes; ``None`` for no choice."""
+    """Return the checkpoint mode, or ``None`` for no choice; refuse anything else."""
     if checkpoint is not None and str(checkpoint) not in _MODES:
         raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
     return None if checkpoint is None else str(checkpoint)
 
 
 def recomputed(checkpoint: str, m: int) -> int:
-    """Count the micro-batches, from the first, that are recomputed of ``m``."""
+    """Return how many of ``m`` micro-batches, counted from the first, are recomputed."""
     return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
 
 
 def whole(number: Any, what: str, advice: str = "") -> int:
-    """``number``, which must be whole, as an integer."""
+    """Return ``number`` as an integer; refuse it unless it is whole."""
     try:
         whole = int(number)
         if isinstance(number, str) or whole == number:
@@ -54,7 +54,7 @@ def whole(number: Any, what: str, advice: str = "") -> int:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """A positive time limit in seconds; ``None`` for none, and for what no lock can wait for."""
+    """Return the time limit in seconds; ``None`` for none, or for more than a lock can wait."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -68,10 +68,12 @@ def check_timeout(timeout: Any) -> float | None:
 def refuse_keywords_of(
     layer: nn.Module | None, given: Mapping[str, object], positional: int = 0
 ) -> None:
-    """Refuse what is ``given`` to the call itself where the first layer takes a keyword of the same
-    name; ``None`` is not given.
+    """Refuse a keyword of the call that the first layer takes as well.
 
-    Of the layer's parameters the first ``positional`` are there by position.
+    Args:
+        layer: the first layer.
+        given: the call's own keyword arguments; ``None`` counts as not given.
+        positional: how many of the layer's arguments are given by position.
     """
     names = [name for name, value in given.items() if value is not None]
     if layer is None or not names:

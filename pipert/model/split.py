@@ -1,7 +1,7 @@
 """Splits a Sequential into partitions and places them on devices.
 
-Layers remain the same objects under the same names, so parameters keep their identity and
-the ``state_dict`` its keys, whatever the balance.
+Layers remain the same objects under the same names, so parameters keep their identity and the
+``state_dict`` its keys, whatever the balance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def check_module(module: Any) -> None:
                 f"{kind.__qualname__} overrides {name}, which a pipe would never call; make what "
                 "it does a layer of a plain nn.Sequential"
             )
-    own = [name for of in (module._parameters, module._buffers) for name in of]
+    own = [*module._parameters, *module._buffers]
     if own:
         raise TypeError(
             f"the module has {own} of its own, which belong to no layer and would be missing from "
@@ -42,7 +42,7 @@ def check_module(module: Any) -> None:
 
 
 def require_balance(balance: Any) -> Iterable[int]:
-    """Return the balance, which a pipe cannot go without."""
+    """Return the balance, which is required; refuse anything that cannot be one."""
     if balance is None:
         raise ValueError(
             "balance is required: how many layers each partition takes, one entry for each "
@@ -54,7 +54,7 @@ def require_balance(balance: Any) -> Iterable[int]:
 
 
 def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -> None:
-    """Refuse a balance that does not fit the module, or that many devices."""
+    """Refuse a balance that does not fit the module or the number of devices."""
     layers = len(module)
     advice = balance_advice(min(layers, max(1, len(balance)))) if layers else ""
     if any(count <= 0 for count in balance):
@@ -72,7 +72,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -
 
 
 def balance_advice(partitions: int) -> str:
-    """Explains how to obtain a balance, for the end of an error."""
+    """Explains how to obtain a balance, as the end of an error message."""
     return (
         ". To have the layers measured:\n\n"
         "    from pipert.balance import balance_by_time\n"
@@ -99,7 +99,7 @@ def sequential(
     training: bool = True,
     kind: type[nn.Sequential] = nn.Sequential,
 ) -> nn.Sequential:
-    """Makes a ``kind`` of these layers under these names."""
+    """Makes a ``kind`` of Sequential with these layers under these names."""
     module = kind()
     # add_module refuses names that are attributes, such as a layer called 'train'.
     module._modules.update(layers)  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def sequential(
 
 
 def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) -> None:
-    """Move each partition to its device. A shared parameter goes to the first user's device.
+    """Move each partition to its device; a shared parameter to the first one that uses it.
 
     State that several partitions cannot share is refused before anything moves.
     """
@@ -125,7 +125,7 @@ def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) 
 
 
 def move(module: nn.Module, name: str, device: torch.device) -> None:
-    """Move a parameter or buffer of ``module`` itself, and its gradient."""
+    """Move a parameter, with its gradient, or a buffer that belongs to ``module`` itself."""
     parameter = module._parameters.get(name)
     if parameter is None:
         buffer = module._buffers[name]

@@ -93,6 +93,13 @@ def test_buffers_and_random_numbers_are_as_before() -> None:
     assert torch.get_rng_state().equal(state)
 
 
+def test_a_sparse_buffer_is_as_before() -> None:
+    model = Backwards()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse())
+    assert order(model, X) == CALLED
+    assert torch.equal(model.get_buffer("adjacency").to_dense(), torch.eye(3))
+
+
 def test_what_a_forward_that_fails_has_changed_is_put_back() -> None:
     model = Backwards()
     with pytest.raises(TypeError, match="scales") as error:

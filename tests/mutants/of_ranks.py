@@ -35,12 +35,12 @@ BREAKAGES = [
     Mutant(
         "meeting-updates-statistics", MEETING,
         "the micro-batch that is passed first to see shapes moves running statistics",
-        "with _buffers_kept(module), unsynchronized", "with unsynchronized", FEATURES,
+        "with unchanged(module), unsynchronized", "with unsynchronized", FEATURES,
     ),
     Mutant(
         "meeting-changes-the-input", MEETING,
         "a first layer that works in place changes its input twice at a new shape",
-        "[_copied(moved(running.inputs[i], device))", "[moved(running.inputs[i], device)", EQUALITY,
+        "moved(running.inputs[i], device, copy=True)", "moved(running.inputs[i], device)", EQUALITY,
     ),
     Mutant(
         "next-mini-batch-in-the-outputs", PREPARED,
@@ -50,7 +50,7 @@ BREAKAGES = [
     Mutant(
         "split-where-weights-are-lost", "pipert/distributed/halves.py",
         "weights that are on no way from an input get no gradient, or a part, where B is split",
-        "return root in between and _has_one_place_each(between)", "return True",
+        "return root in between and _has_one_branch_point_each(between)", "return True",
         ("tests/distributed/test_split_backward.py",),
     ),
     Mutant(
@@ -61,7 +61,7 @@ BREAKAGES = [
     Mutant(
         "another-call-taken-for-this", AGREEMENT,
         "a rank that calls grad_norm() alone is taken to begin the mini-batch of the others",
-        'self.require_same("call", [begun for begun, _, _ in found])', "pass", FAULTS,
+        'self.require_same("call", [begun for begun, _, _ in reports])', "pass", FAULTS,
     ),
     Mutant(
         "arriving-leaf-changed-in-place", STAGES,
@@ -91,7 +91,7 @@ BREAKAGES = [
     Mutant(
         "kinds-of-one-replica", PREPARED,
         "replicas meet other micro-batches, and wait for each other's collectives",
-        "for of in looks for look in of", "for of in [mine] for look in of", REPLICAS,
+        "for each in signatures for one in each", "for each in [mine] for one in each", REPLICAS,
     ),
     Mutant(
         "forward-drops-gradients", RUNTIME,
