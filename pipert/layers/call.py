@@ -202,32 +202,19 @@ class Layers:
         on_worker: bool,
     ) -> None:
         """Like :meth:`recompute`, but ``begin`` returns the function that computes the output."""
-        told, action = self._told, Action(RECOMPUTE, i, self._place.j)
+        told, context, action = self._told, self._context, Action(RECOMPUTE, i, self._place.j)
         told.count_recomputation()
-        if not told.looks:
-            self._again(action, begin, check, on_worker)
-            return
-        with told.recomputing(action, self._place.device):
-            self._again(action, begin, check, on_worker)
-
-    def _again(
-        self,
-        action: Action,
-        begin: Callable[[], Callable[[], Value]],
-        check: Callable[[Value], None],
-        on_worker: bool,
-    ) -> None:
-        context = self._context
-        try:
-            if on_worker:
-                y = self._compute_again(begin)
-            else:
-                with context.on_any_thread():
-                    y = context.variables.copy().run(self._compute_again, begin)
-            check(y)
-        except BaseException as error:
-            self._place.note(error, action)
-            raise
+        with told.recomputing(action, self._place.device) if told.looks else _NOTHING:
+            try:
+                if on_worker:
+                    y = self._compute_again(begin)
+                else:
+                    with context.on_any_thread():
+                        y = context.variables.copy().run(self._compute_again, begin)
+                check(y)
+            except BaseException as error:
+                self._place.note(error, action)
+                raise
 
     def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
         assert self._snapshot is not None
@@ -247,16 +234,18 @@ class Layers:
 
     def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
         """Return the note for an error that ``layer`` raised: where it was, and its input."""
-        action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
         given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
-        return f"{self._place.describe(action, f', {layer}')}, input {describe(given)}"
+        where = self._place.describe(self._current_action(i), f", {layer}")
+        return f"{where}, input {describe(given)}"
+
+    def _current_action(self, i: int) -> Action:
+        return Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
-        action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
         layers = [describe_layer(*item) for item in self._partition._modules.items()]
         if done == len(layers):  # an interrupt after the last one
-            return self._place.describe(action)
-        note = f"{self._place.describe(action, f', {layers[done]}')}, input {describe(value)}"
+            return self._place.describe(self._current_action(i))
+        note = self.note_of_call(i, layers[done], (value,), {})
         before = layers[done - 1] if done else self._place.before
         if value is not None or not before:
             return note
