@@ -105,10 +105,8 @@ class Checkpoint:
 
     def recompute(self) -> None:
         """Recompute what the imminent backward needs."""
-        if not self._is_pair or not torch.is_grad_enabled():  # else it makes another graph (rule 2)
-            self._recompute()
-
-    def _recompute(self) -> None:
+        if self._is_pair and torch.is_grad_enabled():
+            return  # the backward computes the task once more (rule 2)
         if self._whole is None:
             self.refill(False)
         elif self._graph is None if self._is_pair else not self._saved:
@@ -128,14 +126,13 @@ class Checkpoint:
         self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
     ) -> list[Tensor | None]:
         """Return the ``needed`` gradients of inputs and leaves, given those of the outputs."""
-        create_graph = torch.is_grad_enabled()
-        if self._graph is None and not create_graph:  # a second backward
-            self._recompute()
+        if self._graph is None:  # a second backward
+            self.recompute()
         graph, self._graph = self._graph, None
         for leaf in leaves:
             if leaf._backward_hooks:  # registered since the forward
                 _hide_partial_gradients(leaf._backward_hooks)
-        gate = Gate()
+        gate, create_graph = Gate(), torch.is_grad_enabled()
         if create_graph:
             connect = partial(connect_inputs, gate, self._xs)
             graph = self._one(lambda: self._again.compute(False, connect))

@@ -61,14 +61,11 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
     Raises:
         ValueError: a compiled or scripted layer uses a parameter that lives on another device.
     """
-    of_others = set(weights)
-    for name, layer in partition.named_children() if weights else ():
-        if is_compiled(layer) and not of_others.isdisjoint(layer.parameters()):
-            raise ValueError(
-                f"layer {name!r} is compiled or scripted and uses a parameter that lives on "
-                "another device, so it cannot receive the copy; choose a balance that puts the "
-                "layers that share it on one device, or leave this layer uncompiled"
-            )
+    _refuse_compiled(
+        partition, weights,
+        "uses a parameter that lives on another device, so it cannot receive the copy; choose a "
+        "balance that puts the layers that share it on one device, or leave this layer uncompiled",
+    )  # fmt: skip
 
 
 def hooked(partition: nn.Module, others: Weights) -> Weights:
@@ -86,14 +83,18 @@ def hooked(partition: nn.Module, others: Weights) -> Weights:
             if weight is not None and weight._backward_hooks:
                 found[weight] = None
     weights = tuple(weight for weight in found if weight not in set(others))
+    _refuse_compiled(
+        partition, weights,
+        "has a parameter with a hook, which cannot be replaced; use "
+        "register_post_accumulate_grad_hook instead, or leave this layer uncompiled",
+    )  # fmt: skip
+    return weights
+
+
+def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> None:
     for name, layer in partition.named_children() if weights else ():
         if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
-            raise ValueError(
-                f"layer {name!r} is compiled or scripted and has a parameter with a hook, which "
-                "cannot be replaced; use register_post_accumulate_grad_hook instead, or "
-                "leave this layer uncompiled"
-            )
-    return weights
+            raise ValueError(f"layer {name!r} is compiled or scripted and {problem}")
 
 
 class Substitute(TorchFunctionMode):
