@@ -38,14 +38,16 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(grad for grad in grads if grad is not None)
-        if ctx.back[1] is not None and any(map(_is_shared, given)):
-            given = _cloned(given, ctx.back[1])
+        reader = ctx.back[1]
+        if reader is not None and any(map(_is_shared, given)):
+            given = tuple(map(Tensor.clone, given))
+            streams.wait(reader, streams.compute_stream(given[0].device))
         moved = streams.copy(given, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
-        copied, reader = iter(moved), ctx.back[1]
         if reader is not None and given:
             _at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))
+        copied = iter(moved)
         return (None, None, None, None, *[None if g is None else next(copied) for g in grads])
 
 
@@ -59,13 +61,6 @@ def _is_shared(gradient: Tensor) -> bool:
     found: Any = gradient
     users: int = torch._C._storage_Use_Count(found.untyped_storage()._cdata)  # this counts as one
     return users > 2 or bool(found._use_count() > 1)
-
-
-def _cloned(gradients: Tensors, reader: Stream) -> Tensors:
-    """Clone ``gradients``, and make ``reader`` wait for the clones."""
-    clones = tuple(map(Tensor.clone, gradients))
-    streams.wait(reader, streams.compute_stream(clones[0].device))
-    return clones
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:

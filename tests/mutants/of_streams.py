@@ -91,7 +91,7 @@ MUTANTS = [
     ),
     Mutant(
         "own-gradient-not-awaited", TRANSFER, "the wait for that memory before it is copied",
-        "streams.wait(reader, streams.compute_stream(clones[0].device))", "pass",
+        "streams.wait(reader, streams.compute_stream(given[0].device))", "pass",
     ),
     Mutant(
         "graph-copy-swapped", TRANSFER, "source and target of a copy in the graph: swapped",
