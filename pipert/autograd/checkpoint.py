@@ -153,6 +153,7 @@ class Checkpoint:
         return [next(found) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
+        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 5)."""
         if number not in self._saved:
             if self._recording:
                 refuse(number)

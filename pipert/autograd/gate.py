@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class Gate:
-    """Whether gradients pass from a task to the graph before it. Closed at first."""
+    """A switch for gradients that pass from a task to the graph before it. Closed at first."""
 
     __slots__ = ("is_open",)
 
@@ -23,10 +23,11 @@ class Gate:
 
 
 class _Gate(torch.autograd.Function):
-    """Connects inputs under ``create_graph``. The gate opens when the task's gradients are known.
+    """A connection of inputs that passes gradients when the gate is open.
 
-    The graph before the task may lead to the task's own leaves and inputs, such as a tied weight.
-    Their gradients along those paths are not this task's to compute.
+    It opens when the task's gradients are known: the graph before the task may lead to the task's
+    own leaves and inputs, such as a tied weight, and gradients along those paths are not this
+    task's to compute.
     """
 
     @staticmethod
@@ -50,7 +51,7 @@ _apply_gate = applied(_Gate)
 
 
 class _Proxy(torch.autograd.Function):
-    """Replaces a tensor in the graph by one of the same shape that takes no memory."""
+    """A placeholder for a tensor in the graph, of the same shape, that takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

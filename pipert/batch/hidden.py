@@ -33,7 +33,7 @@ __all__: list[str] = []
 _LIMIT = 10_000  # parts of objects
 
 CLOSED_TO_GRAPHS = (type, nn.Module, ModuleType, Tensor)
-"""Types that hide no tensor of a graph. Functions may: they carry what they have bound."""
+"""Types that hide no tensor of a graph. Functions may, in closures and bound objects."""
 
 CLOSED = (*CLOSED_TO_GRAPHS, FunctionType, BuiltinFunctionType, MethodType)
 """Types that are not searched by default. The tensors of a function need not be rows."""

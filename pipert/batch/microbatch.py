@@ -30,7 +30,7 @@ __all__ = ["Replicate"]
 
 
 class Arguments(NamedTuple):
-    """The arguments of a first layer that has others than a single positional one.
+    """The first layer's arguments, if they are not a single positional one.
 
     >>> sample = Arguments((x, mask), {"scale": s})  # doctest: +SKIP
     """
@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
 
 
 class Replicate:
-    """Marks an argument that goes whole to each micro-batch instead of being split.
+    """An argument that goes whole to each micro-batch instead of being split.
 
     Args:
         value: a tensor, or any pytree.
@@ -58,7 +58,7 @@ class Replicate:
 
 
 class _Scatter(torch.autograd.Function):
-    """Splits a tensor; the backward concatenates the gradients of the slices once.
+    """A split of a tensor, whose backward concatenates the gradients of the slices once.
 
     ``Tensor.split`` would forbid in-place operations on its results, and the backward of slicing
     would make a tensor of the whole batch for each micro-batch.

@@ -46,7 +46,7 @@ def select(
         unflatten = partial(pytree.tree_unflatten, treespec=spec)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
-    numbers: Sequence[int] | None = None  # for each place, which of the selected tensors is there
+    numbers: Sequence[int] | None = None  # for each place, the index of its tensor in ``selected``
     if len(set(map(id, selected))) < len(selected):
         numbers, selected = _without_duplicates(selected)
     for k in places:

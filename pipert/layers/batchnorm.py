@@ -153,7 +153,7 @@ def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
 
 
 class _Collect(TorchFunctionMode):
-    """Records the statistics that layers compute in one task, and leaves their buffers alone."""
+    """A function mode that records the statistics of one task and leaves the buffers alone."""
 
     def __init__(self, stats: PartitionStats, deferring: bool = True) -> None:
         super().__init__()

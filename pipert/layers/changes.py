@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that change buffers.
+    """A dispatch mode that refuses operations which change buffers.
 
     Args:
         buffers: the buffers and their names, by the :func:`place_of` their data.

@@ -115,7 +115,7 @@ class Key:
 
 
 def _let_higher_order_pass(key: Any) -> None:
-    """Let Python's operators pass, such as ``torch.cond``, which keep their own lists of keys."""
+    """Let higher-order operators pass, such as ``torch.cond``; each keeps its own list of keys."""
     operators: Any = torch._ops
     operators._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for operator in list(operators._higher_order_ops.values()):

@@ -22,12 +22,12 @@ SLOT = "_compiled_call_impl"
 
 
 class Interceptor(Protocol):
-    """Receives the intercepted calls of a thread."""
+    """The receiver of a thread's intercepted calls."""
 
     def call(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Return the result of the module, which ``call`` would call."""
+        """Return what the module returns; ``call`` calls it without intercepting it again."""
 
 
 class _Thread(threading.local):

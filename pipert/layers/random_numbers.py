@@ -158,11 +158,7 @@ def next_seed() -> int:
 
 
 class GivenSeed(RunSeed):
-    """A seed agreed on with other processes. Drawing still advances the generator.
-
-    Args:
-        number: the seed.
-    """
+    """A seed agreed on with other processes. Drawing still advances the generator."""
 
     __slots__ = ()
 

@@ -98,7 +98,7 @@ def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> No
 
 
 class Substitute(TorchFunctionMode):
-    """Passes ``copies`` to the torch functions called with ``weights``.
+    """A function mode that passes ``copies`` to the torch functions called with ``weights``.
 
     Args:
         weights: parameters.
