@@ -132,8 +132,7 @@ class Layers:
             value: the input.
         """
         if checkpointed:
-            if self._snapshot is None:
-                self.take_snapshot()
+            self.take_snapshot()
             _checkpointing.set(True)
         store = None
         if self._skips is not None:

@@ -81,11 +81,11 @@ def _needs_default(operation: Any) -> bool:
 
 
 def _adding_generator(operation: Operation) -> Operation:
-    """Makes a kernel that calls ``operation`` with a generator, given last or by name."""
+    """Makes a kernel that adds a generator to calls of ``operation``, which accepts one."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         given = kwargs.pop("generator", None)
-        if args and isinstance(args[-1], torch.Generator):
+        if args and isinstance(args[-1], torch.Generator):  # it comes last, or by name
             args, given = args[:-1], args[-1]
         with DRAWING.excluded():
             device = _device_of(args, kwargs)

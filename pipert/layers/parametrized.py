@@ -19,9 +19,10 @@ __all__: list[str] = []
 
 def compute_cached(partitions: Iterable[nn.Module]) -> None:
     """Compute all parametrized weights if they are being cached."""
-    if parametrize._cache_enabled:
-        for partition in partitions:
-            for module in modules_of(partition):
-                if parametrize.is_parametrized(module):
-                    for name, _ in module.get_submodule("parametrizations").named_children():
-                        getattr(module, name)
+    if not parametrize._cache_enabled:
+        return
+    for partition in partitions:
+        for module in modules_of(partition):
+            if parametrize.is_parametrized(module):
+                for name, _ in module.get_submodule("parametrizations").named_children():
+                    getattr(module, name)
