@@ -1,8 +1,7 @@
-"""The autograd nodes of an action. Nothing here knows threads, workers or partitions.
+"""The autograd nodes of an action. Nothing here knows about threads, workers or partitions.
 
-``order`` orders tasks, ``transfer`` moves tensors between devices on the ``streams`` for copies,
-``checkpoint`` trades memory for recomputation, ``leaves`` keeps functions from deadlocking on a
-leaf.
+``order`` orders tasks, ``transfer`` moves tensors between devices on the copy ``streams``,
+``checkpoint`` trades computation for memory, ``leaves`` keeps functions from deadlocking on a leaf.
 """
 
 from __future__ import annotations

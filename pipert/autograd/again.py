@@ -1,19 +1,19 @@
-"""Computing again: from ``F[i,j]``, whose graph saves nothing, to the graph of ``R[i,j]``.
+"""Recomputes a task: from ``F[i,j]``, whose graph saves no tensors, to the graph of ``R[i,j]``.
 
-The non-reentrant way to checkpoint keeps the graph of the forward without its data, and fills the
-data in when it is computed again: a Python object is made, filled and read for each saved tensor,
-which costs as much as a small operation does. So:
+The standard non-reentrant checkpoint keeps the graph of the forward without its saved tensors, and
+the recomputation fills them in. It creates, fills and reads a Python object per saved tensor, which
+costs as much as a small operation. So:
 
 1. ``F[i,j]`` runs with grad enabled, as layers expect, and its graph saves numbers in place of
-   tensors. What stays are the inputs.
-2. ``R[i,j]`` computes them again, as ``F`` of a micro-batch that is not checkpointed, and keeps the
-   graph. ``B[i,j]`` differentiates that.
-3. ``R`` must do what ``F`` did. That its outputs are alike and that it has made as many nodes costs
-   nothing to know. Where the number differs, ``R`` runs once more to count what it saves: a
-   compiler or a cache has more to do the first time, and saves the same.
+   tensors. Only the inputs are kept.
+2. ``R[i,j]`` computes the task again, exactly like ``F`` of a micro-batch that is not checkpointed,
+   and keeps the graph. ``B[i,j]`` differentiates it.
+3. ``R`` must do what ``F`` did. Comparing the shapes and dtypes of the outputs and the number of
+   nodes costs nothing. Where the number of nodes differs, ``R`` runs once more to count the tensors
+   it saves: a compiler or a cache does more work the first time, but saves the same tensors.
 4. The inputs are kept as they were before the partition ran: the layers get copies, so that an
-   in-place first layer cannot corrupt them. If anything else has changed them they are refused, as
-   autograd does.
+   in-place first layer cannot corrupt them. An input that anything else has changed is refused, as
+   autograd would.
 """
 
 from __future__ import annotations
@@ -38,75 +38,75 @@ from pipert.errors import RecomputationError
 __all__: list[str] = []
 
 Edges = tuple[GradientEdge, ...]
-Look = tuple[torch.Size, torch.dtype]
+Signature = tuple[torch.Size, torch.dtype]
 Replay = Callable[[Callable[[], Value], Callable[[Value], None], bool], None]
 
 
 class Graph(NamedTuple):
-    """A graph within one stage: its two ends, and no values, which may be large.
+    """The two ends of a graph within one stage, without the values there, which may be large.
 
-    What the backward reads of the inputs and outputs themselves, the graph has saved.
+    Whatever the backward needs of those values, the graph has saved.
     """
 
     xs: Edges
-    """Inputs that want a gradient, those of arriving skips behind those of the value."""
+    """The differentiable inputs; those of arriving skips follow those of the value."""
     ys: Edges
-    """Outputs that get one, those of leaving skips behind those of the value; or the loss."""
+    """The differentiable outputs; those of leaving skips follow those of the value. Or the loss."""
 
 
 def edges_of(tensors: Tensors) -> Edges:
-    """Where they are in the graph, which stays alive without them."""
+    """Return the tensors' positions in the graph, which keep it alive without the tensors."""
     return tuple([order.edge_of(tensor) for tensor in tensors])
 
 
 class First(NamedTuple):
-    """What came out of a computation the first time."""
+    """The result of a task's first computation."""
 
     xs: Tensors
-    """Inputs that want a gradient."""
+    """The differentiable inputs."""
     begins: list[Node]
-    """Of each the node behind which the graph begins."""
+    """For each of them, the node at which the task's graph begins."""
     ys: Tensors
-    """Outputs that get one."""
+    """The differentiable outputs."""
     rebuild: Callable[[Tensors], Value]
-    """Puts others in their place in the output."""
+    """Returns the output with ``ys`` replaced by other tensors."""
     nodes: range
-    """The numbers of the nodes that it has made."""
+    """The numbers of the nodes that the task created."""
 
 
 class Again:
-    """What it takes to compute one task again. References no run, no thread and no graph.
+    """All that is needed to compute one task again. References no run, no thread and no graph.
 
     Args:
-        replay: puts on the context of the first time, grad enabled included, asks the first
-            function it is given for the input value, computes the task again with the same random
-            numbers, and calls the second with the output; the flag says whether it is on a worker,
-            under the context already.
-        hooks: the saved-tensor hooks ``(pack, unpack)`` of the caller, which see what ``R`` saves.
+        replay: restores the context of the first computation, grad mode included, gets the input
+            value from its first argument, computes the task again with the same random numbers,
+            and passes the output to its second argument; the flag says whether it is called on a
+            worker, where the context is already in place.
+        hooks: the caller's saved-tensor hooks ``(pack, unpack)``, which see what ``R`` saves.
     """
 
     __slots__ = (
-        "__weakref__", "_looks", "_nodes", "_rebuild", "_do", "_tensors", "_versions",
+        "__weakref__", "_nodes", "_rebuild", "_replay_task", "_signatures", "_tensors", "_versions",
         "_wanting", "hooks", "saves",
     )  # fmt: skip
 
     def __init__(self, replay: Replay | None, hooks: Hooks) -> None:
-        self._do = replay
+        self._replay_task = replay
         self.hooks = hooks
 
     def first(self, compute: Callable[[Value], Value], value: Value, unpack: Hook) -> First:
-        """Compute the first time, and save nothing.
+        """Compute the task for the first time, saving no tensors.
 
         Args:
             compute: computes the task.
             value: the input, any pytree.
-            unpack: gets the number of a saved tensor, if the graph is gone through after all.
+            unpack: receives the number of a saved tensor if a backward reads this graph after all.
         """
         tensors, self._rebuild = tensors_of(value)
         self._wanting = []
-        own, xs, begins = self._keep(tensors), list[Tensor](), list[Node]()
+        given, xs, begins = self._keep(tensors), list[Tensor](), list[Node]()
         for k, tensor in enumerate(tensors):
-            if (node := own[k].grad_fn) is not None:
+            if (node := given[k].grad_fn) is not None:
                 self._wanting.append(k)
                 xs.append(tensor)
                 begins.append(node)
@@ -115,25 +115,26 @@ class Again:
         before = node_count()
         with torch.autograd.graph.saved_tensors_hooks(forget, unpack):
             try:
-                y = compute(self._rebuild(tuple(own)))
+                y = compute(self._rebuild(tuple(given)))
             except RuntimeError as error:
                 refuse_transform(error)
                 raise
         nodes = range(before, node_count())
         ys, rebuild = differentiable(y)
-        self._nodes, self.saves, self._looks = len(nodes), next(saved), list(map(_look, ys))
+        self._nodes, self.saves = len(nodes), next(saved)
+        self._signatures = list(map(_signature, ys))
         return First(tuple(xs), begins, ys, rebuild, nodes)
 
     def connections(self, xs: Tensors) -> Tensors:
-        """What is kept of inputs that want a gradient, for the sake of their graph."""
+        """Return the tensors that keep the task connected to the graph of its inputs ``xs``."""
         return xs
 
     def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
-        """Return the input with copies, no leaves, which layers may change in place.
+        """Return the input with non-leaf copies of its tensors, which layers may change in place.
 
         Args:
-            begin: begins the graph, from detached tensors that want a gradient; ``None``: they are
-                its leaves.
+            begin: begins the graph with the detached differentiable inputs; by default they are
+                leaves of it.
 
         Raises:
             RuntimeError: an input was changed in place.
@@ -149,31 +150,31 @@ class Again:
         return self._rebuild(self._given(tensors))
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
-        """Keep the inputs as they are now; return what the layers get, which is no leaf."""
-        self._tensors, self._versions, own = [], [], []
+        """Keep the inputs as they are now; return the non-leaf tensors to give the layers."""
+        self._tensors, self._versions, given = [], [], []
         for tensor in tensors:
             self._tensors.append(tensor.detach())
-            self._versions.append(-1 if tensor.is_inference() else tensor._version)
-            own.append(tensor.clone())
-        return own
+            self._versions.append(version(tensor))
+            given.append(tensor.clone())
+        return given
 
     def _kept(self) -> list[Tensor]:
-        """The inputs, without a graph."""
+        """Return the kept inputs, detached; refuse any that was changed in place."""
         for tensor, before in zip(self._tensors, self._versions, strict=True):
             refuse_changed(tensor, before)
         return [tensor.detach() for tensor in self._tensors]
 
     def _given(self, tensors: Sequence[Tensor]) -> Tensors:
-        """What the layers get when they compute again."""
+        """Return the tensors to give the layers in a recomputation."""
         return tuple(map(Tensor.clone, tensors))
 
     def compute(
         self, on_worker: bool, begin: Callable[[Tensors], Tensors] = order.enter
     ) -> Graph:
-        """Compute again, and return the graph.
+        """Compute the task again and return its graph.
 
         Raises:
-            RecomputationError: the layers have done something else than the first time.
+            RecomputationError: the layers did something else than the first time.
         """
         xs: Edges = ()
         ys: Edges = ()
@@ -196,14 +197,16 @@ class Again:
         with contextlib.nullcontext() if on_worker else without_hooks():
             self._replay(enter, leave, on_worker)
         if nodes != self._nodes:
-            self._count_what_is_saved(on_worker)
+            self._compare_saved_counts(on_worker)
         return Graph(xs, ys)
 
     def saved(self, on_worker: bool) -> dict[int, tuple[Any, int]]:
-        """Compute again, and return what it saves, by number: packed by the caller, and versions.
+        """Compute the task again and return the tensors it saves, by number, with their versions.
+
+        If the caller has saved-tensor hooks, the tensors are packed by them.
 
         Raises:
-            RecomputationError: the layers have done something else than the first time.
+            RecomputationError: the layers did something else than the first time.
         """
         found: dict[int, tuple[Any, int]] = {}
 
@@ -222,10 +225,10 @@ class Again:
     def _replay(
         self, get_value: Callable[[], Value], check: Callable[[Value], None], on_worker: bool
     ) -> None:
-        assert self._do is not None
-        self._do(get_value, check, on_worker)
+        assert self._replay_task is not None
+        self._replay_task(get_value, check, on_worker)
 
-    def _count_what_is_saved(self, on_worker: bool) -> None:
+    def _compare_saved_counts(self, on_worker: bool) -> None:
         saved = count()
 
         def check(_: Value) -> None:
@@ -239,11 +242,11 @@ class Again:
             self._replay(self.fresh, check, on_worker)
 
     def _check(self, outputs: Tensors) -> None:
-        if list(map(_look, outputs)) != self._looks:
-            looks = [f"{str(dtype)[6:]}{list(shape)}" for shape, dtype in self._looks]
+        if list(map(_signature, outputs)) != self._signatures:
+            before = [f"{str(dtype)[6:]}{list(shape)}" for shape, dtype in self._signatures]
             raise RecomputationError(
                 f"a recomputation returned {describe(outputs)} and its forward "
-                f"({', '.join(looks)}){_REMEDY}"
+                f"({', '.join(before)}){_REMEDY}"
             )
 
     def _check_count(self, saved: int) -> None:
@@ -257,7 +260,7 @@ class Again:
 
 
 def refuse_changed(tensor: Tensor, before: int) -> None:
-    """Refuse an input that was changed since it had the version ``before``."""
+    """Refuse an input that was modified in place since it had version ``before``."""
     if version(tensor) != before:
         raise RuntimeError(
             "an input of a checkpointed partition was modified in place between its forward and "
@@ -265,7 +268,7 @@ def refuse_changed(tensor: Tensor, before: int) -> None:
         )
 
 
-_look: Callable[[Tensor], Look] = attrgetter("shape", "dtype")
+_signature: Callable[[Tensor], Signature] = attrgetter("shape", "dtype")
 
 _REMEDY = (
     "; layers must do the same when they run again: no counters, no random numbers from a "

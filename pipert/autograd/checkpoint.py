@@ -1,29 +1,30 @@
 """Checkpoint and Recompute: the paper's pair with shared memory (section 3.2.4).
 
-The standard way to checkpoint is one autograd function that runs the forward without grad and, in
-its backward, runs it again and differentiates that. It ties recomputation to back-propagation, but
-the pipeline needs ``R[i,j]`` to run while ``dy`` is still in transit, and ``B[i,j]`` afterwards. So
-the paper splits the function in two that share memory::
+The standard checkpoint is one autograd function that runs the forward without grad and, in its
+backward, runs it again and differentiates the result. That ties recomputation to back-propagation,
+but the pipeline needs ``R[i,j]`` to run while ``dy`` is in transit, and ``B[i,j]`` afterwards. So
+the paper splits the function into two that share memory::
 
     xs, weights -> Checkpoint -> Wait -> Recompute -> Fork      and backward from right to left
 
-*Recompute* computes again and leaves the graph in the memory, *Checkpoint* differentiates it:
+*Recompute* computes the task again and leaves its graph in the shared memory, *Checkpoint*
+differentiates that graph:
 
-1. *Checkpoint* is a function of all that the graph of ``F[i,j]`` begins with: its inputs, and the
-   leaves that a walk finds in it. So hooks of parameters, ``autograd.grad``, frozen layers and
-   ``DistributedDataParallel`` see what they see without checkpointing: one gradient for each
-   micro-batch, which autograd adds up.
-2. Under ``create_graph`` it computes once more, from inputs that are connected, and the gradients
-   have a graph.
-3. It lets go of inputs and graph when its backward is over, unless that retains the graph. Then the
-   next backward computes again.
-4. Some tasks are more than a function of what they begin with: a layer uses a tensor of a graph of
-   the caller's, or a custom function, which may call the engine; a hook on a parameter would see
-   the inside of the pair; autocast casts a weight once for all micro-batches; anomaly detection
-   shows the line of a layer. There the graph of ``F`` stays as it is, and *Recompute* fills it with
-   what it saves. So it does where that is little: then the pair's own work would be more.
+1. *Checkpoint* is a function of everything the graph of ``F[i,j]`` begins with: the inputs, and the
+   leaves that a walk of the graph finds. So hooks on parameters, ``autograd.grad``, frozen layers
+   and ``DistributedDataParallel`` see what they see without checkpointing: one gradient per
+   micro-batch, which autograd sums.
+2. Under ``create_graph`` *Checkpoint* computes the task once more, from inputs that are connected
+   to the graph before it, so the gradients have a graph.
+3. *Checkpoint* releases the inputs and the graph when its backward is over, unless the backward
+   retains the graph. In that case the next backward recomputes.
+4. Some tasks are not just a function of what their graph begins with: a layer uses a tensor of a
+   graph of the caller's, or a custom function, which may call the engine; a hook on a parameter
+   would see inside the pair; autocast casts a weight once for all micro-batches; anomaly detection
+   shows the line of a layer. There the graph of ``F`` stays, and *Recompute* fills in its saved
+   tensors. The same is done where few tensors are saved: the pair itself would cost more.
 5. A layer may have kept a part of ``F``'s graph, such as a loss of its own. A backward from there
-   reads numbers, and computes again on the spot.
+   reads a number in place of a saved tensor, and recomputes on the spot.
 """
 
 from __future__ import annotations
@@ -53,27 +54,27 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 
-_FEW = 32  # saved tensors, to fill in which takes less than the pair does
+_FEW = 32  # saved tensors; filling in so few costs less than the pair
 
 
 class Whole(Protocol):
-    """Several checkpoints that are computed again together, in one ``R[i,j]``."""
+    """A group of checkpoints that are recomputed together, in one ``R[i,j]``."""
 
     def recompute(self, on_worker: bool) -> None:
-        """Refill all of them."""
+        """Refill all checkpoints of the group."""
 
     def one(self, again: Again, compute: Callable[[], T]) -> T:
-        """Let ``compute`` compute one of them again, by :class:`Again`, as in ``R[i,j]``."""
+        """Run ``compute``, which computes ``again``, one of the group, as ``R[i,j]`` would."""
 
 
 class Checkpoint:
     """The shared memory of one checkpointed task.
 
-    Owned by the graph: by the node of the pair, or by what ``F`` has saved in place of tensors.
+    Owned by the graph: by the *Checkpoint* node, or by the unpack hook of ``F``'s graph.
 
     Args:
         again: computes the task again.
-        whole: computes it again together with others, by :meth:`refill`; ``None`` if it is alone.
+        whole: the group it is recomputed with, by :meth:`refill`; ``None`` if it is alone.
     """
 
     __slots__ = (
@@ -83,13 +84,13 @@ class Checkpoint:
     def __init__(self, again: Again, whole: Whole | None = None) -> None:
         self._again = again
         self._whole = whole
-        self._graph: Graph | None = None  # of R, until B
-        self._saved: dict[int, tuple[Any, int]] = {}  # of R, if F's graph was kept
+        self._graph: Graph | None = None  # R's, until B
+        self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
         self._xs: Tensors = ()
         self._is_pair = self._recording = False
 
     def record(self, compute: Callable[[Value], Value], value: Value) -> Value:
-        """Run ``compute(value)``, and make one node of it if that can be done (rules 1 and 4)."""
+        """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 4)."""
         self._recording = True
         try:
             xs, begins, ys, rebuild, nodes = self._again.first(compute, value, self._take)
@@ -103,11 +104,9 @@ class Checkpoint:
         return rebuild(ys)
 
     def recompute(self) -> None:
-        """Compute again what the backward needs that comes now."""
-        if not self._is_pair or not torch.is_grad_enabled():  # else it takes another (rule 2)
-            self._recompute()
-
-    def _recompute(self) -> None:
+        """Recompute what the imminent backward needs."""
+        if self._is_pair and torch.is_grad_enabled():
+            return  # the backward computes the task once more (rule 2)
         if self._whole is None:
             self.refill(False)
         elif self._graph is None if self._is_pair else not self._saved:
@@ -117,7 +116,7 @@ class Checkpoint:
         return compute() if self._whole is None else self._whole.one(self._again, compute)
 
     def refill(self, on_worker: bool) -> None:
-        """Compute again, and keep what the next backward needs."""
+        """Compute the task again, and keep what the next backward needs."""
         if self._is_pair:
             self._graph = self._again.compute(on_worker)
         else:
@@ -126,35 +125,35 @@ class Checkpoint:
     def differentiate(
         self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        """The gradients of inputs and leaves, as far as needed, by those of the outputs."""
-        create_graph = torch.is_grad_enabled()
-        if self._graph is None and not create_graph:  # a second backward
-            self._recompute()
+        """Return the ``needed`` gradients of inputs and leaves, given those of the outputs."""
+        if self._graph is None:  # a second backward
+            self.recompute()
         graph, self._graph = self._graph, None
         for leaf in leaves:
-            if leaf._backward_hooks:  # since the forward
-                _keep_from_parts(leaf._backward_hooks)
-        gate = Gate()
+            if leaf._backward_hooks:  # registered since the forward
+                _hide_partial_gradients(leaf._backward_hooks)
+        gate, create_graph = Gate(), torch.is_grad_enabled()
         if create_graph:
             connect = partial(connect_inputs, gate, self._xs)
             graph = self._one(lambda: self._again.compute(False, connect))
         assert graph is not None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
-        # A leaf that was frozen since the forward gets none, as without checkpointing.
-        frozen = [False] * len(graph.xs) + [not leaf.requires_grad for leaf in leaves]
-        needed = [one and not other for one, other in zip(needed, frozen, strict=True)]
+        # A leaf frozen since the forward gets no gradient, as without checkpointing.
+        trained = [True] * len(graph.xs) + [leaf.requires_grad for leaf in leaves]
+        needed = [a and b for a, b in zip(needed, trained, strict=True)]
         wanted: list[Any] = [*compress((*graph.xs, *leaves), needed)]
-        outside = _thread.finds_parts
+        before = _thread.computes_partial_gradients
         try:
-            _thread.finds_parts = True
+            _thread.computes_partial_gradients = True
             found = iter(differentiate(ys, wanted, given, create_graph=create_graph))
         finally:
-            _thread.finds_parts = outside  # no call, so no interrupt comes between
+            _thread.computes_partial_gradients = before  # no call, so no interrupt comes between
         gate.is_open = True
         return [next(found) if is_needed else None for is_needed in needed]
 
     def _take(self, number: int) -> Tensor:
+        """Return the tensor that ``F`` saved as ``number``, recomputing if necessary (rule 5)."""
         if number not in self._saved:
             if self._recording:
                 refuse(number)
@@ -178,11 +177,11 @@ class Checkpoint:
 
 
 def hooks_of_caller() -> Hooks:
-    """Returns the user's innermost saved-tensor hooks, skipping our own.
+    """Returns the user's innermost saved-tensor hooks, skipping pipert's own.
 
-    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Ours belong
-    to this task alone: the other run's threads would mix up their order, so its graph is kept
-    unchanged. The same holds for the hooks of torch's checkpoint, which are refused.
+    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Pipert's belong
+    to this task alone: the threads of the inner run would mix up their order, so its graph is kept
+    unchanged. The hooks of torch's checkpoint depend on order, too, and are refused.
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
@@ -227,24 +226,25 @@ class _Checkpoint(torch.autograd.Function):
 
 
 def _is_needed(node: Any) -> bool:
-    """Whether the backward that is under way asks for what goes to this node."""
+    """Whether the current backward asks for the gradient that goes to this node."""
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # refused for a leaf that autograd.grad asks for
+    except RuntimeError:  # torch does not answer for a leaf that autograd.grad asks for
         return True
 
 
 class _Thread(threading.local):
-    """Whether the current thread finds a part of the gradient of each weight."""
+    """The state of the current thread."""
 
-    finds_parts = False
+    computes_partial_gradients = False
+    """Whether it computes one task's part of each weight's gradient."""
 
 
 _thread = _Thread()
 
 
-class _OfTheWhole:
-    """A hook of a weight that does not see parts of its gradient."""
+class _HookOnSum:
+    """A hook on a weight that is not called with partial gradients."""
 
     __slots__ = ("_hook",)
 
@@ -252,14 +252,14 @@ class _OfTheWhole:
         self._hook = hook
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
-        return None if _thread.finds_parts else self._hook(gradient)
+        return None if _thread.computes_partial_gradients else self._hook(gradient)
 
 
-def _keep_from_parts(hooks: dict[int, Hook]) -> None:
-    """Let hooks of a weight, by the numbers of their handles, see no parts of its gradient."""
+def _hide_partial_gradients(hooks: dict[int, Hook]) -> None:
+    """Hide partial gradients from a weight's hooks, which are keyed by their handles' numbers."""
     for number, hook in list(hooks.items()):
-        if not isinstance(hook, _OfTheWhole):
-            hooks[number] = _OfTheWhole(hook)
+        if not isinstance(hook, _HookOnSum):
+            hooks[number] = _HookOnSum(hook)
 
 
 class _Recompute(torch.autograd.Function):
@@ -290,7 +290,7 @@ _SECOND_TIME = (
 
 
 def recompute_before(ys: Tensors, checkpoint: Checkpoint) -> Tensors:
-    """Make the backward of ``ys``, all differentiable, recompute first."""
+    """Make the backward of ``ys``, which are all differentiable, recompute first."""
     weak = weakref.ref(checkpoint)
     outputs: Tensors = _apply_recompute(weak, *ys)
     return outputs

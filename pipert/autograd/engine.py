@@ -1,11 +1,11 @@
-"""Autograd's engine: the one door to it for the backward of a task.
+"""Runs autograd's engine for the backward of a task. All backward passes of tasks go through here.
 
-``torch.autograd.grad`` looks at shapes, dtypes and overrides of its arguments, in Python, before it
-calls the engine. Gradients that come out of the engine, for outputs of a task, need none of that,
-and for layers that compute next to nothing it takes as long as the engine itself. The engine
-converts dtypes on its own, sums gradients to the shapes of the outputs, and refuses what cannot be
-summed. Where function modes are on, or a leaf is of a class that overrides functions, both are
-asked as usual: a backward does not see the modes.
+``torch.autograd.grad`` checks the shapes, dtypes and overrides of its arguments, in Python, before
+it calls the engine. Gradients of a task's outputs, which come out of the engine, need no checks,
+and for layers that compute next to nothing the checks take as long as the engine itself. The engine
+converts dtypes on its own, sums gradients to the shapes of the outputs, and refuses what it cannot
+sum. Where function modes are on, or a leaf's class overrides torch functions,
+``torch.autograd.grad`` is called, so that they see it: a backward does not see the modes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import has_torch_function
 
 __all__: list[str] = []
 
-_run: Any = graph._engine_run_backward  # private, as old as what it does for torch.autograd.grad
+_run: Any = graph._engine_run_backward  # private, but torch.autograd.grad has long relied on it
 
 
 def differentiate(
@@ -31,15 +31,15 @@ def differentiate(
     retain_graph: bool = False,
     create_graph: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of what is wanted, ``None`` for what was not used.
+    """Return the gradients of ``wanted``, with ``None`` for those that were not used.
 
     Args:
-        ys: tensors or gradient edges, from which it goes backward.
-        wanted: leaves or gradient edges. With none nothing is done, which is no error: all that
+        ys: tensors or gradient edges at which the backward starts.
+        wanted: leaves or gradient edges. If empty, nothing is done, which is no error: all that
             were used may have been frozen since.
         dys: the gradients of ``ys``.
-        retain_graph: whether the graph is used again.
-        create_graph: whether the gradients have a graph; it is used again then.
+        retain_graph: whether the graph will be used again.
+        create_graph: whether the gradients have a graph; implies ``retain_graph``.
     """
     if not wanted:
         return ()
@@ -52,7 +52,7 @@ def differentiate(
         retain_graph,
         create_graph,
         tuple(wanted),
-        True,  # what was not used gets None
+        True,  # unused ones get None
         accumulate_grad=False,
     )
     return found

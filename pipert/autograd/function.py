@@ -1,7 +1,7 @@
-"""Applying a ``Function`` of ours without what ``torch.func`` needs.
+"""Applies pipert's own autograd functions without the overhead of ``torch.func`` support.
 
-``Function.apply`` looks for wrappers of ``torch.func`` among its arguments, in Python, before it
-does what was asked. A pipe refuses to run inside of a transform, so that ours never get any.
+``Function.apply`` first searches its arguments, in Python, for wrappers of ``torch.func``. A pipe
+refuses to run inside a transform, so pipert's functions never get any.
 """
 
 from __future__ import annotations
@@ -15,6 +15,6 @@ __all__: list[str] = []
 
 
 def applied(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return what applies ``function``: the base class's ``apply``, which is C++."""
+    """Return the ``apply`` that ``function`` inherits from the C++ base class."""
     apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return apply

@@ -1,4 +1,4 @@
-"""A gate in the graph: inputs that are connected under ``create_graph``, once that is safe."""
+"""Connects a task's inputs to the graph before it under ``create_graph``, once that is safe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class Gate:
-    """Whether gradients pass from a computation to what is before it."""
+    """A switch for gradients that pass from a task to the graph before it. Closed at first."""
 
     __slots__ = ("is_open",)
 
@@ -23,10 +23,11 @@ class Gate:
 
 
 class _Gate(torch.autograd.Function):
-    """Connects inputs under ``create_graph``; opens when the gradients are known.
+    """A connection of inputs that passes gradients when the gate is open.
 
-    What is before may lead to leaves and inputs of the same computation, such as a tied weight:
-    their gradients from there are others' to find.
+    It opens when the task's gradients are known: the graph before the task may lead to the task's
+    own leaves and inputs, such as a tied weight, and gradients along those paths are not this
+    task's to compute.
     """
 
     @staticmethod
@@ -41,7 +42,7 @@ class _Gate(torch.autograd.Function):
 
 
 def connect_inputs(gate: Gate, xs: Tensors, values: Tensors) -> Tensors:
-    """Give ``values`` the graph of ``xs``."""
+    """Return ``values`` connected to the graph of ``xs`` through ``gate``."""
     connected: Tensors = _apply_gate(gate, values, *xs)
     return connected
 
@@ -50,7 +51,7 @@ _apply_gate = applied(_Gate)
 
 
 class _Proxy(torch.autograd.Function):
-    """Stands for a tensor in the graph, and takes no memory."""
+    """A placeholder for a tensor in the graph, of the same shape, that takes no memory."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -63,4 +64,4 @@ class _Proxy(torch.autograd.Function):
 
 
 proxy_of = applied(_Proxy)
-"""``y = proxy_of(x)``."""
+"""``y = proxy_of(x)``: a differentiable placeholder for ``x`` that does not keep its data."""

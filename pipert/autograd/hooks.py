@@ -1,4 +1,4 @@
-"""Saved-tensor hooks: those of pipert, which save nothing, and those of the caller."""
+"""Saved-tensor hooks: pipert's own, which save nothing, and the caller's."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ Hooks = tuple[Hook, Hook] | None
 
 
 class Forget(partial[Any]):
-    """A saved-tensor hook that is ours. C, where what it calls is.
-
-    Args:
-        hooks: those of the caller, which a pipe inside of a layer takes over.
-    """
+    """A pack hook of pipert's. A ``partial``, so that it is C if the function it calls is."""
 
     hooks: Hooks
+    """The caller's hooks, which a pipe inside a layer adopts."""
 
 
 def refuse(_: Any) -> Tensor:
-    """Refuse to read what was not saved."""
+    """Refuse to read a tensor that was not saved."""
     raise RecomputationError(
         "a backward came through the forward of a micro-batch whose activations are not kept: "
         "a layer ran it through itself, or has stored what a loss uses; use checkpoint='never'"
@@ -37,7 +34,7 @@ def refuse(_: Any) -> Tensor:
 
 
 def refuse_transform(error: RuntimeError) -> None:
-    """Say what to do about what torch says of our hooks.
+    """Replace torch's complaint about pipert's hooks by an error that says what to do.
 
     Raises:
         RecomputationError: ``error`` comes from ``torch.func``.
@@ -54,14 +51,17 @@ def refuse_transform(error: RuntimeError) -> None:
 
 @contextlib.contextmanager
 def without_hooks() -> Iterator[None]:
-    """Put aside the saved-tensor hooks around a backward, which are not for what it computes."""
+    """Remove the current saved-tensor hooks in the block.
+
+    Hooks that are on around a backward are not meant for what the backward computes.
+    """
     hooks: Any = torch._C._autograd
-    aside = []
+    removed = []
     while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
         hooks._pop_saved_tensors_default_hooks()
-        aside.append(pair)
+        removed.append(pair)
     try:
         yield
     finally:
-        while aside:
-            hooks._push_saved_tensors_default_hooks(*aside.pop())
+        while removed:
+            hooks._push_saved_tensors_default_hooks(*removed.pop())

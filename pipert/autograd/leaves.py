@@ -1,17 +1,18 @@
-"""Leaves: which ones a graph is made of, and how functions take them without a deadlock.
+"""Finds the leaves of a graph, and applies functions to leaves without a deadlock.
 
-A graph of a task goes on in one of the caller's where the task uses a tensor that the caller has
-computed, such as a learned temperature. Nodes have numbers, but each thread counts for itself, so a
-thread that makes graphs begins where no caller has been (:func:`begin_numbers`).
+A task's graph continues into a graph of the caller's where the task uses a tensor that the caller
+computed, such as a learned temperature. Sequence numbers tell the nodes apart, but each thread
+counts its own, so a thread that builds graphs starts beyond any number that a caller has used
+(:func:`begin_numbers`).
 
-torch (2.13) looks up the ``AccumulateGrad`` of a leaf, or makes it, while it holds the leaf's lock,
-and may take the interpreter's lock meanwhile: to make it, or if Python alone holds it. A
-``Function`` in Python is applied in the opposite order: it has the interpreter's lock and waits for
-the leaf's. Two threads that do both deadlock, without a pipe as well. So before a function of ours
-is applied to a leaf, a view of the leaf makes the ``AccumulateGrad``, which waits without the
-interpreter's lock, and holds it in C++ until the function was applied: a lookup is all that others
-do then. No Python object of the node is made, which would be enough for a lookup to need the
-interpreter.
+torch (2.13) looks up or creates the ``AccumulateGrad`` of a leaf while it holds the leaf's lock,
+and may take the interpreter's lock meanwhile: to create the node, or if only Python references it.
+A ``Function`` in Python is applied in the opposite order: it holds the interpreter's lock and waits
+for the leaf's. Two threads that do both deadlock, even without a pipe. So before one of pipert's
+functions is applied to a leaf, a view of the leaf creates the ``AccumulateGrad``, waiting without
+the interpreter's lock, and references it from C++ until the function has been applied: other
+threads then only look it up. No Python object is made for the node, since that alone would make a
+lookup need the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch.autograd.graph import Node
 __all__: list[str] = []
 
 AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The class of the node that adds to ``.grad`` of a leaf."""
+"""The class of the node that adds to a leaf's ``.grad``."""
 
 
 def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns what holds those of the leaves: keep it while a function is applied to them."""
+    """Returns views that hold the leaves' nodes, to be kept while a function is applied to them."""
     leaves = [x for x in tensors if x.is_leaf and x.requires_grad and x.layout == torch.strided]
     if not leaves:
         return []
@@ -40,13 +41,13 @@ def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number that the next node gets which the current thread makes."""
+"""The sequence number of the next node that the current thread creates."""
 
 
 def begin_numbers(after: int) -> int:
-    """Let the current thread count nodes from ``after`` on; return what the next one gets.
+    """Advances the current thread's sequence numbers to ``after``; returns the next node's number.
 
-    A thread that is far behind comes nearer with each call, and does not get there at once.
+    A thread that is far behind gets closer with each call instead of catching up at once.
     """
     most = _SLOW if torch.is_anomaly_enabled() else _FAST
     for _ in range(min(after - node_count(), most)):
@@ -54,18 +55,18 @@ def begin_numbers(after: int) -> int:
     return node_count()
 
 
-_FAST, _SLOW = 1_000_000, 1_000  # nodes, which take 0.1 s; each has a stack in anomaly detection
+_FAST, _SLOW = 1_000_000, 1_000  # nodes in 0.1 s; under anomaly detection each records a stack
 _Node: Callable[[], object] = torch._C._functions.UndefinedGrad
 
 
 class Behind(NamedTuple):
-    """What is behind the ends of graphs."""
+    """What a backward from the ends of graphs would reach."""
 
     leaves: list[Tensor]
     others: list[Node]
-    """The nodes of others, who may go through them as well."""
+    """The nodes of other graphs, which other backward passes may go through as well."""
     nodes: set[Node]
-    """All of them."""
+    """All nodes that were found."""
 
 
 def leaves_behind(
@@ -74,17 +75,22 @@ def leaves_behind(
     ours: range | None = None,
     stop: Iterable[Node] = (),
 ) -> Behind:
-    """The leaves that graphs with these ends are made of, but for those that are known.
+    """Returns the leaves of the graphs with these ``ends``, except the ``known`` ones.
 
-    Not only parameters of layers: a layer may train a tensor that it keeps for itself. ``ours`` are
-    the numbers of the nodes that nobody else goes through; it looks at none of ``stop``.
+    They are not only parameters of layers: a layer may train a tensor that it keeps to itself.
+
+    Args:
+        ends: the nodes to start from.
+        known: leaves to leave out.
+        ours: the numbers of the nodes that no other backward goes through; by default all.
+        stop: nodes that are not visited.
     """
-    own: list[Any] = [*dict.fromkeys(ends)]
-    seen: set[Any] = {*own, *stop, None}
-    accumulators = [node for node in own if type(node) is AccumulateGrad]
-    left = [node for node in own if type(node) is not AccumulateGrad]
+    roots: list[Any] = [*dict.fromkeys(ends)]
+    seen: set[Any] = {*roots, *stop, None}
+    accumulators = [node for node in roots if type(node) is AccumulateGrad]
+    left = [node for node in roots if type(node) is not AccumulateGrad]
     others = list[Node]()
-    while left:  # about a microsecond a node, so this does not look at more than it must
+    while left:  # takes about a microsecond a node, so it visits no more than it must
         node = left.pop()
         if ours is not None and node._sequence_nr() not in ours:
             others.append(node)
@@ -102,19 +108,20 @@ def leaves_behind(
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:
-    """The leaves of a graph that is a function of them and of what came out of ``begins``.
+    """Returns the leaves of a task's graph, if the task is a function of them and its inputs alone.
 
     Args:
-        ys: what it made.
-        begins: nodes that it begins behind.
-        made: the numbers of its nodes.
+        ys: the outputs.
+        begins: the nodes at which the graph begins, one per input.
+        made: the numbers of the nodes that the task created.
 
     Returns:
-        ``None`` if it is more: it has nodes of another graph, or written in Python, which may call
-        the engine; or leaves whose hooks would see a part of their gradient.
+        The leaves that require grad. ``None`` if the graph has nodes of another graph, nodes
+        written in Python, which may call the engine, or leaves whose hooks would see a part of
+        their gradient.
     """
     seen: set[Any] = {*begins, None}
-    leaves = {id(y): y for y in ys if y.is_leaf}  # by id: the hash of a tensor is a call in Python
+    leaves = {id(y): y for y in ys if y.is_leaf}  # by id: to hash a tensor is a call into Python
     roots: dict[Any, None] = dict.fromkeys([y.grad_fn for y in ys])
     left = [node for node in roots if node not in seen]
     seen.update(left)
@@ -123,7 +130,7 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     while left:
         node = left.pop()
         number = node._sequence_nr()
-        # Threads count for themselves, so two nodes with one number are not both ours.
+        # Each thread counts its own nodes, so of two with the same number one is not the task's.
         if number not in made or number in numbers or isinstance(node, BackwardCFunction):
             return None
         numbers.add(number)
@@ -134,10 +141,6 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     for node in accumulators:
         leaf = node.variable
         leaves[id(leaf)] = leaf
-    wanting = []
-    for leaf in leaves.values():
-        if leaf._backward_hooks:
-            return None
-        if leaf.requires_grad:
-            wanting.append(leaf)
-    return wanting
+    if any(leaf._backward_hooks for leaf in leaves.values()):
+        return None
+    return [leaf for leaf in leaves.values() if leaf.requires_grad]

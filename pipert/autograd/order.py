@@ -1,4 +1,4 @@
-"""Fork and Join: add an order to the backward graph that the data does not imply (section 3.2.2).
+"""Fork and Join: impose an order on the backward that the data does not imply (section 3.2.2).
 
 The micro-batches of one partition share no tensor, so autograd may run their backward in any
 order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of ``F[i,j]``, and
@@ -8,8 +8,8 @@ order. ``Fork`` takes a *token*, the paper's empty tensor, out of the values of 
     (x,) = join(token, x)       # at the start of F[i+1,j]
 
 In the backward, ``Join'`` is the end of ``B[i+1,j]``, and ``Fork'``, the start of ``B[i,j]``,
-waits for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is
-over when *all* its gradients have arrived.
+waits for it. Both take all differentiable tensors of a value at once: ``B[i,j]`` is over when *all*
+its gradients have arrived.
 
 Where no input is differentiable, as is usual in the first partition, there is nothing to join to,
 and making an input differentiable would compute an unneeded gradient. There the fork takes
@@ -18,16 +18,16 @@ is over, but the engine still runs ``B[i+1,j]`` first: among ready nodes it pick
 last, and the same thread created the nodes of ``F[i+1,j]`` after the fork of ``i``
 (``test_backward_runs_in_reverse_order_without_differentiable_input``).
 
-What the backward adds up, such as the gradient of a weight that several partitions use, it adds in
-the order in which nodes run. Of those that are ready it runs the one with the highest number, and
-each thread counts its nodes up for itself: the order of two workers' nodes would depend on all that
-they have ever done. Where one thread goes backward through all partitions, a task therefore takes
-its *turn* at its fork, whose number is that of the micro-batch, and lower than those of all nodes
-beside it. So what has begun ends before the next task begins, and what the caller has done with the
-outputs comes before the first; of two tasks that could begin, that of the later micro-batch does.
+The engine sums gradients, such as those of a weight that several partitions use, in the order in
+which nodes run. Among ready nodes it runs the one with the highest sequence number, and each thread
+numbers its own nodes: the order of two workers' nodes would depend on everything they have ever
+done. Where one thread runs the backward of all partitions, a task therefore takes its *turn* at its
+fork: the fork's number is that of the micro-batch, lower than those of all other nodes. So a task
+that has begun ends before the next one begins, the caller's operations on the outputs run before
+the first task, and of two tasks that could begin, that of the later micro-batch does.
 
 Outputs are detached tensors rather than the inputs themselves: torch forbids in-place operations
-on those, and the next layer may work in place.
+on inputs that a function returns, and the next layer may work in place.
 """
 
 from __future__ import annotations
@@ -84,18 +84,19 @@ class _Enter(torch.autograd.Function):
 
 
 ENTRANCE = torch.empty(0, device="cpu", requires_grad=True)
-"""The leaf behind everything that has entered. It never gets a gradient."""
+"""The leaf that all graphs begun by :func:`enter` lead to. It never gets a gradient."""
 
 _held = ENTRANCE.view_as(ENTRANCE)
-"""Holds its ``AccumulateGrad``, since functions of ours are applied to it on several threads: the
-deadlock of ``autograd.leaves``. In anomaly detection, to make one takes the interpreter's lock."""
+"""Keeps the leaf's ``AccumulateGrad`` alive, since functions are applied to the leaf on several
+threads, which could deadlock (see ``autograd.leaves``). Under anomaly detection, creating the node
+takes the interpreter's lock."""
 
 
 def enter(xs: Tensors) -> Tensors:
-    """Returns ``xs`` as results of an operation, which may be changed in place.
+    """Begins a graph: returns ``xs`` as results of an operation, which may be changed in place.
 
-    The graph begins here but does not keep ``xs`` alive, as it would its leaves: what no
-    operation saves is dropped. Ask for gradients by :func:`edge_of`.
+    The graph does not keep ``xs`` alive, as it would its leaves: a tensor that no operation saves
+    is dropped. Get gradients for the edges that :func:`edge_of` returns.
     """
     entered: Tensors = _apply_enter(ENTRANCE, *map(Tensor.detach, xs))
     return entered
@@ -108,31 +109,31 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> None:
-        raise AssertionError("nobody goes backward from an anchor")
+        raise AssertionError("no backward starts from an anchor")
 
 
 fork = applied(_Fork)
-"""``token, *ys = fork(turn, token, *ys)``: take a token out of ``ys``, differentiable all. A token
-that was not joined before goes in; ``None`` for none. The turn is the number of the micro-batch, or
-``None``."""
+"""``token, *ys = fork(turn, token, *ys)``: takes a token out of ``ys``, which are all
+differentiable. A previous token that was not joined goes in, or ``None``. The turn is the number of
+the micro-batch, or ``None``."""
 
 join = applied(_Join)
-"""``xs = join(token, *xs)``: tie ``token`` into ``xs``, differentiable all."""
+"""``xs = join(token, *xs)``: ties ``token`` into ``xs``, which are all differentiable."""
 
 _apply_enter, _apply_anchor = applied(_Enter), applied(_Anchor)
 
 ENTERED: Any = type(enter((_EMPTY,))[0].grad_fn)
-"""The kind of node behind what has entered."""
+"""The class of the nodes that :func:`enter` creates."""
 
 
 def edge_of(x: Tensor) -> GradientEdge:
-    """Returns the position of ``x`` in its graph, and keeps the graph alive without ``x``.
+    """Returns the position of ``x`` in its graph, which keeps the graph alive without ``x``.
 
-    ``get_gradient_edge`` keeps the graph by a view, which sparse tensors do not support.
+    ``get_gradient_edge`` keeps the graph alive by a view, which sparse tensors do not support.
     """
     if x.layout == torch.strided:
         return get_gradient_edge(x)
-    with torch.enable_grad():  # in a backward it is off
+    with torch.enable_grad():  # it is off in a backward
         anchor: Any = _apply_anchor(x)
     ((node, output),) = anchor.grad_fn.next_functions
-    return GradientEdge(node, output, anchor)  # the tensor: a node in Python keeps no graph
+    return GradientEdge(node, output, anchor)  # the tensor, as a Python node keeps no graph alive

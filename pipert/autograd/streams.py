@@ -1,8 +1,8 @@
-"""CUDA streams for copies; nothing at all on CPU (section 3.2.3 of the paper).
+"""Copies tensors between devices on CUDA streams of their own (section 3.2.3 of the paper).
 
-Copies between devices run on separate streams, so that they neither block computation nor are
-blocked by it. There is one per device and micro-batch: micro-batches are independent of each
-other, and so are their copies.
+Copies run on separate streams so that they neither block computation nor are blocked by it. There
+is one stream per device and micro-batch: micro-batches are independent of each other, and so are
+their copies. On CPU there are no streams.
 
 Memory safety: the source of a copy may be dropped while the copy still reads it, and the
 result is allocated on the copy stream but read on the compute stream. ``record_stream`` tells the
@@ -24,22 +24,22 @@ __all__: list[str] = []
 
 
 class CopyStreams:
-    """The copy streams of one pipe, made at first use and kept: streams are a limited resource."""
+    """The copy streams of one pipe. Made at first use and kept: streams are a limited resource."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # callers of one pipe may ask at once
+        self._lock = threading.Lock()  # several callers may use one pipe at once
         self._streams: dict[tuple[torch.device, int], torch.cuda.Stream] = {}
-        self._begun: dict[torch.device, torch.cuda.Event] = {}  # the last run, on each device
+        self._begun: dict[torch.device, torch.cuda.Event] = {}  # start of the last run, per device
 
     def get(self, device: torch.device, i: int) -> torch.cuda.Stream | None:
-        """The stream for copies of micro-batch ``i`` from or to ``device``; ``None`` on CPU."""
+        """Return the stream for copies of micro-batch ``i`` from or to ``device``; None on CPU."""
         if device.type != "cuda":
             return None
         with self._lock:
             stream = self._streams.get((device, i))
             if stream is None:
                 stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-                # The pool has 32: it may be one that the caller had, see follow_the_caller.
+                # torch's pool has 32, so the caller may have used this one: see follow_the_caller.
                 begun = self._begun.get(device)
                 stream.wait_event(begun or torch.cuda.current_stream(device).record_event())
                 self._streams[device, i] = stream
@@ -48,9 +48,9 @@ class CopyStreams:
     def follow_the_caller(self, devices: Iterable[torch.device]) -> None:
         """Make the copy streams wait for all work queued on the caller's streams so far.
 
-        What a run returned, or left in ``.grad``, may be in memory of a copy stream. The
-        allocator knows only that run's streams as its users: if the caller
-        reads it on another stream and drops it, the next run's copies must not overwrite it
+        The outputs of a run, and the gradients it left in ``.grad``, may be in memory of a copy
+        stream. The allocator knows only that run's streams as its users: if the caller reads such
+        a tensor on another stream and drops it, the next run's copies must not overwrite it
         before that read is done. Callers order their own streams but do not know these.
         """
         with self._lock:
@@ -67,13 +67,14 @@ class CopyStreams:
 
 
 def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream that the current thread computes on; ``None`` on CPU."""
+    """Return the stream that the current thread computes on; ``None`` on CPU."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def devices_with_own_streams() -> set[torch.device]:
-    """Returns the CUDA devices whose current stream in this thread is not the default one."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # asking would do it
+    """Return the CUDA devices whose current stream in this thread is not the default one."""
+    # The calls below would initialise CUDA.
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return set()
     devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
     default = torch.cuda.default_stream
@@ -93,14 +94,14 @@ def copy(
     target: torch.cuda.Stream | None,
     reader: torch.cuda.Stream | None = None,
 ) -> Tensors:
-    """Copy ``tensors`` to ``device``; reading on stream ``source``, writing on ``target``.
+    """Copy ``tensors`` to ``device``, reading on stream ``source`` and writing on ``target``.
 
-    The caller has made ``source`` wait for the tensors' computation, and makes its compute stream
-    wait for ``target`` before it reads the results.
-    ``reader`` is the stream that will read the results; by default the current one.
+    The caller must have made ``source`` wait for the tensors' computation, and must make its
+    compute stream wait for ``target`` before it reads the results. ``reader`` is the stream that
+    will read the results; by default the current one.
     """
-    # Between GPUs ``to`` never blocks the host. From and to the CPU it does, and must: CPU memory
-    # may be written next.
+    # Between GPUs ``to`` never blocks the host. From and to the CPU it does, and must: the CPU
+    # memory may be written next.
     with torch.cuda.stream(source), torch.cuda.stream(target):
         results = [tensor.to(device) for tensor in tensors]
     reader = reader or compute_stream(device)
@@ -113,10 +114,10 @@ def copy(
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """What a tensor is stored as.
+    """Return a tensor with the same storage that is safe to pass to ``record_stream``.
 
-    A conjugate that is computed when it is used is: torch would compute it for ``record_stream``,
-    too, record that, and write it back, on the compute stream.
+    For a lazy conjugate or negation torch would compute the values, record those, and write them
+    back, on the compute stream.
     """
     if not (tensor.is_conj() or tensor.is_neg()):
         return tensor

@@ -1,8 +1,7 @@
 """Copy and Wait: move values between devices inside the graph (section 3.2.3 of the paper).
 
-Each does in the backward what the other direction needs: ``Copy'`` brings the gradient back over
-the same two streams, and ``Wait'`` lets what waited go on to be waited for. On CPU there is
-neither.
+In the backward each does what the opposite direction needs: ``Copy'`` brings the gradient back over
+the same two streams, and in ``Wait'`` the two streams swap roles. On CPU neither is used.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _Copy(torch.autograd.Function):
         ctx: Any, device: torch.device, source: Stream, target: Stream, to_caller: bool, *xs: Tensor
     ) -> Tensors:
         ctx.materialize_grads = False
-        # The thread of the backward has other current streams.
+        # The thread that runs the backward has other current streams.
         home = xs[0].device
         ctx.back = (home, target, source, streams.compute_stream(home))
         if to_caller:
@@ -38,48 +37,46 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        there = tuple(grad for grad in grads if grad is not None)
-        if ctx.back[1] is not None and any(map(_is_shared, there)):
-            there = _own(there, ctx.back[1])
-        moved = streams.copy(there, *ctx.back)
+        given = tuple(grad for grad in grads if grad is not None)
+        reader = ctx.back[1]
+        if reader is not None and any(map(_is_shared, given)):
+            given = tuple(map(Tensor.clone, given))
+            streams.wait(reader, streams.compute_stream(given[0].device))
+        moved = streams.copy(given, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
-        copied, reader = iter(moved), ctx.back[1]
-        if reader is not None and there:
-            _at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))
+        if reader is not None and given:
+            _at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))
+        copied = iter(moved)
         return (None, None, None, None, *[None if g is None else next(copied) for g in grads])
 
 
 def _is_shared(gradient: Tensor) -> bool:
-    """Whether autograd passes it to another node, too, here or in another shape.
+    """Whether autograd passes the gradient's memory to another node as well, in any shape.
 
-    When the copy has begun, that node's next gradient may be added to it in place, while the copy
-    still reads. So it is if the copy was made late in its partition, and goes backward early. A
-    hook of this node, such as a recording's, counts as another one.
+    Once the copy has begun, that node's next gradient may be added to it in place while the copy
+    still reads it. This happens if the copy was made late in its partition, so that its backward
+    comes early. A hook on this node, such as a recording's, counts as another node.
     """
     found: Any = gradient
-    users: int = torch._C._storage_Use_Count(found.untyped_storage()._cdata)  # which is one
+    users: int = torch._C._storage_Use_Count(found.untyped_storage()._cdata)  # this counts as one
     return users > 2 or bool(found._use_count() > 1)
-
-
-def _own(gradients: Tensors, reader: Stream) -> Tensors:
-    """The same in memory of their own, which ``reader`` may read."""
-    own = tuple(map(Tensor.clone, gradients))
-    streams.wait(reader, streams.compute_stream(own[0].device))
-    return own
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:
     """Let anomaly detection read a node's results, which it does before ``Wait'`` has waited.
 
-    It also makes the host wait for its findings, so that the memory may be reused.
+    Anomaly detection makes the host wait for its findings, so the memory may be reused afterwards.
     """
     for tensor in moved:
         streams.wait(streams.compute_stream(tensor.device), target)
 
 
 def _wait_in_caller(device: torch.device, reader: Stream) -> None:
-    """D1: who has passed a gradient in, which a layer may hand on as it is, may write it next."""
+    """Make the caller wait for ``reader`` (D1).
+
+    The caller may write next to a gradient that it passed in, and that a layer handed on unchanged.
+    """
     streams.wait(streams.compute_stream(device), reader)
 
 
@@ -104,32 +101,31 @@ class _Wait(torch.autograd.Function):
         return (None, None, None, *grads)
 
 
+_apply_copy, _apply_wait = applied(_Copy), applied(_Wait)
+
+
 def copy(
     xs: Tensors, device: torch.device, source: Stream, target: Stream, to_caller: bool = False
 ) -> Tensors:
-    """Copy ``xs``, all on one device, to ``device``; gradients come back the same way.
+    """Copy ``xs``, which are all on one device, to ``device``; gradients come back the same way.
 
     With ``to_caller`` gradients may become ``.grad``, which the caller reads on any stream and
     drops at any time. So they use memory of the caller's compute stream, which the caller orders.
     """
     held = accumulators(xs)
-    copied: Tensors = applied(_Copy)(device, source, target, to_caller, *xs)
+    copied: Tensors = _apply_copy(device, source, target, to_caller, *xs)
     del held
     return copied
 
 
-def wait(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
-    """Make ``waiter`` wait for ``awaited`` now, and vice versa in the backward of ``xs``."""
-    return _wait(xs, waiter, awaited, True)
-
-
 def wait_back(xs: Tensors, waiter: Stream, awaited: Stream) -> Tensors:
-    """As :func:`wait`, but ``waiter`` has waited: in the backward of ``xs`` alone."""
-    return _wait(xs, waiter, awaited, False)
+    """Like :func:`wait`, but only in the backward of ``xs``: ``waiter`` has already waited."""
+    return wait(xs, waiter, awaited, now=False)
 
 
-def _wait(xs: Tensors, waiter: Stream, awaited: Stream, now: bool) -> Tensors:
+def wait(xs: Tensors, waiter: Stream, awaited: Stream, now: bool = True) -> Tensors:
+    """Make ``waiter`` wait for ``awaited`` now, and vice versa in the backward of ``xs``."""
     held = accumulators(xs)
-    waited: Tensors = applied(_Wait)(waiter, awaited, now, *xs)
+    waited: Tensors = _apply_wait(waiter, awaited, now, *xs)
     del held
     return waited

@@ -1,4 +1,4 @@
-"""Micro-batches: scatter and gather, and the tensors inside any pytree."""
+"""Splits mini-batches, joins outputs, and reaches the tensors inside any pytree."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Finds tensors and arrays inside of objects that torch cannot flatten.
+"""Finds tensors and arrays hidden in objects that torch cannot flatten.
 
-What it finds there cannot be split, joined, brought to another device or cut out of its graph. It
-looks through attributes, slots, and the built-in containers in them, their views and iterators,
-nearest first, in so many places at most. It does not look into modules and types, nor behind what
-an object computes when it is asked; into functions only where that is asked for.
+Hidden tensors cannot be split, joined, moved to another device or cut out of their graph. The
+search goes breadth-first through attributes, slots, and the built-in containers in them, their
+views and iterators, up to a limit. It does not enter modules and types, nor call anything, such as
+properties; it enters functions only on request.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from pipert.batch.trees import ORDINARY
 
 __all__: list[str] = []
 
-_MOST = 10_000  # places
+_LIMIT = 10_000  # parts of objects
 
 CLOSED_TO_GRAPHS = (type, nn.Module, ModuleType, Tensor)
-"""What hides no tensor of a graph: what a function has bound, it takes along."""
+"""Types that hide no tensor of a graph. Functions may, in closures and bound objects."""
 
 CLOSED = (*CLOSED_TO_GRAPHS, FunctionType, BuiltinFunctionType, MethodType)
-"""What it does not look into. The tensors of a function need not be rows."""
+"""Types that are not searched by default. The tensors of a function need not be rows."""
 
 
 def has_rows(value: Any) -> bool:
-    """Whether it is a tensor or an array with a dimension."""
+    """Whether ``value`` is a tensor or an array with at least one dimension."""
     if isinstance(value, Tensor):
         return value.dim() > 0
     if type(value) in ORDINARY or isinstance(value, CLOSED):
         return False
-    own = getattr(value, "__dict__", ())
-    is_array = all(name in own or hasattr(type(value), name) for name in ("ndim", "shape"))
+    attributes = getattr(value, "__dict__", ())
+    is_array = all(name in attributes or hasattr(type(value), name) for name in ("ndim", "shape"))
     return is_array and bool(value.ndim)
 
 
 def registered(leaf: Any) -> str:
-    """What to do with an object, so that its tensors are found."""
+    """Returns what the user can do so that the tensors in an object are found."""
     if type(leaf).__module__.startswith("transformers.cache"):
         return "leave it out, by use_cache=False"
-    if isinstance(leaf, (*CLOSED, Iterator, MappingView)):  # classes of Python's, not the user's
+    if isinstance(leaf, (*CLOSED, Iterator, MappingView)):  # not the user's classes, but Python's
         return "put its tensors into a tuple, list or dict"
     if dataclasses.is_dataclass(leaf):
         return "register its class with torch.export.register_dataclass"
@@ -64,29 +64,29 @@ def registered(leaf: Any) -> str:
 def find(
     value: Any, wanted: Callable[[Any], bool], closed: tuple[type, ...] = CLOSED
 ) -> str | None:
-    """Returns where in an object something ``wanted`` is, such as ``.pair[0]``; else ``None``.
+    """Returns the path to a ``wanted`` part of an object, such as ``.pair[0]``; ``None`` if none.
 
-    It does not look into what is ``closed``.
+    Instances of the ``closed`` types are not searched.
     """
     if type(value) in ORDINARY or isinstance(value, closed):
         return None
-    met = {id(value): value}
-    left, looked = deque([("", value)]), 0
-    while left and looked < _MOST:
+    seen = {id(value): value}
+    left, visited = deque([("", value)]), 0
+    while left and visited < _LIMIT:
         path, item = left.popleft()
-        for name, part in islice(_parts(item), _MOST - looked):
-            looked += 1
+        for name, part in islice(_parts(item), _LIMIT - visited):
+            visited += 1
             if wanted(part):
                 return path + name
             ordinary = type(part) in ORDINARY or isinstance(part, closed)
-            if not ordinary and id(part) not in met:
-                met[id(part)] = part
+            if not ordinary and id(part) not in seen:
+                seen[id(part)] = part
                 left.append((path + name, part))
     return None
 
 
 def versions(value: Any) -> list[tuple[Tensor, int]]:
-    """The tensors inside of an object, each with how often it was modified in place."""
+    """Returns the tensors hidden in an object, each with its version."""
     found: list[tuple[Tensor, int]] = []
 
     def note(part: Any) -> bool:
@@ -99,14 +99,14 @@ def versions(value: Any) -> list[tuple[Tensor, int]]:
 
 
 def _parts(item: Any) -> Iterator[tuple[str, Any]]:
-    # Copies of containers: others may be changing them.
+    # Containers are copied, since other threads may be changing them.
     if isinstance(item, dict | MappingProxyType):
         yield from ((f"[{key!r}]", part) for key, part in list(item.items()))
     elif isinstance(item, list | tuple | deque):
         yield from ((f"[{k}]", part) for k, part in enumerate(list(item)))
     elif isinstance(item, set | frozenset):
         yield from (("{...}", part) for part in list(item))
-    elif isinstance(item, Iterator | MappingView):  # looked at from outside: not to be used up
+    elif isinstance(item, Iterator | MappingView):  # to iterate over it would use it up
         yield from (("{...}", part) for part in gc.get_referents(item))
     elif isinstance(item, FunctionType | MethodType | BuiltinFunctionType):
         yield from _bound(item)
@@ -130,5 +130,5 @@ def _bound(function: FunctionType | MethodType | BuiltinFunctionType) -> Iterato
     yield ".__kwdefaults__", function.__kwdefaults__
     names = function.__code__.co_freevars
     for name, cell in zip(names, function.__closure__ or (), strict=True):
-        for part in gc.get_referents(cell):  # an empty one has none
+        for part in gc.get_referents(cell):  # an empty cell has none
             yield f".__closure__[{name!r}]", part

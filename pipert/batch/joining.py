@@ -1,4 +1,4 @@
-"""Joins the outputs of the micro-batches to that of the mini-batch."""
+"""Joins the outputs of the micro-batches to the output of the mini-batch."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
     """Joins the outputs of the micro-batches, whose structure must be the same.
 
     Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
-    leaves must be equal and are returned once. ``sizes`` are the rows of the micro-batches, of
-    which an output has as many, or so many times as many.
+    leaves must be equal and are returned once. ``sizes`` are the numbers of rows of the
+    micro-batches; each output must have as many rows, or the same multiple of them.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
@@ -31,13 +31,13 @@ def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
     leaves, spec = flatten(first, is_whole)
     columns = [[leaf] for leaf in leaves]
     for i, output in enumerate(outputs[1:], start=1):
-        others, other = flatten(output, is_whole)
-        if other != spec:
+        leaves, other_spec = flatten(output, is_whole)
+        if other_spec != spec:
             raise ValueError(
                 "the last layer must return the same structure for each micro-batch, but returned "
-                f"{spec} for micro-batch 0 and {other} for micro-batch {i}"
+                f"{spec} for micro-batch 0 and {other_spec} for micro-batch {i}"
             )
-        for column, leaf in zip(columns, others, strict=True):
+        for column, leaf in zip(columns, leaves, strict=True):
             column.append(leaf)
     joined = [_join(column, outputs, k, sizes) for k, column in enumerate(columns)]
     return pytree.tree_unflatten(joined, spec)
@@ -120,6 +120,6 @@ def _equal(first: Any, other: Any) -> bool:
 
 
 def _path(output: Value, k: int) -> str:
-    """Returns the ``k``-th leaf of ``output`` as a user writes it: ``output[0]['mask']``."""
-    keys = keys_of(output, k, is_whole)
+    """Returns the path to the ``k``-th leaf as a user writes it, such as ``output[0]['mask']``."""
+    keys = keys_of(output, k)
     return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)

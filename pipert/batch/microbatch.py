@@ -1,12 +1,12 @@
 """Splits a mini-batch into micro-batches.
 
-A mini-batch is any pytree, in which any mapping is one (``trees``). Its *leaves* are treated by
+A mini-batch is any pytree, in which any mapping is a node (``trees``). Its *leaves* are treated by
 kind:
 
-* a tensor with at least one dimension is split along dimension 0, and one that is there twice once;
+* a tensor with at least one dimension is split along dimension 0; one that occurs twice, once;
 * a 0-dimensional tensor, a number, a string, ``None`` and the like go to each micro-batch as is;
 * ``Replicate(x)`` sends any ``x`` whole to each micro-batch;
-* an object that hides rows, such as a NumPy array or one that holds tensors and is not registered
+* an object that hides rows, such as a NumPy array, or one that holds tensors but is not registered
   as a pytree, is refused: each micro-batch would silently get the rows of all.
 
 There are ``min(chunks, batch size)`` micro-batches, whose sizes differ by at most one.
@@ -30,7 +30,7 @@ __all__ = ["Replicate"]
 
 
 class Arguments(NamedTuple):
-    """The arguments of the first layer, unless there is just one positional argument.
+    """The first layer's arguments, if they are not a single positional one.
 
     >>> sample = Arguments((x, mask), {"scale": s})  # doctest: +SKIP
     """
@@ -40,7 +40,7 @@ class Arguments(NamedTuple):
 
 
 class Replicate:
-    """Marks an argument that goes whole to each micro-batch instead of being split.
+    """An argument that goes whole to each micro-batch instead of being split.
 
     Args:
         value: a tensor, or any pytree.
@@ -58,10 +58,10 @@ class Replicate:
 
 
 class _Scatter(torch.autograd.Function):
-    """Slices of one tensor whose gradients are concatenated once.
+    """A split of a tensor, whose backward concatenates the gradients of the slices once.
 
-    Not ``Tensor.split``, which forbids in-place operations on its results, and not slicing,
-    whose backward makes a tensor of the whole batch for each micro-batch.
+    ``Tensor.split`` would forbid in-place operations on its results, and the backward of slicing
+    would make a tensor of the whole batch for each micro-batch.
     """
 
     @staticmethod
@@ -85,7 +85,7 @@ class _Scatter(torch.autograd.Function):
 def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[Value]:
     """Split a call's arguments into at most ``chunks`` micro-batches.
 
-    Each is the value of the first layer's only positional argument, or :class:`Arguments`.
+    Each is the first layer's only positional argument, or :class:`Arguments`.
     """
     return scatter_with_sizes(args, kwargs, chunks)[0]
 
@@ -93,12 +93,12 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
 def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
-    """Like :func:`scatter`, also returning each micro-batch's rows: 1 where there is no tensor."""
+    """Like :func:`scatter`, but also returns each micro-batch's rows: 1 if there is no tensor."""
     leaves, spec = flatten((args, kwargs), is_whole)
     batch: int | None = None
 
     def path(k: int) -> str:
-        keys = keys_of((args, kwargs), k, is_whole)
+        keys = keys_of((args, kwargs), k)
         if keys is None:
             return f"leaf {k} of the arguments"
         root = "args" if pytree.keystr(keys[:1]) == "[0]" else "kwargs"
@@ -151,7 +151,7 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
 
 
 def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gives all parts but the last a version counter of their own.
+    """Gives each part but the last its own version counter.
 
     With a shared counter, a first layer that works in place on one micro-batch would invalidate
     what autograd saved of the others. The last part, which may not be checkpointed, keeps the

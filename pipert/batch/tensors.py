@@ -1,8 +1,8 @@
 """Accesses the tensors inside a value, which is any pytree.
 
-A tensor that a value has twice is one: whatever is done to the tensors of a value, such as copying
-them to another device, it comes out as one, so that a layer that changes it in place changes it in
-both places, as in the plain module. Skips are values of their own.
+A tensor that occurs twice in a value counts once: whatever is done to the tensors of a value, such
+as copying them to another device, the result again has one tensor in both places, so that a layer
+that changes it in place changes both, as in the plain module. Each skip is a value of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__: list[str] = []
 
 
 class Carried(NamedTuple):
-    """A partition's input or output: a value, and the skips that arrive or leave with it."""
+    """A partition's input or output: a value, and the skips that accompany it."""
 
     value: Value
     skips: tuple[Value, ...]
@@ -32,25 +32,25 @@ class Carried(NamedTuple):
 def select(
     value: Value, wanted: Callable[[Tensor], bool]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """Returns the ``wanted`` tensors of ``value``, and a function that substitutes others."""
+    """Returns the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     if isinstance(value, Carried):
         return _select_each(value, wanted)
     leaves: list[Any]
     unflatten: Callable[[list[Any]], Value]
-    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # in the way of many tasks
+    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # many tasks pass here
         leaves, unflatten = list(value), tuple
     else:
         leaves, spec = flatten(value)
         unflatten = partial(pytree.tree_unflatten, treespec=spec)
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and wanted(leaf)]
     selected = tuple([leaves[k] for k in places])
-    numbers: Sequence[int] | None = None  # of the tensor in each place
+    numbers: Sequence[int] | None = None  # for each place, the index of its tensor in ``selected``
     if len(set(map(id, selected))) < len(selected):
-        numbers, selected = _each_once(selected)
+        numbers, selected = _without_duplicates(selected)
     for k in places:
-        leaves[k] = None  # so that ``rebuild`` does not keep them alive
+        leaves[k] = None  # so that ``rebuild`` does not keep the tensors alive
 
     def rebuild(tensors: Tensors) -> Value:
         each = tensors if numbers is None else [tensors[number] for number in numbers]
@@ -62,10 +62,10 @@ def select(
     return selected, rebuild
 
 
-def _each_once(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
-    own = {id(tensor): tensor for tensor in tensors}
-    order = {key: number for number, key in enumerate(own)}
-    return [order[id(tensor)] for tensor in tensors], tuple(own.values())
+def _without_duplicates(tensors: Tensors) -> tuple[Sequence[int], Tensors]:
+    distinct = {id(tensor): tensor for tensor in tensors}
+    order = {key: number for number, key in enumerate(distinct)}
+    return [order[id(tensor)] for tensor in tensors], tuple(distinct.values())
 
 
 def _select_each(
@@ -76,21 +76,21 @@ def _select_each(
 
     def rebuild(tensors: Tensors) -> Value:
         left = iter(tensors)
-        value, *skips = [own(tuple(islice(left, count))) for count, own in each]
+        value, *skips = [rebuild_part(tuple(islice(left, n))) for n, rebuild_part in each]
         return Carried(value, tuple(skips))
 
     return tuple([tensor for tensors, _ in parts for tensor in tensors]), rebuild
 
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """:func:`select` of the tensors that require grad."""
-    if isinstance(value, Tensor):  # by far the most common, and in the way of every task
+    """Selects the tensors that require grad; see :func:`select`."""
+    if isinstance(value, Tensor):  # by far the most common case, on the path of every task
         return ((value,), _only) if value.requires_grad else ((), lambda _: value)
     return select(value, lambda tensor: tensor.requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """:func:`select` of all tensors."""
+    """Selects all tensors; see :func:`select`."""
     return ((value,), _only) if isinstance(value, Tensor) else select(value, lambda _: True)
 
 
@@ -107,12 +107,12 @@ def describe(value: Value) -> str:
 
 
 def version(tensor: Tensor | None) -> int:
-    """Returns how often a tensor was modified in place; -1 if it does not count that."""
+    """Returns a tensor's version, which counts in-place changes; -1 if it has none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Versions:
-    """The versions of many tensors, which to compare takes no Python for each."""
+    """The versions of many tensors, compared without running Python for each."""
 
     __slots__ = ("_before", "_tensors")
 
@@ -121,13 +121,13 @@ class Versions:
         self._before: list[int] = []
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Note what they are now, of those that count them."""
-        counting = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._tensors += counting
-        self._before += map(_version, counting)
+        """Record the current versions of ``tensors``, except inference tensors, which have none."""
+        versioned = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._tensors += versioned
+        self._before += map(_version, versioned)
 
     def are_current(self) -> bool:
-        """Whether none was modified since."""
+        """Whether no tensor was modified in place since it was added."""
         return list(map(_version, self._tensors)) == self._before
 
     def __repr__(self) -> str:

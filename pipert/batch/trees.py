@@ -1,10 +1,10 @@
-"""Flattens values: any pytree, and in it mappings that torch takes for leaves.
+"""Flattens values: any pytree, including mappings that torch takes for leaves.
 
-torch knows containers by their exact type, so that a ``UserDict``, as which tokenizers return their
-batches, a ``MappingProxyType`` or a dict of a class of one's own is a leaf to it. Here each is a
-dict that comes back as its own type: a copy, with the attributes that it had beside its items. The
-registry of torch, which others use as well, learns nothing of that: such a mapping is replaced by a
-node of ours before it is flattened.
+torch knows containers by their exact type. So it takes a ``UserDict``, such as the batches that
+tokenizers return, a ``MappingProxyType`` or an instance of a subclass of ``dict`` for a leaf. Here
+each of them is a node and is rebuilt as its own type: a copy with new items, and with the other
+attributes it had. These types are not added to torch's registry, which other code uses, too: a
+mapping is replaced by a node of pipert's own type before it is flattened.
 """
 
 from __future__ import annotations
@@ -32,101 +32,99 @@ ORDINARY = frozenset(
         torch.dtype, torch.device, torch.Size,
     }  # fmt: skip
 )
-"""The types of leaves that are what they seem to be."""
+"""The types of leaves that neither are containers nor hide tensors."""
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)
 
 
-def flatten(value: Value, is_leaf: Callable[[Any], bool] | None = None) -> Leaves:
-    """Returns the leaves, and what ``pytree.tree_unflatten`` makes of others.
+def _is_size(value: Any) -> bool:
+    return type(value) is torch.Size  # as a node it would be rebuilt as a tuple
 
-    Each mapping adds a leaf: itself with nothing but ``None`` in it. ``is_leaf`` says what else is
-    one.
+
+def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
+    """Returns the leaves of ``value``, and the spec for ``pytree.tree_unflatten``.
+
+    Each mapping that torch does not know adds a leaf: itself, with ``None`` for each of its values.
+    Containers for which ``is_leaf`` is true are leaves as well.
     """
-    is_leaf = is_leaf or _is_size
     leaves, spec = pytree.tree_flatten(value, is_leaf)
     if not ORDINARY.issuperset(map(type, leaves)) and any(map(_is_mapping, leaves)):
         return pytree.tree_flatten(_opened(value, is_leaf), is_leaf)
     return leaves, spec
 
 
-def keys_of(value: Value, k: int, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Returns the path to the ``k``-th leaf; ``None`` below a type registered without names."""
-    is_leaf = is_leaf or _is_size
+def is_whole(value: Any) -> bool:
+    """Whether a container is a leaf, as it holds no rows or would be rebuilt as another type."""
+    return type(value) in (torch.Size, PackedSequence)
+
+
+def keys_of(value: Value, k: int) -> Any:
+    """Returns the path to the ``k``-th leaf of ``flatten(value, is_whole)``.
+
+    ``None`` if it is below a type registered without names.
+    """
     try:
-        opened = _opened(value, is_leaf)
-        return tuple(pytree.tree_flatten_with_path(opened, is_leaf)[0][k][0])
+        opened = _opened(value, is_whole)
+        return tuple(pytree.tree_flatten_with_path(opened, is_whole)[0][k][0])
     except ValueError:
         return None
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a container is a leaf: it is no container of rows, or comes back as another."""
-    return type(value) in (torch.Size, PackedSequence)
-
-
-class _Opened:
-    """A mapping, as a node: the mapping without its values, and these."""
+class _MappingNode:
+    """A mapping as a node. Its first child is the mapping without its values, for the type."""
 
     __slots__ = ("children", "keys")
 
     def __init__(self, mapping: Any, is_leaf: Callable[[Any], bool]) -> None:
         self.keys = tuple(mapping)
-        like: Any = MappingProxyType({})
+        template: Any = MappingProxyType({})
         if not isinstance(mapping, MappingProxyType):
-            like = _filled(mapping, self.keys, [None] * len(self.keys))
-        self.children = [like, *[_opened(value, is_leaf) for value in mapping.values()]]
+            template = _filled(mapping, self.keys, [None] * len(self.keys))
+        self.children = [template, *[_opened(value, is_leaf) for value in mapping.values()]]
 
 
 def _opened(value: Value, is_leaf: Callable[[Any], bool]) -> Value:
+    """Returns ``value`` with each mapping that torch takes for a leaf replaced by a node."""
+
     def opened(leaf: Any) -> Any:
-        return _Opened(leaf, is_leaf) if _is_mapping(leaf) else leaf
+        return _MappingNode(leaf, is_leaf) if _is_mapping(leaf) else leaf
 
     return pytree.tree_map(opened, value, is_leaf=is_leaf)
 
 
-def _closed(children: Iterable[Any], keys: tuple[Any, ...]) -> Any:
-    like, *values = children
-    if isinstance(like, MappingProxyType):
+def _rebuilt(children: Iterable[Any], keys: tuple[Any, ...]) -> Any:
+    template, *values = children
+    if isinstance(template, MappingProxyType):
         return MappingProxyType(dict(zip(keys, values, strict=True)))
-    return _filled(like, keys, values)
+    return _filled(template, keys, values)
 
 
-def _filled(like: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
-    mapping = copy(like)
+def _filled(template: Any, keys: tuple[Any, ...], values: list[Any]) -> Any:
+    mapping = copy(template)
     for key, value in zip(keys, values, strict=True):
         mapping[key] = value
     return mapping
 
 
-class _Itself:
-    """The way from a mapping to itself."""
+class _EmptyKey:
+    """The key of a mapping's template, which adds nothing to a path."""
 
     def __str__(self) -> str:
         return ""
 
 
-def _with_keys(node: _Opened) -> Any:
-    ways: list[Any] = [_Itself(), *map(_key, node.keys)]
-    return list(zip(ways, node.children, strict=True)), node.keys
-
-
-def _key(key: Any) -> pytree.MappingKey[Any, Any]:
-    return pytree.MappingKey(key)
+def _with_keys(node: _MappingNode) -> Any:
+    keys: list[Any] = [_EmptyKey(), *[pytree.MappingKey(key) for key in node.keys]]
+    return list(zip(keys, node.children, strict=True)), node.keys
 
 
 pytree.register_pytree_node(
-    _Opened,
+    _MappingNode,
     lambda node: (node.children, node.keys),
-    _closed,
+    _rebuilt,
     flatten_with_keys_fn=_with_keys,
 )
 
 
 def _is_mapping(leaf: Any) -> bool:
     return isinstance(leaf, _MAPPINGS)
-
-
-def _is_size(value: Any) -> bool:
-    # A Size would come back as a tuple.
-    return type(value) is torch.Size

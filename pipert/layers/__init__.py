@@ -1,4 +1,4 @@
-"""What running the user's layers takes: random numbers, buffers, tied weights, compilation."""
+"""Runs the user's layers: random numbers, buffers, tied weights, compilation."""
 
 from __future__ import annotations
 

@@ -10,14 +10,14 @@ Here the layers are unchanged and the sums belong to the run:
 
 1. In ``F[i,j]`` the normalisation function of a layer in training mode gets scratch buffers
    with momentum 1, which makes torch itself return mean and unbiased variance. They are recorded
-   together with their number of values.
+   together with the number of values they summarise.
 2. In ``R[i,j]`` nothing is recorded (``layers/buffers.py``).
 3. When the call has succeeded, the records of all its micro-batches are pooled and the running
    statistics updated once, as ``nn.BatchNorm`` does with the whole mini-batch. When it fails, the
    records are dropped with the run.
 
-A layer called several times in one forward is updated as often: first for the first calls of all
-micro-batches together, then for the second.
+A layer called several times in one forward is updated as often: once for the first calls in all
+micro-batches together, then for the second calls, and so on.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _committing = ProcessLock()
 
 
 def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
-    """Refuse layers that cannot work in a pipe; warn if the user has not chosen.
+    """Refuse BatchNorm layers that cannot work in a pipe; warn if ``deferred`` was not chosen.
 
     Raises:
-        TypeError: there is a SyncBatchNorm, or a scripted BatchNorm to be deferred; or
-            ``deferred`` is not a valid choice.
+        TypeError: ``module`` has a SyncBatchNorm, or a scripted BatchNorm that is to be deferred;
+            or ``deferred`` is not a valid choice.
     """
     if deferred not in (None, True, False):
         raise TypeError(f"deferred_batch_norm must be True, False or None, got {deferred!r}")
@@ -79,7 +79,7 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
             "each updates the running statistics. Choose deferred_batch_norm=True to update them "
             "once for each mini-batch, as without a pipe, or deferred_batch_norm=False to accept "
             "this",
-            stacklevel=4,  # Partitioned, Pipe, and the code that makes one
+            stacklevel=4,  # skips Partitioned and Pipe: points at the code that makes the pipe
         )
 
 
@@ -102,20 +102,22 @@ class _Note(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The first, second or later call of a layer in the forward of each micro-batch."""
+    """The first, second or later call of a layer in the forward of all micro-batches."""
 
     mean: Tensor
+    """The running mean."""
     var: Tensor
+    """The running variance."""
     norm: _BatchNorm | None
-    """The layer whose running statistics these are, if it is a BatchNorm."""
+    """The layer that has these running statistics, if it is a BatchNorm."""
     notes: list[_Note]
 
 
 class PartitionStats:
-    """The records of one partition's layers in one run. Only its worker writes them.
+    """The statistics that one partition's layers computed in a run. Written by its worker only.
 
     Args:
-        partition: it has layers with buffers in training mode.
+        partition: has layers with buffers in training mode.
     """
 
     def __init__(self, partition: nn.Module) -> None:
@@ -128,17 +130,17 @@ class PartitionStats:
             id(buffer): norm
             for norm in norms
             for buffer in (norm.running_mean, norm.running_var)
-            if buffer is not None and not is_lazy(buffer)  # its layer will initialise it
+            if buffer is not None and not is_lazy(buffer)  # a lazy one is yet to be initialised
         }
         self.counted: set[_BatchNorm] = set()
         self.calls: dict[tuple[int, int], _Call] = {}
 
     def collecting(self) -> AbstractContextManager[object]:
-        """Note the statistics of one micro-batch, which is computed in the block."""
+        """Record the statistics of the micro-batch that is computed in the block."""
         return _Collect(self)
 
     def discarding(self) -> AbstractContextManager[object]:
-        """Update nothing while compiled layers are computed again; their code has no kernels."""
+        """Update nothing while compiled layers are recomputed; their code calls no kernels."""
         return _Collect(self, deferring=False)
 
 
@@ -151,7 +153,7 @@ def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
 
 
 class _Collect(TorchFunctionMode):
-    """Records the statistics that layers compute in one task, and updates nothing."""
+    """A function mode that records the statistics of one task and leaves the buffers alone."""
 
     def __init__(self, stats: PartitionStats, deferring: bool = True) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class _Collect(TorchFunctionMode):
             if func in _COUNTING:
                 self._stats.counted.add(norm)
                 return args[0]
-            if func is Tensor.__float__:  # for a momentum of None; as if it had been counted
+            if func is Tensor.__float__:  # for a momentum of None; this call counts already
                 return func(*args) + 1.0
         norm = self._stats.running.get(id(_changed_by(func, args, kwargs)))
         if norm is not None:
@@ -196,12 +198,13 @@ class _Collect(TorchFunctionMode):
                 "are deferred; its recomputation would update them, too"
             )
         x = arguments["input"]
-        of_batch = torch.zeros_like(mean), torch.zeros_like(var)
-        scratch = {"running_mean": of_batch[0], "running_var": of_batch[1], "momentum": 1.0}
+        batch_mean, batch_var = torch.zeros_like(mean), torch.zeros_like(var)
+        scratch = {"running_mean": batch_mean, "running_var": batch_var, "momentum": 1.0}
         output = func(**{**arguments, **scratch})
         number = self._calls[layer] = self._calls.get(layer, -1) + 1
         call = _Call(mean, var, self._stats.by_mean.get(layer), [])
-        note = _Note(x.numel() // x.size(1), *of_batch, arguments.get("momentum", 0.1))
+        momentum = arguments.get("momentum", 0.1)
+        note = _Note(x.numel() // x.size(1), batch_mean, batch_var, momentum)
         self._stats.calls.setdefault((layer, number), call).notes.append(note)
         return output
 
@@ -213,14 +216,14 @@ _TORCH = (
 )  # fmt: skip
 
 
-# The ways in which a layer may count its calls: ``num_batches_tracked + 1``.
+# The functions by which a layer may count its calls, as in ``num_batches_tracked + 1``.
 _COUNTING = (Tensor.add_, Tensor.add, Tensor.__add__, Tensor.__iadd__)
 _IN_PLACE = "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor ilshift irshift"
 _IN_PLACE_OPERATORS = frozenset(f"__{name}__" for name in _IN_PLACE.split())
 
 
 def _changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a call of a torch function writes to, judged by its name."""
+    """Returns the argument that a call of a torch function writes to, judged by its name."""
     if kwargs.get("out") is not None:
         return kwargs["out"]
     name = getattr(func, "__name__", "")
@@ -229,7 +232,7 @@ def _changed_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 
 
 class DeferredStats:
-    """The running statistics of one run. Made and committed in the caller."""
+    """The deferred statistics of one run. Made and committed by the caller."""
 
     def __init__(self, partitions: Sequence[nn.Module]) -> None:
         self.partitions = [
@@ -240,15 +243,15 @@ class DeferredStats:
         ]
 
     def commit(self) -> None:
-        """The run has succeeded: update the running statistics of all layers, once.
+        """Update the running statistics of all layers once, after the run has succeeded.
 
         Raises:
-            RuntimeError: a layer cannot be deferred; nothing is updated.
+            RuntimeError: a layer's statistics cannot be deferred; nothing is updated.
         """
         partitions = [partition for partition in self.partitions if partition is not None]
         calls = [call for partition in partitions for call in partition.calls.values()]
         counted = {norm for partition in partitions for norm in partition.counted}
-        for norm in counted - {call.norm for call in calls}:  # by a function unknown here
+        for norm in counted - {call.norm for call in calls}:  # normalised by an unknown function
             raise _cannot_be_deferred(norm)
         with _committing.current:  # nothing here has a graph
             for call in calls:
@@ -264,13 +267,13 @@ def _update(mean: Tensor, var: Tensor, norm: _BatchNorm | None, notes: list[_Not
     if not any(note.rows for note in notes):
         return
     for running, new in zip((mean, var), _pooled(notes), strict=True):
-        # Through data: torch's kernel does not count it as a modification either, so a graph
-        # made earlier in eval mode stays usable.
+        # Through ``data``, so that the version stays, as with torch's kernel: a graph made earlier
+        # in eval mode stays usable.
         running.data.lerp_(new.to(running.dtype), factor)
 
 
 def _pooled(notes: Sequence[_Note]) -> tuple[Tensor, Tensor]:
-    """Returns mean and unbiased variance of all rows together, without waiting for a GPU."""
+    """Returns the mean and unbiased variance of all rows, without waiting for a GPU."""
     if len(notes) == 1:
         return notes[0].mean, notes[0].var
     total = sum(note.rows for note in notes)

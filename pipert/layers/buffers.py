@@ -3,17 +3,17 @@
 A normalisation layer in training mode updates its running statistics at each call, and a
 recomputation calls it again. Switching the module's updates off would affect other threads that
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
-copies of the statistics, and a counter is returned as it is (and read as 1 if it is 0). A kernel in
-Python costs as much as the operation does. So torch's own BatchNorm layers get a shorter way
-meanwhile, which threads that recompute nothing pass by, in the slot of ``layers/intercepted.py``:
-it updates other statistics and counts nothing. Where it is missing, or there are hooks, the kernels
-do the work.
+copies of the statistics, and a counter is returned unchanged (and read as 1 if it is 0). A kernel
+in Python costs as much as the operation itself. So during a recomputation torch's own BatchNorm
+layers have a shortcut in the slot of ``layers/intercepted.py``, which updates scratch statistics
+and counts nothing. It is ignored by threads that are not recomputing. Where it is missing, or
+there are hooks, the kernels do the work.
 
-Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
-Their results may depend on that, as they do there, so a recomputation that changes a buffer is
-refused (``layers/changes.py``), and so is one that puts another tensor in its place. To see changes
-costs much for each operation, so it is done only where the version of a buffer has moved since the
-first forward, which normalisation does not do.
+Other layers change their buffers in their own ways, such as the power iteration of spectral norm,
+and their results may depend on the change. So a recomputation that changes a buffer is refused
+(``layers/changes.py``), and so is one that replaces a buffer. Detecting changes costs much for each
+operation, so it is done only if a buffer's version has changed since the first forward, which
+normalisation does not cause.
 """
 
 from __future__ import annotations
@@ -39,35 +39,36 @@ from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
 
-# In a recomputation, and in runs inside of it: the ids of the counters of its normalisation layers.
 kept_counters: ContextVar[frozenset[int] | None] = ContextVar("pipert_kept", default=None)
+"""The ids of the counters of the normalisation layers that are being recomputed, which must not
+change. Set in a recomputation, and in runs inside it."""
 
 T = TypeVar("T")
 
 _COUNTER = "num_batches_tracked"
-_FORWARD = _BatchNorm.forward  # as long as nobody puts another in its place
+_FORWARD = _BatchNorm.forward  # unless somebody has replaced it
 
 
 def _register(keeping: Key) -> None:
-    for operation, schema in operations(_normalises):
+    for operation, schema in operations(_updates_statistics):
         names = [argument.name for argument in schema.arguments]
         places = {k for k, name in enumerate(names) if name in ("running_mean", "running_var")}
-        keeping.register(operation, _copies(operation, places))
+        keeping.register(operation, _copying(operation, places))
     for operation in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar):
-        keeping.register(operation, _counts(operation))
-    keeping.register(torch.ops.aten._local_scalar_dense.default, _read)
+        keeping.register(operation, _not_counting(operation))
+    keeping.register(torch.ops.aten._local_scalar_dense.default, _read_number)
 
 
 KEEPING = Key("TESTING_ONLY_GenericWrapper", _register)
 
 
-def _normalises(schema: Any) -> bool:
-    of_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
-    return of_statistics and "backward" not in schema.name
+def _updates_statistics(schema: Any) -> bool:
+    has_statistics = any(argument.name == "running_mean" for argument in schema.arguments)
+    return has_statistics and "backward" not in schema.name
 
 
-def _copies(operation: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
-    """Makes a kernel that calls ``operation`` with copies of some arguments."""
+def _copying(operation: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
+    """Makes a kernel that calls ``operation`` with copies of the arguments at ``places``."""
 
     def normalise(*args: Any, **kwargs: Any) -> Any:
         with KEEPING.excluded():
@@ -77,8 +78,8 @@ def _copies(operation: Callable[..., Any], places: set[int]) -> Callable[..., An
     return normalise
 
 
-def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a kernel that adds in place, but not to a counter."""
+def _not_counting(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a kernel that adds in place, except to a kept counter."""
 
     def add(*args: Any, **kwargs: Any) -> Any:
         if id(args[0]) in (kept_counters.get() or ()):
@@ -89,10 +90,10 @@ def _counts(operation: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
-def _read(tensor: Tensor) -> Any:
-    """Read a tensor's number; of a counter that is not counted yet, in a step, as if it were.
+def _read_number(tensor: Tensor) -> Any:
+    """Read a tensor's number; a kept counter that is 0, as it may be in a step, is read as 1.
 
-    ``BatchNorm(momentum=None)`` divides by it; what for goes to copies.
+    ``BatchNorm(momentum=None)`` divides by it; the result only reaches copies of the statistics.
     """
     with KEEPING.excluded():
         number = torch.ops.aten._local_scalar_dense.default(tensor)
@@ -100,7 +101,7 @@ def _read(tensor: Tensor) -> Any:
 
 
 def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
-    """Call a BatchNorm layer: in its recomputation by the shorter way."""
+    """Call a BatchNorm layer; take the shortcut if this thread is recomputing it."""
     buffers = norm._buffers
     if id(buffers[_COUNTER]) not in (kept_counters.get() or ()) or _has_hooks(norm):
         return norm._call_impl(input)  # type: ignore[no-untyped-call]
@@ -109,8 +110,8 @@ def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
         if mean is None or var is None or not (norm.training and norm.track_running_stats):
             return norm._call_impl(input)  # type: ignore[no-untyped-call]  # changes nothing
         norm._check_input_dim(input)  # type: ignore[no-untyped-call]
-        others = torch.empty_like(mean), torch.empty_like(var)
-        return F.batch_norm(input, *others, norm.weight, norm.bias, True, 0.0, norm.eps)
+        scratch = torch.empty_like(mean), torch.empty_like(var)
+        return F.batch_norm(input, *scratch, norm.weight, norm.bias, True, 0.0, norm.eps)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -124,78 +125,82 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class Buffers:
-    """The buffers of modules that are computed again together, before their first forward."""
+    """The buffers of modules that are recomputed together, recorded before their first forward."""
 
     __slots__ = (
-        "_counters", "_homes", "_modules", "_others", "_runs_compiled", "_shorter", "_versions",
+        "_modules", "_norm_dicts", "_other_dicts", "_runs_compiled", "_shortcuts", "_versions",
+        "_watched",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self._counters: list[Any] = []  # the homes of the counters of normalisation layers
-        self._homes: list[dict[str, Tensor | None]] = []
         self._modules: list[nn.Module] = []
-        self._others: dict[int, Tensor] = {}  # by id
-        self._versions = Versions()  # of the others
+        self._norm_dicts: list[Any] = []  # the ``_buffers`` of modules that have a counter
+        self._other_dicts: list[dict[str, Tensor | None]] = []  # those of other modules
+        self._watched: dict[int, Tensor] = {}  # buffers that must not change, by id
+        self._versions = Versions()  # of the watched ones
         self._runs_compiled = False
-        self._shorter: list[tuple[dict[str, Any], Shortcut]] = []
+        self._shortcuts: list[tuple[dict[str, Any], Shortcut]] = []
 
     def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
-        """Note the buffers of a module and of all modules inside of it, its ``parts``."""
+        """Record the buffers of ``parts``: a module and all modules inside it."""
         self._modules.append(module)
         compiled = any(map(_runs_compiled_code, _of_each_kind(parts)))
         self._runs_compiled |= compiled
-        homes = [part._buffers for part in parts if part._buffers]
-        counters = [home for home in homes if _COUNTER in home]
-        self._counters += counters
-        self._homes += [h for h in homes if isinstance(h, dict) and _COUNTER not in h]
-        # Compiled code copies running statistics, which moves their versions.
+        dicts = [part._buffers for part in parts if part._buffers]
+        norm_dicts = [buffers for buffers in dicts if _COUNTER in buffers]
+        self._norm_dicts += norm_dicts
+        self._other_dicts += [d for d in dicts if isinstance(d, dict) and _COUNTER not in d]
+        # Compiled code copies running statistics, which changes their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
-        known = {id(home[name]) for home in counters for name in updated if name in home}
-        self._shorter += [
+        known = {id(d[name]) for d in norm_dicts for name in updated if name in d}
+        self._shortcuts += [
             (part.__dict__, Shortcut(_normalise, part))
             for part in parts
             if isinstance(part, _BatchNorm)
             and type(part).forward is _FORWARD
             and "forward" not in part.__dict__
         ]
-        others = [
+        watched = [
             buffer
-            for home in homes
-            for buffer in home.values()
+            for buffers in dicts
+            for buffer in buffers.values()
             if buffer is not None and id(buffer) not in known and not is_lazy(buffer)
         ]
-        self._others.update(zip(map(id, others), others, strict=True))
-        self._versions.add(others)
+        self._watched.update(zip(map(id, watched), watched, strict=True))
+        self._versions.add(watched)
 
     def keep_during(self, call: Callable[[], T]) -> T:
-        """Return what ``call`` does, which computes again, in context variables of its own.
+        """Return the result of ``call``, a recomputation, and leave the buffers as they are.
+
+        It must run in a copy of the caller's context variables.
 
         Raises:
-            RecomputationError: it changes a buffer.
+            RecomputationError: ``call`` changes a buffer.
         """
-        counters = [home[_COUNTER] for home in self._counters]
+        counters = [buffers[_COUNTER] for buffers in self._norm_dicts]
         kept_counters.set(frozenset(map(id, counters)))
-        before = [(home, name, old) for home in self._homes for name, old in home.items()]
-        shorter = () if self._runs_compiled else self._shorter
+        before = [(d, name, old) for d in self._other_dicts for name, old in d.items()]
+        shortcuts = () if self._runs_compiled else self._shortcuts
         try:
-            for attributes, normalise in shorter:
-                attributes.setdefault(SLOT, normalise)  # unless it is compiled, or intercepted
+            for attributes, shortcut in shortcuts:
+                attributes.setdefault(SLOT, shortcut)  # unless it is compiled, or intercepted
             with self._keeping_statistics(), self._refusing_changes():
                 result = call()
-            for home, name, old in before:
-                if home.get(name) is not old:
-                    refuse_replaced(home, name, old)
+            for buffers, name, old in before:
+                if buffers.get(name) is not old:
+                    refuse_replaced(buffers, name, old)
             return result
         finally:
-            for attributes, normalise in shorter:
-                if attributes.get(SLOT) is normalise:
-                    attributes.pop(SLOT, None)  # another backward of the graph may have, too
-            for home, counter in zip(self._counters, counters, strict=True):
-                if home[_COUNTER] is not counter:  # replaced by one that is greater
-                    home[_COUNTER] = counter
+            for attributes, shortcut in shortcuts:
+                if attributes.get(SLOT) is shortcut:
+                    attributes.pop(SLOT, None)  # a concurrent backward may have removed it
+            for buffers, counter in zip(self._norm_dicts, counters, strict=True):
+                if buffers[_COUNTER] is not counter:  # replaced by an incremented one
+                    buffers[_COUNTER] = counter
 
     def _keeping_statistics(self) -> AbstractContextManager[object]:
-        # Compiled code may run no operation of torch for it; torch.compile sees a function mode.
+        # Compiled code may update statistics without an operation of torch's. A function mode is
+        # seen by torch.compile.
         if not self._runs_compiled:
             return KEEPING.included()
         return PartitionStats(nn.ModuleList(self._modules)).discarding()
@@ -208,13 +213,13 @@ class Buffers:
                 place_of(buffer): (buffer, name)
                 for module in self._modules
                 for name, buffer in module.named_buffers()
-                if id(buffer) in self._others
+                if id(buffer) in self._watched
             }
         )
 
 
 def _runs_compiled_code(module: nn.Module) -> bool:
-    """Whether torch.compile has made it, its call, or the ``forward`` of its class."""
+    """Whether torch.compile made the module, its call, or its ``forward``."""
     return (
         compiled_call(module) is not None
         or type(module).__module__.startswith("torch._dynamo")
@@ -223,10 +228,10 @@ def _runs_compiled_code(module: nn.Module) -> bool:
 
 
 def _of_each_kind(modules: Collection[nn.Module]) -> Iterable[nn.Module]:
-    """One of each class, and those that have a call or a ``forward`` of their own."""
-    found = {type(module): module for module in modules}
-    own = [m for m in modules if "forward" in m.__dict__ or SLOT in m.__dict__]
-    return (*found.values(), *own)
+    """Return one module of each class, and those with a call or ``forward`` of their own."""
+    by_class = {type(module): module for module in modules}
+    special = [m for m in modules if "forward" in m.__dict__ or SLOT in m.__dict__]
+    return (*by_class.values(), *special)
 
 
 def may_change_buffers(parts: Iterable[nn.Module]) -> bool:

@@ -1,7 +1,7 @@
-"""Calling the layers of one partition: what ``F[i,j]`` and ``R[i,j]`` both do.
+"""Calls the layers of one partition, in ``F[i,j]`` and in ``R[i,j]``.
 
-:class:`Layers` outlives its run, in the graph, when it may have to compute again. So it references
-the partition and what must be the same the second time, but neither the run nor a queue.
+:class:`Layers` outlives its run, in the graph, if it may have to recompute. So it references the
+partition and whatever must be the same the second time, but neither the run nor a queue.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def is_recomputing() -> bool:
 
 @contextlib.contextmanager
 def checkpointing() -> Iterator[None]:
-    """What is computed in the block will be recomputed."""
+    """Make :func:`is_checkpointing` true in the block."""
     before = _checkpointing.set(True)
     try:
         yield
@@ -76,10 +76,10 @@ class Layers:
 
     Args:
         partition: the layers.
-        place: where they are, for errors, random numbers and those who look.
+        place: where they run, for errors, random numbers and observers.
         context: the caller's.
-        skips: which the partition stashes and pops. If any, values are ``Carried``.
-        told: who hears of recomputations.
+        skips: those that the partition stashes and pops. If there are any, values are ``Carried``.
+        told: counts and observes recomputations.
     """
 
     draws = False
@@ -105,10 +105,10 @@ class Layers:
         self._told = told
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None
-        # On CPU one thread goes backward, whatever the partition.
+        # On CPU one thread runs the backward of all partitions.
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
-        self.took: float | None = None  # s, the last time; until somebody has noted it
+        self.took: float | None = None  # s, of the last forward, until it has been recorded
 
     def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Let the layers compute with ``copies`` of parameters that live on other devices.
@@ -117,23 +117,22 @@ class Layers:
         """
         lent = list(zip(weights, copies, versions, strict=True))
         for layer in self._partition:
-            used = set(layer.parameters())
-            of_layer = [one for one in lent if one[0] in used]
-            if of_layer:
-                self._substitutes[layer] = Substitute(*zip(*of_layer, strict=True))
+            parameters = set(layer.parameters())
+            used = [triple for triple in lent if triple[0] in parameters]
+            if used:
+                self._substitutes[layer] = Substitute(*zip(*used, strict=True))
 
     def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
-        """Compute micro-batch ``i``, under the caller's context already.
+        """Compute micro-batch ``i``. The caller's context must be in place.
 
         Args:
             i: the micro-batch.
             checkpointed: whether it will be recomputed.
-            after_layer: called after each layer, if anybody wants to know.
+            after_layer: called after each layer, if given.
             value: the input.
         """
         if checkpointed:
-            if self._snapshot is None:
-                self.take_snapshot()
+            self.take_snapshot()
             _checkpointing.set(True)
         store = None
         if self._skips is not None:
@@ -167,7 +166,7 @@ class Layers:
                 store.clear()
 
     def take_snapshot(self, guest: nn.Module | None = None) -> None:
-        """Note what must be the same when the layers compute again. Before the first time.
+        """Record, before the first forward, what must be the same in a recomputation.
 
         A ``guest`` is a layer of another partition that is called in this one, too.
         """
@@ -183,13 +182,14 @@ class Layers:
         check: Callable[[Value], None],
         on_worker: bool,
     ) -> None:
-        """Compute micro-batch ``i`` again: ``R[i,j]``, of which this is the whole.
+        """Compute micro-batch ``i`` again: all of ``R[i,j]``.
 
         Args:
             i: the micro-batch.
             get_value: makes the input; called under the caller's context.
-            check: called with the output at the end, and may raise.
-            on_worker: whether this is a worker, or a thread of autograd.
+            check: called with the output at the end; may raise.
+            on_worker: whether this thread is a worker, under the caller's context already, rather
+                than a thread of autograd.
         """
         self.again(i, lambda: partial(self.forward, i, False, None, get_value()), check, on_worker)
 
@@ -200,33 +200,20 @@ class Layers:
         check: Callable[[Value], None],
         on_worker: bool,
     ) -> None:
-        """Do ``R[i,j]``; ``begin`` returns what computes it. As :meth:`recompute` else."""
-        told, action = self._told, Action(RECOMPUTE, i, self._place.j)
+        """Like :meth:`recompute`, but ``begin`` returns the function that computes the output."""
+        told, context, action = self._told, self._context, Action(RECOMPUTE, i, self._place.j)
         told.count_recomputation()
-        if not told.looks:
-            self._again(action, begin, check, on_worker)
-            return
-        with told.recomputing(action, self._place.device):
-            self._again(action, begin, check, on_worker)
-
-    def _again(
-        self,
-        action: Action,
-        begin: Callable[[], Callable[[], Value]],
-        check: Callable[[Value], None],
-        on_worker: bool,
-    ) -> None:
-        context = self._context
-        try:
-            if on_worker:  # as a task, under the caller's context already
-                y = self._compute_again(begin)
-            else:
-                with context.on_any_thread():
-                    y = context.variables.copy().run(self._compute_again, begin)
-            check(y)
-        except BaseException as error:
-            self._place.note(error, action)
-            raise
+        with told.recomputing(action, self._place.device) if told.looks else _NOTHING:
+            try:
+                if on_worker:
+                    y = self._compute_again(begin)
+                else:
+                    with context.on_any_thread():
+                        y = context.variables.copy().run(self._compute_again, begin)
+                check(y)
+            except BaseException as error:
+                self._place.note(error, action)
+                raise
 
     def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
         assert self._snapshot is not None
@@ -237,26 +224,27 @@ class Layers:
                 "optimizer after the backward, or use checkpoint='never'"
             )
         _recomputing.set(True)
-        again, buffers = begin(), self._snapshot.buffers
-        return again() if buffers is None else buffers.keep_during(again)
+        compute, buffers = begin(), self._snapshot.buffers
+        return compute() if buffers is None else buffers.keep_during(compute)
 
     def backward(self, i: int, differentiate: Callable[..., Value], *args: Any) -> Value:
-        """Call ``differentiate(*args)``, of micro-batch ``i``: ``B[i,j]`` of a step."""
+        """Call ``differentiate(*args)``: ``B[i,j]`` of a step."""
         return differentiate(*args)
 
     def note_of_call(self, i: int, layer: str, args: Any, kwargs: dict[str, Any]) -> str:
-        """Say which layer of micro-batch ``i`` has raised an error, and what it got."""
-        action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
+        """Return the note for an error that ``layer`` raised: where it was, and its input."""
         given = args[0] if len(args) == 1 and not kwargs else (*args, kwargs) if kwargs else args
-        return f"{self._place.describe(action, f', {layer}')}, input {describe(given)}"
+        where = self._place.describe(self._current_action(i), f", {layer}")
+        return f"{where}, input {describe(given)}"
+
+    def _current_action(self, i: int) -> Action:
+        return Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
 
     def _note_of_layer(self, i: int, done: int, value: Value) -> str:
-        # An interrupt may come when all are done.
-        action = Action(RECOMPUTE if is_recomputing() else FORWARD, i, self._place.j)
         layers = [describe_layer(*item) for item in self._partition._modules.items()]
-        if done == len(layers):
-            return self._place.describe(action)
-        note = f"{self._place.describe(action, f', {layers[done]}')}, input {describe(value)}"
+        if done == len(layers):  # an interrupt after the last one
+            return self._place.describe(self._current_action(i))
+        note = self.note_of_call(i, layers[done], (value,), {})
         before = layers[done - 1] if done else self._place.before
         if value is not None or not before:
             return note
@@ -269,7 +257,7 @@ class Layers:
 class RandomLayers(Layers):
     """Layers that might draw, in a run whose tasks have random numbers of their own.
 
-    Also those of a run inside of another one's recomputation, which leaves their buffers alone.
+    Also those of a run inside another one's recomputation, which must not change their buffers.
     """
 
     draws = True

@@ -1,4 +1,4 @@
-"""Refuses changes of buffers in a recomputation: a dispatch mode sees what operations write to."""
+"""Refuses changes of buffers in a recomputation, by a dispatch mode that watches operations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__: list[str] = []
 
 
 class RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that change buffers.
+    """A dispatch mode that refuses operations which change buffers.
 
     Args:
-        buffers: by where their data are, with their names.
+        buffers: the buffers and their names, by the :func:`place_of` their data.
     """
 
     supports_higher_order_operators = True
@@ -45,9 +45,9 @@ class RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def refuse_replaced(home: dict[str, Tensor | None], name: str, old: Tensor | None) -> None:
-    """Refuse that another tensor is in the place of a buffer, unless it has the same values.
+    """Refuse that a buffer was replaced, unless by a tensor with the same values.
 
-    On another device it is one of a layer that was moved meanwhile, to where it is called.
+    A tensor on another device is accepted: the layer was moved to the device where it is called.
     """
     new = home.get(name)
     if new is not None and old is not None and new.device != old.device:
@@ -66,12 +66,12 @@ def _changed(name: str) -> RecomputationError:
 
 
 def place_of(tensor: Tensor) -> int:
-    """Where its data are, as for all of its views."""
+    """Return an identifier of the tensor's memory, which its views share."""
     return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
 
 
 def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes to."""
+    """Return the tensors that an operation writes to."""
     arguments: Any = getattr(getattr(func, "_schema", None), "arguments", ())
     given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
     found = [given[a.name] for a in arguments if a.is_write and a.name in given]

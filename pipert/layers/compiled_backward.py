@@ -1,10 +1,10 @@
 """Lets compiled layers run backward on several GPUs at once.
 
-AOTAutograd runs the backward of a compiled layer in its caller's context variables:
-in the one ``Context`` object that ``torch.autograd`` records for all its threads, which only one
-of them can enter at a time. A model on one GPU runs backward in one thread; a pipe has
-one per GPU, and the second would raise "cannot enter context". So each node of a compiled layer
-gets a copy of that context before it runs (torch 2.13).
+AOTAutograd runs the backward of a compiled layer in its caller's context variables: in the one
+``Context`` object that ``torch.autograd`` records for all its threads, which only one of them can
+enter at a time. A model on one GPU runs backward in one thread; a pipe has one per GPU, and the
+second would raise "cannot enter context". So each node of a compiled layer gets a copy of that
+context before it runs (torch 2.13).
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ _C: Any = torch._C
 
 
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
-    """Call a compiled layer whose backward may meet those of other partitions."""
-    given = [x.grad_fn for x in differentiable((args, kwargs))[0]]
+    """Call a compiled layer whose backward may run at the same time as other partitions'."""
+    makers = [x.grad_fn for x in differentiable((args, kwargs))[0]]
     value = call(*args, **kwargs)
-    give_own_contexts(differentiable(value)[0], given)
+    give_own_contexts(differentiable(value)[0], makers)
     return value
 
 
 def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> None:
-    """Make each compiled function behind ``ys`` run backward in a context of its own.
+    """Make each compiled function in the graph of ``ys`` run backward in a context of its own.
 
-    The search ends at the original makers of the inputs, since a layer may change inputs in place.
+    The search stops at ``makers``, the nodes that made the inputs. They are taken before the call,
+    since a layer may change inputs in place.
     """
     seen = {*makers, None}
     left = [y.grad_fn for y in ys]
@@ -51,7 +52,7 @@ def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> No
 
 
 def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
-    # For this node alone: the engine restores its thread-local state for each node.
+    # Affects this node only: the engine restores its thread-local state for each node.
     if _C._is_key_in_tls("context"):
         context = _C._get_obj_in_tls("context")
         if context is not None:

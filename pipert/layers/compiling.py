@@ -1,16 +1,16 @@
 """Keeps torch.compile and the threads of a pipe from disturbing each other.
 
 A compiled layer is compiled at its first call, and again for inputs that its code does not cover:
-on a worker, or on the thread of a backward when it is recomputed. Several
-threads get there at the same moment. The rules:
+on a worker, or on the thread of a backward when it is recomputed. Several threads may compile at
+the same moment. The rules:
 
 1. One thread compiles at a time, under dynamo's process-wide lock.
 2. Calls of compiled code wait for nothing. They find their code without that lock.
 3. pipert leaves the default generators alone during a compilation. dynamo saves their states before
-   it compiles and restores them afterwards, even if others drew meanwhile. So pipert holds dynamo's
-   lock, before its own, while it draws a run's seed or lends a default generator.
-4. A pipe is not compiled, and neither exported, traced nor scripted. Its layers run on threads that
-   others do not see, so they would get pipert itself.
+   it compiles and restores them afterwards, even if other threads drew meanwhile. So pipert holds
+   dynamo's lock, taken before its own, while it draws a run's seed or lends a default generator.
+4. A pipe cannot be compiled, exported, traced or scripted. Its layers run on threads that such
+   tools do not see, so they would capture pipert itself.
 
 Importing dynamo takes seconds, so this file does not: dynamo is loaded once something has compiled.
 """
@@ -40,7 +40,7 @@ def _lock_of_dynamo() -> Any:
 class CompileLock:
     """dynamo's reentrant lock. Made once, at import. Hold it by ``with lock.current``.
 
-    In a child forked during a compilation it is taken for ever, so the child ignores it:
+    In a child forked during a compilation the lock stays taken for ever, so the child ignores it:
     compiling would hang there, but drawing does not.
     """
 
@@ -52,7 +52,7 @@ class CompileLock:
 
     @property
     def current(self) -> AbstractContextManager[object]:
-        """The lock under which nothing compiles; a dummy if dynamo is not loaded."""
+        """The lock that keeps others from compiling; a dummy if dynamo is not loaded."""
         lock = _lock_of_dynamo()
         return _NO_LOCK if lock is None or lock is self._lost else lock
 
@@ -70,10 +70,10 @@ class CompileLock:
 
 
 def refuse_compilation() -> None:
-    """Refuse a call that is traced, or is on a thread that torch.compile watches.
+    """Refuse a call of a pipe that is traced, or made on a thread that torch.compile watches.
 
     Raises:
-        TransformError: it is.
+        TransformError: the call is one of these.
     """
     if torch.compiler.is_exporting():
         raise not_traced("torch.export")
@@ -91,7 +91,7 @@ def refuse_compilation() -> None:
 
 
 def not_traced(by: str) -> TransformError:
-    """The error for a pipe that something else was to make a graph of."""
+    """Return the error for a pipe that was given to ``by``, which makes a graph of a model."""
     return TransformError(
         f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain module, or "
         "nn.Sequential(*pipe), after moving them to one device if there are several"

@@ -1,18 +1,19 @@
-"""Dispatch keys of torch that nobody uses, and all of torch's private parts that they need.
+"""Changes what operations do in a block, by dispatch keys that torch has but does not use.
 
-The standard way to change what operations do while a block runs is a ``TorchFunctionMode``. It
-costs microseconds for *each* operation and sees only what Python calls by name: not the operations
-of scripted functions or of autograd's threads. But at each operation torch asks the thread's set of
-dispatch keys which kernel to call. So here:
+The standard way to do that is a ``TorchFunctionMode``. It costs microseconds for *each* operation
+and sees only what Python calls by name: not the operations of scripted functions or of autograd's
+threads. But at each operation torch looks up the kernel by the thread's set of dispatch keys. So:
 
-1. Two keys, which torch has for its own tests alone, let every operation pass (*fall through*),
-   except those given kernels of ours. They come before ``torch.func``, autograd and dispatch modes.
-2. A thread includes a key while a block runs. Autograd's threads get the keys, and what is stashed,
-   of the thread that calls for a backward.
+1. Two keys, which torch has for its own tests only, let every operation pass (*fall through*),
+   except those with kernels of pipert's. They come before ``torch.func``, autograd and dispatch
+   modes.
+2. A thread includes a key while a block runs. Autograd's threads inherit the keys, and the stash,
+   of the thread that starts a backward.
 3. A kernel excludes its key from what it calls.
 
-Private are the keys' names, how they are included, excluded and passed, and the stash. A pipe is
-refused where they do not work; ``tests/layers/test_dispatch_keys.py`` fails when torch changes.
+All private parts of torch that this needs are in this file: the keys' names, how they are included,
+excluded and inherited, and the stash. A pipe is refused where they do not work;
+``tests/layers/test_dispatch_keys.py`` fails when torch changes them.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ _preparing = ProcessLock(reentrant=True)
 
 
 class Key:
-    """A dispatch key for kernels of ours.
+    """A dispatch key for kernels of pipert's.
 
     Args:
-        name: one of torch's that has no kernels.
-        register: registers ours, when they are first needed.
+        name: a key of torch's that has no kernels.
+        register: registers the kernels, when they are first needed.
     """
 
     __slots__ = ("_key", "_libraries", "_name", "_register", "_set")
@@ -50,10 +51,10 @@ class Key:
         self._name = name
         self._register = register
         self._key: Any = None
-        self._libraries: list[Any] = []  # their kernels go with them
+        self._libraries: list[Any] = []  # keep the kernels registered
 
     def prepare(self) -> None:
-        """Register the kernels, if nobody has.
+        """Register the kernels, unless that has been done.
 
         Raises:
             RuntimeError: the key does not work in this version of torch.
@@ -92,20 +93,20 @@ class Key:
         self._libraries[1].impl(operation, kernel, self._name)
 
     def included(self) -> AbstractContextManager[object]:
-        """A block in which this thread's operations pass through the kernels.
+        """Return a block in which this thread's operations go through the kernels.
 
-        Its ends are calls of C, so that an interrupt comes before or after them.
+        It is entered and left by C functions, which an interrupt cannot cut short.
         """
         if self._key is None:
             self.prepare()
         return _C._IncludeDispatchKeyGuard(self._key)  # type: ignore[no-any-return]
 
     def excluded(self) -> AbstractContextManager[object]:
-        """A block in which they do not."""
+        """Return a block in which this thread's operations do not go through the kernels."""
         return _C._ExcludeDispatchKeyGuard(self._set)  # type: ignore[no-any-return]
 
     def is_included(self) -> bool:
-        """Whether this thread is in such a block."""
+        """Whether this thread includes the key."""
         key = self._key
         return key is not None and _C._dispatch_tls_is_dispatch_key_included(key)
 
@@ -114,7 +115,7 @@ class Key:
 
 
 def _let_higher_order_pass(key: Any) -> None:
-    """Those of Python, such as ``torch.cond``, have lists of their own of keys to let pass."""
+    """Let higher-order operators pass, such as ``torch.cond``; each keeps its own list of keys."""
     operators: Any = torch._ops
     operators._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
     for operator in list(operators._higher_order_ops.values()):
@@ -122,12 +123,12 @@ def _let_higher_order_pass(key: Any) -> None:
 
 
 def stashed() -> Any:
-    """What this thread has stashed, or the one that it works for in a backward."""
+    """Return the object stashed by this thread, or by the one whose backward it is running."""
     return _C._get_obj_in_tls(_STASH) if _C._is_key_in_tls(_STASH) else None
 
 
 def stash(value: Any) -> None:
-    """Stash ``value``, or nothing if it is ``None``."""
+    """Stash ``value`` for this thread and its backward; ``None`` empties the stash."""
     if value is not None:
         stash_as(_STASH, value)
     elif _C._is_key_in_tls(_STASH):
@@ -135,7 +136,7 @@ def stash(value: Any) -> None:
 
 
 def _stash_counted(name: str, value: Any) -> None:
-    """Stash ``value`` with a reference more than torch counts."""
+    """Stash ``value`` with the reference that torch does not count."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _C._stash_obj_in_tls(name, value)
 
@@ -144,11 +145,11 @@ def _stash_none(name: str) -> None:
     _stash_counted(name, None)
 
 
-_remove = getattr(_C, "_remove_obj_from_tls", _stash_none)  # torch 2.13 has one
+_remove = getattr(_C, "_remove_obj_from_tls", _stash_none)  # torch 2.13 has the first
 
 
 def _counts_references() -> bool:
-    """Whether torch counts its reference to what is stashed. Torch 2.11 just lets go of it."""
+    """Whether torch counts its reference to a stashed object. torch 2.11 only drops it."""
     probe = object()
     before = sys.getrefcount(probe)
     _stash_counted(_STASH, probe)
@@ -160,34 +161,34 @@ def _counts_references() -> bool:
 stash_as: Callable[[str, Any], None] = (
     _C._stash_obj_in_tls if _counts_references() else _stash_counted
 )
-"""Stash something by name, as :func:`stash` does."""
+"""Stashes a value under a name of its own; otherwise like :func:`stash`."""
 
 
 @contextlib.contextmanager
 def plain_operations() -> Iterator[None]:
-    """Let no mode and no transform see the operations in the block."""
-    keys, of = _C.DispatchKey, _C.DispatchKeySet
-    usual = of(keys.BackendSelect) | of(keys.ADInplaceOrView)
-    with _C.DisableTorchFunction(), _C._ForceDispatchKeyGuard(usual, of.from_raw_repr(0)):
+    """Hide the operations in the block from all modes and transforms."""
+    keys, key_set = _C.DispatchKey, _C.DispatchKeySet
+    usual = key_set(keys.BackendSelect) | key_set(keys.ADInplaceOrView)
+    with _C.DisableTorchFunction(), _C._ForceDispatchKeyGuard(usual, key_set.from_raw_repr(0)):
         yield
 
 
-def operations(of: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
-    """The ATen operations whose schema is ``of`` some kind, with their schemas.
+def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
+    """Return the ATen operations whose schemas are ``wanted``, with their schemas.
 
-    ``dir(torch.ops.aten)`` lists those only that somebody has used before.
+    ``dir(torch.ops.aten)`` would list only operations that have been used before.
     """
     found = []
     for schema in _C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
-        if namespace == "aten" and of(schema):
+        if namespace == "aten" and wanted(schema):
             packet = getattr(torch.ops.aten, name)
             found.append((getattr(packet, schema.overload_name or "default"), schema))
     return found
 
 
 def is_traced() -> bool:
-    """Whether operations are recorded, or run on tensors without data."""
+    """Whether operations are being traced, or run on tensors without data."""
     if not _C._len_torch_dispatch_stack():
         return bool(_C._get_tracing_state())
     kinds = _C._TorchDispatchModeKey

@@ -1,4 +1,4 @@
-"""Says which layers might draw random numbers: tasks of all others go without any."""
+"""Decides which layers might draw random numbers. Tasks of other layers get no generators."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__: list[str] = []
 
 
 def may_draw(layer: nn.Module) -> bool:
-    """Whether a layer could draw random numbers: true unless it is known not to."""
+    """Whether a layer could draw random numbers. True unless it is known not to."""
     kind = type(layer)
     if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
         return True
-    if layer._backward_hooks or layer._backward_pre_hooks:  # in the backward of a step
+    if layer._backward_hooks or layer._backward_pre_hooks:  # which run in the backward of a step
         return True
     if kind in _DROPOUTS:
         return layer.training
@@ -26,9 +26,9 @@ def may_draw(layer: nn.Module) -> bool:
 
 
 def draws(partition: nn.Sequential) -> bool:
-    """Whether one of its layers could draw random numbers, in the mode it is in now.
+    """Whether a layer of the partition could draw random numbers, in its current mode.
 
-    Hooks of all modules may draw in any.
+    Any layer could if there are global module hooks.
     """
     return any(may_draw(layer) for layer in partition) or any(HOOKS_OF_ALL)
 
@@ -39,8 +39,8 @@ def is_compiled(layer: nn.Module) -> bool:
 
 
 def is_compiled_itself(module: nn.Module) -> bool:
-    """The same of a module without the modules inside of it."""
-    # Not isinstance: torch._dynamo takes long to import, and is loaded only once used.
+    """Like :func:`is_compiled`, but without the modules inside ``module``."""
+    # Not isinstance: torch._dynamo takes long to import, and is only loaded once it is used.
     return (
         type(module).__module__.startswith(("torch._dynamo", "torch.jit"))
         or compiled_call(module) is not None

@@ -1,8 +1,8 @@
-"""Intercepting the calls of a module, on the threads that ask for it.
+"""Intercepts the calls of a module, on the threads that ask for it.
 
-``nn.Module.__call__`` looks first at the slot ``_compiled_call_impl``, which is there for
-``module.compile()``. What is put there sees each call, hooks included, is in no ``state_dict``, and
-is left out when the module is pickled or copied. On all other threads it passes the call on.
+``nn.Module.__call__`` first looks at the slot ``_compiled_call_impl``, which is meant for
+``module.compile()``. An object there sees each call, hooks included, is in no ``state_dict``, and
+is left out when the module is pickled or copied. On all other threads it passes the calls on.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from torch import nn
 __all__: list[str] = []
 
 SLOT = "_compiled_call_impl"
-"""Its name."""
+"""The name of the slot."""
 
 
 class Interceptor(Protocol):
-    """Who gets the intercepted calls of a thread."""
+    """The receiver of a thread's intercepted calls."""
 
     def call(
         self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Call ``call`` in place of the module, and return what the module would."""
+        """Return what the module returns; ``call`` calls it without intercepting it again."""
 
 
-class _Here(threading.local):
+class _Thread(threading.local):
     interceptor: Interceptor | None = None
 
 
-here = _Here()
-"""The interceptor of the current thread, if it has one."""
+here = _Thread()
+"""Holds the interceptor of the current thread, if it has one."""
 
 
 class Calls:
-    """What stands in the slot of a module: one for all pipes that intercept it."""
+    """The object in the slot of an intercepted module, shared by all pipes that intercept it."""
 
     __slots__ = ("_module", "compiled", "users")
 
@@ -61,13 +61,13 @@ class Calls:
 
 
 class Shortcut(partial[Any]):
-    """What stands in the slot of a module for a while, and is nothing compiled."""
+    """A function that stands in a module's slot for a while, but is not compiled."""
 
     compiled = None
 
 
 def intercept(modules: Iterable[nn.Module]) -> None:
-    """Intercept the calls of these modules, until :func:`release` was called as often."""
+    """Intercept the calls of these modules, until :func:`release` has been called as often."""
     for module in modules:
         calls = module.__dict__.get(SLOT)
         if not isinstance(calls, Calls):
@@ -76,7 +76,7 @@ def intercept(modules: Iterable[nn.Module]) -> None:
 
 
 def release(modules: Iterable[nn.Module]) -> None:
-    """Intercept them no more."""
+    """Undo one :func:`intercept` of these modules."""
     for module in modules:
         calls = module.__dict__.get(SLOT)
         if isinstance(calls, Calls):
@@ -88,11 +88,11 @@ def release(modules: Iterable[nn.Module]) -> None:
 
 
 def is_unseen(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` has taken the slot since."""
+    """Whether ``module.compile()`` has taken the slot, so that calls are not intercepted."""
     return type(module.__dict__.get(SLOT)) not in (Calls, type(None))
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What ``module.compile()`` has put in the slot, whatever stands there now."""
+    """Return the compiled call of ``module.compile()``, even if it is not in the slot now."""
     found: Callable[..., Any] | None = getattr(module, SLOT, None)
     return found.compiled if isinstance(found, Calls | Shortcut) else found

@@ -1,4 +1,4 @@
-"""Walks the modules of a partition in a third of the time of ``modules()``: each run does so."""
+"""Walks the modules of a partition, as each run does, in a third of the time of ``modules()``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 
 def modules_of(module: nn.Module) -> Collection[nn.Module]:
-    """Return ``module`` and all modules inside of it, each once."""
+    """Return ``module`` and all modules inside it, each once."""
     found: dict[nn.Module, None] = {}
     left: list[nn.Module | None] = [module]
     while left:

@@ -1,4 +1,4 @@
-"""``torch.utils.checkpoint`` inside of a layer: refused around what it would not do again alike."""
+"""Refuses ``torch.utils.checkpoint`` inside a layer around what it would not recompute alike."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ _CHECKPOINTS = {
     # Where compiled layers save and restore the default generator around what they recompute.
     os.path.join(os.path.dirname(torch.__file__), "_prims", "rng_prims.py"),
 }
-# Calls the layers. What is further out is no layer's: a pipe may be inside of a checkpoint.
+# The file that calls the layers. Frames further out are no layer's: the pipe itself may be inside
+# a checkpoint.
 _CALL = os.path.join(os.path.dirname(__file__), "call.py")
 
 
 def is_in_checkpoint() -> bool:
-    """Whether ``torch.utils.checkpoint`` keeps what operations save here, to compute it again."""
+    """Whether a ``torch.utils.checkpoint`` around this code will recompute what operations save."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
 
 
 def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
-    """Say what to do in a step about what torch says of its reentrant checkpoint.
+    """Replace torch's error about its reentrant checkpoint by one that says what to do in a step.
 
-    That adds to ``.grad`` itself, by a backward of its own in the middle of ``B[i,j]``: a part for
-    each micro-batch, also in a step that fails.
+    Such a checkpoint runs a backward of its own in the middle of ``B[i,j]``, which adds to
+    ``.grad`` itself: a part for each micro-batch, even in a step that fails.
 
     Raises:
-        NestedCheckpointError: ``error`` comes from there.
+        NestedCheckpointError: ``error`` is about a reentrant checkpoint.
     """
     if str(error).startswith("When use_reentrant=True"):
         raise NestedCheckpointError(
@@ -49,10 +50,10 @@ def refuse_reentrant_checkpoint(error: RuntimeError) -> None:
 
 
 def refuse_nested_checkpoint(message: str) -> None:
-    """Refuse ``torch.utils.checkpoint`` inside the current layer.
+    """Refuse a ``torch.utils.checkpoint`` around this code, inside the current layer.
 
     Raises:
-        NestedCheckpointError: with ``message``.
+        NestedCheckpointError: there is one; with ``message``.
     """
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != _CALL:

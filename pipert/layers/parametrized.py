@@ -1,8 +1,8 @@
-"""Weights that ``torch.nn.utils.parametrize.cached`` computes once for all who use them.
+"""Computes weights that ``torch.nn.utils.parametrize.cached`` caches, before the tasks of a step.
 
-The standard way is that whoever needs such a weight first computes it. In a step that would be a
-task, whose backward comes before that of others that use the same weight, and in a recomputation
-nobody would. So in a step the caller computes them, before the tasks.
+Normally the first user of such a weight computes it. In a step that would be a task, whose
+backward runs before those of other tasks that use the weight, and in a recomputation nobody would
+compute it. So in a step the caller computes the weights before the tasks.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ __all__: list[str] = []
 
 
 def compute_cached(partitions: Iterable[nn.Module]) -> None:
-    """Compute the weights that are to be cached, if any are."""
-    if parametrize._cache_enabled:
-        for partition in partitions:
-            for module in modules_of(partition):
-                if parametrize.is_parametrized(module):
-                    for name, _ in module.get_submodule("parametrizations").named_children():
-                        getattr(module, name)
+    """Compute all parametrized weights if they are being cached."""
+    if not parametrize._cache_enabled:
+        return
+    for partition in partitions:
+        for module in modules_of(partition):
+            if parametrize.is_parametrized(module):
+                for name, _ in module.get_submodule("parametrizations").named_children():
+                    getattr(module, name)

@@ -1,4 +1,4 @@
-"""Where an action is carried out: for errors and for random numbers."""
+"""Describes where an action is carried out, for errors and random numbers."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Place(NamedTuple):
     m: int
     device: torch.device
     before: str = ""
-    """The layer that its input comes from, as errors call it; empty for the caller."""
+    """The layer that its input comes from, as named in errors; empty if it is the caller's."""
 
     def number(self, i: int) -> int:
-        """Number micro-batch ``i`` here, unlike any other in the run, for its random numbers."""
+        """Return the number of ``F[i,j]``, unique in the run, from which it gets its seed."""
         return (i + self.j) * self.n + self.j
 
     def number_of_loss(self, i: int) -> int:
-        """Number the loss of micro-batch ``i``, likewise."""
+        """Return the number of the loss of micro-batch ``i``, likewise."""
         return (self.m + self.n) * self.n + i
 
     def number_of_backward(self, i: int) -> int:
-        """Number the backward of micro-batch ``i`` in a step, likewise."""
+        """Return the number of ``B[i,j]`` in a step, likewise."""
         return (self.m + self.n) * self.n + self.m + self.number(i)
 
     def note(self, error: BaseException, action: Action) -> None:
-        """Say which action ``error`` was raised in, unless a layer was named already."""
+        """Add a note to ``error`` that names the action, unless one already names its layer."""
         add_note(error, partial(self._note_if_new, error, action))
 
     def _note_if_new(self, error: BaseException, action: Action) -> str:
@@ -47,7 +47,7 @@ class Place(NamedTuple):
         return "" if any(str(other).startswith(start) for other in notes) else note
 
     def describe(self, action: Action, where: str = "") -> str:
-        """Describe where an action is, as errors do."""
+        """Describe where an action is carried out, for the note of an error."""
         return (
             f"in {action.phase} {action}: partition {self.j} on {self.device}{where}, "
             f"micro-batch {action.i} of {self.m}"
@@ -58,11 +58,11 @@ class Place(NamedTuple):
 
 
 def last_layer(partition: nn.Sequential) -> str:
-    """What errors call the last layer of a partition; nothing if there is none."""
+    """Describe the last layer of a partition for errors; empty if it has none."""
     last = next(reversed(partition._modules.items()), None)
     return "" if last is None else describe_layer(*last)
 
 
 def describe_layer(name: str, layer: nn.Module | None) -> str:
-    """What errors call a layer."""
+    """Describe a layer for errors."""
     return f"layer {name!r} ({type(layer).__qualname__})"

@@ -1,8 +1,8 @@
 """Makes random numbers independent of thread timing, and repeats them in recomputations.
 
-The CPU's default generator is shared by the process. Workers drawing from it at once would divide
-its numbers by timing, and a recomputation cannot rewind it under the others. So each task has
-generators of its own, one for each device that it draws on:
+The CPU's default generator is shared by the process. Workers that draw from it at once would get
+numbers that depend on timing, and a recomputation cannot rewind it while others use it. So each
+task has generators of its own, one for each device that it draws on:
 
 * Their seed comes from the run's seed and the task's number (``Place.number``). The run's seed is
   one number drawn from the caller's generator when the first task of the run draws: a model without
@@ -30,15 +30,15 @@ __all__: list[str] = []
 _MASK = (1 << 64) - 1
 _CPU = torch.device("cpu")
 # Held while a run's first number is drawn, and while a default generator is lent.
-_drawing = ProcessLock(reentrant=True)
-# Held around it: a compilation restores the default generators.
-_compiling = CompileLock()
+_draw_lock = ProcessLock(reentrant=True)
+# Taken before it, since a compilation restores the default generators.
+_compile_lock = CompileLock()
 
 
 class RunSeed:
     """The seed of one run, drawn when first needed.
 
-    Made in the caller. A run inside a task of another one draws from that task's generator.
+    Made by the caller. A run inside a task of another run draws from that task's generator.
     """
 
     __slots__ = ("_before", "_number", "_outer", "used")
@@ -46,17 +46,17 @@ class RunSeed:
     def __init__(self) -> None:
         self._outer: Stream | None = stashed() if DRAWING.is_included() else None
         self._number: int | None = None
-        self._before: torch.Tensor | None = None  # the state of the generator
+        self._before: torch.Tensor | None = None  # the generator's state when it was advanced
         self.used = False
 
     def get(self) -> int:
-        """Return the number that the next draw would give; the caller holds ``_drawing``."""
+        """Return the number that the next draw would give; the caller holds ``_draw_lock``."""
         if self._number is None:
             self._number = _draw(self._generator().clone_state())
         return self._number
 
     def use(self) -> None:
-        """Advance the generator, once, after random numbers have been drawn."""
+        """Advance the generator, once, after the run has drawn random numbers."""
         if not self.used:
             self._before = self._generator().get_state()
             _draw(self._generator())
@@ -65,20 +65,20 @@ class RunSeed:
                 self._outer.seed.use()
 
     def settle(self) -> None:
-        """Advance the generator again if a layer has put it back. When the run is over.
+        """Advance the generator again if a layer has reset it. Called when the run is over.
 
-        ``fork_rng`` saves and restores the state of the process, as ``torch.utils.checkpoint`` does
-        in a backward. Where two threads do that at once, one may save what the other has put on,
-        and restore that in the end: the state in which the run began.
+        ``fork_rng`` saves and restores the generator's state, as ``torch.utils.checkpoint`` does in
+        a backward. Where two threads do that at once, one may save the state that the other has
+        set, and restore it in the end: the state in which the run began.
         """
         before, self._before = self._before, None
         if before is not None and self._outer is None:
-            with _drawing.current, plain_operations():
+            with _draw_lock.current, plain_operations():
                 if torch.equal(before, torch.default_generator.get_state()):
                     _draw(torch.default_generator)
 
     def forget(self) -> None:
-        """Release the number if nothing has been drawn with it."""
+        """Forget the number if nothing has been drawn with it."""
         if not self.used:
             self._number = None
             if self._outer is not None:
@@ -91,11 +91,11 @@ class RunSeed:
 class Stream:
     """The random numbers of one task, drawn in ``with stream, DRAWING.included()``.
 
-    What an interrupt leaves stashed nobody reads without the key.
+    An interrupt may leave a stream stashed, but without the key it is never read.
 
     Args:
-        seed: the run's.
-        number: the task's, unique in its run.
+        seed: the run's seed.
+        number: the task's number, unique in its run.
     """
 
     __slots__ = ("_before", "_generators", "_number", "seed")
@@ -107,19 +107,22 @@ class Stream:
         self._before: Stream | None = None
 
     def generator(self, device: torch.device) -> torch.Generator:
-        """Return that of ``device``; the caller holds ``_drawing``, or the seed is used."""
+        """Return the generator of ``device``.
+
+        The caller holds ``_draw_lock``, unless the seed has been used.
+        """
         found = self._generators.get(device)
         if found is None:
             seed = _mix(self.seed.get() ^ _mix(self._number))
             found = self._generators[device] = torch.Generator(device).manual_seed(seed)
         return found
 
-    def settled(self, device: torch.device) -> torch.Generator | None:
+    def get_if_drawn(self, device: torch.device) -> torch.Generator | None:
         return self.generator(device) if self.seed.used else None
 
     @contextlib.contextmanager
-    def alone(self, device: torch.device) -> Iterator[torch.Generator]:
-        with _compiling.current, _drawing.current:
+    def exclusive(self, device: torch.device) -> Iterator[torch.Generator]:
+        with _compile_lock.current, _draw_lock.current:
             generator = self.generator(device)
             before = generator.get_state()
             try:
@@ -135,7 +138,7 @@ class Stream:
             refuse_nested_checkpoint(DRAWN)
 
     def forget(self) -> None:
-        """Begin anew if nothing has been drawn in the run."""
+        """Forget generators and seed if nothing has been drawn in the run."""
         if not self.seed.used:
             self._generators.clear()
             self.seed.forget()
@@ -149,17 +152,13 @@ class Stream:
 
 
 def next_seed() -> int:
-    """Return the seed that the next run has, without advancing the generator."""
-    with _drawing.current:
+    """Return the seed that the next run will have, without advancing the generator."""
+    with _draw_lock.current:
         return RunSeed().get()
 
 
 class GivenSeed(RunSeed):
-    """A seed that was agreed on with other processes; drawing advances the generator all the same.
-
-    Args:
-        number: the seed.
-    """
+    """A seed agreed on with other processes. Drawing still advances the generator."""
 
     __slots__ = ()
 
@@ -168,7 +167,7 @@ class GivenSeed(RunSeed):
         self._number = number
 
     def forget(self) -> None:
-        """Keep the number, which is not this process's to choose."""
+        """Keep the number, since this process cannot choose another."""
 
 
 def _draw(generator: torch.Generator) -> int:

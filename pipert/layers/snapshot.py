@@ -1,4 +1,4 @@
-"""What a partition was like when it computed, so that it computes the same again."""
+"""Records the state of a partition at its first forward, which a recomputation must find again."""
 
 from __future__ import annotations
 
@@ -15,65 +15,55 @@ from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
 
-Home = dict[str, nn.Parameter | None]
+Parameters = dict[str, nn.Parameter | None]
 
 
 class Snapshot:
-    """The parameters of a partition and their versions. One for a stage.
+    """The parameters of a partition and their versions, and its buffers. One per stage and run.
 
-    Each run makes one, and each ``R`` compares it. So it walks the modules once, and comparing is
-    done in C.
+    Each ``R`` compares the parameters. So the modules are walked once, and the comparison runs in
+    C.
     """
 
-    __slots__ = ("_homes", "_modules", "_names", "_parameters", "_versions", "buffers")
+    __slots__ = ("_dicts", "_modules", "_names", "_parameters", "_versions", "buffers")
 
     def __init__(self, partition: nn.Module) -> None:
         self._modules: set[nn.Module] = set()
-        self._homes: list[Home] = []
+        self._dicts: list[Parameters] = []  # for each parameter, the dict it is looked up in
         self._names: list[str] = []
         self._parameters: list[nn.Parameter | None] = []
         self._versions = Versions()
         self.buffers: Buffers | None = None
-        """Those that calls might change, if any."""
+        """The buffers that calls might change, if any."""
         self.add(partition)
 
     def add(self, module: nn.Module) -> None:
-        """Note what a module is like before its first call, also one of another partition."""
+        """Record a module, possibly of another partition, before its first call."""
         if module in self._modules:
             return
         self._modules.add(module)
         parts = modules_of(module)
-        # A parameter that is still uninitialised is about to change.
-        found = [] if _are_sharded(parts) else _places(parts)
-        places = [one for one in found if one[2] is None or not is_lazy(one[2])]
-        self._homes += [home for home, _, _ in places]
-        self._names += [name for _, name, _ in places]
-        self._parameters += [parameter for _, _, parameter in places]
-        self._versions.add(p for _, _, p in places if p is not None)
+        known = len(self._parameters)
+        for parameters in [] if _are_sharded(parts) else [part._parameters for part in parts]:
+            for name, parameter in parameters.items():
+                if parameter is None or not is_lazy(parameter):  # the first call initialises those
+                    is_dict = isinstance(parameters, dict)  # not that of a scripted module
+                    self._dicts.append(parameters if is_dict else {name: parameter})
+                    self._names.append(name)
+                    self._parameters.append(parameter)
+        self._versions.add(p for p in self._parameters[known:] if p is not None)
         if may_change_buffers(parts):
             self.buffers = self.buffers or Buffers()
             self.buffers.add(module, parts)
 
     def is_current(self) -> bool:
-        """Whether the parameters are still the same, and unchanged."""
-        found = map(dict.get, self._homes, self._names)
+        """Whether the modules still have the same parameters, unmodified."""
+        found = map(dict.get, self._dicts, self._names)
         same = all(map(operator.is_, found, self._parameters))
         return same and self._versions.are_current()
 
 
 def _are_sharded(parts: Iterable[nn.Module]) -> bool:
-    """Whether they have other parameters while they compute, as by ``fully_shard``."""
+    """Whether modules have other parameters while they compute, as with ``fully_shard``."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in parts)
-
-
-def _places(parts: Iterable[nn.Module]) -> list[tuple[Home, str, nn.Parameter | None]]:
-    """The parameters of modules by where they are looked up, which is quick to do again.
-
-    A scripted module cannot be looked up in.
-    """
-    return [
-        (home if isinstance(home, dict) else {name: parameter}, name, parameter)
-        for home in [part._parameters for part in parts]
-        for name, parameter in home.items()
-    ]

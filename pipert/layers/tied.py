@@ -1,21 +1,21 @@
 """Tied weights: one parameter used by layers on several devices.
 
 The standard way is one parameter per device, initialised alike, whose gradients special code adds
-up before the optimizer's step. Here it stays one parameter. It lives on the
-device of the first partition that uses it, its *owner*; every other device computes with a copy:
+up before the optimizer's step. Here it stays one parameter. It lives on the device of the first
+partition that uses it, its *owner*; every other device computes with a copy:
 
-1. The stage of a borrowing partition copies it once per run, before its first
-   micro-batch, inside the graph. So the gradients of all its micro-batches are added up there,
-   copied back once, and added into the one ``.grad`` by autograd.
+1. The stage of a borrowing partition copies it once per run, before its first micro-batch, inside
+   the graph. So the gradients of all its micro-batches are summed there, copied back once, and
+   added into the one ``.grad`` by autograd.
 2. While a layer that uses the parameter runs, a :class:`Substitute` passes the copy to every torch
-   function called with it. The modules are not touched: names, ``state_dict`` and other
-   runs are unaffected.
+   function called with it. The modules are not touched: names, ``state_dict`` and other runs are
+   unaffected.
 3. A recomputation uses the copy of its forward.
 
-A substitute reaches only torch functions: custom autograd functions, scripted
-functions and backward hooks get the parameter itself, on its own device. Compiled and scripted
-layers, and ``torch.utils.checkpoint`` inside a layer, are refused. A hook that a layer registers
-on the parameter in its forward goes to the copy, and sees this device's share of the gradient.
+A substitute reaches only torch functions: custom autograd functions, scripted functions and
+backward hooks get the parameter itself, on its own device. Compiled and scripted layers, and
+``torch.utils.checkpoint`` inside a layer, are refused. A hook that a layer registers on the
+parameter in its forward goes to the copy, and sees this device's share of the gradient.
 """
 
 from __future__ import annotations
@@ -56,56 +56,57 @@ def borrowed(
 
 
 def check_borrowers(partition: nn.Module, weights: Weights) -> None:
-    """Refuse layers that cannot receive a copy.
+    """Refuse layers that use ``weights`` but cannot receive copies of them.
 
     Raises:
         ValueError: a compiled or scripted layer uses a parameter that lives on another device.
     """
-    of_others = set(weights)
-    for name, layer in partition.named_children() if weights else ():
-        if is_compiled(layer) and not of_others.isdisjoint(layer.parameters()):
-            raise ValueError(
-                f"layer {name!r} is compiled or scripted and uses a parameter that lives on "
-                "another device, so it cannot receive the copy; choose a balance that puts the "
-                "layers that share it on one device, or leave this layer uncompiled"
-            )
+    _refuse_compiled(
+        partition, weights,
+        "uses a parameter that lives on another device, so it cannot receive the copy; choose a "
+        "balance that puts the layers that share it on one device, or leave this layer uncompiled",
+    )  # fmt: skip
 
 
 def hooked(partition: nn.Module, others: Weights) -> Weights:
     """Returns a partition's parameters that have hooks, except ``others``.
 
-    Where each micro-batch has a gradient of its own, hooks must see the sum, so layers compute with
-    a stand-in for the parameter.
+    In a step each micro-batch has a gradient of its own, but the hooks must see the sum, so layers
+    compute with a substitute for the parameter.
 
     Raises:
         ValueError: a compiled or scripted layer uses such a parameter.
     """
     found: dict[nn.Parameter, None] = {}
     for module in modules_of(partition):
-        for weight in module._parameters.values():  # of each run, so nothing but this
+        for weight in module._parameters.values():  # runs in each step, so it does no more
             if weight is not None and weight._backward_hooks:
                 found[weight] = None
     weights = tuple(weight for weight in found if weight not in set(others))
-    for name, layer in partition.named_children() if weights else ():
-        if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
-            raise ValueError(
-                f"layer {name!r} is compiled or scripted and has a parameter with a hook, which "
-                "cannot be replaced; use register_post_accumulate_grad_hook instead, or "
-                "leave this layer uncompiled"
-            )
+    _refuse_compiled(
+        partition, weights,
+        "has a parameter with a hook, which cannot be replaced; use "
+        "register_post_accumulate_grad_hook instead, or leave this layer uncompiled",
+    )  # fmt: skip
     return weights
 
 
+def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> None:
+    for name, layer in partition.named_children() if weights else ():
+        if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
+            raise ValueError(f"layer {name!r} is compiled or scripted and {problem}")
+
+
 class Substitute(TorchFunctionMode):
-    """Passes ``copies`` to the torch functions called with ``weights``.
+    """A function mode that passes ``copies`` to the torch functions called with ``weights``.
 
     Args:
         weights: parameters.
         copies: one per weight, on the device of the called layer.
         versions: the versions of the parameters when the run began.
 
-    On exit raises ``RuntimeError`` if a parameter or its copy was modified in place: the other
-    would miss the change, or see it in no fixed order.
+    Leaving the block raises ``RuntimeError`` if a parameter or its copy was modified in place: the
+    other would miss the change, or see it in no fixed order.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Substitute(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func == _DATA and id(args[0]) in self._copies:
-            # Shares the copy's version counter, which data itself does not.
+            # Unlike ``data``, this shares the copy's version counter.
             return self._copies[id(args[0])].detach()
         return func(*self._swap(args), **self._swap(kwargs or {}))
 

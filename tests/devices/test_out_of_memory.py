@@ -41,7 +41,7 @@ def wrongs_of(error: torch.OutOfMemoryError, device: int, way: str, started: Sta
     """What the error of an allocation on ``device`` should say and does not."""
     notes: list[str] = getattr(error, "__notes__", [])
     functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    in_task = "execute" in functions or "_recompute" in functions
+    in_task = "execute" in functions or "recompute" in functions
     if not in_task:
         return [f"a note outside of tasks: {notes}"] if notes else []
     if len(notes) != 1:

@@ -74,7 +74,7 @@ OF_GRAPHS = [
     Mutant(
         "inputs-not-cloned", "pipert/autograd/again.py",
         "a checkpointed partition gets its input itself, which a first layer may change in place",
-        "own.append(tensor.clone())", "own.append(tensor)",
+        "given.append(tensor.clone())", "given.append(tensor)",
         ("tests/autograd/test_checkpoint.py",),
     ),
     Mutant(

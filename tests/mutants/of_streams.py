@@ -87,11 +87,11 @@ MUTANTS = [
     ),
     Mutant(
         "shared-gradient-copied", TRANSFER, "memory of its own for a gradient that others add to",
-        "any(map(_is_shared, there))", "False",
+        "any(map(_is_shared, given))", "False",
     ),
     Mutant(
         "own-gradient-not-awaited", TRANSFER, "the wait for that memory before it is copied",
-        "streams.wait(reader, streams.compute_stream(own[0].device))", "pass",
+        "streams.wait(reader, streams.compute_stream(given[0].device))", "pass",
     ),
     Mutant(
         "graph-copy-swapped", TRANSFER, "source and target of a copy in the graph: swapped",
@@ -126,12 +126,12 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-not-returned", TRANSFER, "the caller waits for gradients of his to be read",
-        "_at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))", "pass",
+        "_at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))", "pass",
     ),
     Mutant(
         "gradients-returned-too-soon", TRANSFER, "that wait is at the end, in the caller",
-        "_at_end_of_backward(partial(_wait_in_caller, there[0].device, reader))",
-        "_wait_in_caller(there[0].device, reader)",
+        "_at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))",
+        "_wait_in_caller(given[0].device, reader)",
     ),
     Mutant(
         "gradients-returned-reversed", TRANSFER, "the direction of that wait",
@@ -140,10 +140,10 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-not-copied-back", TRANSFER, "the streams of the copy back: the current ones",
-        "moved = streams.copy(there, *ctx.back)",
+        "moved = streams.copy(given, *ctx.back)",
         "home = ctx.back[0]\n"
-        "        on = [streams.compute_stream(k) for k in (there[0].device, home)]\n"
-        "        moved = streams.copy(there, home, *on)",
+        "        on = [streams.compute_stream(k) for k in (given[0].device, home)]\n"
+        "        moved = streams.copy(given, home, *on)",
     ),
     Mutant(
         "anomaly-overlooked", TRANSFER, "the waits before anomaly detection reads gradients",
