@@ -11,9 +11,10 @@ do the work.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm.
 Their results may depend on that, as they do there, so a recomputation that changes a buffer is
-refused (``layers/changes.py``), and so is one that puts another tensor in its place. To see changes
-costs much for each operation, so it is done only where the version of a buffer has moved since the
-first forward, which normalisation does not do.
+refused (``layers/changes.py``), and so are one that puts another tensor in its place and one that
+reads a buffer which has changed since the first forward. To see that costs much for each operation,
+so it is done only where the version of a buffer has moved meanwhile, which normalisation does not
+do, or where the module is known to change its values in other ways (``layers/fingerprints.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.changes import RefuseChanges, place_of, refuse_replaced
+from pipert.layers.changes import (
+    RefuseChanges,
+    differ,
+    place_of,
+    refuse_changed,
+    refuse_replaced,
+    unused,
+)
 from pipert.layers.dispatch_keys import Key, operations
 from pipert.layers.drawing import HOOKS_OF_ALL
+from pipert.layers.fingerprints import Fingerprints
 from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
@@ -71,7 +80,10 @@ def _copies(operation: Callable[..., Any], places: set[int]) -> Callable[..., An
 
     def normalise(*args: Any, **kwargs: Any) -> Any:
         with KEEPING.excluded():
-            copied = [x.clone() if k in places and x is not None else x for k, x in enumerate(args)]
+            with unused():
+                copied = [
+                    x.clone() if k in places and x is not None else x for k, x in enumerate(args)
+                ]
             return operation(*copied, **kwargs)
 
     return normalise
@@ -127,7 +139,8 @@ class Buffers:
     """The buffers of modules that are computed again together, before their first forward."""
 
     __slots__ = (
-        "_counters", "_homes", "_modules", "_others", "_runs_compiled", "_shorter", "_versions",
+        "_before", "_counters", "_fingerprints", "_homes", "_modules", "_others", "_runs_compiled",
+        "_shorter", "_versions",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -136,6 +149,8 @@ class Buffers:
         self._modules: list[nn.Module] = []
         self._others: dict[int, Tensor] = {}  # by id
         self._versions = Versions()  # of the others
+        self._before: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []  # by home
+        self._fingerprints = Fingerprints()
         self._runs_compiled = False
         self._shorter: list[tuple[dict[str, Any], Shortcut]] = []
 
@@ -147,7 +162,12 @@ class Buffers:
         homes = [part._buffers for part in parts if part._buffers]
         counters = [home for home in homes if _COUNTER in home]
         self._counters += counters
-        self._homes += [h for h in homes if isinstance(h, dict) and _COUNTER not in h]
+        own = [h for h in homes if isinstance(h, dict) and _COUNTER not in h]
+        self._homes += own
+        self._before += [(home, name, buffer) for home in own for name, buffer in home.items()]
+        for part in parts:
+            if part.training and part._buffers and _COUNTER not in part._buffers:
+                self._fingerprints.add(part)
         # Compiled code copies running statistics, which moves their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
         known = {id(home[name]) for home in counters for name in updated if name in home}
@@ -177,6 +197,7 @@ class Buffers:
         kept_counters.set(frozenset(map(id, counters)))
         before = [(home, name, old) for home in self._homes for name, old in home.items()]
         shorter = () if self._runs_compiled else self._shorter
+        self._fingerprints.compare()
         try:
             for attributes, normalise in shorter:
                 attributes.setdefault(SLOT, normalise)  # unless it is compiled, or intercepted
@@ -185,6 +206,8 @@ class Buffers:
             for home, name, old in before:
                 if home.get(name) is not old:
                     refuse_replaced(home, name, old)
+            refuse_changed(self._fingerprints.compare())
+            self._fingerprints.settle()
             return result
         finally:
             for attributes, normalise in shorter:
@@ -201,16 +224,28 @@ class Buffers:
         return PartitionStats(nn.ModuleList(self._modules)).discarding()
 
     def _refusing_changes(self) -> AbstractContextManager[object]:
-        if self._versions.are_current():
+        changed = self._changed()
+        if not changed:
             return contextlib.nullcontext()
+        places = set(map(place_of, changed))
         return RefuseChanges(
             {
                 place_of(buffer): (buffer, name)
                 for module in self._modules
                 for name, buffer in module.named_buffers()
-                if id(buffer) in self._others
-            }
+                if id(buffer) in self._others or place_of(buffer) in places
+            },
+            places,
         )
+
+    def _changed(self) -> list[Tensor]:
+        """Return the buffers that were changed since the first forward."""
+        found = [*self._versions.changed(), *self._fingerprints.changing]
+        for home, name, old in self._before:
+            new = home.get(name)
+            if new is not old and new is not None and old is not None and differ(new, old):
+                found.append(new)
+        return found
 
 
 def _runs_compiled_code(module: nn.Module) -> bool:
