@@ -84,6 +84,7 @@ def _can_be_read(buffer: Tensor | None) -> bool:
         and buffer.layout == torch.strided
         and not (buffer.is_meta or buffer.is_quantized or buffer.is_inference())
         and not (buffer.is_conj() or buffer.is_neg())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(buffer)
     )
 
 
