@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from pipert.batch.tensors import version
@@ -71,17 +74,27 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
             )
 
 
-def hooked(partition: nn.Module, others: Weights) -> Weights:
+def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Module]) -> Weights:
     """Returns a partition's parameters that have hooks, except ``others``.
 
     Where each micro-batch has a gradient of its own, hooks must see the sum, so layers compute with
     a stand-in for the parameter.
 
+    Args:
+        partition: the layers.
+        others: what else stands for.
+        setters: the partitions of the modules whose weight is set before each forward. Those found
+            here are added.
+
     Raises:
-        ValueError: a compiled or scripted layer uses such a parameter.
+        ValueError: a compiled or scripted layer uses such a parameter, or a module whose weight is
+            set before each forward is in another partition, too.
     """
     found: dict[nn.Parameter, None] = {}
     for module in modules_of(partition):
+        if module._forward_pre_hooks and _sets_weight(module):
+            if setters.setdefault(module, partition) is not partition:
+                raise _set_on_two_threads(partition, module)
         for weight in module._parameters.values():  # of each run, so nothing but this
             if weight is not None and weight._backward_hooks:
                 found[weight] = None
@@ -94,6 +107,23 @@ def hooked(partition: nn.Module, others: Weights) -> Weights:
                 "leave this layer uncompiled"
             )
     return weights
+
+
+def _sets_weight(module: nn.Module) -> bool:
+    return any(isinstance(hook, _SETTERS) for hook in module._forward_pre_hooks.values())
+
+
+def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:
+    name = next(name for name, found in partition.named_modules() if found is module)
+    return ValueError(
+        f"the module {name!r} is used in several partitions, and torch.nn.utils.weight_norm, "
+        "spectral_norm or prune sets its weight before each forward, which forward_backward would "
+        "do on two threads at once; use torch.nn.utils.parametrizations, choose a balance that "
+        "puts its uses in one partition, or call the pipe and loss.backward()"
+    )
+
+
+_SETTERS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 class Substitute(TorchFunctionMode):
