@@ -14,7 +14,7 @@ Their results may depend on that, as they do there, so a recomputation that chan
 refused (``layers/changes.py``), and so are one that puts another tensor in its place and one that
 reads a buffer which has changed since the first forward. To see that costs much for each operation,
 so it is done only where the version of a buffer has moved meanwhile, which normalisation does not
-do, or where the module is known to change its values in other ways (``layers/fingerprints.py``).
+do, or its values are seen to have changed (``layers/fingerprints.py``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from pipert.layers.changes import (
 )
 from pipert.layers.dispatch_keys import Key, operations
 from pipert.layers.drawing import HOOKS_OF_ALL
-from pipert.layers.fingerprints import Fingerprints
+from pipert.layers.fingerprints import Fingerprints, Pair
 from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
@@ -197,17 +197,16 @@ class Buffers:
         kept_counters.set(frozenset(map(id, counters)))
         before = [(home, name, old) for home in self._homes for name, old in home.items()]
         shorter = () if self._runs_compiled else self._shorter
-        self._fingerprints.compare()
+        begun = self._fingerprints.begin()
         try:
             for attributes, normalise in shorter:
                 attributes.setdefault(SLOT, normalise)  # unless it is compiled, or intercepted
-            with self._keeping_statistics(), self._refusing_changes():
+            with self._keeping_statistics(), self._refusing_changes(begun):
                 result = call()
             for home, name, old in before:
                 if home.get(name) is not old:
                     refuse_replaced(home, name, old)
-            refuse_changed(self._fingerprints.compare())
-            self._fingerprints.settle()
+            refuse_changed(self._fingerprints.end(begun))
             return result
         finally:
             for attributes, normalise in shorter:
@@ -223,9 +222,9 @@ class Buffers:
             return KEEPING.included()
         return PartitionStats(nn.ModuleList(self._modules)).discarding()
 
-    def _refusing_changes(self) -> AbstractContextManager[object]:
-        changed = self._changed()
-        if not changed:
+    def _refusing_changes(self, begun: list[Pair]) -> AbstractContextManager[object]:
+        changed = self._changed(begun)
+        if not changed and self._versions.are_current():
             return contextlib.nullcontext()
         places = set(map(place_of, changed))
         return RefuseChanges(
@@ -238,9 +237,11 @@ class Buffers:
             places,
         )
 
-    def _changed(self) -> list[Tensor]:
-        """Return the buffers that were changed since the first forward."""
-        found = [*self._versions.changed(), *self._fingerprints.changing]
+    def _changed(self, begun: list[Pair]) -> list[Tensor]:
+        """Return the buffers that have changed since the first forward."""
+        looked_at = {id(old.buffer) for old, _ in begun}
+        found = [buffer for buffer in self._versions.changed() if id(buffer) not in looked_at]
+        found += [old.buffer for old, now in begun if old.values != now.values]
         for home, name, old in self._before:
             new = home.get(name)
             if new is not old and new is not None and old is not None and differ(new, old):

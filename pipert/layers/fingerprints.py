@@ -1,8 +1,9 @@
-"""Notices changes of buffers that move no version, such as ``self.codebook.data.lerp_(...)``.
+"""Notices changes of buffers by their values.
 
-That is seen in the values alone, and to look at them takes time. So it is done once for each
-module, from the first forward that is to be computed again to the end of that recomputation. What
-its forward changes then, it is expected to change always.
+Some changes move no version, such as ``self.codebook.data.lerp_(...)``, and some that move one
+change nothing. To look at the values takes time. So all buffers of a module are looked at once,
+from the first forward that is to be computed again to the end of that recomputation. Those that its
+forward has written by then are looked at in later runs as well, and no others.
 """
 
 from __future__ import annotations
@@ -28,54 +29,64 @@ class Fingerprint(NamedTuple):
     version: int
     values: int
 
+    def is_written(self, now: Fingerprint) -> bool:
+        """Whether it was written to until ``now``, if with the same values."""
+        return (self.version, self.values) != (now.version, now.values)
+
+
+Pair = tuple[Fingerprint, Fingerprint]
+
 
 class Fingerprints:
-    """Of the buffers of modules that were never computed again."""
+    """Of the buffers of some modules before their first forward in a run."""
 
-    __slots__ = ("_before", "changing")
+    __slots__ = ("_first", "_unknown")
 
     def __init__(self) -> None:
-        self._before: list[Fingerprint] = []
-        self.changing: list[Tensor] = []
-        """Those that their module's forward is known to change, without moving their version."""
+        self._first: list[Fingerprint] = []
+        self._unknown: set[nn.Module] = set()  # which were never computed again
 
     def add(self, module: nn.Module) -> None:
         """Note the buffers of a module, without those of modules inside of it."""
         with _lock:
-            known = _changing.get(module)
+            known = _written.get(module)
         if known is None:
-            found = [(name, b) for name, b in module._buffers.items() if _can_be_read(b)]
-            self._before += [_taken(module, name, b) for name, b in found if b is not None]
-        elif known:
-            buffers = [module._buffers.get(name) for name in known]
-            self.changing += [buffer for buffer in buffers if buffer is not None]
+            self._unknown.add(module)
+        for name in module._buffers if known is None else known:
+            buffer = module._buffers.get(name)
+            if buffer is not None and _can_be_read(buffer):
+                self._first.append(_taken(module, name, buffer))
 
-    def compare(self) -> list[str]:
-        """Note the buffers again; return the names of those whose values alone have changed."""
-        before = self._before
-        self._before = now = [_taken(*one[:3]) for one in before]
-        changed = [
-            old
-            for old, new in zip(before, now, strict=True)
-            if new.version == old.version and new.values != old.values
-        ]
-        self.changing += [one.buffer for one in changed]
-        return [one.name for one in changed]
+    def begin(self) -> list[Pair]:
+        """Return what the buffers were like and what they are, before a recomputation."""
+        return [(one, _taken(*one[:3])) for one in self._first]
 
-    def settle(self) -> None:
-        """Remember for good which are changed in forwards: the first recomputation is over."""
-        before, self._before = self._before, []
-        changing = set(map(id, self.changing))
-        found: dict[nn.Module, set[str]] = {one.module: set() for one in before}
-        for one in before:
-            if id(one.buffer) in changing:
+    def end(self, begun: list[Pair]) -> list[str]:
+        """Return the names of the buffers that a first recomputation has changed unseen."""
+        if not self._unknown:
+            return []
+        pairs = [(now, _taken(*now[:3])) for _, now in begun if now.module in self._unknown]
+        unseen = [(now, end) for now, end in pairs if now.version == end.version]
+        changed = [now.name for now, end in unseen if now.values != end.values]
+        if not changed:
+            self._settle(begun)
+        return changed
+
+    def _settle(self, begun: list[Pair]) -> None:
+        """Remember for good which are written in forwards."""
+        unknown, self._unknown = self._unknown, set()
+        written = [old for old, now in begun if old.is_written(now) or old.module not in unknown]
+        found: dict[nn.Module, set[str]] = {module: set() for module in unknown}
+        for one in written:
+            if one.module in found:
                 found[one.module].add(one.name)
+        self._first = written
         with _lock:
-            _changing.update({module: frozenset(names) for module, names in found.items()})
+            _written.update({module: frozenset(names) for module, names in found.items()})
 
 
 _lock = threading.Lock()  # held while the dictionary is used
-_changing: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+_written: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 def _can_be_read(buffer: Tensor | None) -> bool:

@@ -167,6 +167,26 @@ class Norm(nn.Module):
         return normed
 
 
+class Constant(nn.Module):
+    """Writes the same into its buffer each time, as an observer does that has seen enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.scale: Tensor
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.fill_(2)
+        return x * self.weight * self.scale.clone()
+
+
+def test_a_buffer_that_gets_the_same_values_is_used_again_in_every_step() -> None:
+    layer, other = Constant(), Constant()
+    for _ in range(3):
+        torch.testing.assert_close(step(layer), step(other, checkpoint="never"))
+
+
 @pytest.mark.parametrize("layer", [Initialised, Norm])
 @schedules
 def test_what_computes_the_same_again_is_not_refused(
