@@ -297,6 +297,26 @@ def test_output_requires_grad_under_the_callers_mode_only(context: str) -> None:
             assert pipe(batch(4)).requires_grad == (context == "grad")
 
 
+class EnablesGrad(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_output_requires_grad_where_the_last_layer_enables_it(chunks: int, checkpoint: str) -> None:
+    module, x = nn.Sequential(nn.Linear(3, 3), EnablesGrad(3, 3)).double(), batch(5)
+    plain = copy.deepcopy(module)
+    with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=chunks, checkpoint=checkpoint) as pipe:
+        for model in (pipe, plain):
+            with torch.no_grad():
+                y = model(x)
+            y.square().sum().backward()
+    assert module[0].weight.grad is plain[0].weight.grad is None
+    same(module[1].weight.grad, plain[1].weight.grad)
+
+
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_output_of_inference_mode_is_an_inference_tensor(chunks: int) -> None:
     with Pipe(seven_layers(), [3, 4], devices=["cpu"] * 2, chunks=chunks) as pipe:

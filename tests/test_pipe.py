@@ -798,3 +798,21 @@ def test_a_replaced_layer_runs_and_is_in_the_state_dict() -> None:
 def test_a_module_that_is_no_layer_is_refused_as_an_attribute(pipe: Pipe) -> None:
     with pytest.raises(ValueError, match="'extra' is none of its layers"):
         pipe.extra = nn.ReLU()
+
+
+@pytest.mark.parametrize(
+    "remove",
+    [
+        lambda pipe: delattr(pipe, "0"),
+        lambda pipe: setattr(pipe, "0", None),
+        lambda pipe: setattr(pipe, "0", nn.Parameter(torch.ones(1))),
+        lambda pipe: pipe.add_module("0", None),
+    ],
+    ids=["deleted", "none", "parameter", "added none"],
+)
+def test_a_layer_cannot_be_removed(remove: Callable[[Pipe], None], pipe: Pipe) -> None:
+    """It would be missing in ``parameters()`` and still be computed."""
+    keys = list(pipe.state_dict())
+    with pytest.raises(ValueError, match="layer '0' of a Pipe can be replaced by another, but not"):
+        remove(pipe)
+    assert list(pipe.state_dict()) == keys

@@ -63,9 +63,10 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
                 + ", ".join(sorted({f"{describe(leaf)} on {leaf.device}" for leaf in column}))
                 + "; return rows of equal shape, or a 0-dimensional tensor"
             )
-        if first.dim() == 0:
-            return torch.stack(column)
-        return torch.cat(column) if len(column) > 1 else first
+        if len(column) == 1 and first.dim() > 0:
+            return first
+        with torch.set_grad_enabled(torch.is_grad_enabled() or _require_grad(column)):
+            return torch.stack(column) if first.dim() == 0 else torch.cat(column)
     _refuse_hidden_output(column, outputs, k)
     for i, leaf in enumerate(column[1:], start=1):
         if not _equal(first, leaf):
@@ -75,6 +76,11 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
                 "tensor to have one value for each micro-batch"
             )
     return first
+
+
+def _require_grad(column: list[Tensor]) -> bool:
+    """Return whether there is a graph to keep: the last layer may enable grad by itself."""
+    return any(leaf.requires_grad for leaf in column)
 
 
 def _require_rows(

@@ -130,6 +130,13 @@ class Versions:
         """Whether no tensor was modified in place since it was added."""
         return list(map(_version, self._tensors)) == self._before
 
+    def changed(self) -> list[Tensor]:
+        """Return the tensors that were modified since."""
+        if self.are_current():
+            return []
+        now = zip(self._tensors, self._before, strict=True)
+        return [tensor for tensor, before in now if _version(tensor) != before]
+
     def __repr__(self) -> str:
         return f"<Versions of {len(self._tensors)} tensors>"
 

@@ -10,10 +10,11 @@ and counts nothing. It is ignored by threads that are not recomputing. Where it 
 there are hooks, the kernels do the work.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm,
-and their results may depend on the change. So a recomputation that changes a buffer is refused
-(``layers/changes.py``), and so is one that replaces a buffer. Detecting changes costs much for each
-operation, so it is done only if a buffer's version has changed since the first forward, which
-normalisation does not cause.
+and their results may depend on the change. So a recomputation is refused if it changes a buffer
+(``layers/changes.py``), replaces one, or reads one that has changed since the first forward.
+Detecting that costs much for each operation, so it is done only if a buffer's version has changed
+since then, which normalisation does not cause, or its values are seen to have changed
+(``layers/fingerprints.py``).
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
 from pipert.layers.batchnorm import PartitionStats
-from pipert.layers.changes import RefuseChanges, place_of, refuse_replaced
+from pipert.layers.changes import (
+    RefuseChanges,
+    differ,
+    place_of,
+    refuse_changed,
+    refuse_replaced,
+    unused,
+)
 from pipert.layers.dispatch_keys import Key, operations
 from pipert.layers.drawing import HOOKS_OF_ALL
+from pipert.layers.fingerprints import Fingerprints, Pair
 from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
 __all__: list[str] = []
@@ -72,7 +81,10 @@ def _copying(operation: Callable[..., Any], places: set[int]) -> Callable[..., A
 
     def normalise(*args: Any, **kwargs: Any) -> Any:
         with KEEPING.excluded():
-            copied = [x.clone() if k in places and x is not None else x for k, x in enumerate(args)]
+            with unused():
+                copied = [
+                    x.clone() if k in places and x is not None else x for k, x in enumerate(args)
+                ]
             return operation(*copied, **kwargs)
 
     return normalise
@@ -128,8 +140,8 @@ class Buffers:
     """The buffers of modules that are recomputed together, recorded before their first forward."""
 
     __slots__ = (
-        "_modules", "_norm_dicts", "_other_dicts", "_runs_compiled", "_shortcuts", "_versions",
-        "_watched",
+        "_before", "_fingerprints", "_modules", "_norm_dicts", "_other_dicts", "_runs_compiled",
+        "_shortcuts", "_versions", "_watched",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -138,6 +150,8 @@ class Buffers:
         self._other_dicts: list[dict[str, Tensor | None]] = []  # those of other modules
         self._watched: dict[int, Tensor] = {}  # buffers that must not change, by id
         self._versions = Versions()  # of the watched ones
+        self._before: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._fingerprints = Fingerprints()
         self._runs_compiled = False
         self._shortcuts: list[tuple[dict[str, Any], Shortcut]] = []
 
@@ -149,7 +163,12 @@ class Buffers:
         dicts = [part._buffers for part in parts if part._buffers]
         norm_dicts = [buffers for buffers in dicts if _COUNTER in buffers]
         self._norm_dicts += norm_dicts
-        self._other_dicts += [d for d in dicts if isinstance(d, dict) and _COUNTER not in d]
+        other_dicts = [d for d in dicts if isinstance(d, dict) and _COUNTER not in d]
+        self._other_dicts += other_dicts
+        self._before += [(d, name, buffer) for d in other_dicts for name, buffer in d.items()]
+        for part in parts:
+            if part.training and part._buffers and _COUNTER not in part._buffers:
+                self._fingerprints.add(part)
         # Compiled code copies running statistics, which changes their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
         known = {id(d[name]) for d in norm_dicts for name in updated if name in d}
@@ -181,14 +200,16 @@ class Buffers:
         kept_counters.set(frozenset(map(id, counters)))
         before = [(d, name, old) for d in self._other_dicts for name, old in d.items()]
         shortcuts = () if self._runs_compiled else self._shortcuts
+        begun = self._fingerprints.begin()
         try:
             for attributes, shortcut in shortcuts:
                 attributes.setdefault(SLOT, shortcut)  # unless it is compiled, or intercepted
-            with self._keeping_statistics(), self._refusing_changes():
+            with self._keeping_statistics(), self._refusing_changes(begun):
                 result = call()
             for buffers, name, old in before:
                 if buffers.get(name) is not old:
                     refuse_replaced(buffers, name, old)
+            refuse_changed(self._fingerprints.end(begun))
             return result
         finally:
             for attributes, shortcut in shortcuts:
@@ -205,17 +226,31 @@ class Buffers:
             return KEEPING.included()
         return PartitionStats(nn.ModuleList(self._modules)).discarding()
 
-    def _refusing_changes(self) -> AbstractContextManager[object]:
-        if self._versions.are_current():
+    def _refusing_changes(self, begun: list[Pair]) -> AbstractContextManager[object]:
+        changed = self._changed(begun)
+        if not changed and self._versions.are_current():
             return contextlib.nullcontext()
+        places = set(map(place_of, changed))
         return RefuseChanges(
             {
                 place_of(buffer): (buffer, name)
                 for module in self._modules
                 for name, buffer in module.named_buffers()
-                if id(buffer) in self._watched
-            }
+                if id(buffer) in self._watched or place_of(buffer) in places
+            },
+            places,
         )
+
+    def _changed(self, begun: list[Pair]) -> list[Tensor]:
+        """Return the buffers that have changed since the first forward."""
+        looked_at = {id(old.buffer) for old, _ in begun}
+        found = [buffer for buffer in self._versions.changed() if id(buffer) not in looked_at]
+        found += [old.buffer for old, now in begun if old.values != now.values]
+        for home, name, old in self._before:
+            new = home.get(name)
+            if new is not old and new is not None and old is not None and differ(new, old):
+                found.append(new)
+        return found
 
 
 def _runs_compiled_code(module: nn.Module) -> bool:

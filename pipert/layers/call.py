@@ -221,7 +221,8 @@ class Layers:
             raise RuntimeError(
                 f"a parameter of partition {self._place.j} was modified between a forward and its "
                 "recomputation, or is another tensor, as with torch.func.functional_call; call the "
-                "optimizer after the backward, or use checkpoint='never'"
+                "optimizer after the backward, or use checkpoint='never', as for a layer that "
+                "changes it in its forward, such as nn.Embedding(max_norm=...)"
             )
         _recomputing.set(True)
         compute, buffers = begin(), self._snapshot.buffers

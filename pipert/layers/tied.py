@@ -25,6 +25,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
 
 from pipert.batch.tensors import version
@@ -68,17 +71,27 @@ def check_borrowers(partition: nn.Module, weights: Weights) -> None:
     )  # fmt: skip
 
 
-def hooked(partition: nn.Module, others: Weights) -> Weights:
+def hooked(partition: nn.Module, others: Weights, setters: dict[nn.Module, nn.Module]) -> Weights:
     """Returns a partition's parameters that have hooks, except ``others``.
 
     In a step each micro-batch has a gradient of its own, but the hooks must see the sum, so layers
     compute with a substitute for the parameter.
 
+    Args:
+        partition: the layers.
+        others: parameters that have a substitute already.
+        setters: the partition of each module whose weight is set before each forward; those of this
+            partition are added.
+
     Raises:
-        ValueError: a compiled or scripted layer uses such a parameter.
+        ValueError: a compiled or scripted layer uses such a parameter, or a module whose weight is
+            set before each forward is in another partition, too.
     """
     found: dict[nn.Parameter, None] = {}
     for module in modules_of(partition):
+        if module._forward_pre_hooks and _sets_weight(module):
+            if setters.setdefault(module, partition) is not partition:
+                raise _set_on_two_threads(partition, module)
         for weight in module._parameters.values():  # runs in each step, so it does no more
             if weight is not None and weight._backward_hooks:
                 found[weight] = None
@@ -95,6 +108,23 @@ def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> No
     for name, layer in partition.named_children() if weights else ():
         if is_compiled(layer) and not set(weights).isdisjoint(layer.parameters()):
             raise ValueError(f"layer {name!r} is compiled or scripted and {problem}")
+
+
+def _sets_weight(module: nn.Module) -> bool:
+    return any(isinstance(hook, _SETTERS) for hook in module._forward_pre_hooks.values())
+
+
+def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:
+    name = next(name for name, found in partition.named_modules() if found is module)
+    return ValueError(
+        f"the module {name!r} is used in several partitions, and torch.nn.utils.weight_norm, "
+        "spectral_norm or prune sets its weight before each forward, which forward_backward would "
+        "do on two threads at once; use torch.nn.utils.parametrizations, choose a balance that "
+        "puts its uses in one partition, or call the pipe and loss.backward()"
+    )
+
+
+_SETTERS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 class Substitute(TorchFunctionMode):

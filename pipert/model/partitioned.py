@@ -81,13 +81,25 @@ class Partitioned(Placed):
         elif isinstance(value, nn.Module):
             self.add_module(name, value)
         else:
+            self._refuse_removal(name)
             super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_removal(name)
+        super().__delattr__(name)
+
+    def _refuse_removal(self, name: str) -> None:
+        if name in self.__dict__.get("_modules", ()):
+            raise ValueError(
+                f"layer {name!r} of a Pipe can be replaced by another, but not removed; put an "
+                "nn.Identity in its place, or make a new Pipe"
+            )
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         """Replace the layer called ``name``; the new one moves to its partition's device.
 
         Raises:
-            ValueError: no layer has that name (layers cannot be added), ``module`` is not a
+            ValueError: no layer has that name (none can be added or removed), ``module`` is not a
                 module, or a buffer would be needed on two devices.
             TypeError: its stashes and pops do not match those of the other layers, or it is a
                 SyncBatchNorm.
@@ -103,6 +115,7 @@ class Partitioned(Placed):
                     partition._modules[name] = self._modules[name] = module
             self._layers_changed()
             return
+        self._refuse_removal(name)
         raise ValueError(
             f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
             f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"

@@ -135,4 +135,5 @@ def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     if step is None:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)
-    return [(*others, *hooked(partition, others)) for partition, others in pairs]
+    setters = dict[nn.Module, nn.Module]()
+    return [(*others, *hooked(partition, others, setters)) for partition, others in pairs]

@@ -272,3 +272,24 @@ def test_a_pruning_may_be_made_permanent(agree: Agree) -> None:
         return train(model)
 
     agree(loop)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_pruned_layer_of_several_partitions_is_refused_in_a_step(schedule: str) -> None:
+    """Its hook sets its weight, and two threads took that of the other for theirs."""
+    layer = nn.Linear(8, 8)
+    module = nn.Sequential(layer, nn.Tanh(), nn.Sequential(layer))
+    plain = copy.deepcopy(module)
+    x = torch.randn(6, 8)
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
+        for each in (layer, plain[0]):
+            prune.l1_unstructured(each, "weight", 0.5)
+        with pytest.raises(ValueError, match="'2.0' is used in several partitions, and torch.nn"):
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), schedule=schedule)
+        for model in (pipe, plain):
+            model(x).mean().backward()
+    assert layer.weight_orig.grad is not None
+    torch.testing.assert_close(layer.weight_orig.grad, plain[0].weight_orig.grad)
+    module[2] = nn.Linear(8, 8)
+    with Pipe(module, [2, 1], devices=["cpu"] * 2, chunks=3) as pipe:
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.mean(), schedule=schedule)

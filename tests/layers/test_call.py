@@ -330,10 +330,13 @@ class Replacing(nn.Module):
 
 
 def test_a_buffer_that_is_replaced_in_a_recomputation_is_put_back_and_refused() -> None:
-    layer = Replacing(lambda mean: mean + 1)
+    values = iter(range(1, 9))
+    layer = Replacing(lambda mean: torch.full_like(mean, next(values)))
     with pytest.raises(RecomputationError, match="its buffer 'mean' when it is recomputed"):
         step(layer, "always")
     assert layer.mean == 2  # of two forwards
+    with pytest.raises(RecomputationError, match="uses its buffer '0.mean' when it is recomputed"):
+        step(Replacing(lambda mean: mean + 1), "always")
     step(Replacing(lambda mean: mean + 1), "never")
     step(Replacing(torch.ones_like), "always")  # by the same values
 

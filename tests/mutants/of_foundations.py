@@ -96,7 +96,7 @@ OF_BATCHES = [
     Mutant(
         "gathered-backwards", JOINING,
         "the rows of the last micro-batch come first in the output",
-        "torch.cat(column) if", "torch.cat(column[::-1]) if",
+        "else torch.cat(column)", "else torch.cat(column[::-1])",
         ("tests/test_microbatch.py",),
     ),
     Mutant(

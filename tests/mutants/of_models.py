@@ -72,6 +72,12 @@ OF_LAYERS = [
         ("tests/layers/test_call.py",),
     ),
     Mutant(
+        "changed-buffer-used", "pipert/layers/changes.py",
+        "a recomputation that uses a buffer which has changed since its forward is not refused",
+        "if self._changed and not _unused.get():", "if False:",
+        ("tests/layers/test_used_buffers.py",),
+    ),
+    Mutant(
         "copy-not-handed-on", TIED,
         "a layer that passes a borrowed weight as a keyword gets it from the other device",
         "**self._swap(kwargs or {})", "**(kwargs or {})",
