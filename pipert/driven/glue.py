@@ -1,4 +1,4 @@
-"""Glue: what a model's own code calls between its layers, and what of it is not looked at."""
+"""Glue: a model's own code between its layers, and which of its calls need no inspection."""
 
 from __future__ import annotations
 
@@ -21,28 +21,31 @@ ABOUT = frozenset(
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
 }  # fmt: skip
-"""Functions that look at a tensor and not at its values."""
+"""Functions that read a tensor's metadata and not its values."""
 
 ABOUT_DEVICES = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
 ) | {Tensor.get_device}
-"""Those of them whose answer is another one where a tensor is used."""
+"""Those of them whose result depends on the device on which the tensor is used."""
 
 HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad})
-"""Functions that ask for the gradient of a tensor when that is computed."""
+"""Functions that ask for the gradient of a tensor once it is computed."""
 
 ASKING = HOOKING | {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-"""Functions that ask for gradients: the others go back at once."""
+"""Functions that ask for gradients. Those not in ``HOOKING`` run a backward at once."""
 
 
 class Looking(Protocol):
-    """A function mode that looks at glue as long as it is told that there is some."""
+    """A function mode that inspects the calls of glue, which is what runs while ``is_glue``."""
 
     is_glue: bool
 
 
 class OutsideOfGlue:
-    """A block in which a crossing looks at nothing. It is for each call, so no generator."""
+    """A block in which a crossing inspects nothing.
+
+    Entered for each call of a layer, so a class: a generator function would be slower.
+    """
 
     __slots__ = ("_crossing", "_was_glue", "_was_on_top")
 

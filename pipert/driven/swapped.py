@@ -15,9 +15,9 @@ __all__: list[str] = []
 
 
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same with what stands for its tensors, in tuples, lists and dicts as well.
+    """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.
 
-    Lists and dicts stay the same objects: who is given one may add to it.
+    Lists and dicts stay the same objects, since the called function may add to them.
     """
     if isinstance(value, Tensor):
         return bring(value)
@@ -28,21 +28,21 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         value[:] = [swapped(item, bring) for item in value]
     elif kind is dict:
         value.update({key: swapped(item, bring) for key, item in value.items()})
-    elif kind not in _leaves:
+    elif kind not in _without_tensors:
         return _swapped_tree(value, bring)
     return value
 
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same of what is a pytree by registration, or a mapping of another kind."""
+    """Do so for a registered pytree, or for a mapping other than a dict."""
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _leaves.add(type(value))
+            _without_tensors.add(type(value))
         return value
     brought = tuple(map(bring, tensors))
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
 
 
-_leaves: set[type] = set()
-"""Types that hold no tensors as far as anybody can see."""
+_without_tensors: set[type] = set()
+"""Types that torch cannot flatten, so that no tensors are found in them."""
