@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -84,7 +84,7 @@ class Journey:
     def lend(self, stage: Stage, i: int, x: Value) -> Value:
         """Lend micro-batch ``i`` the turn of ``stage``. In partition 0, start its passage first."""
         if stage.place.j == 0:
-            passage = self._passages[i] = Passage(self, i, x)
+            passage = self._passages[i] = Passage(self, i, x, self._drivers.release)
             self._drivers.start(passage)
         passage = self._passages[i]
         worker: Any = threading.current_thread()
@@ -96,21 +96,18 @@ class Journey:
 
     # On drivers.
 
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Put a passage into its context, from its beginning to its end."""
+    def pass_through(self, passage: Passage, x: Value) -> Value:
+        """Run the model on micro-batch ``i``; return what the last stage sends."""
         notes = _NOTHING if self.stats is None else self.stats.collecting()
+        # Inside a layer that another pipe recomputes, buffers stay as they are.
+        keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
         try:
-            # Glue may draw random numbers. Inside a layer that another pipe recomputes, buffers
-            # stay as they are.
-            keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
-            with DRAWING.included(), keeping, notes:
-                yield
+            with DRAWING.included(), keeping, notes:  # glue may draw, too
+                return self._pass_through(passage, x)
         finally:
             stash(None)  # else torch drops it when the thread ends, maybe after the interpreter
 
-    def pass_through(self, passage: Passage, x: Value) -> Value:
-        """Run the model on micro-batch ``i``; return what the last stage sends."""
+    def _pass_through(self, passage: Passage, x: Value) -> Value:
         begin_numbers(self._first_node)
         if self.run.told.recorder is not None:
             passage.recording = Recording(passage.i, self.run.told, self.layers)
@@ -120,7 +117,7 @@ class Journey:
             passage.crossing = Crossing(self.step is not None, moves, lends)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
-        self.begin(passage, passage.stage)
+        self.begin(passage)
         crossing = passage.crossing
         if crossing is None:
             y = passage.forward(x)
@@ -133,7 +130,7 @@ class Journey:
                 with crossing:
                     crossing.finish(cut.compute_loss(passage.i, y))
                 y = ()
-        self.end(passage, passage.stage)
+        self.end(passage)
         if self.step is not None:
             return y
         if passage.recording is not None and self.run.context.grad_enabled:
@@ -147,8 +144,9 @@ class Journey:
             return weight
         return self._lending.stand_in_for(stage, passage.i, weight)
 
-    def begin(self, passage: Passage, stage: Stage) -> None:
-        """Begin the partition of ``stage``, whose turn has been lent."""
+    def begin(self, passage: Passage) -> None:
+        """Begin the partition whose turn has been lent."""
+        stage = passage.stage
         if stage.place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
         stash(Stream(self.run.seed, stage.place.number(passage.i)))
@@ -166,10 +164,10 @@ class Journey:
         if inspection is not None and passage.i == 0 and j < self.n - 1:
             inspection.begin(j)
 
-    def end(self, passage: Passage, stage: Stage) -> None:
-        """End the partition of ``stage``, whose turn is about to be returned."""
+    def end(self, passage: Passage) -> None:
+        """End the partition whose turn is about to be returned."""
         if self._inspection is not None:
-            self._inspect(self._inspection, passage, stage)
+            self._inspect(self._inspection, passage.i, passage.stage.place.j)
         if passage.recording is not None:
             passage.recording.end()
         if passage.tape is not None:
@@ -179,13 +177,13 @@ class Journey:
             with passage.crossing.outside_of_glue():
                 passage.crossing.end()
 
-    def _inspect(self, inspection: Inspection, passage: Passage, stage: Stage) -> None:
-        if passage.i > 0:
+    def _inspect(self, inspection: Inspection, i: int, j: int) -> None:
+        if i > 0:
             inspection.compare()
-            if (passage.i, stage.place.j) == (self.run.plan.m - 1, self.n - 1):
+            if (i, j) == (self.run.plan.m - 1, self.n - 1):
                 inspection.warn()
-        elif stage.place.j < self.n - 1:
-            inspection.end(stage.place.j)
+        elif j < self.n - 1:
+            inspection.end(j)
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
@@ -225,9 +223,6 @@ class Journey:
         # Operations that draw take the stream's generator on drivers anyway (around).
         with Stream(self.run.seed, number) if self.draws else _NOTHING:
             return call(*args, **kwargs)
-
-    def release_driver(self, passage: Passage) -> None:
-        self._drivers.release(passage)
 
     # In the caller.
 

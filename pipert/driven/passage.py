@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -79,31 +78,34 @@ class Journey(Protocol):
     layers: Layers
     binds: bool
 
-    def around(self) -> AbstractContextManager[None]:
-        """Return the context of a passage, from its beginning to its end."""
-
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Run the model; return what the last stage sends."""
 
-    def begin(self, passage: Passage, stage: Stage) -> None:
-        """Begin a partition, whose turn has been lent."""
+    def begin(self, passage: Passage) -> None:
+        """Begin the partition whose turn has been lent."""
 
-    def end(self, passage: Passage, stage: Stage) -> None:
-        """End a partition, whose turn is about to be returned."""
+    def end(self, passage: Passage) -> None:
+        """End the partition whose turn is about to be returned."""
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
         """Call a layer in the current partition."""
 
-    def release_driver(self, passage: Passage) -> None:
-        """Take back the driver of a passage that has ended."""
-
 
 class Passage:
-    """Micro-batch ``i`` on its way through the model: the ``Task`` of a driver."""
+    """Micro-batch ``i`` on its way through the model: the ``Task`` of a driver.
 
-    def __init__(self, journey: Journey, i: int, x: Value) -> None:
+    Args:
+        journey: what it shares with the other passages of its run.
+        i: the micro-batch.
+        x: the model's arguments.
+        release: takes back the driver once this passage has ended.
+    """
+
+    def __init__(
+        self, journey: Journey, i: int, x: Value, release: Callable[[Passage], None]
+    ) -> None:
         self.what = journey.run.number, None
         self.layers_took: float | None = None
         self.i = i
@@ -114,6 +116,7 @@ class Passage:
         self.was_broken_off = True
         self._journey = journey
         self._x = x
+        self._release = release
         self.crossing: Crossing | None = None
         self.tape: Tape | None = None
         """The tape of the current partition, if the micro-batch is checkpointed."""
@@ -176,7 +179,7 @@ class Passage:
         context = self._journey.run.context
         try:
             with context.on_worker:
-                value = context.variables.copy().run(self._pass)
+                value = context.variables.copy().run(self._run)
             self.was_broken_off = False
         except Unwound:  # received only by a worker that was just about to lend its turn
             self._fail(PipeClosedError("the pipe was closed during the call"))
@@ -195,27 +198,21 @@ class Passage:
             if j < self._journey.n:
                 self._loans.fail(j, error)
 
-    def _pass(self) -> Value:
+    def _run(self) -> Value:
+        x, self._x = self._x, None
         here.interceptor = self
         try:
-            with self._journey.around():
-                return self._through_the_model()
-        finally:
-            here.interceptor = None
-            if self.recording is not None:
-                self.recording.end()
-
-    def _through_the_model(self) -> Value:
-        journey = self._journey
-        x, self._x = self._x, None
-        try:
-            return journey.pass_through(self, x)
+            return self._journey.pass_through(self, x)
         except BaseException as error:
             if self._stage is not None:
                 self._stage.place.note(error, Action(FORWARD, self.i, self.j))
             if type(error).__module__.startswith("torch._dynamo"):
                 add_note(error, lambda: _COMPILED)
             raise
+        finally:
+            here.interceptor = None
+            if self.recording is not None:
+                self.recording.end()
 
     def forward(self, x: Value) -> Value:
         """Call the model, go on to the last partition, and return the output."""
@@ -254,7 +251,7 @@ class Passage:
         if os.getpid() != self._pid:  # P5: no worker lends a turn there
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         stage = self.stage
-        self._journey.end(self, stage)
+        self._journey.end(self)
         tell = None if stage.run.told.is_observed else partial(stage.links.y.send, self.i, ())
         try:
             self.j = j
@@ -264,7 +261,7 @@ class Passage:
         except BaseException as error:  # from outside, and the model may catch it
             self._fail(error)
             raise
-        self._journey.begin(self, self.stage)
+        self._journey.begin(self)
 
     @property
     def stage(self) -> Stage:
@@ -284,7 +281,7 @@ class Passage:
     def _settle(self) -> None:
         if self._unsettled.take() is not None:
             self.crossing = self.tape = self.recording = None
-            self._journey.release_driver(self)
+            self._release(self)
             self._ended.arrive()
 
     def __repr__(self) -> str:
