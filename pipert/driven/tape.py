@@ -73,8 +73,7 @@ class Tape:
             layer: the layer's name in errors.
             compute: calls the layer.
             around: returns the context manager of each call; ``None`` for none.
-            args: the layer's positional arguments.
-            kwargs: its keyword arguments.
+            args, kwargs: the layer's arguments.
 
         Raises:
             RuntimeError: the layer has changed an argument.
@@ -89,7 +88,7 @@ class Tape:
 
         def first_time(value: Value) -> Value:
             # With the caller's own lists and dicts, to which the layer may add.
-            return call.first_time(given if call.has_callers_tensors else value)
+            return call.call_layer(given if call.has_callers_tensors else value)
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
@@ -111,10 +110,7 @@ class Tape:
 
     def recompute(self, on_worker: bool) -> None:
         """Recompute all calls: ``R[i,j]``."""
-        try:
-            self._layers.again(self._i, lambda: self._refill, lambda _: None, on_worker)
-        finally:
-            self._forget()
+        self._recompute(self._refill, on_worker)
 
     def one(self, again: Again, compute: Callable[[], T]) -> T:
         """Let ``compute`` recompute one call, after the earlier calls whose outputs are used."""
@@ -122,17 +118,21 @@ class Tape:
         before = calls[: calls.index(again)]  # type: ignore[arg-type]
         found: list[T] = []
 
-        def both() -> None:
+        def compute_in_order() -> None:
             for call in before:
                 if call.is_used:
                     call.compute(True)
             found.append(compute())
 
-        try:
-            self._layers.again(self._i, lambda: both, lambda _: None, False)
-        finally:
-            self._forget()
+        self._recompute(compute_in_order, False)
         return found[0]
+
+    def _recompute(self, compute: Callable[[], None], on_worker: bool) -> None:
+        try:
+            self._layers.again(self._i, lambda: compute, lambda _: None, on_worker)
+        finally:
+            for call, _ in self._calls:
+                call.outputs = None
 
     def _refill(self) -> None:
         for call, weak in self._calls:
@@ -141,10 +141,6 @@ class Tape:
                 checkpoint.refill(True)
             elif call.is_used:
                 call.compute(True)
-
-    def _forget(self) -> None:
-        for call, _ in self._calls:
-            call.outputs = None
 
     def __repr__(self) -> str:
         return f"<Tape of {len(self._calls)} calls of micro-batch {self._i}>"
@@ -199,8 +195,8 @@ class Call(Again):
         self.has_callers_tensors = True
         """Whether the layer gets the caller's tensors themselves, and no copy of a leaf."""
 
-    def first_time(self, value: Value) -> Value:
-        """Call the layer."""
+    def call_layer(self, value: Value) -> Value:
+        """Call the layer, with ``value`` as its arguments."""
         args, kwargs = _arguments(value)
         with _NOTHING if self._around is None else self._around():
             return self._compute(*args, **kwargs)
@@ -221,19 +217,14 @@ class Call(Again):
     ) -> None:
         value = get_value()
         try:
-            y = self._again_under_autocast(value)
+            with autocast(self._autocast, False):  # which glue may have switched for this call
+                y = self.call_layer(value)
         except BaseException as error:
             add_note(error, partial(self._note, *_arguments(value)))
             raise
         if self.is_used:
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
-
-    def _again_under_autocast(self, value: Value) -> Value:
-        if get_autocast() == self._autocast:
-            return self.first_time(value)
-        with autocast(self._autocast, False):  # glue has enabled or disabled it
-            return self.first_time(value)
 
     def connections(self, xs: Tensors) -> Tensors:
         origins = [self._from[k] for k in self._wanting]
