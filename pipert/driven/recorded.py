@@ -7,7 +7,7 @@ known by their numbers, since one driver makes all nodes of a micro-batch, parti
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Recording:
         self._told = told
         self._starts: list[int] = []
         self._places: list[tuple[int, torch.device]] = []
-        self._block: AbstractContextManager[Span] | None = None
+        self._block = ExitStack()
         self._span: Span | None = None
 
     def begin(self, stage: Stage) -> None:
@@ -45,8 +45,8 @@ class Recording:
         place = stage.place
         self._starts.append(node_count())
         self._places.append((place.j, place.device))
-        self._block = self._told.recorded(Action(FORWARD, self._i, place.j), place.device)
-        self._span = self._block.__enter__()
+        recorded = self._told.recorded(Action(FORWARD, self._i, place.j), place.device)
+        self._span = self._block.enter_context(recorded)
 
     def note_layer(self, module: nn.Module) -> None:
         """Note that a layer has just been called."""
@@ -54,16 +54,15 @@ class Recording:
 
     def end(self) -> None:
         """End ``F[i,j]``. A second call does nothing."""
-        block, span = self._block, self._span
-        self._block = self._span = None
-        if block is None or span is None:
+        span, self._span = self._span, None
+        if span is None:
             return
         called, (j, _) = dict(self._called), self._places[-1]
         self._called.clear()
         registered = [layer.module for layer in self._layers.values() if layer.partition == j]
         if list(called) == registered:
             span.layers = [span.start, *called.values()]
-        block.__exit__(None, None, None)
+        self._block.close()
 
     def watch_backward(self, y: Value) -> None:
         """Record the backward of each partition, from the nodes whose outputs later ones use."""

@@ -158,6 +158,8 @@ def _fingerprint(value: Any, depth: int) -> Any:
     kind = type(value)
     if kind in _PLAIN:
         return value
+    if kind is slice:
+        value = (value.start, value.stop, value.step)
     if kind in _CONTAINERS or isinstance(value, tuple):  # named tuples, too
         if not depth or len(value) > _MAX_ITEMS:
             return _Opaque(_reference(value), len(value))
@@ -200,11 +202,7 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     if kind in _PLAIN or isinstance(one, Number | range):  # numpy's are numbers, too
         return bool(one == other or one != one and other != other)  # two NaN are the same
-    return kind is slice and _same(_parts(one), _parts(other))
-
-
-def _parts(value: slice) -> tuple[Any, ...]:
-    return value.start, value.stop, value.step
+    return False
 
 
 def _location(module: nn.Module) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -85,11 +86,8 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
-    told = stage.run.told
-    if not told.is_observed and told.recorder is None:
-        stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
-        return ()
-    with _watched(stage, Action(BACKWARD, i, j)):
+    watched = _watched(stage, Action(BACKWARD, i, j)) if stage.run.told.looks else _NOTHING
+    with watched:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
 
@@ -142,3 +140,6 @@ def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None
         (moved,) = cut.bring_gradients(i, [gradient], origin)
         total = moved if total is None else total + moved  # type: ignore[operator]
     return total
+
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
