@@ -34,7 +34,7 @@ def refuse_going_back(
             partition at which the graph was cut; ``None`` for an input of the model.
 
     Raises:
-        RuntimeError: an input is beyond such a cut; or all leaves are asked for, and there is one.
+        RuntimeError: an input is beyond such a cut; or ``inputs`` is ``None``, and there is a cut.
     """
     wanted = set(_nodes(inputs or ()))
     found = _reachable(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))

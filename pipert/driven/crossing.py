@@ -48,19 +48,19 @@ _C: Any = torch._C
 
 
 class Source:
-    """A tensor that later partitions have used, and the gradients that they have sent back."""
+    """A tensor that later partitions have used, and the gradients that they have sent for it."""
 
     __slots__ = ("edge", "gradients")
 
     def __init__(self, edge: GradientEdge | None) -> None:
         self.edge = edge
-        """The tensor's place in the graph; ``None`` for an input of the model."""
+        """``None`` for an input of the model."""
         self.gradients: list[tuple[Tensor, int]] = []
-        """Each with the partition that has sent it."""
+        """Each with the partition that it comes from."""
 
 
 class Part:
-    """What ``B[i,j]`` needs to know of ``F[i,j]``."""
+    """The record of ``F[i,j]`` that ``B[i,j]`` needs."""
 
     __slots__ = ("entries", "first", "last", "loss", "sources")
 
@@ -173,7 +173,7 @@ class Crossing(TorchFunctionMode):
         source = made_in.sources.get(key)
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor))
-        with torch.enable_grad():  # the model may use it again where gradients are enabled
+        with torch.enable_grad():  # it may be used again where gradients are enabled
             (entered,) = self._mark(order.enter((self._here(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
         return entered
@@ -193,7 +193,7 @@ class Crossing(TorchFunctionMode):
             return self._here(tensor)
         return moves.bring_in_graph(tensor)
 
-    def _with_whole_gradient(self, tensor: Tensor) -> Tensor:
+    def _itself(self, tensor: Tensor) -> Tensor:
         """Return the tensor whose gradient is the sum from all partitions, not one stand-in's."""
         if self._cuts:
             return self._stand_ins.latest(tensor)
@@ -220,10 +220,9 @@ class Crossing(TorchFunctionMode):
         return result
 
     def _to_hook(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return arguments that ask for the gradient of the tensor, and not of a stand-in."""
+        """The arguments with which the gradient of a tensor is asked for, and not of a stand-in."""
         is_weight = isinstance(tensor, nn.Parameter)
-        hooked = self.bring(tensor) if is_weight else self._with_whole_gradient(tensor)
-        return (hooked, *args), kwargs
+        return (self.bring(tensor) if is_weight else self._itself(tensor), *args), kwargs
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """Return arguments that ask for gradients by the tensors, and not by copies of them."""
@@ -232,7 +231,7 @@ class Crossing(TorchFunctionMode):
             cut = {edge.node: source.edge for edge, source in entries}
             by = None if inputs is None else tensors_of(inputs)[0]
             refuse_going_back(tensors_of(outputs)[0], by, self.bring, cut)
-        inputs = swapped(inputs, self.bring if self._cuts else self._with_whole_gradient)
+        inputs = swapped(inputs, self.bring if self._cuts else self._itself)
         (outputs,), kwargs = self.bring_all((outputs,), kwargs)
         return (outputs,), {**kwargs, "inputs": inputs}
 

@@ -26,13 +26,13 @@ ABOUT = frozenset(
 ABOUT_DEVICES = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
 ) | {Tensor.get_device}
-"""Those of them whose result depends on the device on which the tensor is used."""
+"""Those of them whose answer is another one where a tensor is used."""
 
 HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad})
-"""Functions that ask for the gradient of a tensor once it is computed."""
+"""Functions that ask for the gradient of a tensor when that is computed."""
 
 ASKING = HOOKING | {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-"""Functions that ask for gradients. Those not in ``HOOKING`` run a backward at once."""
+"""Functions that ask for gradients: the others go back at once."""
 
 
 class Looking(Protocol):

@@ -46,7 +46,7 @@ _CALLS = 1 << 32  # more than tasks of a run, so each call of a layer has its ow
 
 
 class Journey:
-    """What the passages of one run share. Made in the caller."""
+    """The state that the passages of one run share. Made by the caller."""
 
     def __init__(
         self,
@@ -213,14 +213,15 @@ class Journey:
             call = self._lending.wrap(stage, passage.i, [layer.module, *given], call)
         number = passage.calls * _CALLS + stage.place.number(passage.i) if self.draws else 0
         tape = passage.tape
+        # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if tape is not None and torch.is_grad_enabled() and not (
-            layer.is_in_place or is_in_checkpoint() or is_transformed()  # it keeps what it saves
+            layer.is_in_place or is_in_checkpoint() or is_transformed()
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
-        # Operations that draw take the stream's generator on drivers anyway (around).
+        # On drivers operations that draw take the stream's generator anyway (pass_through).
         with Stream(self.run.seed, number) if self.draws else _NOTHING:
             return call(*args, **kwargs)
 

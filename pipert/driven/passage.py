@@ -14,8 +14,8 @@ order::
                              that layer, and what follows     wait
                              ... forward returns      ----->  F[i,1] is done, with the output
 
-The driver tells worker 1, which so need not wait until worker 0 has woken up. Where there are
-observers, for whom ``F[i,j]`` ends before ``F[i,j+1]`` begins, worker 0 tells it.
+The driver itself tells worker 1, which need not wait until worker 0 has woken up. Only if there are
+observers does worker 0 tell it: they see ``F[i,j]`` end before ``F[i,j+1]`` begins.
 
 Guarantees:
 
@@ -28,9 +28,9 @@ Guarantees:
 * **H3** an error is raised by the ``F`` that has lent the turn. Passages that will be lent no
   further turn are unwound: the call in which their ``forward`` waits raises :class:`Unwound`, which
   is no ``Exception``; code that catches it is unwound again at its next layer. When the call
-  returns, raises or is interrupted, all passages have ended (**R2**). The exception is a run that
-  was given up while a passage was in the middle of a turn: that passage is unwound at its next
-  wait, and its worker is busy until then.
+  returns, raises or is interrupted, all passages have ended (**R2**), except in a run that was
+  given up while a passage was in the middle of a turn: that passage is unwound at its next wait,
+  and its worker is busy until then.
 * **H4** an idle driver references nothing of its last passage, and none of its context is in
   effect. A driver whose passage was broken off ends, since the state of its context is unknown.
 * **H5** drivers end with the pipe, and when it is closed. A forked child starts its own.

@@ -34,7 +34,7 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """Do so for a registered pytree, or for a mapping other than a dict."""
+    """Return the same for a registered pytree, or a mapping other than a dict."""
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):

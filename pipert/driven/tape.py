@@ -88,7 +88,7 @@ class Tape:
 
         def first_time(value: Value) -> Value:
             # With the caller's own lists and dicts, to which the layer may add.
-            return call.call_layer(given if call.has_callers_tensors else value)
+            return call.first_time(given if call.has_callers_tensors else value)
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
@@ -168,7 +168,7 @@ class Call(Again):
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_earlier", "_from", "_note", "_watched",
+        "_around", "_autocast", "_compute", "_from", "_made", "_note", "_watched",
         "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
@@ -184,7 +184,7 @@ class Call(Again):
         self._compute = compute
         self._around = around
         self._note = note
-        self._earlier = earlier
+        self._made = earlier
         self._autocast: Autocast = get_autocast()
         self._from: list[tuple[Call, int] | None] = []  # of each argument, if it is an output
         self._watched: list[tuple[Tensor, int]] = []
@@ -195,7 +195,7 @@ class Call(Again):
         self.has_callers_tensors = True
         """Whether the layer gets the caller's tensors themselves, and no copy of a leaf."""
 
-    def call_layer(self, value: Value) -> Value:
+    def first_time(self, value: Value) -> Value:
         """Call the layer, with ``value`` as its arguments."""
         args, kwargs = _arguments(value)
         with _NOTHING if self._around is None else self._around():
@@ -217,14 +217,19 @@ class Call(Again):
     ) -> None:
         value = get_value()
         try:
-            with autocast(self._autocast, False):  # which glue may have switched for this call
-                y = self.call_layer(value)
+            y = self._again_under_autocast(value)
         except BaseException as error:
             add_note(error, partial(self._note, *_arguments(value)))
             raise
         if self.is_used:
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
+
+    def _again_under_autocast(self, value: Value) -> Value:
+        if get_autocast() == self._autocast:
+            return self.first_time(value)
+        with autocast(self._autocast, False):  # the model's own code has put it on
+            return self.first_time(value)
 
     def connections(self, xs: Tensors) -> Tensors:
         origins = [self._from[k] for k in self._wanting]
@@ -233,7 +238,7 @@ class Call(Again):
         )
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
-        earlier, self._earlier = self._earlier, {}
+        earlier, self._made = self._made, {}
         self._tensors, self._versions = [], []
         given = []
         for tensor in tensors:
