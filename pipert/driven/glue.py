@@ -42,10 +42,7 @@ class Looking(Protocol):
 
 
 class OutsideOfGlue:
-    """A block in which a crossing inspects nothing.
-
-    Entered for each call of a layer, so a class: a generator function would be slower.
-    """
+    """A block in which a crossing inspects nothing. A class, since each call enters one."""
 
     __slots__ = ("_crossing", "_was_glue", "_was_on_top")
 

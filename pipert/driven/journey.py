@@ -242,10 +242,7 @@ class Journey:
 
 
 class _Drawing:
-    """A block whose operations draw the random numbers of one call of a layer.
-
-    Entered for each such call, so a class: a generator function would be slower.
-    """
+    """A block that draws the random numbers of one call. A class, since each call enters one."""
 
     __slots__ = ("_key", "_stream")
 

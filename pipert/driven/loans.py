@@ -62,10 +62,7 @@ class Loans:
     # On a worker.
 
     def bind(self, driver: threading.Thread) -> None:
-        """Let ``driver``, which waits, wake up on the core of the current thread.
-
-        The caller wakes it next.
-        """
+        """Bind ``driver``, which waits and is woken next, to the core of the current thread."""
         assert driver.native_id is not None, "it has been started"
         if self._binds:
             cores = allowed_cores()
@@ -113,10 +110,7 @@ class Loans:
         self._lent.put(None)
 
     def fail(self, j: int, error: BaseException) -> None:
-        """Return the turn of partition ``j`` with an error.
-
-        If no worker waits for it, the error is kept until :meth:`drop`.
-        """
+        """Return the turn of partition ``j`` with an error, which is kept if no worker waits."""
         self._returned[j].put(((), error))
 
     def drop(self) -> None:

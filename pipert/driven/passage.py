@@ -94,14 +94,7 @@ class Journey(Protocol):
 
 
 class Passage:
-    """Micro-batch ``i`` on its way through the model: the ``Task`` of a driver.
-
-    Args:
-        journey: what it shares with the other passages of its run.
-        i: the micro-batch.
-        x: the model's arguments.
-        release: takes back the driver once this passage has ended.
-    """
+    """Micro-batch ``i`` on its way through the model: the ``Task`` of a driver."""
 
     def __init__(
         self, journey: Journey, i: int, x: Value, release: Callable[[Passage], None]
@@ -116,7 +109,7 @@ class Passage:
         self.was_broken_off = True
         self._journey = journey
         self._x = x
-        self._release = release
+        self._release = release  # takes back the driver
         self.crossing: Crossing | None = None
         self.tape: Tape | None = None
         """The tape of the current partition, if the micro-batch is checkpointed."""
@@ -238,13 +231,11 @@ class Passage:
         try:
             return journey.call(self, layer, call, args, kwargs)
         except BaseException as error:
-            add_note(error, partial(self._note_of_call, layer, args, kwargs))
+            layers = self.stage.layers
+            add_note(error, partial(layers.note_of_call, self.i, layer.name, args, kwargs))
             raise
         finally:
             self._is_in_layer = False
-
-    def _note_of_call(self, layer: Layer, args: Any, kwargs: Any) -> str:
-        return self.stage.layers.note_of_call(self.i, layer.name, args, kwargs)
 
     def _hand_over(self, j: int) -> None:
         """Return the current turn, and wait for that of partition ``j``."""

@@ -95,10 +95,8 @@ class Pipelined(Placed):
         """
         refuse_compilation()
         refuse_transforms()
-        seconds = self._timeout
-        if timeout is not None:
-            seconds = check_timeout(timeout)
-            refuse_keywords_of(self._entry_module(), {"timeout": timeout}, len(args))
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        refuse_keywords_of(self._entry_module(), {"timeout": timeout}, len(args))
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
