@@ -138,11 +138,7 @@ class Journey:
         return passage.stage.ends.leave(passage.i, y)
 
     def _stand_in_for(self, passage: Passage, weight: nn.Parameter) -> Tensor:
-        """Return the tensor to use for a parameter in the current partition."""
-        stage = passage.stage
-        if not self._lending.is_replaced(stage, weight):
-            return weight
-        return self._lending.stand_in_for(stage, passage.i, weight)
+        return self._lending.stand_in_for(passage.stage, passage.i, weight)
 
     def begin(self, passage: Passage) -> None:
         """Begin the partition whose turn has been lent."""

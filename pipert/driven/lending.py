@@ -40,14 +40,16 @@ class Lending:
         weights = module.parameters() if self.is_needed else ()
         self._versions = {id(w): version(w) for w in weights}
 
-    def is_replaced(self, stage: Stage, weight: Tensor) -> bool:
+    def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
         """Return whether a parameter has a stand-in in the partition of ``stage``."""
         return weight.device != stage.place.device or (
             self._is_step and bool(weight._backward_hooks)
         )
 
     def stand_in_for(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
-        """Return the stand-in for a parameter in the partition of ``stage``."""
+        """Return the stand-in for a parameter in the partition of ``stage``, or itself."""
+        if not self._is_replaced(stage, weight):
+            return weight
         key = stage.place.j, id(weight)
         if key not in self._copies:
             with outside_of_transforms():
@@ -68,7 +70,7 @@ class Lending:
         key = stage.place.j, *layers
         if key not in self._layers:
             all_weights = dict.fromkeys(w for layer in layers for w in layer.parameters())
-            weights = tuple(w for w in all_weights if self.is_replaced(stage, w))
+            weights = tuple(w for w in all_weights if self._is_replaced(stage, w))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "

@@ -46,7 +46,7 @@ class Moves:
         self._run = run
         self._devices = list(dict.fromkeys(run.devices))
         self._lending = lending
-        self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}  # original, its version, copy
         self._versions: dict[int, int] = {}  # of the copies, when they were made
         self._changed: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage: Stage
