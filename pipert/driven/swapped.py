@@ -15,9 +15,9 @@ __all__: list[str] = []
 
 
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.
+    """The same with what stands for its tensors, in tuples, lists and dicts as well.
 
-    Lists and dicts stay the same objects, since the called function may add to them.
+    Lists and dicts stay the same objects: who is given one may add to it.
     """
     if isinstance(value, Tensor):
         return bring(value)
@@ -28,7 +28,7 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         value[:] = [swapped(item, bring) for item in value]
     elif kind is dict:
         value.update({key: swapped(item, bring) for key, item in value.items()})
-    elif kind not in _without_tensors:
+    elif kind not in _leaves:
         return _swapped_tree(value, bring)
     return value
 
@@ -38,11 +38,11 @@ def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _without_tensors.add(type(value))
+            _leaves.add(type(value))
         return value
     brought = tuple(map(bring, tensors))
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
 
 
-_without_tensors: set[type] = set()
+_leaves: set[type] = set()
 """Types that torch cannot flatten, so that no tensors are found in them."""
