@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -96,16 +96,23 @@ class Journey:
 
     # On drivers.
 
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """What is on from the beginning of a passage to its end."""
+        notes = _NOTHING if self.stats is None else self.stats.collecting()
+        try:
+            # The model's own code may draw. Inside of a layer that another pipe recomputes, buffers
+            # stay as they are.
+            keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
+            with DRAWING.included(), keeping, notes:
+                yield
+        finally:
+            stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
+
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Run the model on micro-batch ``i``; return what the last stage sends."""
-        notes = _NOTHING if self.stats is None else self.stats.collecting()
-        # Inside a layer that another pipe recomputes, buffers stay as they are.
-        keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
-        try:
-            with DRAWING.included(), keeping, notes:  # glue may draw, too
-                return self._pass_through(passage, x)
-        finally:
-            stash(None)  # else torch drops it when the thread ends, maybe after the interpreter
+        with self.around():
+            return self._pass_through(passage, x)
 
     def _pass_through(self, passage: Passage, x: Value) -> Value:
         begin_numbers(self._first_node)
@@ -217,7 +224,7 @@ class Journey:
                 stage.layers.take_snapshot(layer.module)
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
-        # On drivers operations that draw take the stream's generator anyway (pass_through).
+        # On drivers operations that draw take the stream's generator anyway (around).
         with Stream(self.run.seed, number) if self.draws else _NOTHING:
             return call(*args, **kwargs)
 
