@@ -33,19 +33,21 @@ Key = tuple[Node, int]
 
 
 class _StandIn:
-    """A stand-in in the current partition, and what it was like when it was made."""
+    """A stand-in in the current partition: when it was made, and when it was last used."""
 
-    __slots__ = ("began", "first", "memory", "node", "since", "tensor", "version")
+    __slots__ = (
+        "first_node", "first_version", "last_node", "last_version", "memory", "since", "tensor",
+    )  # fmt: skip
 
-    def __init__(self, of: Tensor, tensor: Tensor) -> None:
+    def __init__(self, original: Tensor, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.memory = _memory(of)
-        self.first = self.version = tensor._version
-        self.began = self.node = tensor.grad_fn
+        self.memory = _memory(original)
+        self.first_version = self.last_version = tensor._version
+        self.first_node = self.last_node = tensor.grad_fn
         self.since = node_count()
 
     def has_changed(self) -> bool:
-        return self.tensor._version != self.first
+        return self.tensor._version != self.first_version
 
 
 class StandIns:
@@ -62,10 +64,10 @@ class StandIns:
         if one is None:
             return None
         tensor = one.tensor
-        if tensor._version != one.version:
-            if tensor.grad_fn is one.node:
+        if tensor._version != one.last_version:
+            if tensor.grad_fn is one.last_node:
                 raise _another_name()
-            one.node, one.version = tensor.grad_fn, tensor._version
+            one.last_node, one.last_version = tensor.grad_fn, tensor._version
         return tensor
 
     def changed(self, key: Key) -> Tensor | None:
@@ -116,7 +118,7 @@ class StandIns:
         for key, one in self._now.items():
             if one.has_changed():
                 self._changed[one.memory] = start
-                if one.tensor.grad_fn is not one.began:
+                if one.tensor.grad_fn is not one.first_node:
                     self._later[key] = one
         self._now.clear()
 
@@ -124,7 +126,7 @@ class StandIns:
         """Refuse a change of one of two stand-ins that share memory (rule 4)."""
         ours = [one for one in self._now.values() if one.has_changed()]
         for one in ours:
-            if one.tensor.grad_fn is one.began:
+            if one.tensor.grad_fn is one.first_node:
                 continue  # changed by another name, or in a way that the graph does not know
             for other in ours:
                 if other is not one and overlap(one.tensor, other.tensor):
