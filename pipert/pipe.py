@@ -20,8 +20,8 @@ class Pipe(Pipelined, Partitioned):
     """Runs an ``nn.Sequential`` over several devices, one worker thread for each.
 
     A call splits its arguments into micro-batches, passes them through the partitions in the order
-    of the deterministic clock-cycle (section 3.2 of the paper), and puts the outputs together. The
-    result is the plain module's, gradients included; use it in any training loop.
+    of the deterministic clock-cycle (section 3.2 of the paper), and joins the outputs. The result
+    is the plain module's, gradients included; use the pipe in any training loop.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     >>> with Pipe(model, balance=[2, 1], devices=["cpu", "cpu"], chunks=4) as pipe:
@@ -32,25 +32,25 @@ class Pipe(Pipelined, Partitioned):
         module: the layers. They move to their devices, and stay the same objects under the
             same names: ``state_dict()`` keys, parameter names and identities are the module's.
         balance: the number of layers in each partition, in order.
-        devices: where each partition goes; more than there are partitions is fine. A CUDA device
-            may appear more than once and is served by one thread. Each ``'cpu'`` is a logical
-            device with a thread of its own; ``'cpu:0'`` and such may appear more than once, too.
-            Default: the CUDA devices in order, or, with no CUDA, a logical one for each partition.
-        chunks: the number of micro-batches a call is split into, at most; default 1.
+        devices: the device of each partition; there may be more than partitions. A CUDA device may
+            appear more than once, and is served by one thread. Each ``'cpu'`` is a logical device
+            with a thread of its own; ``'cpu:0'`` and the like may appear more than once, too.
+            Default: the CUDA devices in order; without CUDA, a logical device for each partition.
+        chunks: the largest number of micro-batches that a call is split into; default 1.
         checkpoint: which micro-batches are recomputed in the backward instead of keeping their
             activations: ``'always'``, ``'except_last'`` (default) or ``'never'``.
         deferred_batch_norm: whether BatchNorm layers in training mode update their running
             statistics once for each call, from all its rows, rather than once for each micro-batch.
-            Default: they do not, and there is a warning if the module has any.
+            Default: they do not, and there is a warning if the module has such layers.
         timeout: how many seconds a call may take before it raises :class:`PipelineTimeout`.
             Default: no limit.
 
     Raises:
         ValueError: ``balance`` is missing, does not add up, or has an entry below one; ``chunks``
-            is below one; ``checkpoint`` is unknown; a device is not there; a buffer would be needed
-            on two devices.
-        TypeError: ``module`` is no plain ``nn.Sequential``, its stashes and pops do not match, or
-            ``devices`` names no devices.
+            is below one; ``checkpoint`` is unknown; a device does not exist; a buffer would be
+            needed on two devices.
+        TypeError: ``module`` is not a plain ``nn.Sequential``, its stashes and pops do not match,
+            or ``devices`` names no devices.
         IndexError: there are more partitions than devices.
     """
 
@@ -80,5 +80,5 @@ class Pipe(Pipelined, Partitioned):
     def _model(self) -> Layered:
         return Layered(self._partitions, routes(self._partitions))
 
-    def _takes_arguments(self) -> nn.Module | None:
+    def _entry_module(self) -> nn.Module | None:
         return next(iter(self), None)

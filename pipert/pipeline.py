@@ -1,4 +1,4 @@
-"""``pipeline``: any ``nn.Module``, run pipeline-parallel as it is."""
+"""``pipeline``: runs any ``nn.Module`` pipeline-parallel, without rewriting it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["ModulePipe", "pipeline"]
 
 
 class ModulePipe(Pipelined):
-    """Runs any ``nn.Module`` over several devices; :func:`pipeline` makes it.
+    """Runs any ``nn.Module`` over several devices. Made by :func:`pipeline`.
 
-    All but what is said there is as with :class:`Pipe`: calls, steps, settings, how it ends.
+    Calls, steps, settings and closing are as with :class:`Pipe`, except for what is said there.
     """
 
     module: nn.Module
-    """The model, on its devices. Its parameters are the pipe's; what stands around a training, such
-    as ``save_pretrained``, is called on it."""
+    """The model, on its devices. Its parameters are the pipe's. Call on it whatever surrounds
+    training, such as ``save_pretrained``."""
 
     _own = Pipelined._own | {"_cuts", "module"}
 
@@ -84,13 +84,13 @@ class ModulePipe(Pipelined):
         self._start()
 
     def _split(self, example: Any) -> None:
-        """Find out which layers each partition has, and move them to its device."""
+        """Find the layers of each partition, and move them to its device."""
         module, cuts = self.module, self._cuts
         layers = layers_of(module, cuts)
         order = None if example is None else order_of_calls(module, layers, example)
-        at = homes(layers, cuts, order)
+        home_of = homes(layers, cuts, order)
         partitions = [
-            {name: layer for name, layer in layers.items() if at[name] == j}
+            {name: layer for name, layer in layers.items() if home_of[name] == j}
             for j in range(len(cuts) + 1)
         ]
         self._partitions = tuple(sequential(p, module.training, Partition) for p in partitions)
@@ -101,16 +101,15 @@ class ModulePipe(Pipelined):
                 "pass the tensors as the model's own code can, or make a Pipe"
             )
         place(self._partitions, self._devices)
-        of_glue = glue_homes(module, layers, cuts, at)
-        for name, j in of_glue.items():
-            owner, _, own = name.rpartition(".")
-            move(module.get_submodule(owner), own, self._devices[j])
+        for path, j in glue_homes(module, layers, cuts, home_of).items():
+            owner, _, name = path.rpartition(".")
+            move(module.get_submodule(owner), name, self._devices[j])
 
     @property
     def cuts(self) -> list[str]:
-        """The modules with which the partitions after the first begin.
+        """The names of the modules with which the partitions after the first begin.
 
-        What was found by measuring can be pasted: ``pipeline(model, cuts=...)``.
+        Cuts found by measuring can be pasted into ``pipeline(model, cuts=...)``.
         """
         return list(self._cuts)
 
@@ -123,7 +122,7 @@ class ModulePipe(Pipelined):
     def _normalised_together(self) -> Sequence[nn.Module]:
         return [self.module]  # a layer may be called in any partition
 
-    def _takes_arguments(self) -> nn.Module:
+    def _entry_module(self) -> nn.Module:
         return self.module
 
     def close(self, timeout: float | None = None) -> None:
@@ -134,8 +133,8 @@ class ModulePipe(Pipelined):
             model = self._runtime.model
             assert isinstance(model, DrivenModel)
             model.drivers.stop()
-            self._release()  # only once, even if it was interrupted
-        if not self._runtime.is_inside():  # else the other drivers may wait for this layer
+            self._release()  # runs only once, even if it was interrupted
+        if not self._runtime.is_inside():  # else other drivers may be waiting for this layer
             model.drivers.join(seconds)
 
     close.__doc__ = Pipelined.close.__doc__
@@ -149,11 +148,11 @@ class ModulePipe(Pipelined):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's own."""
+        """Return the model's state."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's own."""
+        """Load the model's state."""
         return self.module.load_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,8 +163,8 @@ class ModulePipe(Pipelined):
         lines = [f"pipeline of {type(self.module).__qualname__}, {self.extra_repr()}"]
         for j, (partition, device) in enumerate(zip(self._partitions, self._devices, strict=True)):
             first, *_, last = [*(partition._modules or ["nothing"])] * 2
-            what = f"{first} to {last}" if first else "the whole model"
-            lines.append(f"  partition {j} on {device}: {what}")
+            layers = f"{first} to {last}" if first else "the whole model"
+            lines.append(f"  partition {j} on {device}: {layers}")
         return "\n".join([*lines, f"  cuts={self.cuts}"])
 
 
@@ -184,9 +183,9 @@ def pipeline(
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
 ) -> ModulePipe:
-    """Make a pipe of any module, which is not rewritten.
+    """Make a pipe of any module, without rewriting it.
 
-    The model's own ``forward`` runs once for each micro-batch; the calls of the modules where it is
+    The model's own ``forward`` runs once for each micro-batch. The calls of the modules where it is
     cut are intercepted, and what follows runs on the next device.
 
     >>> model = nn.ModuleDict({"a": a, "b": b})
@@ -196,39 +195,39 @@ def pipeline(
     torch.Size([32, 8])
 
     Args:
-        model: the module. It is placed, and remains the same object, with the same parameters under
-            the same names: ``pipe.module``.
+        model: the module. It moves to its devices, and stays the same object with the same
+            parameters under the same names: ``pipe.module``.
         cuts: names of modules, as in ``model.named_modules()``, in the order in which they are
-            called. Partition *j* begins when the *j*-th of them is called first. Default: those of
-            the model's ``hf_device_map``, if it was loaded with one, or found by measuring.
-        partitions: instead of cuts: how many partitions; ``example`` is run to find cuts that take
-            about as long each. ``pipe.cuts`` says which they are.
+            called. Partition *j* begins with the first call of the *j*-th of them. Default: the
+            cuts of the model's ``hf_device_map``, if it was loaded with one, or found by measuring.
+        partitions: the number of partitions, instead of ``cuts``; ``example`` is run to find cuts
+            for which each takes about as long. ``pipe.cuts`` tells which were chosen.
         example: arguments of the model, such as a micro-batch: a dict of keyword arguments, a tuple
             of positional ones, or a tensor.
-        devices: as of :class:`Pipe`; default also those of the ``hf_device_map``.
-        chunks: likewise.
-        checkpoint: likewise. What is recomputed are the calls of layers; what the model's own code
-            computes between them is kept.
-        deferred_batch_norm: likewise.
-        timeout: likewise.
+        devices: as in :class:`Pipe`; with the cuts of an ``hf_device_map``, by default its devices.
+        chunks: as in :class:`Pipe`.
+        checkpoint: as in :class:`Pipe`. The calls of layers are recomputed; what the model's own
+            code computes between them is kept.
+        deferred_batch_norm: as in :class:`Pipe`.
+        timeout: as in :class:`Pipe`.
 
     Raises:
-        ValueError: as of :class:`Pipe`; or a cut is no module of the model, is inside another one,
+        ValueError: as :class:`Pipe`; or a cut is not a module of the model, is inside another one,
             or can never be called; or neither cuts nor partitions are given.
-        TypeError: ``model`` is no ``nn.Module``, or has layers that stash and pop skips.
+        TypeError: ``model`` is not an ``nn.Module``, or has layers that stash and pop skips.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, Pipelined):
         raise TypeError("model is a pipe already; make another one of pipe.module")
-    found: Iterable[Device] | None = None
+    mapped: Iterable[Device] | None = None  # the devices of the device map
     if cuts is None and partitions is None:
         if not has_device_map(model):
             raise ValueError(
                 "give cuts, names of modules with which the partitions after the first begin; or "
                 "partitions, how many, and example, arguments to measure the model with"
             )
-        cuts, found = cuts_of_device_map(model)
+        cuts, mapped = cuts_of_device_map(model)
     elif cuts is not None and partitions is not None:
         raise ValueError(f"give cuts or partitions, got both: {cuts!r} and {partitions!r}")
     if has_device_map(model):
@@ -245,7 +244,7 @@ def pipeline(
         model,
         cuts,
         example,
-        devices=found if devices is None else devices,
+        devices=mapped if devices is None else devices,
         chunks=chunks,
         checkpoint=checkpoint,
         deferred_batch_norm=deferred_batch_norm,

@@ -1,4 +1,4 @@
-"""A ``Trainer`` of the library ``transformers`` that trains a pipe (extra ``hf``).
+"""Trains a pipe with the ``Trainer`` of the library ``transformers`` (extra ``hf``).
 
 Nothing else in pipert imports this module::
 
@@ -6,13 +6,13 @@ Nothing else in pipert imports this module::
     trainer = PipeTrainer(pipe, TrainingArguments("out"), train_dataset=rows)
     trainer.train()
 
-The trainer has the model, ``pipe.module``, so what stands around a step is as without a pipe:
-optimizers and their groups, adapters, gradient accumulation, saving and resuming, metrics. A step
-is ``pipe.forward_backward``, and an evaluation calls the pipe.
+The trainer holds the model, ``pipe.module``, so everything around a step is as without a pipe:
+optimizers and their groups, adapters, gradient accumulation, saving and resuming, metrics. A
+training step calls ``pipe.forward_backward``, and an evaluation calls the pipe.
 
 The loss is that of the plain ``Trainer``, however a batch is split. The model computes it from its
-``labels``, for each micro-batch the mean over what is labelled there; so each counts by how many
-labels it has.
+``labels``, for each micro-batch as the mean over the labels there, so each micro-batch is weighted
+by its number of labels.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ __all__ = ["PipeTrainer"]
 
 
 class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
-    """Trains the model of a pipe, in the pipe.
+    """A ``Trainer`` that trains the model of a pipe, in the pipe.
 
     Args:
         model: the pipe.
-        args: as of ``Trainer``. The batch size for a device is that of the whole pipe.
-        schedule: of a training step, as of :meth:`pipert.Pipe.forward_backward`.
-        **others: as of ``Trainer``. A ``compute_loss_func`` gets the outputs and labels of a
+        args: as in ``Trainer``. The batch size per device is that of the whole pipe.
+        schedule: the schedule of a training step, as in :meth:`pipert.Pipe.forward_backward`.
+        **others: as in ``Trainer``. A ``compute_loss_func`` gets the outputs and labels of a
             micro-batch, and returns a sum divided by ``num_items_in_batch``.
 
     Raises:
-        TypeError: ``model`` is no pipe of :func:`pipert.pipeline`.
-        ValueError: ``args`` ask for what a pipe cannot do, such as several processes.
+        TypeError: ``model`` is not a pipe made by :func:`pipert.pipeline`.
+        ValueError: ``args`` ask for something a pipe cannot do, such as several processes.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             args = TrainingArguments("tmp_trainer")  # as Trainer has it
         _check(args)
         if args.n_gpu > 1:
-            args._n_gpu = 1  # or the model would be copied to all GPUs
+            args._n_gpu = 1  # else Trainer would copy the model to all GPUs
         self.pipe = model
         self._schedule = schedule
         super().__init__(model.module, args, **others)
         self.accelerator.device_placement = False
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """It is on the devices of the pipe."""
+        """Leave the model where it is, on the devices of the pipe."""
 
     def training_step(
         self,
@@ -86,13 +86,13 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         """Run a batch forward and backward; return its loss."""
         self.pipe.train()
         if callable(train := getattr(self.optimizer, "train", None)):
-            train()  # of optimizers without a schedule
+            train()  # schedule-free optimizers have a training mode
         inputs = self._prepare_inputs(inputs)
-        given, labels = self._split(inputs)
+        arguments, labels = self._split(inputs)
         loss_fn = self._loss_fn(num_items_in_batch)
         with self.compute_loss_context_manager():
             loss: Tensor = self.pipe.forward_backward(
-                **given,
+                **arguments,
                 loss_fn=loss_fn,
                 target=labels,
                 schedule=self._schedule,
@@ -113,19 +113,18 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Call the pipe; return the loss of the batch. A step of training does not call this."""
-        given, labels = self._split(inputs)
-        outputs = self.pipe(**given)
+        """Call the pipe, and return the loss of the batch. Training steps do not call this."""
+        arguments, labels = self._split(inputs)
+        outputs = self.pipe(**arguments)
         if self.compute_loss_func is None:
             loss = self._mean(_loss_in(outputs), labels, inputs)
         else:
-            where = self.pipe.devices[-1]
-            there = labels["labels"].to(where)
-            loss = self.compute_loss_func(outputs, there, num_items_in_batch=num_items_in_batch)
+            moved = labels["labels"].to(self.pipe.devices[-1])
+            loss = self.compute_loss_func(outputs, moved, num_items_in_batch=num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def _split(self, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the model gets, and what the loss is counted by."""
+        """Return the model's arguments, and the labels that weight or compute the loss."""
         labels = {name: inputs[name] for name in _LABELS if isinstance(inputs.get(name), Tensor)}
         if self.compute_loss_func is None:
             return dict(inputs), labels
@@ -136,31 +135,31 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             )
         return {name: value for name, value in inputs.items() if name != "labels"}, labels
 
-    def _loss_fn(self, of_all: Tensor | int | None) -> Callable[[Any, dict[str, Tensor]], Any]:
-        """The loss of a micro-batch.
+    def _loss_fn(self, total: Tensor | int | None) -> Callable[[Any, dict[str, Tensor]], Any]:
+        """Return the loss function of a micro-batch.
 
         Args:
-            of_all: how many labels there are in all batches of the optimizer's step; ``None`` if
-                each batch counts alike.
+            total: the number of labels in all batches of the optimizer's step; ``None`` if each
+                batch has the same weight.
         """
         steps = self.current_gradient_accumulation_steps
 
         def loss_fn(outputs: Any, labels: dict[str, Tensor]) -> Any:
             if self.compute_loss_func is not None:
-                return self.compute_loss_func(outputs, labels["labels"], num_items_in_batch=of_all)
+                return self.compute_loss_func(outputs, labels["labels"], num_items_in_batch=total)
             loss = _loss_in(outputs)
             if not labels:
                 return loss / steps
             count = self._count(labels)
-            total = _sum(loss, count)
-            if of_all is None:
-                return total / steps, count
-            return total / torch.as_tensor(of_all, device=total.device)
+            loss_sum = _sum(loss, count)
+            if total is None:
+                return loss_sum / steps, count
+            return loss_sum / torch.as_tensor(total, device=loss.device)
 
         return loss_fn
 
     def _count(self, labels: Mapping[str, Tensor]) -> Tensor:
-        """How many labels the model's loss is the mean of."""
+        """Return the number of labels that the model's loss is the mean of."""
         if "shift_labels" in labels:
             found = labels["shift_labels"]
         else:
@@ -170,7 +169,7 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         return found.ne(_IGNORED).sum()
 
     def _mean(self, losses: Tensor, labels: dict[str, Any], inputs: dict[str, Any]) -> Tensor:
-        """The loss of the batch, from those of its micro-batches."""
+        """Return the loss of the batch, from the losses of its micro-batches."""
         m = len(losses)
         if labels:
             split = [value.tensor_split(m) for value in labels.values()]
@@ -223,5 +222,5 @@ def _loss_in(outputs: Any) -> Tensor:
 
 
 def _sum(mean: Tensor, count: Tensor) -> Tensor:
-    """Where nothing is labelled the mean is not a number, and the sum is zero."""
+    """Return the sum of ``count`` losses: zero where there are none and the mean is NaN."""
     return torch.where(count > 0, mean * count, torch.zeros_like(mean))

@@ -1,8 +1,8 @@
-"""Gradients that a model asks for in the middle of its ``forward``.
+"""Refuses gradients that a model asks for inside its ``forward`` and a step cannot compute.
 
 In a step the graph is cut where partitions begin, so ``torch.autograd.grad`` and ``backward`` find
-nothing behind that: an error of torch's, or ``None`` where that is allowed, or a part of a sum. So
-what goes through an earlier partition is refused.
+nothing of earlier partitions: torch would raise an error, return ``None`` where that is allowed, or
+return a part of a sum. So a request that goes through an earlier partition is refused.
 """
 
 from __future__ import annotations
@@ -22,45 +22,47 @@ def refuse_going_back(
     outputs: Tensors,
     inputs: Tensors | None,
     bring: Callable[[Tensor], Tensor],
-    cut: Mapping[Node, GradientEdge | None],
+    entrances: Mapping[Node, GradientEdge | None],
 ) -> None:
-    """Refuse to go back from a model's own code into an earlier partition.
+    """Refuse to differentiate from a model's own code into an earlier partition.
 
     Args:
-        outputs: what is differentiated.
-        inputs: by what; ``None`` for all that is behind it.
-        bring: says what stands for a tensor in the partition that is current.
-        cut: the nodes with which graphs of partitions begin, each with where it goes on.
+        outputs: the tensors to differentiate.
+        inputs: the tensors to differentiate by; ``None`` for all leaves of the graph.
+        bring: returns the tensor that replaces a tensor in the current partition.
+        entrances: the first nodes of the graphs of partitions, each with the edge of the earlier
+            partition at which the graph was cut; ``None`` for an input of the model.
 
     Raises:
-        RuntimeError: an input is behind one of those, or all that is there is asked for.
+        RuntimeError: an input is beyond such a cut; or ``inputs`` is ``None``, and there is a cut.
     """
     wanted = set(_nodes(inputs or ()))
-    found = _behind(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))
-    if inputs is None and not found.isdisjoint(cut):
+    found = _reachable(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))
+    if inputs is None and not found.isdisjoint(entrances):
         raise RuntimeError(_GOES_BACK)
-    while ends := [edge.node for node in found if (edge := cut.get(node)) is not None]:
-        found = _behind(ends, stop=())
+    while ends := [edge.node for node in found if (edge := entrances.get(node)) is not None]:
+        found = _reachable(ends, stop=())
         if wanted & found:
             raise RuntimeError(_GOES_BACK)
 
 
-def refuse_through(cut: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
-    """Refuse a backward that would go on where nobody has seen a tensor of an earlier partition.
+def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
+    """Refuse a backward that would run through an unseen crossing into an earlier partition.
 
-    Autograd goes through all that is in front of a wanted gradient, so it would go back through the
-    earlier partition, which that does itself: gradients would be counted twice.
+    Autograd executes every node on the way to a wanted gradient. Where that way leads through an
+    earlier partition, whose own backward executes the same nodes, gradients would be counted twice.
 
     Args:
-        cut: the places where the graph is to end.
-        leaves: parameters whose gradients are wanted, too.
+        unseen: the edges at which tensors of earlier partitions entered unseen; the graph is to end
+            there.
+        leaves: parameters whose gradients are wanted as well.
 
     Raises:
-        RuntimeError: one of the leaves, or another of those places, is behind such a place.
+        RuntimeError: one of the leaves, or another of the edges, is beyond such an edge.
     """
-    ends = {edge.node for edge in cut}
+    ends = {edge.node for edge in unseen}
     children = [child for node in ends for child, _ in node.next_functions if child is not None]
-    if not _behind(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
+    if not _reachable(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
         raise RuntimeError(
             "a custom autograd function or compiled code uses a tensor that an earlier partition "
             "has made, where a step of a pipe does not see it, and the same partition uses another "
@@ -73,9 +75,9 @@ def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
     return [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
 
 
-def _behind(ends: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
-    """The nodes of a graph, as far as those where to stop."""
-    left = [*ends]
+def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
+    """Return the nodes that a backward from ``roots`` reaches, without going past ``stop``."""
+    left = [*roots]
     seen: set[Any] = {*left, *stop, None}
     while left:
         for child, _ in left.pop().next_functions:

@@ -1,17 +1,17 @@
-"""Values that cross from partition to partition, wherever the model uses them.
+"""Brings tensors from partition to partition, wherever the model uses them.
 
-What a partition passes to a later one is nowhere listed: arguments of layers, of course, but also
-what the model's own code between them (its *glue*) has kept in a variable. So a tensor is looked at
-when it is used: in the arguments of an intercepted call, and in those of each torch function that
-glue calls. All nodes of a micro-batch are made by one thread, which numbers them. So a tensor whose
-node has a number from before the partition began is of an earlier one, and crosses:
+Nothing lists what a partition passes to a later one: arguments of layers, of course, but also what
+the model's own code between them (its *glue*) has kept in a variable. So a tensor is inspected when
+it is used: in the arguments of an intercepted call, and in those of each torch function that glue
+calls. All nodes of a micro-batch are made by one thread, which numbers them. So a tensor whose node
+is numbered below those of the current partition was made by an earlier one, and *crosses*:
 
-* in a step the graph is cut there: what is used is a tensor without the graph, and what gradient it
-  gets in ``B[i,j]`` waits for the ``B`` of the partition that made it;
-* if it is on another device it is copied, over the copy streams of both; in a call inside the
-  graph.
+* In a step the graph is cut there. A *stand-in* is used, with the tensor's values but not its
+  graph; its gradient from ``B[i,j]`` waits for the ``B`` of the partition that made the tensor.
+* If it is on another device it is copied, over the copy streams of both devices; in a call, inside
+  the graph.
 
-Within a partition a tensor crosses once, whoever uses it how often.
+A tensor crosses once into a partition, however often it is used there.
 """
 
 from __future__ import annotations
@@ -60,29 +60,29 @@ class Source:
 
 
 class Part:
-    """What ``B[i,j]`` needs of ``F[i,j]``."""
+    """The record of ``F[i,j]`` that ``B[i,j]`` needs."""
 
     __slots__ = ("entries", "first", "last", "loss", "sources")
 
     def __init__(self, first: int) -> None:
         self.first = self.last = first
-        """The numbers of the nodes that were made in it: from the first to before the last."""
+        """The range of the numbers of its nodes; ``last`` is excluded."""
         self.entries: list[tuple[GradientEdge, Source]] = []
-        """Where each tensor of an earlier partition has entered."""
+        """The edge at which each tensor of an earlier partition has entered."""
         self.sources: dict[tuple[Node, int], Source] = {}
-        """What was made in it and used later, by its place in the graph."""
+        """The tensors that it has made and later partitions have used, by place in the graph."""
         self.loss: Tensor | None = None
 
 
 class Crossing(TorchFunctionMode):
-    """The crossings of micro-batch ``i``. Its driver's, and then of the worker whose turn it is.
+    """The crossings of one micro-batch: a function mode that sees the torch functions of glue.
 
-    While it is on it sees what the model's own code calls between layers.
+    Used by the driver of the micro-batch, and later by the worker that carries out its ``B``.
 
     Args:
         cuts: whether the graph is cut, as in a step.
         moves: brings tensors to other devices; ``None`` if there is one device.
-        lends: says what stands for a parameter; ``None`` if it is itself always.
+        lends: returns the stand-in for a parameter, or itself; ``None`` if none has a stand-in.
     """
 
     def __init__(
@@ -95,16 +95,16 @@ class Crossing(TorchFunctionMode):
         self.parts: dict[int, Part] = {}
         self._cuts = cuts
         self._starts: list[int] = []
-        self._order: list[int] = []  # the partition that each start is of
+        self._order: list[int] = []  # the partition of each start
         self._start = 0
         self._part: Part = Part(0)
         self._stand_ins = StandIns()
         self.is_glue = True
         self.mark = object()
-        """On all nodes behind which the graph of a partition begins: whose they are."""
+        """Marks the first nodes of the graphs of partitions as this micro-batch's."""
 
     def begin(self, stage: Stage, tape: Tape | None) -> None:
-        """A partition begins, whose calls of layers go to ``tape``."""
+        """Begin a partition whose calls of layers are recorded on ``tape``."""
         self._start = node_count()
         self._part = self.parts[stage.place.j] = Part(self._start)
         self._starts.append(self._start)
@@ -113,7 +113,7 @@ class Crossing(TorchFunctionMode):
             self._moves.begin(stage, tape)
 
     def end(self) -> None:
-        """It ends: what has entered it is used no more, and its graph is kept for ``B`` alone."""
+        """End the partition: its stand-ins are used no more, and only ``B`` needs its graph."""
         self._part.last = node_count()
         self._part = Part(0)
         self._stand_ins.end(self._start)
@@ -121,7 +121,7 @@ class Crossing(TorchFunctionMode):
             self._moves.end()
 
     def enter_inputs(self, x: Value) -> Value:
-        """Let the inputs of the model enter."""
+        """Bring the inputs of the model into partition 0."""
         if self._moves is not None:
             x = self._moves.enter_inputs(x)
         xs, rebuild = differentiable(x)
@@ -132,12 +132,12 @@ class Crossing(TorchFunctionMode):
         return rebuild(entered)
 
     def bring_all(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments of a call, with what stands for their tensors."""
+        """Return the arguments of a call with each tensor brought into the current partition."""
         brought = tuple([swapped(value, self.bring) for value in args])
         return brought, {name: swapped(value, self.bring) for name, value in kwargs.items()}
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor in the partition that is current."""
+        """Return the tensor to use for ``tensor`` in the current partition."""
         if self._lends is not None and isinstance(tensor, nn.Parameter):
             return self._lends(tensor)
         if not self._cuts:
@@ -148,12 +148,12 @@ class Crossing(TorchFunctionMode):
             if number >= self._start:
                 if tensor._is_view():
                     refuse_old_base(tensor, range(self._starts[0], self._start))
-            elif number >= self._starts[0]:  # else it is the caller's
+            elif number >= self._starts[0]:  # else the caller has made it
                 return self._stand_in(tensor, node, number)
         return tensor if self._moves is None else self._with_its_graph(tensor)
 
     def _stand_in(self, tensor: Tensor, node: Node, number: int) -> Tensor:
-        """What stands for one of an earlier partition, whose node has this number."""
+        """Return the stand-in for an earlier partition's tensor, whose node has this number."""
         key = node, tensor.output_nr
         entered = self._stand_ins.find(key)
         if entered is not None:
@@ -179,7 +179,7 @@ class Crossing(TorchFunctionMode):
         return entered
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """A tensor on the device of the partition; in a step without its graph if it was moved."""
+        """Return the tensor on the partition's device; in a step a copy has no graph."""
         moves = self._moves
         if moves is None:
             return tensor
@@ -187,26 +187,26 @@ class Crossing(TorchFunctionMode):
         return moves.bring(tensor) if moves.is_elsewhere(tensor) else tensor
 
     def _with_its_graph(self, tensor: Tensor) -> Tensor:
-        """The same of one that no partition of this micro-batch has made, or this one."""
+        """Return the same for a tensor that no earlier partition has made, with its graph."""
         moves = self._moves
         if moves is None or not tensor.requires_grad or not moves.is_elsewhere(tensor):
             return self._here(tensor)
         return moves.bring_in_graph(tensor)
 
     def _itself(self, tensor: Tensor) -> Tensor:
-        """A tensor whose gradient is the sum of what all partitions send, and not of one."""
+        """Return the tensor whose gradient is the sum from all partitions, not one stand-in's."""
         if self._cuts:
-            return self._stand_ins.itself(tensor)
-        return tensor if self._moves is None else self._moves.itself(tensor)
+            return self._stand_ins.latest(tensor)
+        return tensor if self._moves is None else self._moves.latest(tensor)
 
     def outside_of_glue(self) -> AbstractContextManager[None]:
-        """A block in which the functions of a layer are let alone."""
+        """Return a block in which nothing is inspected, for a layer's own functions."""
         return OutsideOfGlue(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # for any micro-batch: no tensor crosses
+        if torch.compiler.is_dynamo_compiling():  # for all micro-batches: no tensor crosses
             return func(*args, **kwargs or {})
         if func in self._about or not self.is_glue:
             return func(*args, **kwargs or {})
@@ -225,7 +225,7 @@ class Crossing(TorchFunctionMode):
         return (self.bring(tensor) if is_weight else self._itself(tensor), *args), kwargs
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
-        """The arguments with which gradients are asked for by the tensors, and not by copies."""
+        """Return arguments that ask for gradients by the tensors, and not by copies of them."""
         if self._cuts:
             entries = [entry for part in self.parts.values() for entry in part.entries]
             cut = {edge.node: source.edge for edge, source in entries}
@@ -236,12 +236,12 @@ class Crossing(TorchFunctionMode):
         return (outputs,), {**kwargs, "inputs": inputs}
 
     def settle(self, value: Value) -> None:
-        """Note what was made: others may copy it, wherever it is."""
+        """Let others copy what has just been made, on whatever device."""
         if self._moves is not None:
             self._moves.settle(value)
 
     def finish(self, loss: Tensor | None) -> None:
-        """The micro-batch has come to its end; in the last partition with its loss."""
+        """Keep the loss, once the micro-batch has come to the end of the last partition."""
         self._part.loss = loss
 
     def _mark(self, entered: Tensors) -> Tensors:
@@ -251,21 +251,21 @@ class Crossing(TorchFunctionMode):
     def enter_unseen(
         self, part: Part, others: Sequence[Node], nodes: set[Node]
     ) -> list[GradientEdge]:
-        """Cut the graph where a tensor of an earlier partition came in and nobody has seen it.
+        """Cut the graph where tensors of earlier partitions have crossed unseen.
 
-        As by a custom autograd function or compiled code, which are no torch functions.
+        By way of custom autograd functions or compiled code, which call no torch functions.
 
         Args:
-            part: what goes backward.
+            part: the part that goes backward.
             others: the nodes of its graph that were not made in it.
-            nodes: all of them.
+            nodes: all nodes of its graph.
 
         Returns:
-            The places where it is cut; they are among the entries of the part now.
+            The edges where the graph is cut now; they are added to the entries of the part.
 
         Raises:
-            RuntimeError: the graph is one of another micro-batch or call as well, or what stands
-                for the tensor was changed.
+            RuntimeError: the graph goes on in that of another micro-batch or call, or a stand-in
+                for such a tensor was changed in place.
         """
         for node in nodes:
             if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
@@ -286,7 +286,7 @@ class Crossing(TorchFunctionMode):
         return found
 
     def _made_in(self, number: int) -> Part:
-        """The part in which the node of this number was made."""
+        """Return the part in which the node with this number was made."""
         return self.parts[self._order[bisect_right(self._starts, number) - 1]]
 
 

@@ -1,8 +1,8 @@
-"""Driver threads: each holds the stack of one micro-batch that is in the middle of a ``forward``.
+"""Driver threads: each holds the stack of one micro-batch whose ``forward`` is under way.
 
-A driver does not run by itself. It goes on only while a worker lends it its turn, and waits
-otherwise, so there is no more at work than there are workers. Threads are made when they are
-needed, as many as there are micro-batches in flight, and reused.
+A driver computes only while a worker lends it its turn, and waits otherwise, so no more threads
+compute than there are workers. Drivers are started on demand, one for each micro-batch in flight,
+and reused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 class Driver(WorkerThread):
-    """A thread that takes one passage after the other."""
+    """A thread that executes one passage after the other."""
 
     def __init__(self, number: int) -> None:
         name = f"pipert-driver-{number}"
@@ -34,7 +34,7 @@ class Driver(WorkerThread):
         self.passage: Passage | None = None
 
     def stop(self) -> None:
-        """Let it end; in the middle of a passage, when that comes to wait. From anywhere."""
+        """Stop the driver. Inside a passage, it stops at its next wait. Thread-safe."""
         super().stop()
         passage = self.passage
         if passage is not None:
@@ -42,7 +42,7 @@ class Driver(WorkerThread):
 
 
 class Drivers:
-    """The driver threads of one pipe. They end with it, or when it is closed."""
+    """The driver threads of one pipe. They end when it is closed or collected."""
 
     def __init__(self) -> None:
         self._reset()
@@ -52,19 +52,19 @@ class Drivers:
         self._idle: list[Driver] = []
         self._numbers = itertools.count()
         self._stopped: list[bool] = []
-        # Not a method of this object: a finalizer must not keep what it waits for.
+        # Not a method of this object: a finalizer must not keep the object alive.
         weakref.finalize(self, _stop, self._stopped, self._threads).atexit = False
-        self._pid = os.getpid()  # last: who sees it does not wait
+        self._pid = os.getpid()  # last: a thread that sees it takes no lock
 
     def start(self, passage: Passage) -> None:
-        """Let a thread take ``passage``, one that is idle if there is one. Any thread."""
+        """Hand ``passage`` to an idle driver, or to a new one. Thread-safe."""
         if self._pid != os.getpid():
             with _resetting.current:
                 if self._pid != os.getpid():
                     self._reset()  # a forked child has none of its parent's threads
         try:
             while passage.driver is None:
-                self._give(passage, self._idle_one() or self._new_one())
+                self._give(passage, self._take_idle() or self._start_new())
         except BaseException as error:
             passage.abandon(error)
             raise
@@ -78,29 +78,29 @@ class Drivers:
             if self._stopped:
                 raise PipeClosedError("the pipe was closed during the call") from None
 
-    def _idle_one(self) -> Driver | None:
+    def _take_idle(self) -> Driver | None:
         while self._idle:
             try:
-                driver = self._idle.pop()  # atomic, so it is this caller's
+                driver = self._idle.pop()  # atomic: no other caller gets it
             except IndexError:
                 break
             if driver.serves():
                 return driver
         return None
 
-    def _new_one(self) -> Driver:
+    def _start_new(self) -> Driver:
         for old in list(self._threads):
             if old.in_queue.is_closed() and not old.is_alive() and old in self._threads:
                 self._threads.remove(old)
         driver = Driver(next(self._numbers))
-        self._threads.append(driver)  # first: nothing else would stop it
+        self._threads.append(driver)  # before it starts: nothing else would stop it
         driver.start()
         if self._stopped:
             driver.stop()
         return driver
 
-    def rests(self, passage: Passage) -> None:
-        """Take the thread of a passage back, which is over."""
+    def release(self, passage: Passage) -> None:
+        """Take back the driver of a passage that has ended."""
         driver = passage.driver
         if not isinstance(driver, Driver):
             return
@@ -111,11 +111,11 @@ class Drivers:
             self._idle.append(driver)
 
     def stop(self) -> None:
-        """Let all threads end; those that are at work, when they are done."""
+        """Stop all drivers. One that is inside a passage stops at its next wait."""
         _stop(self._stopped, self._threads)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until those that were stopped have ended, but for one that calls this."""
+        """Wait until the stopped drivers have ended, except the one that calls this."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in list(self._threads) if self._pid == os.getpid() else ():
             if thread.is_alive() and thread is not threading.current_thread():

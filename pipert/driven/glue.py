@@ -1,4 +1,4 @@
-"""Glue: what a model's own code calls between its layers, and what of it is not looked at."""
+"""Glue: a model's own code between its layers, and which of its calls need no inspection."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ABOUT = frozenset(
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
 }  # fmt: skip
-"""Functions that look at a tensor and not at its values."""
+"""Functions that read a tensor's metadata and not its values."""
 
 ABOUT_DEVICES = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
@@ -36,13 +36,13 @@ ASKING = HOOKING | {torch.autograd.grad, torch.autograd.backward, Tensor.backwar
 
 
 class Looking(Protocol):
-    """A function mode that looks at glue as long as it is told that there is some."""
+    """A function mode that inspects the calls of glue, which is what runs while ``is_glue``."""
 
     is_glue: bool
 
 
 class OutsideOfGlue:
-    """A block in which a crossing looks at nothing. It is for each call, so no generator."""
+    """A block in which a crossing inspects nothing. A class, since each call enters one."""
 
     __slots__ = ("_crossing", "_was_glue", "_was_on_top")
 

@@ -1,4 +1,8 @@
-"""A journey: what the passages of one run share."""
+"""A journey: what the passages of one run share, and what happens to each on its way.
+
+A passage decides when its turn begins and ends, and which calls are calls of layers; here is what
+is done then: devices, random numbers, tapes, crossings, recordings.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,8 @@ from pipert.driven.layers import Layer, Layers
 from pipert.driven.lending import Lending
 from pipert.driven.moving import Moves
 from pipert.driven.passage import Passage
-from pipert.driven.recorded import Seen
-from pipert.driven.shared import Look, SharedState
+from pipert.driven.recorded import Recording
+from pipert.driven.shared import Inspection, SharedState
 from pipert.driven.swapped import swapped
 from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
@@ -38,11 +42,11 @@ from pipert.workers.context import is_transformed
 __all__: list[str] = []
 
 
-_CALLS = 1 << 32  # more than tasks of a run
+_CALLS = 1 << 32  # more than tasks of a run, so each call of a layer has its own number
 
 
 class Journey:
-    """What the passages of one run share. Made in the caller."""
+    """The state that the passages of one run share. Made by the caller."""
 
     def __init__(
         self,
@@ -58,29 +62,29 @@ class Journey:
         self.layers = layers
         self.n = run.plan.n
         self.step = step
-        # The numbers of nodes below that are the caller's, and the turns of micro-batches (order).
-        self._below = max(node_count(), run.plan.m)
+        # Numbers of nodes below this are the caller's, or turns of micro-batches (autograd.order).
+        self._first_node = max(node_count(), run.plan.m)
         self.draws = False
-        """Whether any layer might draw random numbers: where it is called is not known."""
+        """Whether any layer might draw random numbers; in which partition it will is unknown."""
         self.stats: PartitionStats | None = None
-        """Of the whole model, if they are deferred; a layer's notes come from one worker each."""
-        self._moves = {device.type for device in run.devices} != {"cpu"}  # arguments, if no more
+        """The deferred statistics of the whole model, if any. One worker notes each layer's."""
+        self._moves = {device.type for device in run.devices} != {"cpu"}  # at least the arguments
         self.binds = not self._moves
         self._lending = Lending(module, step is not None, self._moves)
         self._drivers = drivers
         several = run.plan.m > 1 and self.n > 1
-        self._look: Look | None = shared.look() if several else None
+        self._inspection: Inspection | None = shared.begin_run() if several else None
         self.crossings: dict[int, Crossing] = {}
         self.tapes: dict[tuple[int, int], Tape] = {}
-        """In a step, until they were recomputed."""
+        """Those of a step, until they are recomputed."""
         self._passages: dict[int, Passage] = {}
 
     # On workers.
 
     def lend(self, stage: Stage, i: int, x: Value) -> Value:
-        """Lend micro-batch ``i`` the turn of a stage; the first one gets the input."""
+        """Lend micro-batch ``i`` the turn of ``stage``. In partition 0, start its passage first."""
         if stage.place.j == 0:
-            passage = self._passages[i] = Passage(self, i, x)
+            passage = self._passages[i] = Passage(self, i, x, self._drivers.release)
             self._drivers.start(passage)
         passage = self._passages[i]
         worker: Any = threading.current_thread()
@@ -106,17 +110,21 @@ class Journey:
             stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
-        """Let micro-batch ``i`` go through the model; return what is sent at the end."""
-        begin_numbers(self._below)
+        """Run the model on micro-batch ``i``; return what the last stage sends."""
+        with self.around():
+            return self._pass_through(passage, x)
+
+    def _pass_through(self, passage: Passage, x: Value) -> Value:
+        begin_numbers(self._first_node)
         if self.run.told.recorder is not None:
-            passage.seen = Seen(passage.i, self.run.told, self.layers)
+            passage.recording = Recording(passage.i, self.run.told, self.layers)
         if self.step is not None or self._moves:
             moves = Moves(passage.i, self.run, self._lending) if self._moves else None
-            lends = partial(self._lent, passage) if self._lending.is_needed else None
+            lends = partial(self._stand_in_for, passage) if self._lending.is_needed else None
             passage.crossing = Crossing(self.step is not None, moves, lends)
             if self.step is not None:
                 self.crossings[passage.i] = passage.crossing
-        self.begin(passage, passage.stage)
+        self.begin(passage)
         crossing = passage.crossing
         if crossing is None:
             y = passage.forward(x)
@@ -129,22 +137,19 @@ class Journey:
                 with crossing:
                     crossing.finish(cut.compute_loss(passage.i, y))
                 y = ()
-        self.end(passage, passage.stage)
+        self.end(passage)
         if self.step is not None:
             return y
-        if passage.seen is not None and self.run.context.grad_enabled:
-            passage.seen.watch_backward(y)
+        if passage.recording is not None and self.run.context.grad_enabled:
+            passage.recording.watch_backward(y)
         return passage.stage.ends.leave(passage.i, y)
 
-    def _lent(self, passage: Passage, weight: nn.Parameter) -> Tensor:
-        """What stands for a parameter in the partition that is current."""
-        stage = passage.stage
-        if not self._lending.is_lent(stage, weight):
-            return weight
-        return self._lending.of(stage, passage.i, weight)
+    def _stand_in_for(self, passage: Passage, weight: nn.Parameter) -> Tensor:
+        return self._lending.stand_in_for(passage.stage, passage.i, weight)
 
-    def begin(self, passage: Passage, stage: Stage) -> None:
-        """The turn of a partition has come."""
+    def begin(self, passage: Passage) -> None:
+        """Begin the partition whose turn has been lent."""
+        stage = passage.stage
         if stage.place.device.type == "cuda":
             torch.cuda.set_device(stage.place.device)
         stash(Stream(self.run.seed, stage.place.number(passage.i)))
@@ -156,18 +161,18 @@ class Journey:
                 self.tapes[passage.i, stage.place.j] = passage.tape
         if passage.crossing is not None:
             passage.crossing.begin(stage, passage.tape)
-        if passage.seen is not None:
-            passage.seen.begin(stage)
-        look, j = self._look, stage.place.j
-        if look is not None and passage.i == 0 and j < self.n - 1:
-            look.begin(j)
+        if passage.recording is not None:
+            passage.recording.begin(stage)
+        inspection, j = self._inspection, stage.place.j
+        if inspection is not None and passage.i == 0 and j < self.n - 1:
+            inspection.begin(j)
 
-    def end(self, passage: Passage, stage: Stage) -> None:
-        """The turn of a partition goes back."""
-        if self._look is not None:
-            self._compare(self._look, passage, stage)
-        if passage.seen is not None:
-            passage.seen.end()
+    def end(self, passage: Passage) -> None:
+        """End the partition whose turn is about to be returned."""
+        if self._inspection is not None:
+            self._inspect(self._inspection, passage.i, passage.stage.place.j)
+        if passage.recording is not None:
+            passage.recording.end()
         if passage.tape is not None:
             passage.tape.end()
             passage.tape = None
@@ -175,18 +180,18 @@ class Journey:
             with passage.crossing.outside_of_glue():
                 passage.crossing.end()
 
-    def _compare(self, look: Look, passage: Passage, stage: Stage) -> None:
-        if passage.i > 0:
-            look.compare()
-            if (passage.i, stage.place.j) == (self.run.plan.m - 1, self.n - 1):
-                look.warn()
-        elif stage.place.j < self.n - 1:
-            look.end(stage.place.j)
+    def _inspect(self, inspection: Inspection, i: int, j: int) -> None:
+        if i > 0:
+            inspection.compare()
+            if (i, j) == (self.run.plan.m - 1, self.n - 1):
+                inspection.warn()
+        elif j < self.n - 1:
+            inspection.end(j)
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Call a layer, in the partition that is current."""
+        """Call a layer in the current partition."""
         crossing = passage.crossing
         if crossing is None:
             y = self._call(passage, layer, call, args, kwargs)
@@ -195,8 +200,8 @@ class Journey:
                 args, kwargs = crossing.bring_all(args, kwargs)
                 y = self._call(passage, layer, call, args, kwargs)
                 crossing.settle(y)
-        if passage.seen is not None:
-            passage.seen.note_layer(layer.module)
+        if passage.recording is not None:
+            passage.recording.note_layer(layer.module)
         return y
 
     def _call(
@@ -205,44 +210,42 @@ class Journey:
         stage = passage.stage
         passage.calls += 1
         if self._moves:
-            self.layers.settle(layer, stage)
+            self.layers.move_on_first_call(layer, stage)
         if self._lending.is_needed:
             given = [x for x in (*args, *kwargs.values()) if isinstance(x, nn.Module)]
-            call = self._lending.around(stage, passage.i, [layer.module, *given], call)
+            call = self._lending.wrap(stage, passage.i, [layer.module, *given], call)
         number = passage.calls * _CALLS + stage.place.number(passage.i) if self.draws else 0
         tape = passage.tape
+        # What works in place, in torch.utils.checkpoint or in a transform, keeps what it saves.
         if tape is not None and torch.is_grad_enabled() and not (
-            layer.is_in_place or is_in_checkpoint() or is_transformed()  # what it needs is kept
+            layer.is_in_place or is_in_checkpoint() or is_transformed()
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
-        # What draws is given a generator on drivers anyway (around).
+        # On drivers operations that draw take the stream's generator anyway (around).
         with Stream(self.run.seed, number) if self.draws else _NOTHING:
             return call(*args, **kwargs)
 
-    def rests(self, passage: Passage) -> None:
-        self._drivers.rests(passage)
-
     # In the caller.
 
-    def over(self) -> None:
-        """The run is over, in whatever way: let all passages end, and wait for them (H3)."""
+    def finish(self) -> None:
+        """End all passages and wait for them, however the run ended (H3)."""
         passages = list(self._passages.values())
         for passage in passages:
             passage.unwind()
         if not self.run.dropped:
             for passage in passages:
                 passage.wait()
-        self._look = None
+        self._inspection = None
         self._passages.clear()
         self.crossings.clear()
         self.tapes.clear()
 
 
 class _Drawing:
-    """A block whose operations draw the random numbers of one call. For each, so no generator."""
+    """A block that draws the random numbers of one call. A class, since each call enters one."""
 
     __slots__ = ("_key", "_stream")
 

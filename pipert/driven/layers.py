@@ -1,4 +1,4 @@
-"""The layers of a driven model, and where they are at home."""
+"""The layers of a driven model, and the partition in which each has its parameters: its home."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ class Layer(NamedTuple):
 
     module: nn.Module
     name: str
-    """As errors call it."""
+    """The name that errors show."""
     partition: int
-    """The one that it is registered in, whose device it is on until it is called elsewhere."""
+    """Its home: the partition it is registered in, whose device it is on until called elsewhere."""
     begins: int
-    """The partition that its call begins; 0 if it is no cut."""
+    """The partition that its call begins if it is a cut; else 0."""
     is_in_place: bool
-    """Whether it says that it changes its argument: the change is known to the graph only if the
-    operation is in it, so this one is not recomputed."""
+    """Whether it declares that it changes its argument in place. The graph knows of the change only
+    if it has the operation itself, so this layer is not recomputed."""
 
 
 class Layers(dict[nn.Module, Layer]):
     """The layers, by module.
 
-    Modules are not always called in the order in which they are registered: a table of rotary
-    embeddings may be the last of them, and is called first. So a layer that is called first away
-    from home, on another device, is moved there, for good.
+    Modules are not always called in the order of their registration: a table of rotary embeddings
+    may be registered last and called first. So a layer whose first call is in a partition other
+    than its home is moved to the device of that partition, for good.
 
     Args:
-        partitions: the layers of each, by name; the first of them but in partition 0 is the cut.
+        partitions: the layers of each partition, by name; except in partition 0, the first is the
+            cut.
         cuts: the names of the cuts.
     """
 
@@ -47,7 +48,7 @@ class Layers(dict[nn.Module, Layer]):
         super().__init__(
             {
                 layer: Layer(
-                    layer, describe_layer(name, layer), j, begins.get(name, 0), _in_place(layer)
+                    layer, describe_layer(name, layer), j, begins.get(name, 0), _is_in_place(layer)
                 )
                 for j, partition in enumerate(partitions)
                 for name, layer in partition._modules.items()
@@ -55,12 +56,12 @@ class Layers(dict[nn.Module, Layer]):
             }
         )
         self._called: set[nn.Module] = set()
-        self._used: set[int] = set()  # the ids of parameters and buffers of layers that were called
+        self._used: set[int] = set()  # ids of the parameters and buffers of called layers
 
-    def settle(self, layer: Layer, stage: Stage) -> None:
-        """Move a layer to where it is about to be called, if it never was called before.
+    def move_on_first_call(self, layer: Layer, stage: Stage) -> None:
+        """Move a layer to the device of ``stage``, if this is its first call ever.
 
-        The first micro-batch is the first to call it, on the worker of that partition.
+        The first micro-batch comes first, in the turn of that partition's worker.
         """
         if layer.module in self._called:
             return
@@ -77,8 +78,8 @@ class Layers(dict[nn.Module, Layer]):
                     move(part, name, device)
 
 
-def _in_place(layer: nn.Module) -> bool:
-    """Whether it says that it works in place, or begins with a layer that does."""
+def _is_in_place(layer: nn.Module) -> bool:
+    """Return whether ``layer`` declares itself in-place, or begins with a layer that does."""
     while isinstance(layer, nn.Sequential) and len(layer) > 0:
         layer = layer[0]
     return getattr(layer, "inplace", False) is True

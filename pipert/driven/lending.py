@@ -1,7 +1,7 @@
-"""Parameters that something else stands for: on another device, or with hooks in a step.
+"""Replaces parameters that live on another device, or that have hooks in a step.
 
-As with tied weights (``layers.tied``) each is copied once for a run and partition, inside the graph
-in a call. A layer that uses one gets the copy in each torch function that it calls.
+As with tied weights (``layers.tied``) each is copied once for a run and partition; in a call,
+inside the graph. A layer that uses one gets the copy in each torch function that it calls.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__: list[str] = []
 
 
 class Lending:
-    """What stands for parameters in one run. Each partition's is its worker's.
+    """The stand-ins for parameters in one run. Those of a partition belong to its worker.
 
     Args:
         module: the model.
-        is_step: whether hooks are to see whole gradients.
+        is_step: whether the run is a step, so that hooks must see whole gradients.
         moves: whether there are several devices.
     """
 
@@ -36,18 +36,20 @@ class Lending:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._layers: dict[tuple[Any, ...], Substitute | None] = {}
         self.is_needed = moves or (is_step and _has_hooks(module))
-        """Whether there are any such parameters, as far as is known in the caller."""
+        """Whether any parameter may need a stand-in, as far as the caller can tell."""
         weights = module.parameters() if self.is_needed else ()
         self._versions = {id(w): version(w) for w in weights}
 
-    def is_lent(self, stage: Stage, weight: Tensor) -> bool:
-        """Whether something else stands for a parameter here."""
+    def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
+        """Return whether a parameter has a stand-in in the partition of ``stage``."""
         return weight.device != stage.place.device or (
             self._is_step and bool(weight._backward_hooks)
         )
 
-    def of(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
-        """What stands for a parameter in this partition."""
+    def stand_in_for(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
+        """Return the stand-in for a parameter in the partition of ``stage``, or itself."""
+        if not self._is_replaced(stage, weight):
+            return weight
         key = stage.place.j, id(weight)
         if key not in self._copies:
             with outside_of_transforms():
@@ -55,25 +57,27 @@ class Lending:
             self._copies[key] = weight, copy
         return self._copies[key][1]
 
-    def around(
+    def wrap(
         self, stage: Stage, i: int, layers: Sequence[nn.Module], call: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """``call``, under what stands for parameters of the layer, and of others that it is given.
+        """Return ``call``, made to use the stand-ins for parameters of ``layers``.
+
+        ``layers`` are the called layer and the modules among its arguments.
 
         Raises:
-            ValueError: it is compiled, so that its parameters cannot be replaced.
+            ValueError: the layer is compiled, so its parameters cannot be replaced.
         """
         key = stage.place.j, *layers
         if key not in self._layers:
             all_weights = dict.fromkeys(w for layer in layers for w in layer.parameters())
-            weights = tuple(w for w in all_weights if self.is_lent(stage, w))
+            weights = tuple(w for w in all_weights if self._is_replaced(stage, w))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "
                     "has a hook, so it cannot receive what stands for it; choose cuts that put the "
                     "layers that share it on one device, or leave this layer uncompiled"
                 )
-            copies = [self.of(stage, i, weight) for weight in weights]
+            copies = [self.stand_in_for(stage, i, weight) for weight in weights]
             before = [self._versions[id(weight)] for weight in weights]
             self._layers[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._layers[key]
@@ -82,7 +86,7 @@ class Lending:
 
 def _has_hooks(module: nn.Module) -> bool:
     for part in modules_of(module):
-        for weight in part._parameters.values():  # of each step, so nothing but this
+        for weight in part._parameters.values():  # runs in each step, so it must be fast
             if weight is not None and weight._backward_hooks:
                 return True
     return False

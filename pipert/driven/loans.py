@@ -1,11 +1,11 @@
-"""Loans: a worker lends a turn and waits, a driver takes it and gives it back.
+"""Loans: a worker lends its turn to a driver and waits; the driver computes and returns the turn.
 
-Who hands over waits from then on, so its core is free in a moment. The operating system does not
-know that. It wakes a thread on the core on which it was last, busy or not, and moves it after
-milliseconds if that one has other work: where there are as many workers as cores, two threads of a
-pipe share one core meanwhile, and the other idles. So on Linux who is handed something is bound to
-the core of who hands over before it is woken, and the first thing that it does is to allow itself
-all cores of its worker again. Nothing of the user's runs while it is bound.
+A thread that hands over a turn waits from then on, so its core is about to be free. The operating
+system does not know that: it wakes the other thread on the core where it last ran, busy or not, and
+moves it only after milliseconds. Where there are as many workers as cores, two threads of a pipe
+share one core meanwhile, and the other core idles. So on Linux a thread is bound to the core of the
+one that wakes it, and the first thing it does is to allow itself all cores of its worker again. No
+code of the user's runs while a thread is bound.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pipert.stage.stage import Stage
 
 __all__: list[str] = []
 
-_LOOK = 0.5  # s; how often who waits for a driver looks whether it is alive
+POLL = 0.5  # s; how often a thread that waits for a driver checks that it is alive
 
 
 class _Sent(enum.Enum):
@@ -32,21 +32,21 @@ class _Sent(enum.Enum):
 
 
 SENT = _Sent.SENT
-"""Returned with a turn: the driver itself has told the next partition."""
+"""Returned with a turn in place of a value: the driver itself has told the next stage."""
 
 _Answer = tuple[Value, BaseException | None]
 _Returned = SimpleQueue[_Answer]
 
 
 class Loans:
-    """Those of the turns of one micro-batch.
+    """The loans of one micro-batch's turns.
 
     A driver may return one turn and be lent the next before the worker of the first has noticed,
-    so each partition's are returned in a queue of their own.
+    so each partition has a queue of its own for returned turns.
 
     Args:
         n: the number of partitions.
-        binds: whether threads are bound to the core of who wakes them, until they are awake.
+        binds: whether a thread is bound to the core of the thread that wakes it, until it is awake.
     """
 
     def __init__(self, n: int, binds: bool) -> None:
@@ -55,36 +55,36 @@ class Loans:
         self._lent: SimpleQueue[Stage | None] = SimpleQueue()
         self._returned = [_Returned() for _ in range(n)]
         self._cores: set[int] | None = None
-        """Those of the worker, until a driver that it has bound allows itself them."""
+        """The cores of the worker that has bound the driver, until the driver is allowed them."""
         self._workers: dict[int, tuple[int, set[int]]] = {}
-        """Who waits for the turn of a partition, with its cores; if threads are bound."""
+        """Where threads are bound: the waiting worker of each partition's turn, and its cores."""
 
     # On a worker.
 
     def bind(self, driver: threading.Thread) -> None:
-        """Let ``driver``, which waits, go on where the current thread is. Then wake it."""
+        """Bind ``driver``, which waits and is woken next, to the core of the current thread."""
         assert driver.native_id is not None, "it has been started"
         if self._binds:
-            cores = allowed()
+            cores = allowed_cores()
             self._cores = cores if bind(driver.native_id) else None
 
     def lend(self, stage: Stage, is_lost: Callable[[], bool]) -> Value:
-        """Lend the turn of a stage, and wait until it is returned.
+        """Lend the turn of ``stage``, and wait until it is returned.
 
         Args:
-            stage: what the driver computes in.
-            is_lost: whether nobody can return it any more.
+            stage: the stage whose turn it is.
+            is_lost: tells whether the turn can no longer be returned.
 
         Returns:
-            What comes with it. An error that comes with it is raised.
+            The value that the turn is returned with. If it is an error, the error is raised.
         """
-        j, cores = stage.place.j, allowed() if self._binds else set()
+        j, cores = stage.place.j, allowed_cores() if self._binds else set()
         try:
             if self._binds:
                 self._workers[j] = threading.get_native_id(), cores
             self._lent.put(stage)
             value, error = self._wait(self._returned[j], is_lost)
-        finally:  # whatever ends it: a driver may have bound this thread
+        finally:  # in any case: a driver may have bound this thread
             if self._workers.pop(j, None) is not None:
                 allow(cores)
         if error is None:
@@ -97,7 +97,7 @@ class Loans:
     def _wait(self, returned: _Returned, is_lost: Callable[[], bool]) -> _Answer:
         while True:
             try:
-                return returned.get(timeout=_LOOK)
+                return returned.get(timeout=POLL)
             except Empty:
                 pass
             if is_lost() and returned.empty():
@@ -106,18 +106,15 @@ class Loans:
     # On any thread.
 
     def end(self) -> None:
-        """Nobody lends a turn any more."""
+        """Tell the driver that no further turn will be lent."""
         self._lent.put(None)
 
     def fail(self, j: int, error: BaseException) -> None:
-        """Return the turn of partition ``j`` with an error.
-
-        If nobody waits for it, no-op until :meth:`drop`.
-        """
+        """Return the turn of partition ``j`` with an error, which is kept if no worker waits."""
         self._returned[j].put(((), error))
 
     def drop(self) -> None:
-        """Keep nothing that was returned and that nobody took."""
+        """Discard what was returned and never received."""
         for returned in self._returned:
             while not returned.empty():
                 returned.get()
@@ -125,25 +122,25 @@ class Loans:
     # On a driver.
 
     def give_back(self, j: int, value: Value, tell: Callable[[], None] | None = None) -> None:
-        """Return the turn of partition ``j``. The driver is about to wait, or to end.
+        """Return the turn of partition ``j``. The driver waits or ends right afterwards.
 
         Args:
             j: the partition.
-            value: what comes with it.
-            tell: lets the next worker know, which may bind this thread to another core then.
+            value: returned with the turn.
+            tell: tells the next worker, which may then bind this thread to another core.
         """
         waiting = self._workers.get(j)
         if waiting is not None and os.getpid() == self._pid:
             worker, cores = waiting
             bind(worker)
-            if j not in self._workers:  # it waits no more
+            if j not in self._workers:  # it has stopped waiting meanwhile
                 allow(cores, worker)
         if tell is not None:
             tell()
         self._returned[j].put((value, None))
 
     def take(self) -> Stage | None:
-        """Wait for the next turn; ``None`` if there will be none."""
+        """Wait for the next turn, and return its stage; ``None`` if there will be none."""
         stage = self._lent.get()
         if self._cores is not None:
             allow(self._cores)
@@ -155,17 +152,17 @@ class Loans:
 
 
 if sys.platform == "linux":
-    # With the interpreter's lock: it is faster than to release it.
+    # PyDLL holds the interpreter lock, which is faster than releasing it.
     _core: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
 
-    def allowed() -> set[int]:
-        """All that the current thread may use."""
+    def allowed_cores() -> set[int]:
+        """Return the cores that the current thread may use."""
         return os.sched_getaffinity(0)
 
     def bind(thread: int) -> bool:
-        """Bind a thread, which waits, to the core of the current one, and return whether it is.
+        """Bind a waiting thread to the core of the current one, and return whether that worked.
 
-        It is not if it has ended, or a sandbox forbids it.
+        It does not if the thread has ended, or a sandbox forbids it.
         """
         try:
             os.sched_setaffinity(thread, (_core(),))
@@ -174,21 +171,21 @@ if sys.platform == "linux":
         return True
 
     def allow(cores: set[int], thread: int = 0) -> None:
-        """Let a thread run on these cores; by default the current one."""
+        """Let a thread, by default the current one, run on ``cores``."""
         try:
             os.sched_setaffinity(thread, cores)
-        except OSError:  # they were taken from the process, or the thread has ended
+        except OSError:  # the process has lost these cores, or the thread has ended
             pass
 
 else:
 
-    def allowed() -> set[int]:
-        """Nobody knows that here."""
+    def allowed_cores() -> set[int]:
+        """Return no cores: this platform does not tell."""
         return set()
 
     def bind(thread: int) -> bool:
-        """Nobody can do that here."""
+        """Return ``False``: this platform cannot bind threads."""
         return False
 
     def allow(cores: set[int], thread: int = 0) -> None:
-        """Nobody is bound here."""
+        """Do nothing: no thread is bound on this platform."""

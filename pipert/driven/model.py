@@ -1,4 +1,4 @@
-"""A model that is pipelined as it is: its layers, where they are at home, and its drivers."""
+"""A model that keeps its own ``forward``: its layers, their homes, and its drivers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__: list[str] = []
 
 
 class DrivenModel:
-    """The model of a pipe whose ``forward`` is its own.
+    """A model whose own ``forward`` a pipe runs.
 
     Args:
         module: the model.
         partitions: the layers of each partition, by name.
-        cuts: the names of those that partitions begin with.
+        cuts: the names of the layers that partitions begin with.
     """
 
     def __init__(
@@ -55,15 +55,15 @@ class DrivenModel:
         journey.stats = None if stats is None else stats.partitions[0]
         stages = assemble(run, self._model, inputs, step, None, actions(journey))
         for stage in stages:
-            stage.borrowed = ()  # the journey lends what is used, wherever that is
+            stage.borrowed = ()  # the journey lends parameters in the partition that uses them
             stage.ends.copies.come_in |= len(set(run.devices)) > 1
-            if isinstance(stage.ends, InGraph):  # no token is joined, so turns are all the order
+            if isinstance(stage.ends, InGraph):  # no token is joined: turns alone fix the order
                 stage.ends.in_turn = stage.ends.forks_last = True
         journey.draws = any(stage.layers.draws for stage in stages)
-        run.at_end = journey.over
+        run.at_end = journey.finish
         return stages
 
     def end(self) -> None:
-        """Intercept no calls any more, and let the drivers end. Once."""
+        """Stop intercepting calls, and stop the drivers. Called once."""
         self.drivers.stop()
         release(self.layers)

@@ -1,17 +1,18 @@
-"""Bringing what a model uses to the device of the partition that uses it.
+"""Copies tensors to the device of the partition that uses them.
 
 Whatever glue or a layer of partition *j* uses that is on the device of another partition is copied,
 once for the partition, over the copy streams of both devices (section 3.2.3 of the paper):
 
-* In a call the copy is in the graph. In the backward what follows it is the beginning of ``B[i,k]``
-  on the other device, so a fork gives it the turn of the micro-batch (``autograd.order``).
-* What is copied from the partition before has that recompute first, while the gradient is still on
-  its way. What skips partitions has not: its gradient may be there long before.
+* In a call the copy is part of the graph. In the backward ``B[i,k]`` begins after it, on the other
+  device, so a fork there takes the turn of the micro-batch (``autograd.order``).
+* If the tensor is from the partition before, that partition recomputes first, while the gradient is
+  still being copied. A tensor that skips partitions triggers no recomputation: its gradient may
+  arrive long before.
 * When a partition ends, the copy stream of its device waits for what it has computed, so a copy
   waits for that and not for what the device computes later.
 * Parameters are lent: copied once for the run, like tied weights.
 
-What is on no device of the pipe, such as lengths on the CPU, stays there.
+A tensor that is on no device of the pipe, such as lengths on the CPU, stays there.
 """
 
 from __future__ import annotations
@@ -38,59 +39,59 @@ __all__: list[str] = []
 
 
 class Moves:
-    """Brings tensors of micro-batch ``i`` to the device of the partition that is current."""
+    """Brings tensors of micro-batch ``i`` to the device of the current partition."""
 
     def __init__(self, i: int, run: Run, lending: Lending) -> None:
         self._i = i
         self._run = run
         self._devices = list(dict.fromkeys(run.devices))
         self._lending = lending
-        self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}  # original, its version, copy
         self._versions: dict[int, int] = {}  # of the copies, when they were made
         self._changed: dict[int, tuple[Tensor, Tensor]] = {}
         self._stage: Stage
         self._start = 0
-        self._before = range(0)  # the nodes of the partition before
-        self._recorded: Tape | None = None  # the calls of this one
-        self._of_before: weakref.ref[Checkpoint] | None = None
+        self._nodes_before = range(0)  # of the partition before
+        self._tape: Tape | None = None  # of the current partition
+        self._checkpoint_before: weakref.ref[Checkpoint] | None = None  # of the partition before
 
     def begin(self, stage: Stage, tape: Tape | None) -> None:
-        """A partition begins, whose calls go to ``tape``."""
+        """Begin a partition whose calls of layers are recorded on ``tape``."""
         self._stage = stage
-        self._before, self._start = range(self._start, node_count()), node_count()
-        self._recorded = tape
+        self._nodes_before, self._start = range(self._start, node_count()), node_count()
+        self._tape = tape
 
     def end(self) -> None:
-        """It ends. A copy that was changed in place stands for its tensor from now on."""
+        """End the partition. A copy that it has changed in place replaces its tensor for good."""
         for key, (tensor, _, moved) in self._moved.items():
             if version(moved) != self._versions.pop(key):
                 self._changed[key] = tensor, moved
         self._moved.clear()
-        first = None if self._recorded is None else self._recorded.first()
-        self._of_before = None if first is None else weakref.ref(first)
-        self._recorded = None
+        first = None if self._tape is None else self._tape.first()
+        self._checkpoint_before = None if first is None else weakref.ref(first)
+        self._tape = None
         if len(self._devices) > 1:
             self._stage.ends.copies.let_others_copy(self._i)
 
     def current(self, tensor: Tensor) -> Tensor:
-        """What an earlier partition has made of a tensor, by changing its copy in place."""
+        """Return the copy that replaces ``tensor`` since an earlier partition has changed it."""
         while (changed := self._changed.get(id(tensor))) is not None:
             tensor = changed[1]
         return tensor
 
-    def itself(self, tensor: Tensor) -> Tensor:
-        """The same, also if this partition has changed it."""
+    def latest(self, tensor: Tensor) -> Tensor:
+        """Return the same, counting changes by the current partition."""
         tensor = self.current(tensor)
         known = self._moved.get(id(tensor))
         changed = known is not None and version(known[2]) != self._versions[id(tensor)]
         return known[2] if known is not None and changed else tensor
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether it is on the device of another partition."""
+        """Return whether ``tensor`` is on the device of another partition, to be copied here."""
         device = tensor.device
         if device == self._stage.place.device or device not in self._devices:
             return False
-        # A number goes along with tensors of any device, and lengths stay on the CPU.
+        # A 0-dimensional CPU tensor works with tensors of any device, and lengths stay on the CPU.
         return device.type != "cpu" or tensor.dim() > 0
 
     def enter_inputs(self, x: Value) -> Value:
@@ -99,9 +100,9 @@ class Moves:
             return self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor here, once for the partition; in a step without its graph."""
+        """Return a copy of ``tensor`` here, made once for the partition; in a step, detached."""
         if isinstance(tensor, nn.Parameter):
-            return self._lending.of(self._stage, self._i, tensor)
+            return self._lending.stand_in_for(self._stage, self._i, tensor)
         known = self._moved.get(id(tensor))
         if known is not None and known[1] == version(tensor):
             return known[2]
@@ -109,7 +110,7 @@ class Moves:
             refuse_to_move(tensor)
             with outside_of_transforms():
                 return self.bring(tensor)
-        # It may be used again where the model has put gradients on, so the copy is in the graph.
+        # The model may use it again where it has enabled gradients, so the copy is in the graph.
         with torch.inference_mode(tensor.is_inference()):
             moved = self._copy(tensor)
         self._moved[id(tensor)] = tensor, version(tensor), moved
@@ -117,12 +118,12 @@ class Moves:
         return moved
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:
-        """Bring one here whose graph is no partition's before this one, as autograd does."""
+        """Bring a tensor here whose graph is not an earlier partition's, as ``Tensor.to`` does."""
         refuse_to_move(tensor)
         return tensor.to(self._stage.place.device)
 
     def settle(self, value: Value) -> None:
-        """Let others copy what was made on another device in this partition, as factories do."""
+        """Let others copy what this partition has made on another device, as by a factory."""
         for tensor in tensors_of(value)[0]:
             if self.is_elsewhere(tensor):
                 source = self._run.streams.get(tensor.device, self._i)
@@ -136,10 +137,10 @@ class Moves:
             compute = streams.compute_stream(tensor.device)
             number = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
             (tensor,) = transfer.wait_back((tensor,), copying, compute)
-            first = None if self._of_before is None else self._of_before()
-            if first is not None and number in self._before:
+            first = None if self._checkpoint_before is None else self._checkpoint_before()
+            if first is not None and number in self._nodes_before:
                 (tensor,) = recompute_before((tensor,), first)
-            # Behind it in the backward: nothing shall wait for a gradient before its turn.
+            # In the backward the fork comes first, so nothing waits for a gradient before its turn.
             _, tensor = order.fork(self._i, None, tensor)
         origin = self._run.devices.index(tensor.device)
         (moved,) = self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))

@@ -1,8 +1,8 @@
-"""Objects among the arguments of a recorded call, such as a cache of keys and values.
+"""Refuses layers that change an object among their arguments, such as a key-value cache.
 
-A call that is computed again would change them again, and find them changed: attention would see
-each key twice. So a layer that changes one is refused when it does so for the first time. Lists and
-dicts are no such objects: a repetition gets others, as they were before the call.
+A recomputed call would find the object changed and change it again: attention would see each key
+twice. So a layer that changes one is refused when it first does so. Lists and dicts may change: the
+recomputation gets others, as they were before the call.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ __all__: list[str] = []
 
 
 class Objects:
-    """What objects are like before a call.
+    """The objects among the arguments of a call, with the tensors in them before the call.
 
     Args:
         values: the arguments of the call.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
-        self._before = [(one, versions(one)) for one in _objects(values)]
+        self._before = [(value, versions(value)) for value in _objects(values)]
 
     def refuse_changes(self) -> None:
-        """Look at them after the call.
+        """Compare the objects after the call.
 
         Raises:
             RuntimeError: a tensor in one of them has been changed, replaced, added or removed.
         """
-        for one, before in self._before:
-            if not _alike(before, versions(one)):
+        for value, before in self._before:
+            if not _are_alike(before, versions(value)):
                 raise RuntimeError(
-                    f"a layer changes its argument, a {type(one).__qualname__}, and would do so "
+                    f"a layer changes its argument, a {type(value).__qualname__}, and would do so "
                     "again when it is recomputed; leave that out (a model of transformers takes "
                     "use_cache=False), or use checkpoint='never'"
                 )
 
 
-def _alike(before: list[tuple[Tensor, int]], after: list[tuple[Tensor, int]]) -> bool:
+def _are_alike(before: list[tuple[Tensor, int]], after: list[tuple[Tensor, int]]) -> bool:
     return len(before) == len(after) and all(
         x is y and old == new for (x, old), (y, new) in zip(before, after, strict=True)
     )

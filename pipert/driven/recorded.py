@@ -1,13 +1,13 @@
-"""What is recorded of a passage, and shown to profilers: ``F[i,j]`` on its driver, ``B`` of a call.
+"""Records a passage, and shows it to profilers: each ``F[i,j]``, and in a call each ``B[i,j]``.
 
-``B[i,j]`` of a call is autograd's own walk through the nodes that were made in ``F[i,j]``, which
-are known by their numbers: a driver makes all of a micro-batch, one partition after the other.
+In a call ``B[i,j]`` is autograd's own walk through the nodes that were made in ``F[i,j]``. They are
+known by their numbers, since one driver makes all nodes of a micro-batch, partition by partition.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ from pipert.stage.stage import Stage
 __all__: list[str] = []
 
 
-class Seen:
-    """One passage, of a run that is recorded."""
+class Recording:
+    """The recording of one passage, in a run that is recorded."""
 
     def __init__(self, i: int, told: Told, layers: Layers) -> None:
         self._i = i
@@ -36,37 +36,36 @@ class Seen:
         self._called: list[tuple[nn.Module, Stamp]] = []
         self._told = told
         self._starts: list[int] = []
-        self._at: list[tuple[int, torch.device]] = []
-        self._block: AbstractContextManager[Span] | None = None
+        self._places: list[tuple[int, torch.device]] = []
+        self._block = ExitStack()
         self._span: Span | None = None
 
     def begin(self, stage: Stage) -> None:
-        """A partition begins."""
+        """Begin ``F[i,j]``."""
         place = stage.place
         self._starts.append(node_count())
-        self._at.append((place.j, place.device))
-        self._block = self._told.recorded(Action(FORWARD, self._i, place.j), place.device)
-        self._span = self._block.__enter__()
+        self._places.append((place.j, place.device))
+        recorded = self._told.recorded(Action(FORWARD, self._i, place.j), place.device)
+        self._span = self._block.enter_context(recorded)
 
     def note_layer(self, module: nn.Module) -> None:
-        """A layer was called."""
-        self._called.append((module, stamp(self._at[-1][1])))
+        """Note that a layer has just been called."""
+        self._called.append((module, stamp(self._places[-1][1])))
 
     def end(self) -> None:
-        """It ends. Again: no-op."""
-        block, span = self._block, self._span
-        self._block = self._span = None
-        if block is None or span is None:
+        """End ``F[i,j]``. A second call does nothing."""
+        span, self._span = self._span, None
+        if span is None:
             return
-        called, (j, _) = dict(self._called), self._at[-1]
+        called, (j, _) = dict(self._called), self._places[-1]
         self._called.clear()
-        ours = [layer.module for layer in self._layers.values() if layer.partition == j]
-        if list(called) == ours:
+        registered = [layer.module for layer in self._layers.values() if layer.partition == j]
+        if list(called) == registered:
             span.layers = [span.start, *called.values()]
-        block.__exit__(None, None, None)
+        self._block.close()
 
     def watch_backward(self, y: Value) -> None:
-        """Record the backward of each partition: from what later ones have used of it."""
+        """Record the backward of each partition, from the nodes whose outputs later ones use."""
         recorder = self._told.recorder
         assert isinstance(recorder, Recorder)
         last = node_count()
@@ -78,7 +77,7 @@ class Seen:
             number = node._sequence_nr()
             k = bisect_right(self._starts, number) - 1
             if not 0 <= k < len(outputs) or number >= last:
-                continue  # the caller's, or a leaf
+                continue  # a node of the caller's, or a leaf
             if k < user:
                 outputs[k].add(node)
             if node not in seen:
@@ -86,6 +85,6 @@ class Seen:
                 left += [(child, k) for child, _ in node.next_functions if child is not None]
         ends = [*self._starts[1:], last]
         for (j, device), nodes, first, end in zip(
-            self._at, outputs, self._starts, ends, strict=True
+            self._places, outputs, self._starts, ends, strict=True
         ):
             watch_nodes(recorder, self._i, j, device, nodes, set(), range(first, end))

@@ -1,9 +1,14 @@
-"""What a stage of a driven model does: ``F[i,j]`` lends a turn, ``B[i,j]`` is a step's own."""
+"""The actions of a driven model: ``F[i,j]`` lends a turn, ``R[i,j]`` repeats calls of layers.
+
+In a step ``B[i,j]`` differentiates the graph of one partition, from the loss and the gradients that
+later partitions have sent.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,7 +32,7 @@ __all__: list[str] = []
 
 
 def actions(journey: Journey) -> Actions:
-    """The rows for each kind of action."""
+    """Return how the stages of ``journey`` carry out each kind of action."""
 
     def forward(stage: Stage) -> How:
         body, send = partial(_forward, journey), partial(_send, stage.links.y.send)
@@ -46,8 +51,8 @@ def actions(journey: Journey) -> Actions:
 
 
 @contextlib.contextmanager
-def _seen(stage: Stage, action: Action) -> Iterator[None]:
-    """Tell those who look about the action in the block."""
+def _watched(stage: Stage, action: Action) -> Iterator[None]:
+    """Tell observers and the recorder that the block carries out ``action``."""
     told, device = stage.run.told, stage.place.device
     with contextlib.ExitStack() as stack:
         if told.is_observed:
@@ -81,16 +86,14 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
-    told = stage.run.told
-    if not told.is_observed and told.recorder is None:
-        stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
-        return ()
-    with _seen(stage, Action(BACKWARD, i, j)):
+    watched = _watched(stage, Action(BACKWARD, i, j)) if stage.run.told.looks else _NOTHING
+    with watched:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
 
 
 def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Part) -> None:
+    """Go back from what later partitions have used to what has entered, and to the weights."""
     j = stage.place.j
     ys: list[Any] = []
     dys = []
@@ -131,8 +134,12 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
 
 
 def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:
+    """Add up the gradients that partitions have sent, each with the partition it comes from."""
     total = None
     for gradient, origin in gradients:
-        (here,) = cut.bring_gradients(i, [gradient], origin)
-        total = here if total is None else total + here  # type: ignore[operator]
+        (moved,) = cut.bring_gradients(i, [gradient], origin)
+        total = moved if total is None else total + moved  # type: ignore[operator]
     return total
+
+
+_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -1,16 +1,19 @@
-"""What stands for tensors of earlier partitions, and what becomes of it if it is changed in place.
+"""Stand-ins for tensors of earlier partitions, and what happens when one is changed in place.
 
-A tensor ``x`` of an earlier partition is replaced, where it is used, by ``s``, which has its values
-and another graph. The model goes on to hold ``x``, which does not know what is done to ``s``::
+Where a tensor ``x`` of an earlier partition is used, it is replaced by its *stand-in* ``s``, which
+has its values and another graph. The model still holds ``x``, whose graph does not know what is
+done to ``s``::
 
     x[:, 4:] = y      in partition 1: s is changed, and with it the values of x, but not its graph
     z = f(x)          in partition 2
 
-1. In the partition that changes it ``x`` stands for the changed ``s`` as before.
-2. In a later partition ``x`` is replaced by what stands for ``s``, as the change has left it.
-3. Who has the same memory under *another* name, such as a view, knows nothing of ``s``: used after
-   the change, he is refused. Autograd without a pipe would know, because there ``x`` is changed.
-4. So is the change, if he was brought into the partition before it: a layer may have both.
+1. In the partition that has changed it, ``x`` is still replaced by ``s``.
+2. In a later partition ``x`` is replaced by a stand-in for ``s``, as the change has left it.
+3. A tensor that shares the memory under *another* name, such as a view, knows nothing of ``s``: if
+   it is used after the change, it is refused. Without a pipe autograd would know, because there
+   ``x`` itself is changed.
+4. If that tensor was brought into the partition before the change, the change is refused: a layer
+   may have both.
 """
 
 from __future__ import annotations
@@ -30,48 +33,50 @@ Key = tuple[Node, int]
 
 
 class _StandIn:
-    """One, in the partition that is current."""
+    """A stand-in in the current partition: when it was made, and when it was last used."""
 
-    __slots__ = ("began", "first", "memory", "node", "since", "tensor", "version")
+    __slots__ = (
+        "first_node", "first_version", "last_node", "last_version", "memory", "since", "tensor",
+    )  # fmt: skip
 
-    def __init__(self, of: Tensor, tensor: Tensor) -> None:
+    def __init__(self, original: Tensor, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.memory = _memory(of)
-        self.first = self.version = tensor._version
-        self.began = self.node = tensor.grad_fn
+        self.memory = _memory(original)
+        self.first_version = self.last_version = tensor._version
+        self.first_node = self.last_node = tensor.grad_fn
         self.since = node_count()
 
     def has_changed(self) -> bool:
-        return self.tensor._version != self.first
+        return self.tensor._version != self.first_version
 
 
 class StandIns:
-    """What stands for tensors in the partition that is current. Of one micro-batch."""
+    """The stand-ins of one micro-batch: the current partition's, and those changed before."""
 
     def __init__(self) -> None:
         self._now: dict[Key, _StandIn] = {}
         self._later: dict[Key, _StandIn] = {}
-        self._changed: dict[int, int] = {}  # the node that a partition began with, by memory
+        self._changed: dict[int, int] = {}  # first node of the partition that changed each memory
 
     def find(self, key: Key) -> Tensor | None:
-        """What stands for a tensor already (rule 1)."""
+        """Return the stand-in that a tensor has already in this partition (rule 1)."""
         one = self._now.get(key)
         if one is None:
             return None
         tensor = one.tensor
-        if tensor._version != one.version:
-            if tensor.grad_fn is one.node:
+        if tensor._version != one.last_version:
+            if tensor.grad_fn is one.last_node:
                 raise _another_name()
-            one.node, one.version = tensor.grad_fn, tensor._version
+            one.last_node, one.last_version = tensor.grad_fn, tensor._version
         return tensor
 
     def changed(self, key: Key) -> Tensor | None:
-        """What earlier partitions have made of it, if they have changed it (rule 2)."""
+        """Return the stand-in that an earlier partition has changed, if any (rule 2)."""
         one = self._later.get(key)
         return None if one is None else one.tensor
 
-    def itself(self, tensor: Tensor) -> Tensor:
-        """What a tensor is by now: what stands for it if that was changed, or else the tensor."""
+    def latest(self, tensor: Tensor) -> Tensor:
+        """Return the stand-in that holds the tensor's latest change, or the tensor itself."""
         while (node := tensor.grad_fn) is not None:
             key = node, tensor.output_nr
             one = self._now.get(key) or self._later.get(key)
@@ -81,9 +86,9 @@ class StandIns:
         return tensor
 
     def refuse_unseen(self, key: Key, user: Node) -> None:
-        """Refuse a tensor itself in a node where the changed one should have been in its place.
+        """Refuse a node that has used a tensor unseen, in place of its changed stand-in.
 
-        Also where that was changed later than it was used, but was there already.
+        Even if the change came after that use, as long as the stand-in was there before it.
         """
         one = self._later.get(key)
         if one is not None and user._sequence_nr() > one.since:
@@ -94,7 +99,7 @@ class StandIns:
             )
 
     def refuse_stale(self, tensor: Tensor, number: int) -> None:
-        """Refuse a tensor whose node has this number, if its memory was changed since (rule 3)."""
+        """Refuse a tensor whose node has this number, if its memory was changed later (rule 3)."""
         if not (self._now or self._changed):
             return
         memory = _memory(tensor)
@@ -108,21 +113,21 @@ class StandIns:
         self._now[key] = _StandIn(tensor, stand_in)
 
     def end(self, start: int) -> None:
-        """A partition ends, whose nodes are numbered from ``start``."""
+        """End the partition, whose nodes are numbered from ``start``."""
         self._refuse_overlapping()
         for key, one in self._now.items():
             if one.has_changed():
                 self._changed[one.memory] = start
-                if one.tensor.grad_fn is not one.began:
+                if one.tensor.grad_fn is not one.first_node:
                     self._later[key] = one
         self._now.clear()
 
     def _refuse_overlapping(self) -> None:
-        """Rule 4."""
+        """Refuse a change of one of two stand-ins that share memory (rule 4)."""
         ours = [one for one in self._now.values() if one.has_changed()]
         for one in ours:
-            if one.tensor.grad_fn is one.began:
-                continue  # by another name, or nothing that the graph knows
+            if one.tensor.grad_fn is one.first_node:
+                continue  # changed by another name, or in a way that the graph does not know
             for other in ours:
                 if other is not one and overlap(one.tensor, other.tensor):
                     raise RuntimeError(
@@ -134,9 +139,10 @@ class StandIns:
 
 
 def refuse_old_base(view: Tensor, numbers: range) -> None:
-    """Refuse a view whose base has a node with one of these numbers, of earlier partitions.
+    """Refuse a view whose base has a node with one of ``numbers``, those of earlier partitions.
 
-    It was made in an earlier partition, and its graph anew when its memory had changed (rule 3).
+    The view was made in an earlier partition, and autograd has made its graph anew, because its
+    memory has changed since (rule 3).
     """
     base = view._base
     node = None if base is None else base.grad_fn

@@ -34,7 +34,7 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same of what is a pytree by registration, or a mapping of another kind."""
+    """Return the same for a registered pytree, or a mapping other than a dict."""
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
@@ -45,4 +45,4 @@ def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
 
 
 _leaves: set[type] = set()
-"""Types that hold no tensors as far as anybody can see."""
+"""Types that torch cannot flatten, so that no tensors are found in them."""

@@ -1,14 +1,15 @@
-"""Checkpointing of a driven model: calls of layers are recorded, and recomputed together.
+"""Checkpointing of a driven model: the calls of layers are recorded, and recomputed together.
 
-The stack of a ``forward`` cannot be replayed from the middle, so what is computed again are the
-calls of layers: ``R[i,j]`` repeats those of partition *j*, one after the other, and the model's own
-code between them keeps what it saves, as without checkpointing. An argument that is the output of
-an earlier call of the same partition, unchanged, is not kept, but taken from the repetition of that
-one. So a chain of layers keeps what a partition of an ``nn.Sequential`` keeps: its first input.
+The standard way is to run the forward again. A ``forward`` whose stack spans all partitions cannot
+be run from the middle, so the calls of layers are recomputed instead: ``R[i,j]`` repeats those of
+partition *j* in order, and the glue between them keeps what it saves, as without checkpointing. An
+argument that is the unchanged output of an earlier call in the same partition is not kept, but
+taken from the repetition of that call. So a chain of layers keeps what a partition of an
+``nn.Sequential`` keeps: its first input.
 
-A layer that changes its argument in place cannot be undone. One that says so (``inplace=True``, or
-an ``nn.Sequential`` that begins with one) is no call to be recorded: it keeps what it saves, like
-the model's own code. Others are refused.
+A layer that changes its argument in place cannot be repeated. One that declares so (by
+``inplace=True``, or an ``nn.Sequential`` that begins with such a layer) is not recorded, and keeps
+what it saves, like glue. Others are refused.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ Around = Callable[[], AbstractContextManager[object]] | None
 
 
 class Tape:
-    """The calls of layers in partition *j*, of a micro-batch that is checkpointed.
+    """The recorded calls of layers in partition *j*, of a checkpointed micro-batch.
 
-    Owned by the graph; references neither the run nor a queue. Its calls reference those before
-    them, and the checkpoints reference the tape, so there is no cycle.
+    Owned by the graph; references neither the run nor a queue. Calls reference earlier calls, and
+    checkpoints the tape, so there is no cycle.
 
     Args:
-        layers: of the partition.
+        layers: the layers of the partition.
         i: the micro-batch.
         hooks: the caller's saved-tensor hooks.
     """
 
-    __slots__ = ("__weakref__", "_calls", "_hooks", "_i", "_layers", "_made")
+    __slots__ = ("__weakref__", "_calls", "_hooks", "_i", "_layers", "_outputs")
 
     def __init__(self, layers: Layers, i: int, hooks: Hooks) -> None:
         self._layers = layers
         self._i = i
         self._hooks = hooks
         self._calls: list[tuple[Call, weakref.ref[Checkpoint]]] = []
-        self._made: dict[int, _Made] | None = {}
+        self._outputs: dict[int, _Output] | None = {}
 
     def call(
         self, layer: str, compute: Compute, around: Around, args: Any, kwargs: dict[str, Any]
@@ -69,25 +70,24 @@ class Tape:
         """Call a layer, and record it.
 
         Args:
-            layer: as errors call it.
-            compute: calls it.
-            around: makes a block that is on around that, each time; ``None`` for nothing.
-            args: what it gets.
-            kwargs: likewise.
+            layer: the layer's name in errors.
+            compute: calls the layer.
+            around: returns the context manager of each call; ``None`` for none.
+            args, kwargs: the layer's arguments.
 
         Raises:
-            RuntimeError: it has changed an argument.
+            RuntimeError: the layer has changed an argument.
         """
-        made = self._made
-        assert made is not None
+        outputs = self._outputs
+        assert outputs is not None
         note = partial(self._layers.note_of_call, self._i, layer)
-        call = Call(compute, around, note, made, self._hooks)
+        call = Call(compute, around, note, outputs, self._hooks)
         checkpoint = Checkpoint(call, self)
-        given = Arguments(args, kwargs) if kwargs else args  # a tuple is taken apart faster
+        given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = Objects((*args, *kwargs.values()))
 
         def first_time(value: Value) -> Value:
-            # A list or a dict is the caller's own: the layer may add to it.
+            # With the caller's own lists and dicts, to which the layer may add.
             return call.first_time(given if call.has_callers_tensors else value)
 
         with checkpointing():
@@ -96,42 +96,43 @@ class Tape:
         objects.refuse_changes()
         self._calls.append((call, weakref.ref(checkpoint)))
         for k, tensor in enumerate(tensors_of(y)[0]):
-            made[id(tensor)] = _Made(weakref.ref(tensor), version(tensor), call, k)
+            outputs[id(tensor)] = _Output(weakref.ref(tensor), version(tensor), call, k)
         return y
 
     def end(self) -> None:
-        """No further call is recorded."""
-        self._made = None
+        """Stop recording."""
+        self._outputs = None
 
     def first(self) -> Checkpoint | None:
-        """The one of the calls that goes backward last: until then they are all there."""
+        """Return the checkpoint that goes backward last: while it is alive, the others are too."""
         calls = ((call, weak()) for call, weak in self._calls)
         return next((found for call, found in calls if found is not None and call.saves), None)
 
     def recompute(self, on_worker: bool) -> None:
-        """Compute all calls again: ``R[i,j]``."""
-        try:
-            self._layers.again(self._i, lambda: self._refill, lambda _: None, on_worker)
-        finally:
-            self._forget()
+        """Recompute all calls: ``R[i,j]``."""
+        self._recompute(self._refill, on_worker)
 
     def one(self, again: Again, compute: Callable[[], T]) -> T:
-        """Let ``compute`` compute one call again, after those before it whose outputs it takes."""
-        before = [call for call, _ in self._calls]
-        before = before[: before.index(again)]  # type: ignore[arg-type]
+        """Let ``compute`` recompute one call, after the earlier calls whose outputs are used."""
+        calls = [call for call, _ in self._calls]
+        before = calls[: calls.index(again)]  # type: ignore[arg-type]
         found: list[T] = []
 
-        def both() -> None:
+        def compute_in_order() -> None:
             for call in before:
                 if call.is_used:
                     call.compute(True)
             found.append(compute())
 
-        try:
-            self._layers.again(self._i, lambda: both, lambda _: None, False)
-        finally:
-            self._forget()
+        self._recompute(compute_in_order, False)
         return found[0]
+
+    def _recompute(self, compute: Callable[[], None], on_worker: bool) -> None:
+        try:
+            self._layers.again(self._i, lambda: compute, lambda _: None, on_worker)
+        finally:
+            for call, _ in self._calls:
+                call.outputs = None
 
     def _refill(self) -> None:
         for call, weak in self._calls:
@@ -141,33 +142,29 @@ class Tape:
             elif call.is_used:
                 call.compute(True)
 
-    def _forget(self) -> None:
-        for call, _ in self._calls:
-            call.outputs = None
-
     def __repr__(self) -> str:
         return f"<Tape of {len(self._calls)} calls of micro-batch {self._i}>"
 
 
-class _Made(NamedTuple):
-    """An output of a call."""
+class _Output(NamedTuple):
+    """An output tensor of a call."""
 
     tensor: weakref.ref[Tensor]
     version: int
     call: Call
     k: int
-    """Which of the call's tensors."""
+    """Its index among the call's outputs."""
 
 
 class Call(Again):
-    """One call of a layer.
+    """One recorded call of a layer.
 
     Args:
         compute: calls the layer.
-        around: makes what is on around that, if anything.
-        note: says which layer it is, and what it got.
-        made: the outputs of the calls before, by id.
-        hooks: as of :class:`Again`.
+        around: returns the context manager of each call; ``None`` for none.
+        note: describes the layer and its arguments, for errors.
+        earlier: the outputs of earlier calls, by id.
+        hooks: as in :class:`Again`.
     """
 
     __slots__ = (
@@ -180,32 +177,32 @@ class Call(Again):
         compute: Compute,
         around: Around,
         note: Callable[[Any, dict[str, Any]], str],
-        made: dict[int, _Made],
+        earlier: dict[int, _Output],
         hooks: Hooks,
     ) -> None:
         super().__init__(None, hooks)
         self._compute = compute
         self._around = around
         self._note = note
-        self._made: dict[int, _Made] = made
+        self._made = earlier
         self._autocast: Autocast = get_autocast()
-        self._from: list[tuple[Call, int] | None] = []
+        self._from: list[tuple[Call, int] | None] = []  # of each argument, if it is an output
         self._watched: list[tuple[Tensor, int]] = []
         self.outputs: Tensors | None = None
-        """Of the present repetition."""
+        """The outputs of the current repetition."""
         self.is_used = False
-        """Whether a later call takes an output of it from there."""
+        """Whether a later call takes one of them as an argument."""
         self.has_callers_tensors = True
-        """Whether the layer gets what the caller has given, and no copy of a leaf."""
+        """Whether the layer gets the caller's tensors themselves, and no copy of a leaf."""
 
     def first_time(self, value: Value) -> Value:
-        """Call the layer."""
+        """Call the layer, with ``value`` as its arguments."""
         args, kwargs = _arguments(value)
         with _NOTHING if self._around is None else self._around():
             return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
-        """Refuse a layer that has changed an argument in place, whose graph does not know it."""
+        """Refuse a layer that has changed an argument in place, which its graph does not show."""
         watched, self._watched = self._watched, []
         for tensor, before in watched:
             if version(tensor) != before:
@@ -235,17 +232,17 @@ class Call(Again):
             return self.first_time(value)
 
     def connections(self, xs: Tensors) -> Tensors:
-        wanting = [self._from[k] for k in self._wanting]
+        origins = [self._from[k] for k in self._wanting]
         return tuple(
-            [x if of is None else proxy_of(x) for x, of in zip(xs, wanting, strict=True)]
+            [x if origin is None else proxy_of(x) for x, origin in zip(xs, origins, strict=True)]
         )
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
-        made, self._made = self._made, {}
+        earlier, self._made = self._made, {}
         self._tensors, self._versions = [], []
-        own = []
+        given = []
         for tensor in tensors:
-            found = made.get(id(tensor))
+            found = earlier.get(id(tensor))
             now = version(tensor)
             if found is not None and found.tensor() is tensor and found.version == now:
                 found.call.is_used = True
@@ -256,19 +253,19 @@ class Call(Again):
                 self._versions.append(now)
             leaf = tensor.is_leaf and tensor.requires_grad
             self.has_callers_tensors &= not leaf
-            own.append(tensor.clone() if leaf else tensor)
+            given.append(tensor.clone() if leaf else tensor)
             self._watched.append((tensor, now))
-        return own
+        return given
 
     def _kept(self) -> list[Tensor]:
-        own = zip(self._tensors, self._versions, strict=True)
+        stored = zip(self._tensors, self._versions, strict=True)
         kept = []
-        for of in self._from:
-            if of is None:
-                tensor, before = next(own)
+        for origin in self._from:
+            if origin is None:
+                tensor, before = next(stored)
                 refuse_changed(tensor, before)
             else:
-                call, k = of
+                call, k = origin
                 assert call.outputs is not None
                 tensor = call.outputs[k]
             kept.append(tensor.detach())

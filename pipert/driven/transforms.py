@@ -1,8 +1,9 @@
-"""Transforms of torch.func that a model's own code calls, and what crosses in them.
+"""Crossings inside transforms of torch.func that a model's own code calls.
 
-What a transform does not follow, as a tensor in a closure, is a tensor like others, and crosses as
-outside of it. What it follows is wrapped. That has crossed unseen, to be found when the graph is
-cut in ``B[i,j]``; with a graph of the transform's own, or on another device, it is refused.
+A tensor that the transform does not follow, such as one in a closure, is not wrapped, and crosses
+as it would outside. A tensor that it follows is wrapped, and has crossed unseen: the graph is cut
+there in ``B[i,j]``. If it has a graph of the transform's own, or is on another device, it is
+refused.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ __all__: list[str] = []
 
 
 def refuse_to_cut(tensor: Tensor) -> None:
-    """Refuse a tensor with a graph of a transform that has begun in an earlier partition.
+    """Refuse a tensor in the graph of a transform that began in an earlier partition.
 
     Raises:
-        RuntimeError: it is one.
+        RuntimeError: a transform follows the tensor.
     """
     _refuse_followed(
         tensor,
@@ -36,7 +37,7 @@ def refuse_to_move(tensor: Tensor) -> None:
     """Refuse a tensor on another device that a transform follows.
 
     Raises:
-        RuntimeError: it is one.
+        RuntimeError: a transform follows the tensor.
     """
     _refuse_followed(
         tensor,
@@ -45,11 +46,11 @@ def refuse_to_move(tensor: Tensor) -> None:
     )
 
 
-def _refuse_followed(tensor: Tensor, what: str) -> None:
+def _refuse_followed(tensor: Tensor, reason: str) -> None:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise RuntimeError(f"a transform {what}: {describe(tensor)} on {tensor.device}")
+        raise RuntimeError(f"a transform {reason}: {describe(tensor)} on {tensor.device}")
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
-    """A block that is in no transform."""
+    """Return a block that runs outside all transforms."""
     return temporarily_clear_interpreter_stack()

@@ -1,4 +1,4 @@
-"""What all pipes have in common."""
+"""Pipes: what ``Pipe`` and ``ModulePipe`` share, and the script runner that traces them."""
 
 from __future__ import annotations
 

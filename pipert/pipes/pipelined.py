@@ -1,4 +1,4 @@
-"""What all pipes do: run mini-batches, and end."""
+"""``Pipelined``: what all pipes can do, from running mini-batches to closing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__: list[str] = []
 _log = logging.getLogger("pipert")
 
 when_made: list[Callable[[Pipelined], None]] = []
-"""Called with each pipe that is made. For programs that start others, see ``traced_script``."""
+"""Called with each new pipe, for programs that run others, such as ``traced_script``."""
 
 
 class Pipelined(Placed):
@@ -45,23 +45,23 @@ class Pipelined(Placed):
 
     _own = Placed._own | {"_runtime", "_stop"}
 
-    is_pipe = True  # for a pipe around this one: skips and statistics in here are not its business
+    is_pipe = True  # tells a pipe around this one that skips and statistics in here are not its own
 
     @abstractmethod
     def _model(self) -> Model:
-        """What is run."""
+        """Return the model as the runtime runs it."""
 
     @abstractmethod
-    def _takes_arguments(self) -> nn.Module | None:
-        """What the arguments of a call go to."""
+    def _entry_module(self) -> nn.Module | None:
+        """Return the module that gets the arguments of a call."""
 
     def _normalised_together(self) -> Sequence[nn.Module]:
-        """The parts whose running statistics are noted by one worker each."""
+        """Return the parts of the model whose running statistics are noted by one worker each."""
         return self._partitions
 
     def _start(self) -> None:
         self._runtime = Runtime(self._model(), self._devices, self._workers)
-        # Not the runtime's method by way of self: a finalizer must not keep what it waits for.
+        # The pool's own method: a finalizer must not keep alive the object that it waits for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
         for tell in when_made:
@@ -71,33 +71,32 @@ class Pipelined(Placed):
         """Run a mini-batch through all partitions.
 
         Args:
-            *args: go to the first layer; each later layer gets the value of the one before. Any
-                pytree. Tensors with at least one dimension are split along dimension 0, into
-                ``min(chunks, rows)`` micro-batches whose sizes differ by at most one; everything
-                else, and what is wrapped in :class:`Replicate`, goes to each. Any device.
+            *args: arguments of the first layer, any pytrees, on any device; each later layer gets
+                the output of the one before. Tensors with at least one dimension are split along
+                dimension 0 into ``min(chunks, rows)`` micro-batches, whose sizes differ by at most
+                one. Everything else, and what is wrapped in :class:`Replicate`, goes to each.
             **kwargs: likewise.
-            timeout: seconds, in place of the pipe's for this call; ``math.inf`` for no limit. The
-                first layer does not get it.
+            timeout: seconds that this call may take, in place of the pipe's limit; ``math.inf`` for
+                no limit. Not passed to the first layer.
 
         Returns:
-            The last layer's value on the last device: tensors concatenated along dimension 0,
-            0-dimensional ones stacked to ``(micro-batches,)``, equal other leaves once.
+            The last layer's output on the last device: tensors concatenated along dimension 0,
+            0-dimensional ones stacked to ``(micro-batches,)``, other leaves once if they are equal.
 
         Raises:
             ValueError: arguments disagree on the number of rows, or outputs cannot be joined.
             TypeError: an argument hides rows that cannot be split.
-            PipeClosedError: after :meth:`close`.
-            PipelineTimeout: the outputs were not there in time.
+            PipeClosedError: the pipe is closed, or was closed during the call.
+            PipelineTimeout: the outputs were not ready in time.
             WorkerBusyError: a layer of a call that timed out has not returned yet.
-            TransformError: inside of a ``torch.func`` transform or forward-mode differentiation.
+            TransformError: called inside a ``torch.func`` transform or forward-mode
+                differentiation.
             Exception: whatever a layer raises, with a note that says where.
         """
         refuse_compilation()
         refuse_transforms()
-        seconds = self._timeout
-        if timeout is not None:
-            seconds = check_timeout(timeout)
-            refuse_keywords_of(self._takes_arguments(), {"timeout": timeout}, len(args))
+        seconds = self._timeout if timeout is None else check_timeout(timeout)
+        refuse_keywords_of(self._entry_module(), {"timeout": timeout}, len(args))
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")
@@ -112,26 +111,26 @@ class Pipelined(Placed):
         return outputs
 
     def record(self) -> AbstractContextManager[Timeline, None]:
-        """Record what each device does in the calls that begin inside of the block.
+        """Record what each device does in the calls that begin inside the block.
 
         >>> with pipe.record() as timeline:  # doctest: +SKIP
         ...     loss_fn(pipe(x), target).backward()
         >>> print(timeline.report())  # doctest: +SKIP
 
-        Forward, recomputation and backward, on any thread, as long as the block is open. On CUDA
-        the devices are waited for once, at its beginning; the calls are not synchronised. Each
-        task is kept, about a kilobyte with its backward, so record some steps, not a training.
+        Records forward, recomputation and backward, on any thread, while the block is open. On CUDA
+        the devices are synchronised once, at its beginning; the calls are not. Each task is kept,
+        about a kilobyte with its backward, so record a few steps, not a whole training.
         """
         runtime = self._runtime
-        of_pipe = runtime.devices, runtime.workers, self._balance, self._chunks
-        return Record(runtime.counters, *of_pipe)
+        layout = runtime.devices, runtime.workers, self._balance, self._chunks
+        return Record(runtime.counters, *layout)
 
     def statistics(self) -> Statistics:
-        """Return counts of what the pipe has done, and what its workers do now. On any thread."""
+        """Return counts of what the pipe has done, and what its workers do now. Thread-safe."""
         return self._runtime.statistics()
 
     def add_observer(self, observer: Observer) -> None:
-        """Tell ``observer`` about all calls from now on. A copy of the pipe has no observers."""
+        """Tell ``observer`` about all calls from now on. Copies of the pipe have no observers."""
         self._runtime.counters.add_observer(observer)
 
     def remove_observer(self, observer: Observer) -> None:
@@ -139,17 +138,17 @@ class Pipelined(Placed):
         self._runtime.counters.remove_observer(observer)
 
     def close(self, timeout: float | None = None) -> None:
-        """End the threads and wait for them. Calls are refused from then on; closing again is fine.
+        """End the threads and wait for them. Later calls are refused; closing again is fine.
 
-        May be called from any thread; a call that is running is cancelled and raises
+        May be called from any thread. A call that is running is cancelled and raises
         :class:`PipeClosedError`. From inside a layer the threads are ended, but not waited for. The
         layers and their parameters remain usable.
 
         Args:
-            timeout: seconds to wait at most; default the pipe's.
+            timeout: seconds to wait at most; default: the pipe's.
 
         Raises:
-            PipelineTimeout: a layer has not returned in that time. Its thread ends when it does.
+            PipelineTimeout: a layer has not returned in time. Its thread ends when it returns.
         """
         self._runtime.close(self._timeout if timeout is None else check_timeout(timeout))
 
@@ -159,7 +158,7 @@ class Pipelined(Placed):
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         stuck = self._runtime.waiting.stuck()
         if error is not None and stuck:
-            self._stop()  # the layer that does not return must not keep the error from being seen
+            self._stop()  # without waiting: a layer that never returns must not hide the error
             _log.warning("%s", still_busy(stuck))
             return
         try:
@@ -167,7 +166,7 @@ class Pipelined(Placed):
         except PipelineTimeout as timed_out:
             if error is None:
                 raise
-            _log.warning("%s", timed_out)  # what is being raised matters more
+            _log.warning("%s", timed_out)  # the error being raised matters more
 
     def forward_backward(
         self,
@@ -183,16 +182,19 @@ class Pipelined(Placed):
     ) -> Any:
         """Run a mini-batch forward and backward, and add the gradients of the loss to ``.grad``.
 
-        The backward goes through the workers like the forward, so a micro-batch can go back while
-        others still go forward. With ``'1f1b'`` partition *j* keeps the activations of ``n - j``
-        micro-batches at most; on CPU, partitions go backward at the same time.
+        The backward runs on the workers like the forward, so one micro-batch can go backward while
+        others still go forward. With ``'1f1b'`` partition *j* keeps the activations of at most
+        ``n - j`` micro-batches; on CPU, partitions go backward at the same time.
 
         >>> loss = pipe.forward_backward(x, target=target, loss_fn=loss_fn)  # doctest: +SKIP
         >>> optimizer.step()  # doctest: +SKIP
 
-        Gradients are added to ``.grad`` when all tasks have succeeded: a step that fails changes
-        none, unless it is a hook of a parameter that fails while they are added. Hooks see the
-        whole gradient, once. Inputs that require grad get theirs through the caller's graph.
+        Gradients are added to ``.grad`` once all tasks have succeeded: a step that fails changes
+        none, unless what fails is a parameter's hook while they are added. Hooks see the whole
+        gradient, once. Inputs that require grad get their gradients through the caller's graph.
+
+        Which micro-batches are recomputed depends on :attr:`checkpoint`. If that was never chosen,
+        none are; but with ``'gpipe'`` and your own schedules, all except the last.
 
         Args:
             *args: as in :meth:`forward`.
@@ -200,35 +202,33 @@ class Pipelined(Placed):
             loss_fn: called with the output and the target of each micro-batch, on the last worker;
                 returns a tensor of one element, or a pair: a sum, and the count to divide it by.
             target: any pytree; split like the arguments, and moved to the last device.
-            schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps ``2 * (n - j) - 1`` and
-                waits for no copies; ``'interleaved'``, for devices with several partitions;
-                ``'gpipe'``, which fills and drains; or a function: :func:`pipert.schedules.plan`.
+            schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps the activations of
+                ``2 * (n - j) - 1`` micro-batches and waits for no copies; ``'interleaved'``, for
+                devices with several partitions; ``'gpipe'``, which fills and drains; or a function,
+                see :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. Where rows count differently,
-                as with ``ignore_index``, return the pair. ``'sum'`` adds up.
-            loss_scale: gradients are those of the loss times this; or the ``GradScaler`` that
-                knows. Default: not scaled.
-            return_outputs: whether to return the outputs, too; default no.
+                as with ``ignore_index``, return the pair. ``'sum'`` adds the losses up.
+            loss_scale: a factor for the loss that is differentiated, or the ``GradScaler`` that has
+                it. Default: not scaled.
+            return_outputs: whether to return the outputs as well; default: no.
             timeout: as in :meth:`forward`.
 
         Returns:
             The loss of the mini-batch, unscaled and without a graph, on the last device; with
             ``return_outputs`` a pair of it and what :meth:`forward` would return, without a graph.
 
-        Which micro-batches are recomputed is up to :attr:`checkpoint`. If that was never chosen,
-        none is, but with ``'gpipe'`` and schedules of your own all except the last are.
-
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
             TypeError: as :meth:`forward`; or ``loss_fn`` returned anything else.
             RuntimeError: gradients are disabled, or the loss does not require any.
-            Exception: as :meth:`forward`; whatever a layer raises on its way back, too.
+            Exception: as :meth:`forward`; also whatever a layer raises in the backward.
         """
         refuse_compilation()
         refuse_transforms()
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        own = {"loss_fn": loss_fn, "target": target, "timeout": timeout}
-        refuse_keywords_of(self._takes_arguments(), own, len(args))
+        keywords = {"loss_fn": loss_fn, "target": target, "timeout": timeout}
+        refuse_keywords_of(self._entry_module(), keywords, len(args))
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
         inputs, loss = split_step(
@@ -248,7 +248,7 @@ class Pipelined(Placed):
         return (total, step.output) if return_outputs else total
 
     def __getstate__(self) -> dict[str, Any]:
-        """Threads are not copied; a copy starts its own."""
+        """Leave out the threads: a copy starts its own."""
         return {k: v for k, v in self.__dict__.items() if k not in ("_runtime", "_stop")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

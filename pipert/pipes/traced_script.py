@@ -1,6 +1,6 @@
 """``python -m pipert trace script.py ...``, or ``-m module ...``: records an unmodified script.
 
-Its pipes are recorded from outside, and the report is printed when the script ends.
+The pipes that it makes are recorded from outside, and a report is printed when the script ends.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__: list[str] = []
 
 
 class _Traced(Observer):
-    """Records ``calls`` calls of one pipe after the first ``skip``, with their backwards.
+    """An observer that records ``calls`` calls of one pipe after the first ``skip``.
 
-    So it records until the following call begins. It references no pipe.
+    It records until the next call begins, and so their backwards as well. It references no pipe.
     """
 
     def __init__(self, pipe: Pipelined, skip: int, calls: int) -> None:
@@ -52,7 +52,7 @@ class _Traced(Observer):
             self._begin()
 
     def end(self) -> Timeline | None:
-        """Stop recording; returns the timeline, if any."""
+        """Stop recording, and return the timeline, if there is one."""
         self._open.close()
         return self.timeline
 
@@ -81,7 +81,7 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse paths up front that could not be read now or written at the end."""
+    """Refuse up front what cannot be read now, or written at the end."""
     if arguments.is_module:
         if not _is_module(arguments.script):
             parser.error(f"there is no module {arguments.script}")
@@ -102,12 +102,12 @@ def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> No
 def _is_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # of a package that is not there; a wrong name
+    except (ModuleNotFoundError, ValueError):  # its package is missing, or the name is invalid
         return False
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """Returns a file name for each pipe, and for each process of a launcher."""
+    """Return the file name for the pipe of this number, in this process of a launcher."""
     rank = os.environ.get("RANK")
     stem = path.stem if rank is None else f"{path.stem}-rank{rank}"
     return path.with_stem(stem if number == 0 else f"{stem}-{number}")
@@ -128,14 +128,14 @@ def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
         print(f"\npipert: {path}", file=sys.stderr)
         try:
             print(timeline.report(), file=sys.stderr)
-        except ValueError as error:  # no complete call
+        except ValueError as error:  # no call was recorded completely
             print(error, file=sys.stderr)
         if arguments.plot is not None:
             timeline.plot(_numbered(arguments.plot, number))
 
 
 def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run the script and report."""
+    """Run the script, and report when it ends."""
     arguments.out = arguments.out.absolute()  # the script may change the working directory
     arguments.plot = arguments.plot and arguments.plot.absolute()
     _check(arguments, parser)
@@ -147,12 +147,13 @@ def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         if os.getpid() == process:  # not in a forked child
             _finish(traced, arguments)
 
-    # After the threads that the script leaves behind, and without affecting how it ends.
+    # At exit, so after the threads that the script leaves behind have ended, and without affecting
+    # how it ends.
     atexit.register(finish)
     sys.argv = [arguments.script, *arguments.arguments]
     module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module  # where pickle and later processes look
-    if arguments.is_module:  # sys.path begins with the working directory, as it does there
+    sys.modules["__main__"] = module  # where pickle and spawned processes look
+    if arguments.is_module:  # sys.path begins with the working directory, as under python -m
         run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
         run_as_main(arguments.script)
         return 0

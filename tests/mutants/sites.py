@@ -57,7 +57,7 @@ REASONS = {
     ): "records; see the mutants of stage/recorded.py",
     (
         "pipert/driven/recorded.py",
-        "stamp(self._at[-1][1])",
+        "stamp(self._places[-1][1])",
     ): "as that of a layer in seeing/recorder.py, which has a mutant",
     ("pipert/stage/cut.py", "self.copies.let_others_copy(i)"): "what calls it has a mutant",
 }
