@@ -203,7 +203,7 @@ class Layers:
         """Do ``R[i,j]``; ``begin`` returns what computes it. As :meth:`recompute` else."""
         told, action = self._told, Action(RECOMPUTE, i, self._place.j)
         told.count_recomputation()
-        if not told.looks:
+        if not told.is_watched:
             self._again(action, begin, check, on_worker)
             return
         with told.recomputing(action, self._place.device):

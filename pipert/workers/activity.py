@@ -25,7 +25,7 @@ class State(NamedTuple):
     what: Any = None
     """The ``what`` of the current task; ``None`` when the worker is idle."""
     since: float = 0.0
-    """When the worker began to wait for its input or to execute it, in ``perf_counter`` seconds."""
+    """When it began to wait for the input, or to execute the task, in ``perf_counter`` seconds."""
     works: bool = False
     """Whether it executes the task, rather than waiting for its input."""
 
@@ -47,7 +47,7 @@ class Activity:
 
         The worker may have read the clock at the end of its task without having written it yet. And
         other readers, or a signal handler, may run between any two lines of this: each appends what
-        it has returned, and enough of these are kept for all that can run at a time.
+        it returns, and enough of these are kept for all that can run at a time.
         """
         busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
         busy = max(busy, *tuple(self._seen))
