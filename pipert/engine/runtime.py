@@ -51,7 +51,7 @@ _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=()
 
 
 class Runtime:
-    """Runs mini-batches through partitions, each on its device and on the worker of that number."""
+    """Runs mini-batches through partitions; ``devices`` and ``workers`` say where each one runs."""
 
     def __init__(
         self,

@@ -150,7 +150,7 @@ class Plan:
         return len(self.order)
 
     def __str__(self) -> str:
-        """Print a row for each worker, a column for each tick."""
+        """Return a grid with a row for each worker and a column for each tick."""
         rows = [["tick", *map(str, range(len(self.ticks)))]]
         for worker in sorted(set(self.placement)):
             by_tick = [[a for a in tick if self.placement[a.j] == worker] for tick in self.ticks]

@@ -134,9 +134,9 @@ class Stage:
             self.run.handed_on[i, self.place.j + 1] = shared
 
     def give_up(self) -> None:
-        """Close the links and drop all values but those of an executing action. Thread-safe.
+        """Close the links and drop all values but those of an executing action. From any thread.
 
-        Wakes the worker if it waits for an input.
+        Wakes the worker if it waits for an input. The executing action drops its values at its end.
         """
         for link in self.links:
             link.close()

@@ -1,7 +1,7 @@
 """Shows other threads what a worker is doing and has done.
 
 Only the worker's thread writes this state, a tuple that is replaced in one step. So a reader on any
-thread sees figures of one moment, without a lock. They are words and numbers: an idle worker
+thread sees figures of one moment, without a lock. It holds words and numbers: an idle worker
 references nothing of its last task (**W2**).
 """
 
