@@ -1,8 +1,9 @@
-"""Posts the actions of a run to the in-queues of workers, in the order of its plan: the clock.
+"""Posts the actions of a run to the workers' in-queues, in the order of its plan.
 
-It fixes the total order and does not wait for a diagonal to finish: a worker starts ``F[i,j]`` the
-moment its input arrives. It is a separate thread, so that the runs of several callers are posted
-whole, one after the other, and overlap in the pipeline (section 3.2.1 of the paper).
+The clock does so. It fixes the total order and does not wait for a diagonal to finish: a worker
+starts ``F[i,j]`` the moment its input arrives. It is a separate thread, so that the runs of several
+callers are posted whole, one after the other, and overlap in the pipeline (section 3.2.1 of the
+paper).
 """
 
 from __future__ import annotations

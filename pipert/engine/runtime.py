@@ -1,8 +1,9 @@
-"""Runs mini-batches on the threads of a pipe: its engine.
+"""Runs mini-batches on the threads of a pipe.
 
 Guarantees:
 
-* **R1** a result belongs to one run: each run has its own links and outputs, and none survives it.
+* **R1** a result belongs to one run: each run has its own links and outputs, and leaves nothing for
+  the next.
 * **R2**, **R6** see ``waiting``.
 * **R3**, **R4** see ``stage.outcome``.
 * **R5** after any failure the runtime is usable at once and holds no tensor of the failed run: it
@@ -43,13 +44,14 @@ from pipert.workers.worker import WorkerThread
 
 __all__: list[str] = []
 
-# The runtimes inside whose tasks the current code runs; workers inherit it, as all variables.
-# An object represents each runtime, since a graph keeps its context and would keep the runtime.
+# The runtimes inside whose tasks the current code runs. Tasks get it from the caller, as they get
+# all context variables. An object represents each runtime: a graph keeps its context, and would
+# keep the runtime.
 _inside: ContextVar[tuple[object, ...]] = ContextVar("pipert_inside", default=())
 
 
 class Runtime:
-    """Runs mini-batches through partitions. Each has a device, and a worker, given by number."""
+    """Runs mini-batches through partitions; ``devices`` and ``workers`` say where each one runs."""
 
     def __init__(
         self,
@@ -84,7 +86,7 @@ class Runtime:
             stats: where running statistics are noted, if they are deferred.
             timeout: seconds after which the call gives up.
         """
-        begin_numbers(len(inputs))  # turns have lower numbers than the caller's later nodes
+        begin_numbers(len(inputs))  # so what the caller does next goes backward before turns
         plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
         with self.counters.open(plan) as told:
@@ -118,7 +120,7 @@ class Runtime:
                 sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
                 loss = step.commit(sums)
             except Exception:
-                told.outcome = "failed"  # in no task, so observers hear of no failed one
+                told.outcome = "failed"  # but no task has, so none is reported to observers
                 raise
             told.outcome = "succeeded"
             return loss
@@ -173,7 +175,7 @@ class Runtime:
         return Statistics(**self.counters.read(), workers=self.waiting.workers())
 
     def close(self, timeout: float | None = None) -> None:
-        """End the threads, and join them, unless called inside a task of this runtime.
+        """End the threads; join them unless called inside a task of this runtime.
 
         Raises:
             PipelineTimeout: they were told to end, but did not within ``timeout`` seconds.

@@ -1,4 +1,4 @@
-"""Builds the errors of a call that timed out, and of calls made while its layers still run."""
+"""Builds the errors of time limits, and of calls made while what was given up still runs."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Waiting:
 
     def workers(self) -> tuple[WorkerStatistics, ...]:
         """Return what each worker is doing."""
-        return tuple(_statistics(view) for view in self._pool.look()[: self._clock])
+        return tuple(_statistics(view) for view in self._pool.views()[: self._clock])
 
     def stuck(self) -> list[WorkerStatistics]:
         """Return the workers that are executing a task of a call that was given up.
@@ -129,7 +129,7 @@ class Waiting:
 
     def _states_at(self, run: Run) -> list[State]:
         """Return the states of workers that execute a task of ``run`` or wait for its input."""
-        states = [view.state for view in self._pool.look()]
+        states = [view.state for view in self._pool.views()]
         return [state for state in states if state.what and state.what[0] == run.number]
 
     def _error_of(self, dead: list[str]) -> PipertError:

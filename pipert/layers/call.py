@@ -203,9 +203,9 @@ class Layers:
         """Like :meth:`recompute`, but ``begin`` returns the function that computes the output."""
         told, context, action = self._told, self._context, Action(RECOMPUTE, i, self._place.j)
         told.count_recomputation()
-        with told.recomputing(action, self._place.device) if told.looks else _NOTHING:
+        with told.recomputing(action, self._place.device) if told.is_watched else _NOTHING:
             try:
-                if on_worker:
+                if on_worker:  # as a task, under the caller's context already
                     y = self._compute_again(begin)
                 else:
                     with context.on_any_thread():

@@ -1,4 +1,4 @@
-"""Provides a FIFO that any thread can close, even from a finalizer.
+"""Queues items first in, first out. Any thread can close a queue, even from a finalizer.
 
 Guarantees:
 
@@ -12,7 +12,8 @@ Q3 rules out a lock: a finalizer that runs on the thread that holds it would wai
 ``deque`` and ``SimpleQueue.put`` are atomic and reentrant; the former holds the items, the latter
 wakes waiters. Each item is in a :class:`Once`, and whoever takes it from there owns it. This
 settles the race of ``put`` with ``close``: a put that finds the queue closed afterwards tries to
-take its item back. If it can, the item is refused; if it cannot, another thread has received it.
+take its item back. If it can, the item is refused; if it cannot, the item was received, or returned
+by ``close``.
 
 The wake-ups that a waiter blocks on carry no item. An exception thrown into a waiting thread from
 outside is raised the moment the thread wakes, and would lose whatever the blocking call returns;
@@ -80,7 +81,7 @@ class ClosableQueue(Generic[T]):
             try:
                 return self._cells.popleft().pop()
             except IndexError:
-                continue  # another thread was faster
+                continue  # it was taken meanwhile
 
     def shut(self) -> None:
         """Refuse every put and get from now on; the items stay until :meth:`close`."""
@@ -94,12 +95,12 @@ class ClosableQueue(Generic[T]):
         while self._cells:
             try:
                 left += self._cells.popleft().take() or ()
-            except IndexError:  # another thread was faster
+            except IndexError:  # it was taken meanwhile
                 break
         return left
 
     def is_closed(self) -> bool:
-        """Return whether the queue was closed or shut. Other threads may do so at any time."""
+        """Return whether the queue was closed or shut: only ``True`` is sure to last."""
         return bool(self._closed)
 
     def depth(self) -> int:

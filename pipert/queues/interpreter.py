@@ -7,4 +7,4 @@ import sys
 __all__: list[str] = []
 
 ONE_THREAD_AT_A_TIME: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
-"""Whether only one thread executes Python at a time. Not on free-threaded builds."""
+"""Whether only one thread executes Python at a time: ``False`` on free-threaded builds."""

@@ -1,4 +1,4 @@
-"""Provides a gate that opens once, when all expected parties have arrived.
+"""Opens a gate once, when all expected parties have arrived.
 
 Guarantees: ``wait`` returns only after ``parties`` calls of ``arrive``; ``arrive`` never blocks and
 may be called from any thread; ``wait`` on the main thread can be interrupted by a signal handler

@@ -1,4 +1,4 @@
-"""Provides a holder of one item, which only one thread gets, however many try."""
+"""Holds an item that only one taker gets, however many try."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Provides a lock for process-wide state that is always free in a forked child."""
+"""Locks process-wide state, with a lock that is always free in a forked child."""
 
 from __future__ import annotations
 

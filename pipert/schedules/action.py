@@ -1,4 +1,4 @@
-"""Defines actions, each one partition's task for one micro-batch, and what they depend on."""
+"""Defines actions: what one partition does with one micro-batch, and what must be done before."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Rule(NamedTuple):
     count: Callable[[Size], int]
     """The number of micro-batches, from the first, that have this action in each partition."""
     needs: Callable[[Action, Size], Iterable[Action]]
-    """The actions that must be done before."""
+    """Returns the actions that must be done before an action."""
 
 
 def _backward_needs(action: Action, size: Size) -> Iterable[Action]:

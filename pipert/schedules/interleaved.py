@@ -28,7 +28,7 @@ def interleaved(m: int, n: int, placement: tuple[int, ...]) -> Ticks:
     last is done here; with a shorter group the worker would have to wait.
 
     With ``v`` partitions per worker and *m* a multiple of *d*, worker *r* keeps at most ``(v - 1) *
-    d + 2 * (d - r) - 1`` micro-batches, each of one partition. For other *m* it keeps a few more.
+    d + 2 * (d - r) - 1`` micro-batches, each of one partition. Otherwise it may keep a few more.
 
     Raises:
         ValueError: the workers do not serve the partitions in turns.

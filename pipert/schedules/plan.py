@@ -45,7 +45,7 @@ NAMED: dict[str, Schedule] = {
     "interleaved": interleaved,
 }
 BOUNDED = (one_f_one_b, eager_one_f_one_b, interleaved)
-"""The schedules that keep a number of micro-batches independent of ``m``."""
+"""The schedules that keep a bounded number of micro-batches, however large ``m`` is."""
 
 Made = tuple[tuple[Action, ...], ...]
 
@@ -77,7 +77,7 @@ class Plan:
     """All actions, in the order in which the clock posts them."""
     positions: dict[Action, int] = field(init=False, repr=False, compare=False)
     """The position of each action in the order."""
-    kinds_there_are: frozenset[str] = field(init=False, repr=False, compare=False)
+    occurring_kinds: frozenset[str] = field(init=False, repr=False, compare=False)
     """The kinds of action that the plan has, including those that a schedule adds."""
     _size: Size = field(init=False, repr=False, compare=False)
 
@@ -86,7 +86,7 @@ class Plan:
         order = tuple([action for tick in self.ticks for action in tick])
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
-        object.__setattr__(self, "kinds_there_are", frozenset([a.kind for a in order]))
+        object.__setattr__(self, "occurring_kinds", frozenset([a.kind for a in order]))
         object.__setattr__(self, "_size", Size(self.m, self.n, self.recomputed))
         self._check()
 
@@ -150,7 +150,7 @@ class Plan:
         return len(self.order)
 
     def __str__(self) -> str:
-        """Print a row for each worker, a column for each tick."""
+        """Return a grid with a row for each worker and a column for each tick."""
         rows = [["tick", *map(str, range(len(self.ticks)))]]
         for worker in sorted(set(self.placement)):
             by_tick = [[a for a in tick if self.placement[a.j] == worker] for tick in self.ticks]

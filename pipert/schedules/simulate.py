@@ -1,4 +1,4 @@
-"""Computes when each action of a plan starts and ends from its duration; nothing runs.
+"""Computes, from durations, when each action of a plan starts and ends. Nothing runs here.
 
 1. A worker does its actions one at a time, in the order of the plan.
 2. It starts an action when the last of the actions that this needs has ended. Nothing else takes

@@ -11,7 +11,7 @@ They get hooks, which change nothing in the graph, and so nothing in what is com
    thread. What else a layer uses, such as results of the caller or of another micro-batch, does not
    belong to it; nor do the nodes of a pipe inside a layer.
 4. One thread of autograd does the backward of all CPU partitions, and may switch between the nodes
-   of two tasks. Such a task consists of several spans: from one hook to the next, the thread was at
+   of two tasks. Then a task consists of several spans: from one hook to the next, the thread was at
    the task that the second hook belongs to.
 """
 
@@ -104,7 +104,7 @@ def watch_nodes(
     """Record the backward of a partition.
 
     Args:
-        outputs: the nodes that made its outputs, but not its inputs.
+        outputs: the nodes that made its outputs, without those that made its inputs.
         inputs: the nodes that made its inputs.
         made: the numbers of its own nodes.
     """
@@ -121,7 +121,7 @@ def watch_nodes(
 def watch_node(
     ys: Iterable[Tensor], begin: Callable[[], Span], on: torch.cuda.Stream | None
 ) -> None:
-    """Record the node that made ``ys``, if any, as the span that ``begin`` returns."""
+    """Record the one node that made ``ys``, if any, as the span that ``begin`` returns."""
     spans: list[Span] = []
 
     def end(*_: Any) -> None:
@@ -139,7 +139,7 @@ def makers(tensors: Iterable[Tensor]) -> set[Node]:
 
 
 def _ends(outputs: Iterable[Node], inputs: set[Node], made: range) -> list[Node]:
-    """Return the nodes of the task behind ``outputs`` that have an edge out of the task."""
+    """Return the nodes of the task, from ``outputs`` on, that have an edge out of the task."""
     ends, seen, left = [], set(outputs), list(outputs)
     while left:
         node = left.pop()

@@ -24,7 +24,7 @@ _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 
 
 def kind_of(action: Action) -> str:
-    """Return the kind of event that an action makes."""
+    """Return the kind of the event that records an action."""
     return _KINDS.get(action.kind, action.phase)
 
 

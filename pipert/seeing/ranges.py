@@ -33,7 +33,7 @@ _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 _has_advised: list[bool] = []  # not empty once the advice was logged
 
 
-def profiler_looks() -> bool:
+def profiler_is_on() -> bool:
     """Return whether any profiler would see ranges made now."""
     if _UNDER_NSIGHT:
         return True

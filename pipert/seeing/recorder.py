@@ -136,7 +136,7 @@ class Recorder:
             span.end = stamp(span.clock, on)
 
     def after_layer(self, span: Span) -> Callable[[], None] | None:
-        """Return a function that notes the end of a layer in ``span``; ``None`` if none is kept."""
+        """Return a function to call after each layer; ``None`` if no recording is open."""
         if not self:
             return None
         span.layers = moments = [span.start]

@@ -1,7 +1,7 @@
 """Tells observers, recordings and profilers what one run does.
 
-Whether there are any is decided when the run begins. If not, its stages are assembled without the
-parts that tell, so that these cost nothing.
+Whether there are any is decided when the run begins. If there are none, its stages are assembled
+without the parts that tell, so that these cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger("pipert")
 class Told:
     """Tells observers, recordings and profilers about one run. Thread-safe.
 
-    References neither the run nor the pipe: recomputations outlive the one, and maybe the other.
+    References neither the run nor the pipe: recomputations outlive the run, and maybe the pipe.
     """
 
     run: RunInfo
@@ -52,7 +52,7 @@ class Told:
     def __post_init__(self) -> None:
         self._listeners = tuple(self._observers.values())
         self.is_observed = bool(self._listeners)
-        self.looks = self.is_observed or self.recorder is not None  # whether anybody is told
+        self.is_watched = self.is_observed or self.recorder is not None  # whether anybody is told
 
     def tell(self, about: Callable[[Observer], None]) -> None:
         """Call ``about`` with each observer; drop an observer for which it raises."""
@@ -97,7 +97,7 @@ class Told:
 
     @contextlib.contextmanager
     def recomputing(self, action: Action, device: torch.device) -> Iterator[None]:
-        """Record and observe a recomputation. In a call, tell of its failure, too."""
+        """Record and observe a recomputation; in a call, tell of its failure, too."""
         try:
             with contextlib.ExitStack() as stack:
                 if self.recorder is not None:

@@ -111,7 +111,7 @@ class Copies:
         return self._run.streams.get(self._device, i)
 
     def bring_input(self, i: int, x: Value) -> tuple[Value, Stream]:
-        """Bring an input to this device; also return the stream to wait for before it is read.
+        """Bring an input here; also return the stream to wait for before it is read, or ``None``.
 
         Skips come first: they have been ready for longer.
         """
@@ -126,7 +126,7 @@ class Copies:
         return Carried(value, tuple(skips)), copied or target
 
     def bring(self, i: int, x: Value, origin: int | None) -> tuple[Value, Stream]:
-        """Bring a value to this device from partition ``origin``, or ``None`` for the caller.
+        """Bring a value to this device from partition ``origin``, or from the caller if ``None``.
 
         Moves every tensor that the caller passes, and those of a partition that are on its own
         device. What a layer keeps elsewhere on purpose, such as lengths on the CPU, stays there.

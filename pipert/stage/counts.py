@@ -35,7 +35,7 @@ Count = float | Tensor
 
 
 class Counts:
-    """The counts of one step's micro-batches. Used by the last worker; by the caller afterwards.
+    """The counts of one step's micro-batches. Used by the last stage, and by the caller afterwards.
 
     Args:
         shares: for each micro-batch, its share of the mini-batch's rows.

@@ -1,8 +1,9 @@
 """Cuts the ends of a stage: in a step, each stage goes backward by itself.
 
 The graph of a micro-batch ends at the borders of the stage. It is kept from ``F[i,j]`` to
-``B[i,j]``; if the micro-batch is checkpointed, only from ``R[i,j]``, which builds it anew. The plan
-says how many are. On CPU each worker goes backward on its own thread, so stages do it in parallel.
+``B[i,j]``; if the micro-batch is checkpointed, only from ``R[i,j]``, which builds it anew. How many
+are kept at a time is up to the plan. On CPU each worker goes backward on its own thread, so stages
+do it in parallel.
 """
 
 from __future__ import annotations

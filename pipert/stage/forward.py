@@ -26,7 +26,7 @@ def forward(stage: Stage, compute: Compute) -> How:
 
 
 def _observed(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
-    # An observer that calls the pipe in here is refused, as the pipe's own task.
+    # Observers are told in here, so that their calls of the pipe are refused, as its layers' are.
     action = Action(FORWARD, i, stage.place.j)
     with stage.run.told.observed(action, stage.place.device):
         return _forward(compute, stage, i, x)

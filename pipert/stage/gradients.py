@@ -110,8 +110,8 @@ def split_off(arriving: Arriving) -> Arriving:
     """Take out and return the gradients that nobody observes, for :func:`give` to deliver.
 
     A hook is on the tensor, or on its ``AccumulateGrad``, which holds the tensor while it lives.
-    Left to autograd is also a gradient that must be added to another, that somebody else holds,
-    that has another layout than the tensor, or that comes in several parts.
+    Autograd also delivers a gradient that must be added to another, that somebody else holds, that
+    has another layout than the tensor, or that comes in several parts.
     """
     parts = Counter([id(tensor) for tensor, _ in arriving])
     strided, observed, unobserved = torch.strided, Arriving(), Arriving()
@@ -183,8 +183,8 @@ class _Deliver(torch.autograd.Function):
 class _End(torch.autograd.Function):
     """Joins the ends of all devices into one.
 
-    Anomaly detection reads the gradients of an end per device, on whatever stream is current. This
-    one has none to read.
+    With an end per device, anomaly detection would read the gradients of each, on whatever stream
+    is current. This one has none to read.
     """
 
     @staticmethod

@@ -117,7 +117,7 @@ class InGraph:
         return borrowed
 
     def drop(self) -> None:
-        """Forget every micro-batch, since nobody waits for the run any more. Thread-safe."""
+        """Forget every micro-batch, since nobody waits for the run any more. From any thread."""
         self._token = None  # it holds the graph of all earlier micro-batches
         self._checkpoint = None
 

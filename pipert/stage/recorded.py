@@ -48,8 +48,8 @@ def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
 def recorded_forward(stage: Stage) -> How:
     """Return how ``stage`` carries out ``F`` and records it, in a call together with ``B``.
 
-    ``B`` is not a task there: its nodes are watched. They are looked up after the output has been
-    sent, so that no stage waits for it.
+    There ``B`` is not a task, but its nodes are watched. The walk that finds them comes after the
+    output has been sent, so that no stage waits for it.
     """
     after_sending: list[Callable[[], None]] = []
     how = forward(stage, partial(_compute, after_sending))

@@ -1,7 +1,7 @@
 """Refuses in-place changes of tensors of one value that overlap in memory.
 
 In the plain module such a change affects the other tensor too, its value and its graph. Here each
-tensor may have been detached, cloned or copied by itself. The same tensor twice is no problem: it
+tensor may have been detached, cloned or copied separately. The same tensor twice is no problem: it
 stays one (``batch.tensors``). Overlapping tensors may be read. So only a change is refused, once
 the layers have made it.
 

@@ -1,4 +1,4 @@
-"""Runs one partition in one run.
+"""Carries out the actions of one partition in one run.
 
 A worker takes each action of a stage as a :class:`Task`, and carries it out as the row of its kind
 says (``actions``): receive from a link, execute, send over a link.
@@ -134,9 +134,9 @@ class Stage:
             self.run.handed_on[i, self.place.j + 1] = shared
 
     def give_up(self) -> None:
-        """Close the links and drop all values, though an action may be executing. Thread-safe.
+        """Close the links and drop all values but those of an executing action. From any thread.
 
-        Wakes the worker if it waits for an input.
+        Wakes the worker if it waits for an input. The executing action drops its values at its end.
         """
         for link in self.links:
             link.close()
@@ -173,7 +173,7 @@ class Task:
             received = self._how.receive(self._action.i, before_waiting)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
-        # Checked again after a wait, however long; a task left out here does not count as done.
+        # Checked again, since it may have waited for long; a task left out here is not counted.
         return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 
     def execute(self, received: Any) -> Any:

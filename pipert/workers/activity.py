@@ -1,7 +1,7 @@
 """Shows other threads what a worker is doing and has done.
 
 Only the worker's thread writes this state, a tuple that is replaced in one step. So a reader on any
-thread sees figures of one moment, without a lock. They are words and numbers: an idle worker
+thread sees figures of one moment, without a lock. It holds words and numbers: an idle worker
 references nothing of its last task (**W2**).
 """
 
@@ -25,7 +25,7 @@ class State(NamedTuple):
     what: Any = None
     """The ``what`` of the current task; ``None`` when the worker is idle."""
     since: float = 0.0
-    """When the worker began to wait for its input or to execute it, in ``perf_counter`` seconds."""
+    """When it began to wait for the input, or to execute the task, in ``perf_counter`` seconds."""
     works: bool = False
     """Whether it executes the task, rather than waiting for its input."""
 
@@ -47,7 +47,7 @@ class Activity:
 
         The worker may have read the clock at the end of its task without having written it yet. And
         other readers, or a signal handler, may run between any two lines of this: each appends what
-        it has returned, and enough of these are kept for all that can run at a time.
+        it returns, and enough of these are kept for all that can run at a time.
         """
         busy = state.busy + (max(0.0, now - state.since) if state.works else 0.0)
         busy = max(busy, *tuple(self._seen))

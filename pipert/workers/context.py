@@ -21,8 +21,9 @@ deterministic         nothing, since it is process-wide in torch
 ====================  ==========================================================================
 
 **W4** what is applied is undone, also after an error. A worker that an exception hits in the middle
-of either ends, since it is unknown what is in effect then. The count of intra-op threads stays with
-the worker, which owns its thread; :func:`.set_own_threads` does not affect the rest of the process.
+of applying or undoing ends, since it is unknown what is in effect then. The count of intra-op
+threads stays with the worker, which owns its thread; :func:`.set_own_threads` says how other
+threads keep theirs.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class CallerContext:
 
     @contextlib.contextmanager
     def on_any_thread(self) -> Iterator[None]:
-        """Apply all settings on any thread, such as one of autograd's, and undo that at the end."""
+        """Apply all but the streams, which a thread of autograd has; undo that at the end."""
         count, grad = torch.get_num_threads(), torch.is_grad_enabled()
         if count != self._threads:
             set_own_threads(self._threads)

@@ -51,7 +51,7 @@ class WorkerView(NamedTuple):
     depth: int
     """The depth of its in-queue."""
     now: float
-    """The time of the snapshot, or just before, so that a finished task adds only its own time."""
+    """The time just before ``state`` was read, so that no task is counted beyond its end."""
     busy: float
     """Seconds spent on tasks by that time."""
 
@@ -150,17 +150,17 @@ class Pool:
                 thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return [k for k, thread in enumerate(threads) if thread.is_alive()]
 
-    def look(self) -> list[WorkerView]:
+    def views(self) -> list[WorkerView]:
         """Return what each worker is doing. Thread-safe."""
         self._reset_in_child()
         threads = self._threads
         depths = [thread.in_queue.depth() for thread in threads]
         depths += [0] * (len(self._names) - len(depths))
         now = time.perf_counter()
-        views = zip(self._names, self._devices, self._activities, depths, strict=True)
+        workers = zip(self._names, self._devices, self._activities, depths, strict=True)
         return [
             WorkerView(name, device, state, depth, now, activity.busy_by(state, now))
-            for name, device, activity, depth in views
+            for name, device, activity, depth in workers
             for state in (activity.state,)
         ]
 

@@ -62,7 +62,7 @@ def set_own_threads(count: int) -> None:
         _on_new_thread(lambda: torch.set_num_threads(default))
 
 
-_default_threads = ProcessLock()  # held while the default is changed
+_default_threads = ProcessLock()  # held while the default is another
 
 
 def _on_new_thread(function: Callable[[], T]) -> T:

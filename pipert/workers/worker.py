@@ -35,7 +35,7 @@ _log = logging.getLogger("pipert")
 
 _ending = ProcessLock()
 _last_to_end: threading.Thread | None = None  # guarded by the lock
-_FREED = 5.0  # s; a thread has freed its values long before
+_END_TIMEOUT = 5.0  # s; a thread has freed its values long before
 
 
 class _NotRun(enum.Enum):
@@ -43,7 +43,7 @@ class _NotRun(enum.Enum):
 
 
 NOT_RUN = _NotRun.NOT_RUN
-"""Takes the place of a value whose task did not run."""
+"""Takes the place of the value of a task that failed or did not run."""
 
 
 class Task(Protocol):
@@ -87,7 +87,7 @@ class WorkerThread(threading.Thread):
         return self.is_alive() and not self.in_queue.is_closed()
 
     def stop(self) -> None:
-        """Let the thread end after its current task and abandon the others. Call it anywhere."""
+        """Let the thread end after its current task and abandon the others. From anywhere."""
         self.in_queue.shut()
         if not self.is_alive():
             _abandon(self.in_queue.close(), None, self.name)
@@ -120,7 +120,7 @@ def work(
             activity.rests()
             task.send(value)
             task = value = None  # W2
-    except BaseException as error:  # noqa: B036  raised where a task is waited for
+    except BaseException as error:  # noqa: B036  the cause of the error that callers get
         reason = error
     finally:
         value = None
@@ -147,7 +147,7 @@ def _abandon(tasks: list[Task], reason: BaseException | None, name: str) -> None
 
 
 def _wait_for_the_last_to_end() -> None:
-    """Wait at most ``_FREED`` seconds until the worker that ended before this one is gone (W4).
+    """Wait for at most ``_END_TIMEOUT`` until the worker that ended before this one is gone (W4).
 
     Thread-local values are freed after the thread's last line of Python. ``torch.compile`` leaves
     tracebacks in them, and two threads that free tracebacks at the same time may deadlock: one
@@ -157,4 +157,4 @@ def _wait_for_the_last_to_end() -> None:
     with _ending.current:
         previous, _last_to_end = _last_to_end, threading.current_thread()
     if previous is not None:
-        previous.join(_FREED)
+        previous.join(_END_TIMEOUT)

@@ -141,7 +141,8 @@ MUTANTS = [
     ),
     Mutant(
         "interrupted-by-the-process", BACKWARD, "the device's clock for pieces of a backward",
-        "_thread.switch_to(None, stamp(device))", '_thread.is_at(None, stamp(torch.device("cpu")))',
+        "_thread.switch_to(None, stamp(device))",
+        '_thread.switch_to(None, stamp(torch.device("cpu")))',
     ),
     Mutant(
         "piece-by-the-process", BACKWARD, "the device's clock for a later piece of a backward",

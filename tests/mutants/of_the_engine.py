@@ -63,7 +63,7 @@ OF_RUNS = [
             received = self._how.receive(self._action.i, before_waiting)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
-        # Checked again after a wait, however long; a task left out here does not count as done.
+        # Checked again, since it may have waited for long; a task left out here is not counted.
         return received if self._position < self._stage.outcome.failed_at else NOT_RUN
 """,
         """\
@@ -135,7 +135,7 @@ OF_STEPS = [
     Mutant(
         "failed-after-its-tasks", RUNTIME,
         "a step whose gradients cannot be delivered counts as one that succeeded",
-        'told.outcome = "failed"  # in no task, so observers hear of no failed one',
+        'told.outcome = "failed"  # but no task has, so none is reported to observers',
         'told.outcome = "succeeded"',
         ("tests/step/test_step_seen.py",),
     ),

@@ -93,12 +93,12 @@ def test_who_profiles_all_threads_is_told_nothing(
 
 
 def test_nobody_looks_without_a_profiler() -> None:
-    assert not ranges.profiler_looks()
+    assert not ranges.profiler_is_on()
 
 
 def test_under_nsight_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")  # which is read once, by the import
-    assert runpy.run_path(ranges.__file__)["profiler_looks"]()
+    assert runpy.run_path(ranges.__file__)["profiler_is_on"]()
 
 
 def test_on_cuda_ranges_and_marks_are_nvtx_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ def test_rule_4_neighbours_that_differ_in_the_order_of_micro_batches_are_named(k
 
 def test_what_runs_ask_of_a_plan_is_there_when_it_is_made() -> None:
     # Nothing is left to a lock that a forked child may find held.
-    assert {"order", "positions", "kinds_there_are"} <= vars(plan("gpipe", 2, 2)).keys()
+    assert {"order", "positions", "occurring_kinds"} <= vars(plan("gpipe", 2, 2)).keys()
 
 
 def test_positions_are_the_places_in_the_order() -> None:
