@@ -98,6 +98,8 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
         ys.append(order.edge_of(part.loss))
         dys.append(cut.step.loss.gradient_of(i, part.loss))
     for source in part.sources.values():
+        if source.hooks is not None:
+            source.hooks.tie()
         gradient = _sum(cut, i, source.gradients)
         if gradient is not None:
             ys.append(source.edge)
