@@ -2,9 +2,9 @@
 
 What a layer gets may stand for a tensor of an earlier partition. The gradient of that is a part of
 the tensor's, which others use as well. ``register_hook`` adds to a dict of its tensor, which
-autograd calls. So what stands for a tensor gets a dict that autograd does not know, one for all that stand
-for the same tensor, and the dict is tied to the tensor's own node later: in a step before that one
-goes backward, and in a call when the partition ends.
+autograd calls. So what stands for a tensor gets a dict that autograd does not know, one for all
+that stand for the same tensor, and the dict is tied to the tensor's own node later: in a step
+before that one goes backward, and in a call when the partition ends.
 
 A layer that is computed again puts its hooks on again. Those of the first time are called.
 """
