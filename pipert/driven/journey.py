@@ -216,6 +216,7 @@ class Journey:
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
+            stage.layers.refuse_replaced(layer.module)
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
         # What draws is given a generator on drivers anyway (around).

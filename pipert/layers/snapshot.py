@@ -16,6 +16,7 @@ from pipert.layers.modules import modules_of
 __all__: list[str] = []
 
 Home = dict[str, nn.Parameter | None]
+Place = tuple[Home, str, nn.Parameter | None]
 
 
 class Snapshot:
@@ -25,13 +26,14 @@ class Snapshot:
     done in C.
     """
 
-    __slots__ = ("_homes", "_modules", "_names", "_parameters", "_versions", "buffers")
+    __slots__ = ("_homes", "_modules", "_names", "_of", "_parameters", "_versions", "buffers")
 
     def __init__(self, partition: nn.Module) -> None:
         self._modules: set[nn.Module] = set()
         self._homes: list[Home] = []
         self._names: list[str] = []
         self._parameters: list[nn.Parameter | None] = []
+        self._of: dict[nn.Module, list[Place]] = {}
         self._versions = Versions()
         self.buffers: Buffers | None = None
         """Those that calls might change, if any."""
@@ -54,6 +56,24 @@ class Snapshot:
             self.buffers = self.buffers or Buffers()
             self.buffers.add(module, parts)
 
+    def refuse_replaced(self, module: nn.Module) -> None:
+        """Refuse one of the modules inside, if others are in place of its parameters.
+
+        Raises:
+            RuntimeError: it would compute with its own when it does so again.
+        """
+        places = self._of.get(module)
+        if places is None:
+            own = {id(part._parameters) for part in modules_of(module)}
+            every = zip(self._homes, self._names, self._parameters, strict=True)
+            places = self._of[module] = [place for place in every if id(place[0]) in own]
+        if not all([home.get(name) is parameter for home, name, parameter in places]):
+            raise RuntimeError(
+                "a layer is called with parameters in place of its own, as by "
+                "torch.func.functional_call, which are not there when it is recomputed; "
+                "use checkpoint='never'"
+            )
+
     def is_current(self) -> bool:
         """Whether the parameters are still the same, and unchanged."""
         found = map(dict.get, self._homes, self._names)
@@ -67,7 +87,7 @@ def _are_sharded(parts: Iterable[nn.Module]) -> bool:
     return fsdp is not None and any(isinstance(part, fsdp.FSDPModule) for part in parts)
 
 
-def _places(parts: Iterable[nn.Module]) -> list[tuple[Home, str, nn.Parameter | None]]:
+def _places(parts: Iterable[nn.Module]) -> list[Place]:
     """The parameters of modules by where they are looked up, which is quick to do again.
 
     A scripted module cannot be looked up in.

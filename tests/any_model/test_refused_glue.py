@@ -183,6 +183,42 @@ def test_a_transform_through_a_cut_is_right_in_a_call_and_refused_in_a_step(how:
         results(own.make(), own, how)
 
 
+class Replacing(nn.Module):
+    """Calls a layer of the first partition, or of the second, with another bias."""
+
+    def __init__(self, name: str, length: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * length) for _ in range(3)
+        )
+        self.name = name
+        self.bias = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for name, layer in self.named_children():
+            if name == self.name:
+                x = torch.func.functional_call(layer, {"0.bias": self.bias}, (x,))
+            else:
+                x = layer(x)
+        return x
+
+
+@each_how
+@pytest.mark.parametrize("length", [1, 20], ids=["", "long"])
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_another_parameter_in_place_of_a_layers_own_is_refused_where_that_is_recomputed(
+    name: str, length: int, how: How
+) -> None:
+    model = Replacing(name, length).double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("replacing", lambda: Made(model, batch), ("b",))
+    if how.checkpoint == "never":
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="parameters in place of its own"):
+        results(own.make(), own, how)
+
+
 class Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
