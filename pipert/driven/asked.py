@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipert._typing import Tensors
@@ -70,7 +71,9 @@ def refuse_through(cut: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> Non
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
-    return [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
+    """Their nodes in the graph. A transform of torch.func has one of its own, which ends there."""
+    wanting = [tensor for tensor in tensors if tensor.requires_grad]
+    return [get_gradient_edge(one).node for one in wanting if not is_functorch_wrapped_tensor(one)]
 
 
 def _behind(ends: Iterable[Node], stop: Iterable[Node]) -> set[Node]:

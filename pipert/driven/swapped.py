@@ -39,8 +39,9 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _swap_in(value: Any, items: Iterable[tuple[Any, Any]], bring: Callable[[Tensor], Tensor]) -> None:
-    """The same in what has items of its own way to set them."""
+def _swap_in(
+    value: Any, items: Iterable[tuple[Any, Any]], bring: Callable[[Tensor], Tensor]
+) -> None:
     for key, item in list(items):
         if (brought := swapped(item, bring)) is not item:
             value[key] = brought

@@ -197,6 +197,16 @@ class TransformingClones(Three):
         return out + torch.func.vmap(self.b)(z.clone())
 
 
+class Jacobians(Three):
+    """Of each row, by a transform that asks for gradients inside of another one."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        u = self.b(y)
+        z = torch.func.vmap(torch.func.jacrev(lambda row: self.b(row) * self.scale))(y.clone())
+        return self.c(z.sum(-1)) + u
+
+
 class CheckpointingItself(Three):
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
