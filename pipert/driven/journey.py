@@ -100,7 +100,10 @@ class Journey:
             # The model's own code may draw. Inside of a layer that another pipe recomputes, buffers
             # stay as they are.
             keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
-            with DRAWING.included(), keeping, notes:
+            # What it asks gradients of makes nodes with numbers of this thread, on GPUs, too.
+            cuts = self.step is not None and self._moves
+            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else _NOTHING
+            with DRAWING.included(), keeping, notes, numbers:
                 yield
         finally:
             stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
