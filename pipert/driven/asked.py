@@ -63,10 +63,12 @@ def refuse_through(cut: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> Non
     children = [child for node in ends for child, _ in node.next_functions if child is not None]
     if not _behind(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
         raise RuntimeError(
-            "a custom autograd function or compiled code uses a tensor that an earlier partition "
-            "has made, where a step of a pipe does not see it, and the same partition uses another "
-            "such tensor, or a parameter, that this one was computed from; pass it tensor.clone(), "
-            "or call the pipe and loss.backward()"
+            "a custom autograd function or compiled code, or a layer that is given it in an object "
+            "or a closure, uses a tensor that an earlier partition has made, where a step of a "
+            "pipe does not see it, and the same partition uses another such tensor, or a "
+            "parameter, that this one was computed from; pass tensor.clone(), or the tensor "
+            "itself, or register the object's class (torch.utils._pytree.register_dataclass), or "
+            "call the pipe and loss.backward()"
         )
 
 

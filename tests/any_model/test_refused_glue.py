@@ -255,6 +255,43 @@ class UsingItUnseen(nn.Module):
         return Multiply.apply(y, given[0])  # type: ignore[no-untyped-call]
 
 
+class Held:
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+
+
+class Taking(nn.Module):
+    def forward(self, held: Held) -> Tensor:
+        return held.h * 2
+
+
+class PassingObjects(nn.Module):
+    """Which torch cannot flatten, to a layer: what is in one was computed from the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.taking = nn.Linear(4, 4), nn.Linear(4, 4), Taking()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = y.sin()
+        return self.b(z) + self.taking(Held(y)) * self.taking(Held(z))
+
+
+@each_how
+def test_tensors_in_objects_that_layers_get_are_right_in_a_call_and_refused_in_a_step(
+    how: How,
+) -> None:
+    model = PassingObjects().double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("objects", lambda: Made(model, batch), ("b",))
+    if not how.schedule:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="in an object or a closure.*register_dataclass"):
+        results(own.make(), own, how)
+
+
 @pytest.mark.parametrize("how", ["parameter", "tensor"])
 def test_what_would_go_back_twice_through_an_earlier_partition_is_refused(how: str) -> None:
     x, target = torch.rand(4, 3), torch.rand(4, 3)
