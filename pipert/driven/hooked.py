@@ -39,7 +39,8 @@ class GradientHooks(OrderedDict[int, Hook]):
 
     def __init__(self, of: Tensor) -> None:
         super().__init__()
-        self._edge: GradientEdge | None = order.edge_of(of)
+        self.edge: GradientEdge | None = order.edge_of(of)
+        """Where the tensor is in the graph; ``None`` when they are tied."""
         self._of = weakref.ref(of)
         self._stand_ins: list[weakref.ref[Tensor]] = []
 
@@ -50,13 +51,13 @@ class GradientHooks(OrderedDict[int, Hook]):
 
     def tie(self) -> None:
         """Let them be called with the tensor's gradient, if there are any. Again: no-op."""
-        edge = self._edge
+        edge = self.edge
         if edge is None:
             return
         self._retain()
         if not self:
             return
-        self._edge = None
+        self.edge = None
         node: Any = edge.node
         if type(node) is AccumulateGrad:
             node.variable.register_hook(self._call)
@@ -114,8 +115,25 @@ def _hooks_of(tensor: Tensor) -> Any:
 
 
 def copy_gradient(of: Tensor, to: Tensor) -> None:
-    """Let a tensor have the gradient of another one as its own, when that is computed."""
-    of.register_hook(partial(_set_gradient, weakref.ref(to)))  # type: ignore[no-untyped-call]
+    """Let a tensor have the gradient of another one as its own, when that is computed.
+
+    After all hooks, also those that are put on later: a layer may be computed again before a
+    later partition has run. What never runs, as where a graph begins, has no place for that.
+    """
+    hooks = _hooks_of(of)
+    edge = hooks.edge if isinstance(hooks, GradientHooks) else order.edge_of(of)
+    if edge is None or type(edge.node) in _NEVER_RUN:
+        of.register_hook(partial(_set_gradient, weakref.ref(to)))  # type: ignore[no-untyped-call]
+    else:
+        edge.node.register_prehook(partial(_set_one, weakref.ref(to), edge.output_nr))
+
+
+_NEVER_RUN = frozenset({AccumulateGrad, order.ENTERED})
+
+
+def _set_one(weak: weakref.ref[Tensor], number: int, gradients: Tensors) -> None:
+    if gradients[number] is not None:
+        _set_gradient(weak, gradients[number])
 
 
 def _set_gradient(weak: weakref.ref[Tensor], gradient: Tensor) -> None:

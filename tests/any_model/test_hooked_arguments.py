@@ -236,5 +236,5 @@ def test_a_layer_that_retains_the_gradient_of_its_argument_gets_the_whole(
     assert len(found) >= len(expected)
     for tensor in found:
         grads = [other.grad for other in expected if torch.equal(other, tensor)]
-        assert grads
+        assert grads, tensor
         torch.testing.assert_close(tensor.grad, grads[0])
