@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from pipert._typing import Tensors
@@ -64,15 +65,19 @@ def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> 
     children = [child for node in ends for child, _ in node.next_functions if child is not None]
     if not _reachable(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
         raise RuntimeError(
-            "a custom autograd function or compiled code uses a tensor that an earlier partition "
-            "has made, where a step of a pipe does not see it, and the same partition uses another "
-            "such tensor, or a parameter, that this one was computed from; pass it tensor.clone(), "
-            "or call the pipe and loss.backward()"
+            "a custom autograd function or compiled code, or a layer that is given it in an object "
+            "or a closure, uses a tensor that an earlier partition has made, where a step of a "
+            "pipe does not see it, and the same partition uses another such tensor, or a "
+            "parameter, that this one was computed from; pass tensor.clone(), or the tensor "
+            "itself, or register the object's class (torch.utils._pytree.register_dataclass), or "
+            "call the pipe and loss.backward()"
         )
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
-    return [get_gradient_edge(tensor).node for tensor in tensors if tensor.requires_grad]
+    """Their nodes in the graph. A transform of torch.func has one of its own, which ends there."""
+    wanting = [tensor for tensor in tensors if tensor.requires_grad]
+    return [get_gradient_edge(one).node for one in wanting if not is_functorch_wrapped_tensor(one)]
 
 
 def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:

@@ -33,7 +33,8 @@ from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.asked import refuse_going_back
-from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ASKING, HOOKING, OutsideOfGlue
+from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ASKING, OutsideOfGlue
+from pipert.driven.hooked import GradientHooks, hooks_for
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
 from pipert.driven.swapped import swapped
@@ -50,11 +51,11 @@ _C: Any = torch._C
 class Source:
     """A tensor that later partitions have used, and the gradients that they have sent for it."""
 
-    __slots__ = ("edge", "gradients")
+    __slots__ = ("edge", "gradients", "hooks")
 
-    def __init__(self, edge: GradientEdge | None) -> None:
-        self.edge = edge
-        """``None`` for an input of the model."""
+    def __init__(self, edge: GradientEdge | None, hooks: GradientHooks | None = None) -> None:
+        self.edge, self.hooks = edge, hooks
+        """``None`` for an input of the model; those of what stands for it."""
         self.gradients: list[tuple[Tensor, int]] = []
         """Each with the partition that it comes from."""
 
@@ -172,10 +173,12 @@ class Crossing(TorchFunctionMode):
     def _enter(self, tensor: Tensor, key: tuple[Node, int], made_in: Part) -> Tensor:
         source = made_in.sources.get(key)
         if source is None:
-            source = made_in.sources[key] = Source(order.edge_of(tensor))
+            source = made_in.sources[key] = Source(order.edge_of(tensor), hooks_for(tensor))
         with torch.enable_grad():  # it may be used again where gradients are enabled
             (entered,) = self._mark(order.enter((self._here(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
+        assert source.hooks is not None
+        source.hooks.give(entered)
         return entered
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -211,7 +214,7 @@ class Crossing(TorchFunctionMode):
         if func in self._about or not self.is_glue:
             return func(*args, **kwargs or {})
         if func in ASKING:
-            ask = self._to_hook if func in HOOKING else self._to_go_back
+            ask = self._to_retain if func is Tensor.retain_grad else self._to_go_back
             args, kwargs = ask(*args, **kwargs or {})
         else:
             args, kwargs = self.bring_all(args, kwargs or {})
@@ -219,10 +222,10 @@ class Crossing(TorchFunctionMode):
         self.settle(result)
         return result
 
-    def _to_hook(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The arguments with which the gradient of a tensor is asked for, and not of a stand-in."""
+    def _to_retain(self, tensor: Tensor) -> Any:
+        """The arguments with which the gradient of a tensor is kept, and not of a stand-in."""
         is_weight = isinstance(tensor, nn.Parameter)
-        return (self.bring(tensor) if is_weight else self._itself(tensor), *args), kwargs
+        return (self.bring(tensor) if is_weight else self._itself(tensor),), {}
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """Return arguments that ask for gradients by the tensors, and not by copies of them."""

@@ -28,11 +28,10 @@ ABOUT_DEVICES = frozenset(
 ) | {Tensor.get_device}
 """Those of them whose answer is another one where a tensor is used."""
 
-HOOKING = frozenset({Tensor.register_hook, Tensor.retain_grad})
-"""Functions that ask for the gradient of a tensor when that is computed."""
-
-ASKING = HOOKING | {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
-"""Functions that ask for gradients: the others go back at once."""
+ASKING = frozenset({
+    Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward, Tensor.backward,
+})  # fmt: skip
+"""Functions that ask for gradients: all but the first go back at once."""
 
 
 class Looking(Protocol):

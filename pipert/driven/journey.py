@@ -104,7 +104,10 @@ class Journey:
             # The model's own code may draw. Inside of a layer that another pipe recomputes, buffers
             # stay as they are.
             keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
-            with DRAWING.included(), keeping, notes:
+            # What it asks gradients of makes nodes with numbers of this thread, on GPUs, too.
+            cuts = self.step is not None and self._moves
+            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else _NOTHING
+            with DRAWING.included(), keeping, notes, numbers:
                 yield
         finally:
             stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
@@ -222,6 +225,7 @@ class Journey:
         ):
             if layer.partition != stage.place.j:
                 stage.layers.take_snapshot(layer.module)
+            stage.layers.refuse_replaced(layer.module)
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
         # On drivers operations that draw take the stream's generator anyway (around).

@@ -28,6 +28,7 @@ from pipert.autograd import order, streams, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import tensors_of, version
+from pipert.driven.hooked import GradientHooks, hooks_for
 from pipert.driven.lending import Lending
 from pipert.driven.tape import Tape
 from pipert.driven.transforms import outside_of_transforms, refuse_to_move
@@ -49,6 +50,7 @@ class Moves:
         self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}  # original, its version, copy
         self._versions: dict[int, int] = {}  # of the copies, when they were made
         self._changed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._hooks: list[GradientHooks] = []  # of the copies
         self._stage: Stage
         self._start = 0
         self._nodes_before = range(0)  # of the partition before
@@ -66,6 +68,9 @@ class Moves:
         for key, (tensor, _, moved) in self._moved.items():
             if version(moved) != self._versions.pop(key):
                 self._changed[key] = tensor, moved
+        for hooks in self._hooks:
+            hooks.tie()
+        self._hooks.clear()
         self._moved.clear()
         first = None if self._tape is None else self._tape.first()
         self._checkpoint_before = None if first is None else weakref.ref(first)
@@ -113,6 +118,9 @@ class Moves:
         # The model may use it again where it has enabled gradients, so the copy is in the graph.
         with torch.inference_mode(tensor.is_inference()):
             moved = self._copy(tensor)
+        if moved.requires_grad:
+            self._hooks.append(hooks_for(tensor))
+            self._hooks[-1].give(moved)
         self._moved[id(tensor)] = tensor, version(tensor), moved
         self._versions[id(tensor)] = version(moved)
         return moved

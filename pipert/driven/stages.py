@@ -86,7 +86,7 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
-    watched = _watched(stage, Action(BACKWARD, i, j)) if stage.run.told.looks else _NOTHING
+    watched = _watched(stage, Action(BACKWARD, i, j)) if stage.run.told.is_watched else _NOTHING
     with watched:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
@@ -101,6 +101,8 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
         ys.append(order.edge_of(part.loss))
         dys.append(cut.step.loss.gradient_of(i, part.loss))
     for source in part.sources.values():
+        if source.hooks is not None:
+            source.hooks.tie()
         gradient = _sum(cut, i, source.gradients)
         if gradient is not None:
             ys.append(source.edge)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections import UserDict, deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,8 @@ __all__: list[str] = []
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """The same with what stands for its tensors, in tuples, lists and dicts as well.
 
-    Lists and dicts stay the same objects: who is given one may add to it.
+    Lists and dicts, and those derived from them, stay the same objects: who is given one may add
+    to it.
     """
     if isinstance(value, Tensor):
         return bring(value)
@@ -28,9 +30,21 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         value[:] = [swapped(item, bring) for item in value]
     elif kind is dict:
         value.update({key: swapped(item, bring) for key, item in value.items()})
+    elif isinstance(value, list | deque):
+        _swap_in(value, enumerate(value), bring)
+    elif isinstance(value, dict | UserDict):
+        _swap_in(value, value.items(), bring)
     elif kind not in _leaves:
         return _swapped_tree(value, bring)
     return value
+
+
+def _swap_in(
+    value: Any, items: Iterable[tuple[Any, Any]], bring: Callable[[Tensor], Tensor]
+) -> None:
+    for key, item in list(items):
+        if (brought := swapped(item, bring)) is not item:
+            value[key] = brought
 
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:

@@ -30,6 +30,7 @@ from pipert.autograd.gate import proxy_of
 from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
+from pipert.driven.hooked import begin_again
 from pipert.driven.objects import Objects
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
@@ -168,7 +169,7 @@ class Call(Again):
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_from", "_made", "_note", "_watched",
+        "_around", "_autocast", "_compute", "_from", "_made", "_note", "_retaining", "_watched",
         "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
@@ -188,6 +189,7 @@ class Call(Again):
         self._autocast: Autocast = get_autocast()
         self._from: list[tuple[Call, int] | None] = []  # of each argument, if it is an output
         self._watched: list[tuple[Tensor, int]] = []
+        self._retaining: list[tuple[int, Tensor]] = []  # which of the arguments that want one
         self.outputs: Tensors | None = None
         """The outputs of the current repetition."""
         self.is_used = False
@@ -204,6 +206,9 @@ class Call(Again):
     def refuse_changes(self) -> None:
         """Refuse a layer that has changed an argument in place, which its graph does not show."""
         watched, self._watched = self._watched, []
+        for k, number in enumerate(self._wanting):
+            if watched[number][0].retains_grad:
+                self._retaining.append((k, watched[number][0]))
         for tensor, before in watched:
             if version(tensor) != before:
                 raise RuntimeError(
@@ -230,6 +235,9 @@ class Call(Again):
             return self.first_time(value)
         with autocast(self._autocast, False):  # the model's own code has put it on
             return self.first_time(value)
+
+    def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
+        return super().fresh(partial(begin_again, begin, self._retaining))
 
     def connections(self, xs: Tensors) -> Tensors:
         origins = [self._from[k] for k in self._wanting]

@@ -175,6 +175,11 @@ class Layers:
         if guest is not None:
             self._snapshot.add(guest)
 
+    def refuse_replaced(self, layer: nn.Module) -> None:
+        """Refuse a layer whose parameters are replaced by others while it is called."""
+        assert self._snapshot is not None
+        self._snapshot.refuse_replaced(layer)
+
     def recompute(
         self,
         i: int,

@@ -16,6 +16,7 @@ from pipert.layers.modules import modules_of
 __all__: list[str] = []
 
 Parameters = dict[str, nn.Parameter | None]
+Place = tuple[Parameters, str, nn.Parameter | None]
 
 
 class Snapshot:
@@ -25,13 +26,14 @@ class Snapshot:
     C.
     """
 
-    __slots__ = ("_dicts", "_modules", "_names", "_parameters", "_versions", "buffers")
+    __slots__ = ("_dicts", "_modules", "_names", "_parameters", "_places", "_versions", "buffers")
 
     def __init__(self, partition: nn.Module) -> None:
         self._modules: set[nn.Module] = set()
         self._dicts: list[Parameters] = []  # for each parameter, the dict it is looked up in
         self._names: list[str] = []
         self._parameters: list[nn.Parameter | None] = []
+        self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
         self.buffers: Buffers | None = None
         """The buffers that calls might change, if any."""
@@ -55,6 +57,24 @@ class Snapshot:
         if may_change_buffers(parts):
             self.buffers = self.buffers or Buffers()
             self.buffers.add(module, parts)
+
+    def refuse_replaced(self, module: nn.Module) -> None:
+        """Refuse to call ``module``, one of those inside, if its parameters were replaced.
+
+        Raises:
+            RuntimeError: they were; its recomputation would use its own parameters.
+        """
+        places = self._places.get(module)
+        if places is None:
+            own = {id(part._parameters) for part in modules_of(module)}
+            every = zip(self._dicts, self._names, self._parameters, strict=True)
+            places = self._places[module] = [place for place in every if id(place[0]) in own]
+        if not all([parameters.get(name) is old for parameters, name, old in places]):
+            raise RuntimeError(
+                "a layer is called with parameters in place of its own, as by "
+                "torch.func.functional_call, which are not there when it is recomputed; "
+                "use checkpoint='never'"
+            )
 
     def is_current(self) -> bool:
         """Whether the modules still have the same parameters, unmodified."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, deque
+from collections.abc import MutableMapping
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ class Keys(list[Tensor]):
     """A list that torch cannot flatten."""
 
 
+class Cache(dict[int, Tensor]):
+    """A dict that torch cannot flatten."""
+
+
 class Adding(nn.Module):
     """Keeps its output in what it is given, and computes with what is in there already."""
 
@@ -26,9 +32,10 @@ class Adding(nn.Module):
         self.layers = nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * 20)
 
     def forward(self, x: Tensor, kept: Any) -> Tensor:
-        x = x + torch.stack(list(kept.values() if isinstance(kept, dict) else kept)).sum(0)
+        is_mapping = isinstance(kept, MutableMapping)
+        x = x + torch.stack(list(kept.values() if is_mapping else kept)).sum(0)
         y: Tensor = self.layers(x)
-        if isinstance(kept, dict):
+        if is_mapping:
             kept[len(kept)] = y
         else:
             kept.append(y)
@@ -42,10 +49,11 @@ class Model(nn.Module):
         self.kind = kind
 
     def forward(self, x: Tensor) -> Any:
-        kept = self.kind(enumerate([x])) if self.kind is dict else self.kind([x])
+        is_mapping = issubclass(self.kind, MutableMapping)
+        kept = self.kind(enumerate([x])) if is_mapping else self.kind([x])
         for block in self.blocks:
             x = block(x, kept)
-        return dict(kept) if self.kind is dict else list(kept)
+        return dict(kept) if is_mapping else list(kept)
 
 
 def family(kind: type) -> Family:
@@ -56,6 +64,15 @@ def family(kind: type) -> Family:
 @each_how
 @pytest.mark.parametrize("kind", [list, dict])
 def test_what_a_layer_adds_to_a_list_or_a_dict_is_there_for_the_next(kind: type, how: How) -> None:
+    own = family(kind)
+    assert_equal(*results(own.make(), own, how))
+
+
+@pytest.mark.parametrize("how", [how for how in HOWS if how.checkpoint == "never"])
+@pytest.mark.parametrize("kind", [OrderedDict, Cache, UserDict, Keys, deque])
+def test_what_a_layer_adds_to_one_of_another_kind_is_there_for_the_next(
+    kind: type, how: How
+) -> None:
     own = family(kind)
     assert_equal(*results(own.make(), own, how))
 

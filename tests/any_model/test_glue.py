@@ -197,6 +197,29 @@ class TransformingClones(Three):
         return out + torch.func.vmap(self.b)(z.clone())
 
 
+class UsingGradientsLater(Three):
+    """Which have graphs, that a backward has made in the middle of the forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        leaf = y.detach().requires_grad_()
+        (first,) = torch.autograd.grad((self.a(leaf) ** 3).sum(), leaf, create_graph=True)
+        z = self.b(y) + first
+        leaf = z.detach().requires_grad_()
+        (second,) = torch.autograd.grad((self.b(leaf) ** 3).sum(), leaf, create_graph=True)
+        return self.c(z + second) * first + second
+
+
+class Jacobians(Three):
+    """Of each row, by a transform that asks for gradients inside of another one."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        u = self.b(y)
+        z = torch.func.vmap(torch.func.jacrev(lambda row: self.b(row) * self.scale))(y.clone())
+        return self.c(z.sum(-1)) + u
+
+
 class CheckpointingItself(Three):
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)

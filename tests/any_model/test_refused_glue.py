@@ -183,6 +183,42 @@ def test_a_transform_through_a_cut_is_right_in_a_call_and_refused_in_a_step(how:
         results(own.make(), own, how)
 
 
+class Replacing(nn.Module):
+    """Calls a layer of the first partition, or of the second, with another bias."""
+
+    def __init__(self, name: str, length: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.Sequential(*[nn.Linear(4, 4), nn.Tanh()] * length) for _ in range(3)
+        )
+        self.name = name
+        self.bias = nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> Any:
+        for name, layer in self.named_children():
+            if name == self.name:
+                x = torch.func.functional_call(layer, {"0.bias": self.bias}, (x,))
+            else:
+                x = layer(x)
+        return x
+
+
+@each_how
+@pytest.mark.parametrize("length", [1, 20], ids=["", "long"])
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_another_parameter_in_place_of_a_layers_own_is_refused_where_that_is_recomputed(
+    name: str, length: int, how: How
+) -> None:
+    model = Replacing(name, length).double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("replacing", lambda: Made(model, batch), ("b",))
+    if how.checkpoint == "never":
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="parameters in place of its own"):
+        results(own.make(), own, how)
+
+
 class Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -217,6 +253,43 @@ class UsingItUnseen(nn.Module):
         if self.how == "parameter":
             return y * self.shared
         return Multiply.apply(y, given[0])  # type: ignore[no-untyped-call]
+
+
+class Held:
+    def __init__(self, h: Tensor) -> None:
+        self.h = h
+
+
+class Taking(nn.Module):
+    def forward(self, held: Held) -> Tensor:
+        return held.h * 2
+
+
+class PassingObjects(nn.Module):
+    """Which torch cannot flatten, to a layer: what is in one was computed from the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.taking = nn.Linear(4, 4), nn.Linear(4, 4), Taking()
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.a(x)
+        z = y.sin()
+        return self.b(z) + self.taking(Held(y)) * self.taking(Held(z))
+
+
+@each_how
+def test_tensors_in_objects_that_layers_get_are_right_in_a_call_and_refused_in_a_step(
+    how: How,
+) -> None:
+    model = PassingObjects().double()
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("objects", lambda: Made(model, batch), ("b",))
+    if not how.schedule:
+        assert_equal(*results(own.make(), own, how))
+        return
+    with pytest.raises(RuntimeError, match="in an object or a closure.*register_dataclass"):
+        results(own.make(), own, how)
 
 
 @pytest.mark.parametrize("how", ["parameter", "tensor"])
