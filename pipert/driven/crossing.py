@@ -49,15 +49,17 @@ _C: Any = torch._C
 
 
 class Source:
-    """A tensor that later partitions have used, and the gradients that they have sent for it."""
+    """A tensor that later partitions have used, and the gradients that they have sent back."""
 
     __slots__ = ("edge", "gradients", "hooks")
 
     def __init__(self, edge: GradientEdge | None, hooks: GradientHooks | None = None) -> None:
-        self.edge, self.hooks = edge, hooks
-        """``None`` for an input of the model; those of what stands for it."""
+        self.edge = edge
+        """The tensor's place in the graph; ``None`` for an input of the model."""
+        self.hooks = hooks
+        """The hooks of its stand-ins."""
         self.gradients: list[tuple[Tensor, int]] = []
-        """Each with the partition that it comes from."""
+        """Each with the partition that has sent it."""
 
 
 class Part:
@@ -142,7 +144,7 @@ class Crossing(TorchFunctionMode):
         if self._lends is not None and isinstance(tensor, nn.Parameter):
             return self._lends(tensor)
         if not self._cuts:
-            return self._here(tensor)
+            return self._on_device(tensor)
         node = tensor.grad_fn
         if node is not None:
             number = node._sequence_nr()
@@ -174,14 +176,14 @@ class Crossing(TorchFunctionMode):
         source = made_in.sources.get(key)
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor), hooks_for(tensor))
-        with torch.enable_grad():  # it may be used again where gradients are enabled
-            (entered,) = self._mark(order.enter((self._here(tensor),)))
+        with torch.enable_grad():  # the model may use it again where gradients are enabled
+            (entered,) = self._mark(order.enter((self._on_device(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
         assert source.hooks is not None
         source.hooks.give(entered)
         return entered
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _on_device(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the partition's device; in a step a copy has no graph."""
         moves = self._moves
         if moves is None:
@@ -193,10 +195,10 @@ class Crossing(TorchFunctionMode):
         """Return the same for a tensor that no earlier partition has made, with its graph."""
         moves = self._moves
         if moves is None or not tensor.requires_grad or not moves.is_elsewhere(tensor):
-            return self._here(tensor)
+            return self._on_device(tensor)
         return moves.bring_in_graph(tensor)
 
-    def _itself(self, tensor: Tensor) -> Tensor:
+    def _with_whole_gradient(self, tensor: Tensor) -> Tensor:
         """Return the tensor whose gradient is the sum from all partitions, not one stand-in's."""
         if self._cuts:
             return self._stand_ins.latest(tensor)
@@ -223,9 +225,9 @@ class Crossing(TorchFunctionMode):
         return result
 
     def _to_retain(self, tensor: Tensor) -> Any:
-        """The arguments with which the gradient of a tensor is kept, and not of a stand-in."""
+        """Return arguments that retain the gradient of the tensor, and not of a stand-in."""
         is_weight = isinstance(tensor, nn.Parameter)
-        return (self.bring(tensor) if is_weight else self._itself(tensor),), {}
+        return (self.bring(tensor) if is_weight else self._with_whole_gradient(tensor),), {}
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """Return arguments that ask for gradients by the tensors, and not by copies of them."""
@@ -234,7 +236,7 @@ class Crossing(TorchFunctionMode):
             cut = {edge.node: source.edge for edge, source in entries}
             by = None if inputs is None else tensors_of(inputs)[0]
             refuse_going_back(tensors_of(outputs)[0], by, self.bring, cut)
-        inputs = swapped(inputs, self.bring if self._cuts else self._itself)
+        inputs = swapped(inputs, self.bring if self._cuts else self._with_whole_gradient)
         (outputs,), kwargs = self.bring_all((outputs,), kwargs)
         return (outputs,), {**kwargs, "inputs": inputs}
 

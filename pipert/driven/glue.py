@@ -26,12 +26,12 @@ ABOUT = frozenset(
 ABOUT_DEVICES = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
 ) | {Tensor.get_device}
-"""Those of them whose answer is another one where a tensor is used."""
+"""Those of them whose result depends on the device on which the tensor is used."""
 
 ASKING = frozenset({
     Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward, Tensor.backward,
 })  # fmt: skip
-"""Functions that ask for gradients: all but the first go back at once."""
+"""Functions that ask for gradients. All but the first run a backward at once."""
 
 
 class Looking(Protocol):

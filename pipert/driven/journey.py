@@ -98,19 +98,19 @@ class Journey:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """What is on from the beginning of a passage to its end."""
+        """Put a passage into its context, from its beginning to its end."""
         notes = _NOTHING if self.stats is None else self.stats.collecting()
         try:
-            # The model's own code may draw. Inside of a layer that another pipe recomputes, buffers
+            # Glue may draw random numbers. Inside a layer that another pipe recomputes, buffers
             # stay as they are.
             keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
-            # What it asks gradients of makes nodes with numbers of this thread, on GPUs, too.
+            # Gradients that glue asks for make nodes on this thread, with its numbers, on GPUs too.
             cuts = self.step is not None and self._moves
             numbers = torch.autograd.set_multithreading_enabled(False) if cuts else _NOTHING
             with DRAWING.included(), keeping, notes, numbers:
                 yield
         finally:
-            stash(None)  # torch would drop it when the thread ends, maybe after the interpreter
+            stash(None)  # else torch drops it when the thread ends, maybe after the interpreter
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Run the model on micro-batch ``i``; return what the last stage sends."""

@@ -18,7 +18,7 @@ A tensor that is on no device of the pipe, such as lengths on the CPU, stays the
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,18 @@ from pipert.workers.context import is_transformed
 __all__: list[str] = []
 
 
+class _Copy(NamedTuple):
+    """A copy, and the versions that it and its original had when it was made."""
+
+    tensor: Tensor
+    copy: Tensor
+    tensor_version: int
+    copy_version: int
+
+    def has_changed(self) -> bool:
+        return version(self.copy) != self.copy_version
+
+
 class Moves:
     """Brings tensors of micro-batch ``i`` to the device of the current partition."""
 
@@ -47,9 +59,8 @@ class Moves:
         self._run = run
         self._devices = list(dict.fromkeys(run.devices))
         self._lending = lending
-        self._moved: dict[int, tuple[Tensor, int, Tensor]] = {}  # original, its version, copy
-        self._versions: dict[int, int] = {}  # of the copies, when they were made
-        self._changed: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[int, _Copy] = {}  # of the current partition, by the id of the original
+        self._changed: dict[int, _Copy] = {}  # those that earlier partitions have changed
         self._hooks: list[GradientHooks] = []  # of the copies
         self._stage: Stage
         self._start = 0
@@ -65,13 +76,11 @@ class Moves:
 
     def end(self) -> None:
         """End the partition. A copy that it has changed in place replaces its tensor for good."""
-        for key, (tensor, _, moved) in self._moved.items():
-            if version(moved) != self._versions.pop(key):
-                self._changed[key] = tensor, moved
+        self._changed.update((k, copy) for k, copy in self._copies.items() if copy.has_changed())
         for hooks in self._hooks:
             hooks.tie()
         self._hooks.clear()
-        self._moved.clear()
+        self._copies.clear()
         first = None if self._tape is None else self._tape.first()
         self._checkpoint_before = None if first is None else weakref.ref(first)
         self._tape = None
@@ -81,15 +90,14 @@ class Moves:
     def current(self, tensor: Tensor) -> Tensor:
         """Return the copy that replaces ``tensor`` since an earlier partition has changed it."""
         while (changed := self._changed.get(id(tensor))) is not None:
-            tensor = changed[1]
+            tensor = changed.copy
         return tensor
 
     def latest(self, tensor: Tensor) -> Tensor:
         """Return the same, counting changes by the current partition."""
         tensor = self.current(tensor)
-        known = self._moved.get(id(tensor))
-        changed = known is not None and version(known[2]) != self._versions[id(tensor)]
-        return known[2] if known is not None and changed else tensor
+        known = self._copies.get(id(tensor))
+        return known.copy if known is not None and known.has_changed() else tensor
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` is on the device of another partition, to be copied here."""
@@ -108,9 +116,9 @@ class Moves:
         """Return a copy of ``tensor`` here, made once for the partition; in a step, detached."""
         if isinstance(tensor, nn.Parameter):
             return self._lending.stand_in_for(self._stage, self._i, tensor)
-        known = self._moved.get(id(tensor))
-        if known is not None and known[1] == version(tensor):
-            return known[2]
+        known = self._copies.get(id(tensor))
+        if known is not None and known.tensor_version == version(tensor):
+            return known.copy
         if is_transformed():
             refuse_to_move(tensor)
             with outside_of_transforms():
@@ -121,8 +129,7 @@ class Moves:
         if moved.requires_grad:
             self._hooks.append(hooks_for(tensor))
             self._hooks[-1].give(moved)
-        self._moved[id(tensor)] = tensor, version(tensor), moved
-        self._versions[id(tensor)] = version(moved)
+        self._copies[id(tensor)] = _Copy(tensor, moved, version(tensor), version(moved))
         return moved
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:

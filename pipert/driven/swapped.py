@@ -16,10 +16,10 @@ __all__: list[str] = []
 
 
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """The same with what stands for its tensors, in tuples, lists and dicts as well.
+    """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.
 
-    Lists and dicts, and those derived from them, stay the same objects: who is given one may add
-    to it.
+    Lists and dicts, and those derived from them, stay the same objects, since the called function
+    may add to them.
     """
     if isinstance(value, Tensor):
         return bring(value)
@@ -34,7 +34,7 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         _swap_in(value, enumerate(value), bring)
     elif isinstance(value, dict | UserDict):
         _swap_in(value, value.items(), bring)
-    elif kind not in _leaves:
+    elif kind not in _without_tensors:
         return _swapped_tree(value, bring)
     return value
 
@@ -52,11 +52,11 @@ def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
-            _leaves.add(type(value))
+            _without_tensors.add(type(value))
         return value
     brought = tuple(map(bring, tensors))
     return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
 
 
-_leaves: set[type] = set()
+_without_tensors: set[type] = set()
 """Types that torch cannot flatten, so that no tensors are found in them."""

@@ -89,7 +89,7 @@ class Tape:
 
         def first_time(value: Value) -> Value:
             # With the caller's own lists and dicts, to which the layer may add.
-            return call.first_time(given if call.has_callers_tensors else value)
+            return call.call_layer(given if call.has_callers_tensors else value)
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
@@ -169,7 +169,7 @@ class Call(Again):
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_from", "_made", "_note", "_retaining", "_watched",
+        "_around", "_autocast", "_compute", "_earlier", "_from", "_note", "_retaining", "_watched",
         "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
@@ -185,11 +185,11 @@ class Call(Again):
         self._compute = compute
         self._around = around
         self._note = note
-        self._made = earlier
+        self._earlier = earlier
         self._autocast: Autocast = get_autocast()
         self._from: list[tuple[Call, int] | None] = []  # of each argument, if it is an output
         self._watched: list[tuple[Tensor, int]] = []
-        self._retaining: list[tuple[int, Tensor]] = []  # which of the arguments that want one
+        self._retaining: list[tuple[int, Tensor]] = []  # arguments that retain their gradients
         self.outputs: Tensors | None = None
         """The outputs of the current repetition."""
         self.is_used = False
@@ -197,7 +197,7 @@ class Call(Again):
         self.has_callers_tensors = True
         """Whether the layer gets the caller's tensors themselves, and no copy of a leaf."""
 
-    def first_time(self, value: Value) -> Value:
+    def call_layer(self, value: Value) -> Value:
         """Call the layer, with ``value`` as its arguments."""
         args, kwargs = _arguments(value)
         with _NOTHING if self._around is None else self._around():
@@ -222,19 +222,14 @@ class Call(Again):
     ) -> None:
         value = get_value()
         try:
-            y = self._again_under_autocast(value)
+            with autocast(self._autocast, False):  # which glue may have switched for this call
+                y = self.call_layer(value)
         except BaseException as error:
             add_note(error, partial(self._note, *_arguments(value)))
             raise
         if self.is_used:
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
-
-    def _again_under_autocast(self, value: Value) -> Value:
-        if get_autocast() == self._autocast:
-            return self.first_time(value)
-        with autocast(self._autocast, False):  # the model's own code has put it on
-            return self.first_time(value)
 
     def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
         return super().fresh(partial(begin_again, begin, self._retaining))
@@ -246,7 +241,7 @@ class Call(Again):
         )
 
     def _keep(self, tensors: Tensors) -> list[Tensor]:
-        earlier, self._made = self._made, {}
+        earlier, self._earlier = self._earlier, {}
         self._tensors, self._versions = [], []
         given = []
         for tensor in tensors:
