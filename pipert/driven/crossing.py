@@ -19,6 +19,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -45,21 +46,17 @@ from pipert.workers.context import is_transformed
 
 __all__: list[str] = []
 
-_C: Any = torch._C
 
-
+@dataclass(slots=True, eq=False)
 class Source:
     """A tensor that later partitions have used, and the gradients that they have sent back."""
 
-    __slots__ = ("edge", "gradients", "hooks")
-
-    def __init__(self, edge: GradientEdge | None, hooks: GradientHooks | None = None) -> None:
-        self.edge = edge
-        """The tensor's place in the graph; ``None`` for an input of the model."""
-        self.hooks = hooks
-        """The hooks of its stand-ins."""
-        self.gradients: list[tuple[Tensor, int]] = []
-        """Each with the partition that has sent it."""
+    edge: GradientEdge | None
+    """The tensor's place in the graph; ``None`` for an input of the model."""
+    hooks: GradientHooks | None = None
+    """The hooks of its stand-ins."""
+    gradients: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Each with the partition that has sent it."""
 
 
 class Part:
@@ -226,8 +223,8 @@ class Crossing(TorchFunctionMode):
 
     def _to_retain(self, tensor: Tensor) -> Any:
         """Return arguments that retain the gradient of the tensor, and not of a stand-in."""
-        is_weight = isinstance(tensor, nn.Parameter)
-        return (self.bring(tensor) if is_weight else self._with_whole_gradient(tensor),), {}
+        find = self.bring if isinstance(tensor, nn.Parameter) else self._with_whole_gradient
+        return (find(tensor),), {}
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
         """Return arguments that ask for gradients by the tensors, and not by copies of them."""
@@ -258,7 +255,7 @@ class Crossing(TorchFunctionMode):
     ) -> list[GradientEdge]:
         """Cut the graph where tensors of earlier partitions have crossed unseen.
 
-        By way of custom autograd functions or compiled code, which call no torch functions.
+        They do so through custom autograd functions, compiled code, objects and closures.
 
         Args:
             part: the part that goes backward.
@@ -286,9 +283,9 @@ class Crossing(TorchFunctionMode):
         found = []
         for place in edges:
             edge, sources = GradientEdge(*place), self._made_in(place[0]._sequence_nr()).sources
-            part.entries.append((edge, sources.setdefault(place, Source(edge))))
-            found.append(edge)
-        return found
+            found.append((edge, sources.setdefault(place, Source(edge))))
+        part.entries += found
+        return [edge for edge, _ in found]
 
     def _made_in(self, number: int) -> Part:
         """Return the part in which the node with this number was made."""

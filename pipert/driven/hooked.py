@@ -1,12 +1,12 @@
-"""Hooks that a layer puts on its argument, which are to see the whole gradient, and once.
+"""Lets the hooks that a layer registers on its argument see the whole gradient, once.
 
-What a layer gets may stand for a tensor of an earlier partition. The gradient of that is a part of
-the tensor's, which others use as well. ``register_hook`` adds to a dict of its tensor, which
-autograd calls. So what stands for a tensor gets a dict that autograd does not know, one for all
-that stand for the same tensor, and the dict is tied to the tensor's own node later: in a step
-before that one goes backward, and in a call when the partition ends.
+A layer may get a stand-in for a tensor of an earlier partition. The gradient of the stand-in is
+only a part of the tensor's, since other partitions may use the tensor, too. ``register_hook`` adds
+the hook to a dict of its tensor, which autograd knows. So the stand-ins of one tensor share a dict
+that autograd does not know, and it is tied to the tensor's own node later: in a step, before that
+node goes backward; in a call, when the partition ends.
 
-A layer that is computed again puts its hooks on again. Those of the first time are called.
+A recomputed layer registers its hooks again. Only those of its first computation are called.
 """
 
 from __future__ import annotations
@@ -31,26 +31,22 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 class GradientHooks(OrderedDict[int, Hook]):
-    """The hooks of what stands for one tensor, by the numbers of their handles.
+    """The hooks on the stand-ins of one tensor, keyed by the numbers of their handles."""
 
-    Args:
-        of: the tensor.
-    """
-
-    def __init__(self, of: Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         super().__init__()
-        self.edge: GradientEdge | None = order.edge_of(of)
-        """Where the tensor is in the graph; ``None`` when they are tied."""
-        self._of = weakref.ref(of)
+        self.edge: GradientEdge | None = order.edge_of(tensor)
+        """The position of the tensor in its graph; ``None`` once the hooks are tied to it."""
+        self._tensor = weakref.ref(tensor)
         self._stand_ins: list[weakref.ref[Tensor]] = []
 
     def give(self, stand_in: Tensor) -> None:
-        """Let the hooks of ``stand_in`` be these."""
+        """Make ``stand_in`` register its hooks in this dict."""
         stand_in._backward_hooks = self
         self._stand_ins.append(weakref.ref(stand_in))
 
     def tie(self) -> None:
-        """Let them be called with the tensor's gradient, if there are any. Again: no-op."""
+        """Register the hooks, if any, on the tensor's own gradient. Idempotent."""
         edge = self.edge
         if edge is None:
             return
@@ -62,19 +58,19 @@ class GradientHooks(OrderedDict[int, Hook]):
         if type(node) is AccumulateGrad:
             node.variable.register_hook(self._call)
             return
-        *_, one = order.enter((torch.empty(0, device="cpu"),) * (edge.output_nr + 1))
-        one._backward_hooks = self  # the node takes the dict and the number from it
-        node._register_hook_dict(one)
+        *_, carrier = order.enter((torch.empty(0, device="cpu"),) * (edge.output_nr + 1))
+        carrier._backward_hooks = self  # the node takes the dict and the output's number from it
+        node._register_hook_dict(carrier)
 
     def _retain(self) -> None:
-        """Where one retains its gradient, let all have the whole of it, as they are one tensor."""
-        of, each = self._of(), [weak() for weak in self._stand_ins]
-        unchanged = [one for one in each if one is not None and _hooks_of(one) is self]
-        if any(one.retains_grad for one in unchanged):
-            for one in unchanged:
-                copy_gradient(one, one)
-            if of is not None:
-                of.retain_grad()
+        """If a stand-in retains its gradient, give the whole gradient to all, as to one tensor."""
+        tensor, alive = self._tensor(), [weak() for weak in self._stand_ins]
+        unchanged = [x for x in alive if x is not None and _hooks_of(x) is self]
+        if any(stand_in.retains_grad for stand_in in unchanged):
+            for stand_in in unchanged:
+                copy_gradient(stand_in, stand_in)
+            if tensor is not None:
+                tensor.retain_grad()
 
     def _call(self, gradient: Tensor) -> Tensor:
         for hook in list(self.values()):
@@ -84,7 +80,7 @@ class GradientHooks(OrderedDict[int, Hook]):
 
 
 def hooks_for(tensor: Tensor) -> GradientHooks:
-    """The hooks of what is about to stand for a tensor, or of what that one stands for already."""
+    """Return the hooks for a stand-in of ``tensor``, which may be a stand-in itself."""
     hooks = _hooks_of(tensor)
     return hooks if isinstance(hooks, GradientHooks) else GradientHooks(tensor)
 
@@ -94,17 +90,17 @@ def begin_again(
     retaining: Iterable[tuple[int, Tensor]],
     tensors: Tensors,
 ) -> Tensors:
-    """Begin the graph of a layer that is computed again, whose hooks are those of the first time.
+    """Begin the graph of a recomputed layer, whose hooks are those of its first computation.
 
     Args:
-        begin: begins it; ``None``: with leaves.
-        retaining: the tensors that the layer got the first time and whose gradients it retains,
-            by the numbers of those that it gets now.
-        tensors: what it is to get.
+        begin: begins a graph with tensors; ``None`` makes them leaves.
+        retaining: arguments of the first computation that retain their gradients, each with the
+            number of its counterpart among ``tensors``.
+        tensors: the arguments of the recomputation that want a gradient.
     """
     begun = tuple([x.requires_grad_() for x in tensors]) if begin is None else begin(tensors)
     for tensor in begun:
-        tensor._backward_hooks = OrderedDict()  # nobody calls those
+        tensor._backward_hooks = OrderedDict()  # a dict that autograd does not know
     for number, tensor in retaining:
         copy_gradient(tensor, begun[number])
     return begun
@@ -114,24 +110,24 @@ def _hooks_of(tensor: Tensor) -> Any:
     return tensor._backward_hooks
 
 
-def copy_gradient(of: Tensor, to: Tensor) -> None:
-    """Let a tensor have the gradient of another one as its own, when that is computed.
+def copy_gradient(source: Tensor, target: Tensor) -> None:
+    """Set ``target.grad`` to the gradient of ``source`` when that is computed.
 
-    After all hooks, also those that are put on later: a layer may be computed again before a
-    later partition has run. What never runs, as where a graph begins, has no place for that.
+    This happens after all hooks, even those registered later: a layer may be recomputed before a
+    later partition has run. A node at which a graph begins is never executed, so it takes a hook.
     """
-    hooks = _hooks_of(of)
-    edge = hooks.edge if isinstance(hooks, GradientHooks) else order.edge_of(of)
-    if edge is None or type(edge.node) in _NEVER_RUN:
-        of.register_hook(partial(_set_gradient, weakref.ref(to)))  # type: ignore[no-untyped-call]
+    hooks, weak = _hooks_of(source), weakref.ref(target)
+    edge = hooks.edge if isinstance(hooks, GradientHooks) else order.edge_of(source)
+    if edge is None or type(edge.node) in _NEVER_EXECUTED:
+        source.register_hook(partial(_set_gradient, weak))  # type: ignore[no-untyped-call]
     else:
-        edge.node.register_prehook(partial(_set_one, weakref.ref(to), edge.output_nr))
+        edge.node.register_prehook(partial(_set_gradient_of_output, weak, edge.output_nr))
 
 
-_NEVER_RUN = frozenset({AccumulateGrad, order.ENTERED})
+_NEVER_EXECUTED = frozenset({AccumulateGrad, order.ENTERED})
 
 
-def _set_one(weak: weakref.ref[Tensor], number: int, gradients: Tensors) -> None:
+def _set_gradient_of_output(weak: weakref.ref[Tensor], number: int, gradients: Tensors) -> None:
     if gradients[number] is not None:
         _set_gradient(weak, gradients[number])
 
