@@ -38,7 +38,7 @@ class RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [buffer.clone() for buffer, _ in changed]
         result = func(*args, **kwargs or {})
         for (buffer, name), old in zip(changed, before, strict=True):
-            if not torch.equal(buffer, old):
+            if not _are_equal(buffer, old):
                 buffer.copy_(old)
                 raise _changed(name)
         return result
@@ -52,9 +52,28 @@ def refuse_replaced(home: dict[str, Tensor | None], name: str, old: Tensor | Non
     new = home.get(name)
     if new is not None and old is not None and new.device != old.device:
         return
-    if new is None or old is None or new.shape != old.shape or not torch.equal(new, old):
+    if new is None or old is None or not _are_equal(new, old):
         home[name] = old
         raise _changed(name)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare two tensors by layout, shape and values; torch compares no sparse ones itself."""
+    if one.layout != other.layout or one.shape != other.shape:
+        return False
+    return all(map(torch.equal, _parts(one), _parts(other)))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that a tensor consists of."""
+    if tensor.layout == torch.sparse_coo:
+        coalesced = tensor.coalesce()
+        return coalesced.indices(), coalesced.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _changed(name: str) -> RecomputationError:
