@@ -163,7 +163,7 @@ class Control:
     def _gather(self, own: Any) -> list[Any]:
         """Gather an object from each rank.
 
-        Most are short and take one collective: a third of the time of ``all_gather_object``.
+        Most are short and take one collective; ``all_gather_object`` takes two, and needs NumPy.
         """
         data = pickle.dumps(own)
         message = len(data).to_bytes(_HEAD) + data
