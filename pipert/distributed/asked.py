@@ -68,7 +68,8 @@ class Brought(NamedTuple):
     """The number of rows in each micro-batch; only the first rank has any."""
     signatures: tuple[Any, ...]
     """Shapes, dtypes and ``requires_grad`` of each micro-batch; only the first rank has any.
-    Micro-batches with equal signatures cross each boundary as the same tensors."""
+    Micro-batches with equal signatures cross each boundary as tensors of equal shapes and
+    dtypes."""
     target_sizes: tuple[int, ...]
     """The number of rows in each micro-batch of the target, if it has rows; only the last rank has
     any."""

@@ -1,26 +1,24 @@
 """Rehearses a mini-batch of a new shape, to find which values cross the partition boundaries.
 
-One micro-batch of each kind goes through all partitions but the last. Buffers and the state of
-random number generators are put back.
+One micro-batch of each kind goes through all partitions but the last. Buffers are put back, and
+layers draw the random numbers that they draw again in the mini-batch itself.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.boundary import Sample, sample_of
 from pipert.distributed.stages import Running, entered, moved
-from pipert.model.calls import unchanged
 from pipert.stage.shared_memory import Shared, compute_watching
 
 __all__: list[str] = []
@@ -56,13 +54,9 @@ def meet(
                 left = [_rehearse(running[j], *one) for one in zip(firsts, *arrived, strict=True)]
                 crossed[j + 1] = _saved(left)
         if j in running and homes[j + 1] != home:
-            with control.talking():
-                dist.send_object_list([crossed[j + 1]], homes[j + 1], group=control.group)
+            control.send(crossed[j + 1], homes[j + 1])
         elif j + 1 in running and j not in running:
-            received: list[Any] = [None]
-            with control.talking():
-                dist.recv_object_list(received, home, group=control.group)
-            (crossed[j + 1],) = received
+            crossed[j + 1] = control.receive(home)
     with control.agreeing():
         return {j: _loaded(saved) for j, saved in crossed.items()}
 
@@ -107,7 +101,7 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
             return None
 
     unsynchronized = called.no_sync() if isinstance(called, DistributedDataParallel) else None
-    with unchanged(module), unsynchronized or nullcontext():
+    with _buffers_kept(module), unsynchronized or nullcontext():
         module.forward_micro_batch = forward
         try:
             y = called()
@@ -116,3 +110,21 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
         if errors:
             raise errors.pop()
         return sample_of(y, handed_on)
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Put back the buffers that ``module`` has; leave those that its layers make in the block."""
+    before = [
+        (part._buffers, name, buffer, buffer.clone())
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for home, name, buffer, value in before:
+                home[name] = buffer
+                buffer.copy_(value)

@@ -190,7 +190,7 @@ class Runtime:
     def _schedule(self, prepared: Prepared, batch: MiniBatch) -> None:
         numbers = {} if batch.loss is None else {"target": torch.arange(len(batch.sizes))}
         try:
-            with self.site.control.talking(lambda: f"at {batch.last}"):
+            with self.site.control.talking(batch.at):
                 prepared.schedule.step(**numbers)
         except RankError:
             if batch.failure is None:

@@ -90,6 +90,10 @@ class MiniBatch:
     last: Action | None = None
     """The action that began last."""
 
+    def at(self) -> str:
+        """Say where this rank is, for an error."""
+        return "before its first action" if self.last is None else f"at {self.last}"
+
     def fail(self, error: BaseException, action: Action | None) -> None:
         """Note an error, unless an earlier one was noted."""
         self.failure = self.failure or (error, action)

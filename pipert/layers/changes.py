@@ -69,7 +69,7 @@ class RefuseChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [buffer.clone() for buffer, _ in changed]
         result = func(*args, **kwargs or {})
         for (buffer, name), old in zip(changed, before, strict=True):
-            if not torch.equal(buffer, old):
+            if not _are_equal(buffer, old):
                 buffer.copy_(old)
                 raise _changed(name)
         return result
@@ -94,7 +94,26 @@ def differ(new: Tensor, old: Tensor) -> bool:
 
     A tensor on another device is accepted: the layer was moved to the device where it is called.
     """
-    return new.device == old.device and (new.shape != old.shape or not torch.equal(new, old))
+    return new.device == old.device and not _are_equal(new, old)
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    """Compare two tensors by layout, shape and values; torch compares no sparse ones itself."""
+    if one.layout != other.layout or one.shape != other.shape:
+        return False
+    return all(map(torch.equal, _parts(one), _parts(other)))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that a tensor consists of."""
+    if tensor.layout == torch.sparse_coo:
+        coalesced = tensor.coalesce()
+        return coalesced.indices(), coalesced.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _changed(name: str) -> RecomputationError:

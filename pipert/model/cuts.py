@@ -194,9 +194,9 @@ def homes(
         layers: the layers, from :func:`layers_of`.
         cuts: the cuts that were given to it.
         order: the names of layers in the order of their first calls. A layer that the dry run has
-            not called lives with the one registered before it (if there is none, behind it).
-            ``None`` takes the order of registration: a layer lives in the partition of the last
-            cut before it.
+            not called lives with the one registered before it (if there is none, with the next
+            that was called). ``None`` takes the order of registration: a layer lives in the
+            partition of the last cut up to it.
 
     Raises:
         ValueError: the cuts are not in the order of their first calls, one was never called, or

@@ -537,6 +537,19 @@ def test_a_rank_dies(n: int, how: str, phase: str) -> None:
     check_died(found, 0 if phase == "meeting" else n - 1, 3 if how == "exit" else -signal.SIGKILL)
 
 
+def dying_first(rank: int) -> str:
+    pipe = distributed.Pipe(trapped(2), [3, 3], chunks=4)
+    check_works(pipe, 2)
+    if rank == 0:
+        trap_of(pipe).set_to("F", 0, lambda: die("exit"))
+    return caught(lambda: step(pipe))[1]
+
+
+def test_a_rank_dies_before_another_has_begun() -> None:
+    _, second = endings(2, dying_first, group=2)
+    assert "rank 1 lost the others before its first action: " in second.result, second.text
+
+
 def dying_at_construction(rank: int, where: str) -> tuple[type[BaseException], str]:
     dist.barrier()  # or the group itself may not come about
     if rank == 1 and where == "before":

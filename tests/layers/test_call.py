@@ -341,6 +341,50 @@ def test_a_buffer_that_is_replaced_in_a_recomputation_is_put_back_and_refused() 
     step(Replacing(torch.ones_like), "always")  # by the same values
 
 
+class Sparse(nn.Module):
+    """Changes its sparse buffer in place, or puts another one in its place."""
+
+    def __init__(self, layout: torch.layout, factor: float, replaces: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.links: Tensor
+        self.register_buffer("links", torch.eye(3).to_sparse(layout=layout))
+        self.factor = factor
+        self.replaces = replaces
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            self.links = self.links * self.factor
+        else:
+            self.links.mul_(self.factor)
+        return x * self.weight
+
+
+sparse = pytest.mark.parametrize(
+    ("layout", "replaces"),
+    [(torch.sparse_coo, False), (torch.sparse_coo, True), (torch.sparse_csc, True)],
+)
+
+
+@sparse
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support is in beta")
+def test_a_recomputation_that_changes_a_sparse_buffer_is_refused(
+    layout: torch.layout, replaces: bool
+) -> None:
+    layer = Sparse(layout, 2, replaces)
+    with pytest.raises(RecomputationError, match="links' when it is recomputed"):
+        step(layer, "always")
+    assert torch.equal(layer.links.to_dense(), 4 * torch.eye(3))  # of two forwards
+
+
+@sparse
+@pytest.mark.filterwarnings("ignore:Sparse CSC tensor support is in beta")
+def test_a_recomputation_that_keeps_the_values_of_a_sparse_buffer_is_allowed(
+    layout: torch.layout, replaces: bool
+) -> None:
+    step(Sparse(layout, 1, replaces), "always")
+
+
 def test_spectral_norm_is_refused_when_it_is_recomputed() -> None:
     layer = nn.Sequential(nn.Linear(3, 32), spectral_norm(nn.Linear(32, 32)))
     with pytest.raises(RecomputationError, match="parametrizations.weight.0._[uv]'"):
