@@ -1,14 +1,14 @@
 """Measures what each part of the runtime is worth: the paper's section 4.1, U-Net (5, 64).
 
 The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
-the available devices, four pipes with the same switches run in turn. ``--picture`` draws the
-four timelines, as the paper's figure does: the real ones if there are four devices, else the
-simulated. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
+the available devices, four pipes with the same switches run in turn. ``--picture`` draws the four
+timelines, as the paper's figure does: the real ones if there are four devices, else the simulated
+ones. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
 
-*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready
-node created last. A worker of pipert creates the nodes of its micro-batches one after the
-other, and a recomputation creates none that run backward, so the last micro-batch comes first
-anyway. Fork and join turn what happens into what must happen.
+*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready node
+created last. A worker of pipert creates the nodes of its micro-batches one after the other, and a
+recomputation creates none that run backward, so the last micro-batch comes first anyway. Fork and
+join turn an order that happens to hold into one that is guaranteed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CPU_ROWS, CPU_CHUNKS = 1, 4  # samples of a micro-batch, and micro-batches
 
 
 def timeline_of(simulation: Simulation) -> Timeline:
-    """A simulation, as a recording of four GPUs would have it."""
+    """Converts a simulation to the timeline that a recording of four GPUs would give."""
     devices = [torch.device("cuda", j) for j in range(simulation.plan.n)]
     events = [
         Event(
@@ -64,7 +64,7 @@ def timeline_of(simulation: Simulation) -> Timeline:
 
 
 def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
-    """Print what each part is worth on four devices that are not there."""
+    """Predicts and prints what each part is worth on four simulated devices."""
     experiment = Experiment("", UNET, UNET_SPEED, baseline=28.5)
     times, sizes = costs_of(experiment, arguments)
     link = Link(1e9 * arguments.bandwidth, 1e-6 * arguments.latency)
@@ -97,7 +97,7 @@ def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
 
 
 def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], dict[str, Timeline]]:
-    """Print what each part is worth on the devices that are here, and record a step of each."""
+    """Measures and prints what each part is worth on the local devices; records a step of each."""
     devices, scale = arguments.devices, arguments.scale
     batch, chunks = ABLATION[0].batch, ABLATION[0].chunks
     if devices[0].type == "cpu":
@@ -128,14 +128,14 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
             }
     base = figures["clock only"]["throughput"]
     table = []
-    for name, of in figures.items():
-        cells = [name, f"{of['throughput']:.2f}", f"{of['throughput'] / base:.2f}"]
-        cells += [f"{of['utilisation']:.0%}", f"{of['peak'] / 2**20:.0f}"]
+    for name, figure in figures.items():
+        cells = [name, f"{figure['throughput']:.2f}", f"{figure['throughput'] / base:.2f}"]
+        cells += [f"{figure['utilisation']:.0%}", f"{figure['peak'] / 2**20:.0f}"]
         table.append(Row(tuple(cells)))
     columns = ("parts", "samples/s", "speed-up", "utilisation", "MiB")
     where = ", ".join(map(str, devices))
     report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table)
-    if len(set(devices)) > 1:  # there are copies, and how much of them computation hides
+    if len(set(devices)) > 1:  # there are copies; the report says how much computation hides them
         print(timelines["+ direct skips"].report(), end="\n\n")
     return figures, timelines
 
@@ -148,7 +148,7 @@ def _step_of(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables, and draw the timelines."""
+    """Prints both tables, and draws the timelines."""
     parser = options(__doc__)
     parser.add_argument("--picture", type=Path, help="where to draw the timelines; .png or .svg")
     arguments = parse(parser, argv)
