@@ -22,7 +22,7 @@ from pipert.skip.routes import PartitionSkips, routes
 from pipert.stage import in_graph
 from pipert.stage.assembly import Layered
 
-__all__ = ["ALL", "Components", "ComputeStreams", "only", "through_all_between"]
+__all__ = ["ALL", "PARTS", "Components", "ComputeStreams", "only", "through_all_between"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,13 @@ class Components:
 
 
 ALL = Components()
+PARTS = {
+    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
+    "+ fork/join": Components(copy_streams=False, direct_skips=False),
+    "+ copy streams": Components(direct_skips=False),
+    "+ direct skips": ALL,
+}
+"""The paper's rows: the parts are switched on one after the other."""
 
 
 @contextmanager

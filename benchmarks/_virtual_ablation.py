@@ -13,20 +13,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _ablation import Components
+from _ablation import PARTS
 from _measure import Row
 from _paper import ABLATION
 from _virtual import PLAIN, Machine, Steps, Way, measure
 from _virtual_models import WORKLOADS, Workload
 
-__all__ = ["ABLATIONS", "COLUMNS", "PARTS", "Ablation", "table"]
+__all__ = ["ABLATIONS", "COLUMNS", "Ablation", "table"]
 
-PARTS = {
-    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
-    "+ fork/join": Components(copy_streams=False, direct_skips=False),
-    "+ copy streams": Components(direct_skips=False),
-    "+ direct skips": Components(),
-}
 N = 4
 MORE = 3  # times as many steps in the rows that depend on thread timing
 

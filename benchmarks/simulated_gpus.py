@@ -32,6 +32,7 @@ from _virtual import GPUS, MODES, PLAIN, Case, Machine, Steps, Way, ideal, measu
 import _virtual_ablation as ablation  # noqa: E402
 import _virtual_host as host  # noqa: E402
 import torch  # noqa: E402
+from _ablation import PARTS  # noqa: E402
 from _measure import Row, header, report, verdict  # noqa: E402
 from _paper import AMOEBANET_SPEED, UNET_SPEED  # noqa: E402
 from _predict import best_balance  # noqa: E402
@@ -144,7 +145,7 @@ def ablations(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
     models = [WORKLOADS[name] for name in arguments.only]
     cases = [one for one in ablation.ABLATIONS if one.workload in models]
     cases = cases[: 1 if arguments.short else None]
-    with tqdm(total=len(cases) * len(ablation.PARTS), desc="ablation", mininterval=5) as bar:
+    with tqdm(total=len(cases) * len(PARTS), desc="ablation", mininterval=5) as bar:
         for one in cases:
             table, found = ablation.table(one, arguments.repeats, bar.update)
             title = f"{one}: simulated, speed-up over the clock alone ({one.machine})"

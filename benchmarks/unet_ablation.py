@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from _ablation import Components, only
+from _ablation import PARTS, only
 from _experiments import GIB, Experiment, assumptions, costs_of, options, parse, speed_of, write
 from _measure import Row, report, take_turns
 from _models import UNET
@@ -39,12 +39,6 @@ from pipert.timeline.picture import save_picture
 
 __all__ = ["main"]
 
-SWITCHES = {
-    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
-    "+ fork/join": Components(copy_streams=False, direct_skips=False),
-    "+ copy streams": Components(direct_skips=False),
-    "+ direct skips": Components(),
-}
 CPU_ROWS, CPU_CHUNKS = 1, 4  # samples of a micro-batch, and micro-batches
 
 
@@ -73,8 +67,8 @@ def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
         setting.name: predict(
             *(setting, best_balance(times, setting), times, sizes, link),
             speed=speed,
-            copy_streams=SWITCHES[setting.name].copy_streams,
-            direct_skips=SWITCHES[setting.name].direct_skips,
+            copy_streams=PARTS[setting.name].copy_streams,
+            direct_skips=PARTS[setting.name].direct_skips,
         )
         for setting in ABLATION
     }
@@ -109,7 +103,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         balance = balance_by_time(len(devices), module, x[: batch // chunks].cpu())
     with ExitStack() as stack:
         pipes = {}
-        for name in SWITCHES:
+        for name in PARTS:
             pipe = Pipe(deepcopy(module), balance, devices=devices, chunks=chunks)
             pipes[name] = stack.enter_context(pipe)
         step = partial(_step_of, pipes, x, devices)
@@ -117,7 +111,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         timelines: dict[str, Timeline] = {}
         figures: dict[str, dict[str, float]] = {}
         for name, pipe in pipes.items():
-            with only(pipe, SWITCHES[name]):
+            with only(pipe, PARTS[name]):
                 with pipe.record() as timelines[name]:
                     one_step(pipe, x, devices)
                 peak = one_peak(pipe, x, devices)
@@ -143,7 +137,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
 def _step_of(
     pipes: dict[str, Pipe], x: torch.Tensor, devices: Sequence[torch.device], name: str
 ) -> float:
-    with only(pipes[name], SWITCHES[name]):
+    with only(pipes[name], PARTS[name]):
         return one_step(pipes[name], x, devices)
 
 
