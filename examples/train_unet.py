@@ -26,7 +26,7 @@ from models.unet import unet
 from skimage import data, io
 from torch import Tensor
 from tqdm import trange
-from train_gpt import share_cores
+from train_gpt import devices, integers, positive, share_cores
 
 from pipert import Pipe
 from pipert.balance import balance_by_time
@@ -125,26 +125,6 @@ def train(pipe: Pipe, options: argparse.Namespace) -> list[float]:
 
 
 # --- the command line -----------------------------------------------------------------------------
-
-
-def positive(text: str) -> int:
-    """Parses an integer of 1 or more."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
-    return int(text)
-
-
-def integers(text: str) -> list[int]:
-    """Parses ``'30,35'`` as ``[30, 35]``."""
-    return [int(number) for number in text.split(",")]
-
-
-def devices(text: str) -> list[torch.device]:
-    """Parses ``'cpu,cpu'`` as two devices."""
-    try:
-        return [torch.device(name.strip()) for name in text.split(",")]
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be like cpu,cpu: {error}") from error
 
 
 def build_parser() -> argparse.ArgumentParser:
