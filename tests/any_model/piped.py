@@ -14,7 +14,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import pipert
 from tests.any_model.family import ROWS, Family, Made, Whole
-from tests.any_model.reference import Result, first_rows, loss_of, reference, sizes_of, state_of
+from tests.any_model.reference import (
+    Result,
+    detached,
+    first_rows,
+    loss_of,
+    reference,
+    sizes_of,
+    state_of,
+)
 from tests.any_model.same import assert_same, tolerance_of
 
 __all__ = [
@@ -83,7 +91,7 @@ def step(
             sizes = sizes_of(first_rows(batch, how.rows), CHUNKS)
             loss = loss_of(output, sizes, family.loss)
             loss.backward()  # type: ignore[no-untyped-call]
-    return Result(_detached(output), loss.detach(), *state_of(model))
+    return Result(detached(output), loss.detach(), *state_of(model))
 
 
 def results(made: Made, family: Family, how: How) -> tuple[Result, Result]:
@@ -133,7 +141,3 @@ def assert_equal_outputs(found: Any, plain: Any) -> None:
 
 def _replicated(leaf: Any) -> Any:
     return pipert.Replicate(leaf.value) if isinstance(leaf, Whole) else leaf
-
-
-def _detached(output: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

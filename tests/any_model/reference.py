@@ -17,7 +17,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from tests.any_model.family import Whole
 
-__all__ = ["Result", "first_rows", "join", "loss_of", "reference", "rows_of", "sizes_of", "split"]
+__all__ = [
+    "Result", "detached", "first_rows", "join", "loss_of", "reference", "rows_of", "sizes_of",
+    "split", "state_of",
+]  # fmt: skip
 
 
 class Result(NamedTuple):
@@ -41,7 +44,7 @@ def reference(
         part = loss(output) * (size / sum(sizes))
         part.backward()  # type: ignore[no-untyped-call]
         total = total + part.detach()
-        outputs.append(_detached(output))
+        outputs.append(detached(output))
     return Result(join(outputs), total, *state_of(model))
 
 
@@ -112,7 +115,8 @@ def _part(leaf: Any, i: int, sizes: Sequence[int]) -> Any:
     return leaf[start : start + sizes[i] * each]
 
 
-def _detached(output: Any) -> Any:
+def detached(output: Any) -> Any:
+    """Returns the output with its tensors detached from their graph."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
