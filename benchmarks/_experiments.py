@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _layer_costs import Bytes, Times, layer_bytes, layer_times
-from _measure import Row, header, report
+from _measure import Row, cell, header, report
 from _models import Model
 from _paper import Setting
 from _predict import Link, Prediction, best_balance, calibrated, predict
@@ -180,18 +180,14 @@ def predicted(experiment: Experiment, arguments: argparse.Namespace) -> list[dic
 def _row(best: Prediction, papers: Prediction | None, base: float, *, gpipe: bool) -> Row:
     setting, m, n = best.setting, best.setting.chunks, best.setting.n
     cells = (
-        *(setting.name, str(setting.batch), _cell(setting.throughput, 1)),
-        *(_cell(best.throughput, 1), _cell(setting.speed_up, 2), _cell(best.throughput / base, 2)),
-        _cell(papers.throughput / base if papers else None, 2),
+        *(setting.name, str(setting.batch), cell(setting.throughput, 1)),
+        *(cell(best.throughput, 1), cell(setting.speed_up, 2), cell(best.throughput / base, 2)),
+        cell(papers.throughput / base if papers else None, 2),
         *(f"{best.simulation.bubble:.0%}", f"{(n - 1) / (m + n - 1):.0%}"),
-        _cell(max(best.peaks) / GIB, 1),
-        *((_cell(setting.gpipe, 2),) if gpipe else ()),
+        cell(max(best.peaks) / GIB, 1),
+        *((cell(setting.gpipe, 2),) if gpipe else ()),
     )
     return Row(cells)
-
-
-def _cell(number: float | None, digits: int) -> str:
-    return "-" if number is None else f"{number:.{digits}f}"
 
 
 def _figures(best: Prediction, papers: Prediction | None, base: float) -> dict[str, Any]:

@@ -38,8 +38,8 @@ except ImportError:
     ) from None
 
 __all__ = [
-    "ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns",
-    "verdict",
+    "ATTEMPTS", "Row", "both", "cell", "header", "medians", "report", "rows", "start",
+    "take_turns", "verdict",
 ]  # fmt: skip
 
 ATTEMPTS = 3
@@ -129,6 +129,11 @@ def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
         print(f"Measuring again ({attempt} of {ATTEMPTS}), noise or not: {'; '.join(missed)}")
         measured = measure()
     return measured
+
+
+def cell(value: float | None, digits: int) -> str:
+    """Formats a cell of a table; ``None`` as a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> list[str]:

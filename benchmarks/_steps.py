@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from _malloc import bytes_in_use, check_counter
-from _measure import Row, report, take_turns
+from _measure import Row, cell, report, take_turns
 from _models import Model, for_torchgpipe
 from _paper import Setting
 from torch import Tensor, nn
@@ -52,8 +52,8 @@ def measured(
         peaks = [figures.get(name, {}).get("peak") for name in names]
         ratio = speeds[0] / speeds[1] if all(speeds) else None
         cells = [figures["setting"], str(figures["batch"]), str(figures["m"])]
-        cells += [_cell(speed, 2) for speed in speeds] + [_cell(ratio, 2)]
-        cells += [_cell(peak and peak / MIB, 0) for peak in peaks]
+        cells += [cell(speed, 2) for speed in speeds] + [cell(ratio, 2)]
+        cells += [cell(peak and peak / MIB, 0) for peak in peaks]
         table.append(Row(tuple(cells)))
     columns = ("setting", "batch", "m", "pipert, samples/s", "torchgpipe", "ratio", "pipert, MiB")
     where = ", ".join(map(str, devices))
@@ -63,10 +63,6 @@ def measured(
             if figures.get(name, {}).get("failed"):
                 print(f"{figures['setting']}, {name}: {figures[name]['failed']}", end="\n\n")
     return found
-
-
-def _cell(number: float | None, digits: int) -> str:
-    return "-" if number is None else f"{number:.{digits}f}"
 
 
 def _measure(
