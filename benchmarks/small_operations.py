@@ -62,8 +62,7 @@ BESIDE: dict[str, tuple[str, float | None]] = {
     "forward on a thread": ("never", None),
     "reentrant checkpoint": ("always", 1.1),
 }
-"""The pipe's checkpoint mode, and the highest permitted ratio of its CPU time, by what it is
-compared with."""
+"""By rival: the pipe's checkpoint mode, and the highest permitted ratio of its CPU time."""
 
 Step = Callable[[], Any]
 Seconds = tuple[float, float]

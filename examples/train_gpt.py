@@ -50,11 +50,11 @@ from tqdm import tqdm
 
 from pipert import Pipe
 
-MAX_BYTES = 4_000_000  # of text
+MAX_BYTES = 4_000_000  # the most text to read
 HELD_OUT = 0.1  # the fraction of the text, at its end, that is not trained on
 SCHEDULES = ("autograd", "gpipe", "1f1b", "eager-1f1b")
 HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
-TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # of the files read from a folder
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # which files of a folder to read
 PROMPT = b"def "  # continued by the generated sample
 
 GO_ON = """What to try next: python examples/train_gpt.py with

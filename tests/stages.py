@@ -32,13 +32,13 @@ from pipert.workers.worker import NOT_RUN
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def nobody() -> None:
-    """Does nothing; passed where a worker gives up its turn before it blocks."""
+def do_nothing() -> None:
+    """Does nothing, in place of the function by which a worker gives up its turn."""
 
 
 def do(task: Task) -> None:
     """Carries out ``task`` as a worker does."""
-    value = task.receive(nobody)
+    value = task.receive(do_nothing)
     if value is not NOT_RUN:
         value = task.execute(value)
     task.send(value)
@@ -106,7 +106,7 @@ class Driven:
 
     def between(self, j: int) -> Any:
         """Returns the value that stage ``j`` has sent and the next stage has not yet received."""
-        value = self.stages[j].links.y.receive(0, nobody)
+        value = self.stages[j].links.y.receive(0, do_nothing)
         self.stages[j].links.y.send(0, value)
         return value
 

@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.driven:
-        # Layers of tests note what they see on themselves, which would warn.
+        # Layers of tests note on themselves what they see, which would raise this warning.
         config.addinivalue_line("filterwarnings", "ignore::pipert.SharedStateWarning")
         replace_pipes()
         scripts.first = f"from {__name__} import replace_pipes; replace_pipes()\n"

@@ -63,7 +63,7 @@ class Batch:
 
 @dataclass
 class Found:
-    """Copies of what a user sees in the steps, on their devices."""
+    """Copies of the values that a user sees in the steps, on their devices."""
 
     values: list[tuple[str, Any]] = field(default_factory=list)
     buffers: dict[int, list[Tensor]] = field(default_factory=dict)

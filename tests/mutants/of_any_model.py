@@ -1,4 +1,4 @@
-"""Mutants of the copies and waits of a model that runs its own ``forward``."""
+"""Lists mutants of the copies and waits of a model that runs its own ``forward``."""
 
 from __future__ import annotations
 

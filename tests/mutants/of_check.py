@@ -1,4 +1,4 @@
-"""Mutants of ``python -m pipert check``: what it measures a machine by."""
+"""Lists mutants of the measurements in ``python -m pipert check``."""
 
 from __future__ import annotations
 

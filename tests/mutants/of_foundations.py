@@ -1,4 +1,4 @@
-"""Breakages of what all else stands on: queues, workers, graph nodes, scatter and gather."""
+"""Lists breakages of the foundations: queues, workers, graph nodes, scatter and gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Breakages of what concerns users' models: skips, layers, placing, balancing, and measuring."""
+"""Lists breakages around users' models: skips, layers, placing, balancing, and measuring."""
 
 from __future__ import annotations
 

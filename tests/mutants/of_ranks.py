@@ -1,4 +1,4 @@
-"""Breakages of a pipe over several processes."""
+"""Lists breakages of a pipe over several processes."""
 
 from __future__ import annotations
 

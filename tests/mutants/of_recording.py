@@ -1,6 +1,6 @@
-"""Mutants of a recording: its events, the streams that they are put into, and who waits for them.
+"""Lists mutants of a recording: its events, their streams, and the waits for them.
 
-Nothing but what is recorded depends on these, so nothing but times can tell.
+Only the recording depends on these, so only recorded times can show them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mutants of the stages: of what each asks of streams, in a call and in a step."""
+"""Lists mutants of the stages' use of streams, in a call and in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutants of the streams, of the copies on them and of the waits in the graph."""
+"""Lists mutants of the streams, of the copies on them and of the waits in the graph."""
 
 from __future__ import annotations
 

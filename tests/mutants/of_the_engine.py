@@ -1,7 +1,7 @@
-"""Breakages of what runs a mini-batch: workers' loops, runs, steps, schedules, observers.
+"""Lists breakages of the engine: workers' loops, runs, steps, schedules, observers.
 
-Each sentence says what is broken in terms of the contract, so that it can be anchored anew
-when the code that kept it has moved.
+Each description is in terms of the contract, so that the breakage can be moved along when the code
+that keeps the contract moves.
 """
 
 from __future__ import annotations

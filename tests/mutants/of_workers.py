@@ -1,4 +1,4 @@
-"""Mutants of what surrounds a task: current streams and devices, generators, and measuring."""
+"""Lists mutants around a task: current streams and devices, generators, and measuring."""
 
 from __future__ import annotations
 
