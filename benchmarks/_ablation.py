@@ -1,7 +1,7 @@
-"""A pipe without a part of the runtime that the paper adds one by one (section 4.1).
+"""Switches off the parts of the runtime that the paper adds one by one (section 4.1).
 
-The package has no switch for these. What is computed is the same with and without
-(``tests/benchmarks/test_ablation.py``); what a step takes is not.
+The package has no switches for these parts. A step computes the same with and without them
+(``tests/benchmarks/test_ablation.py``), but does not take the same time and memory.
 """
 
 from __future__ import annotations
@@ -22,52 +22,59 @@ from pipert.skip.routes import PartitionSkips, routes
 from pipert.stage import in_graph
 from pipert.stage.assembly import Layered
 
-__all__ = ["ALL", "Components", "ComputeStreams", "only", "through_all_between"]
+__all__ = ["ALL", "PARTS", "Components", "ComputeStreams", "only", "through_all_between"]
 
 
 @dataclass(frozen=True)
 class Components:
-    """Which parts there are."""
+    """The parts of the runtime that are switched on."""
 
     fork_join: bool = True
-    """Micro-batches must go back in reverse order; else they do since autograd takes them so."""
+    """Enforces a backward in reverse order of micro-batches, which autograd happens to take too."""
     copy_streams: bool = True
-    """Copies have streams of their own; else those of the computation."""
+    """Copies run on streams of their own instead of those of the computation."""
     direct_skips: bool = True
-    """Skips go straight to who pops them; else through every partition in between."""
+    """Skips go straight to the partition that pops them, not through each one in between."""
 
 
 ALL = Components()
+PARTS = {
+    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
+    "+ fork/join": Components(copy_streams=False, direct_skips=False),
+    "+ copy streams": Components(direct_skips=False),
+    "+ direct skips": ALL,
+}
+"""The paper's rows: the parts are switched on one after the other."""
 
 
 @contextmanager
 def only(pipe: Pipe, components: Components) -> Iterator[None]:
-    """Let the calls of ``pipe`` in the block have these parts alone.
+    """Runs the calls of ``pipe`` in the block with only these parts.
 
-    Fork and join are one for the process: in the block no other pipe has them either. A layer that
-    is replaced in the block gets its skips straight.
+    Fork and join are switched off for the whole process, so for other pipes too. Skips of a layer
+    that is replaced in the block go straight.
     """
     runtime: Any = pipe._runtime
     with ExitStack() as stack:
         if not components.fork_join:
-            stack.enter_context(_with(in_graph, "order", _NO_ORDER))
+            stack.enter_context(_replaced(in_graph, "order", _NO_ORDER))
         if not components.copy_streams:
-            stack.enter_context(_with(runtime, "_streams", ComputeStreams()))
+            stack.enter_context(_replaced(runtime, "_streams", ComputeStreams()))
         if not components.direct_skips:
             partitions = pipe.partitions
             model = Layered(tuple(partitions), through_all_between(partitions))
-            stack.enter_context(_with(runtime, "model", model))
+            stack.enter_context(_replaced(runtime, "model", model))
         yield
 
 
 @contextmanager
-def _with(of: object, name: str, value: object) -> Iterator[None]:
-    before = getattr(of, name)
-    setattr(of, name, value)
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(of, name, before)
+        setattr(owner, name, before)
 
 
 def _no_fork(turn: int | None, token: None, *ys: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,30 +82,30 @@ def _no_fork(turn: int | None, token: None, *ys: Tensor) -> tuple[Tensor | None,
 
 
 def _no_join(token: Tensor, *xs: Tensor) -> Sequence[Tensor]:
-    raise AssertionError("nobody has a token to join")
+    raise AssertionError("there is a token to join, although nothing forked one")
 
 
 _NO_ORDER = SimpleNamespace(fork=_no_fork, join=_no_join)
 
 
 class ComputeStreams(CopyStreams):
-    """The streams of the computation, for copies too."""
+    """Copy streams that are the streams of the computation."""
 
     def get(self, device: torch.device, i: int) -> torch.cuda.Stream | None:
-        """The stream that the current thread computes on; ``None`` on CPU."""
+        """Returns the stream that the current thread computes on; ``None`` on CPU."""
         return compute_stream(device)
 
 
 def through_all_between(partitions: Sequence[nn.Sequential]) -> tuple[PartitionSkips, ...]:
-    """The skips of each partition, if those in between get them and send them on."""
+    """Routes each skip through all partitions between its source and its last pop."""
     direct = routes(partitions)
     source: dict[Key, int] = {}
     pops: dict[Key, dict[int, int]] = {}
     for j, skips in enumerate(direct):
-        here = {key for key, _ in skips.arriving}
+        arriving = {key for key, _ in skips.arriving}
         for key, count in skips.pops.items():
             pops.setdefault(key, {})[j] = count
-            if key not in here:
+            if key not in arriving:
                 source[key] = j
     return tuple([_of_partition(j, source, pops) for j in range(len(partitions))])
 
@@ -106,7 +113,7 @@ def through_all_between(partitions: Sequence[nn.Sequential]) -> tuple[PartitionS
 def _of_partition(
     j: int, source: Mapping[Key, int], pops: Mapping[Key, Mapping[int, int]]
 ) -> PartitionSkips:
-    here = {key: by.get(j, 0) for key, by in pops.items() if source[key] <= j <= max(by)}
-    arriving = [(key, j - 1) for key in here if source[key] != j]
-    leaving = [(key, j + 1) for key in here if j != max(pops[key])]
-    return PartitionSkips(tuple(arriving), tuple(leaving), here)
+    counts = {key: by.get(j, 0) for key, by in pops.items() if source[key] <= j <= max(by)}
+    arriving = [(key, j - 1) for key in counts if source[key] != j]
+    leaving = [(key, j + 1) for key in counts if j != max(pops[key])]
+    return PartitionSkips(tuple(arriving), tuple(leaving), counts)

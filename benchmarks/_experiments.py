@@ -1,18 +1,18 @@
-"""Shared by the paper's experiments: options, costs of the layers, both tables, JSON.
+"""Runs the paper's experiments: reads options, measures layers, prints both tables, writes JSON.
 
-Each prints the paper's measurements beside predictions for pipert from the model's
+Each experiment prints the paper's measurements beside predictions for pipert from the model's
 layers, and measures pipert and torchgpipe where there are enough devices.
 
 **The predictions.** The layers are measured on the first device, at ``--scale`` times the
 paper's width and image size. ``_simulator.py`` runs pipert's schedule with these seconds. Bytes of
-copies and memory are always those of the paper's sizes. So the seconds must match them:
-all are divided by one number, the *speed*, so that the first row matches the paper's
-throughput. It stands for the P40; the other rows are predictions. Without it copies would look
-free beside the seconds of a CPU. ``--clock device`` leaves the seconds unscaled: right for a
-GPU at ``--scale paper``, where it is the default.
+copies and memory are always those of the paper's sizes, so the seconds must match them: all are
+divided by one number, the *speed*, chosen so that the first row has the paper's throughput. The
+speed stands for the P40; the other rows are predictions. Without it, copies would look free beside
+the seconds of a CPU. ``--clock device`` leaves the seconds unscaled, which is right for a GPU at
+``--scale paper`` and the default there.
 
-Not modelled: lower efficiency of small micro-batches' kernels, the host's launch time,
-the loss, the optimizer.
+Not modelled: the lower efficiency of kernels on small micro-batches, the host's launch time, the
+loss, the optimizer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _layer_costs import Bytes, Times, layer_bytes, layer_times
-from _measure import Row, header, report
+from _measure import Row, cell, header, report
 from _models import Model
 from _paper import Setting
 from _predict import Link, Prediction, best_balance, calibrated, predict
@@ -47,8 +47,8 @@ class Experiment:
     """A model and the settings to try.
 
     Args:
-        baseline: samples in a second that the first setting is to come out at.
-        gpipe: whether the paper has figures of GPipe for it.
+        baseline: samples per second that the first setting is calibrated to.
+        gpipe: whether the paper quotes GPipe's figures for it.
     """
 
     title: str
@@ -59,7 +59,7 @@ class Experiment:
 
 
 def options(description: str | None) -> argparse.ArgumentParser:
-    """What every experiment can be told."""
+    """Defines the options that all experiments have."""
     cuda = torch.cuda.device_count()
     names = ",".join(f"cuda:{k}" for k in range(cuda)) or "cpu,cpu"
     parser = argparse.ArgumentParser(
@@ -68,14 +68,14 @@ def options(description: str | None) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--scale", type=_scale, default="paper" if cuda else "laptop",
-        help="of the paper's width and image size: paper, laptop, tiny or a number up to 1")
-    add("--devices", type=_devices, default=names, help="to measure on")
-    add("--steps", type=_positive, default=3, help="how often layers and steps are measured")
-    add("--bandwidth", type=float, default=10.0, help="of a simulated link, in GB/s each way")
-    add("--latency", type=float, default=20.0, help="of a simulated copy, in microseconds")
+        help="fraction of the paper's width and image size: paper, laptop, tiny or up to 1")
+    add("--devices", type=_devices, default=names, help="devices to measure on")
+    add("--steps", type=_positive, default=3, help="how often to measure layers and steps")
+    add("--bandwidth", type=float, default=10.0, help="GB/s of a simulated link, each way")
+    add("--latency", type=float, default=20.0, help="microseconds of a simulated copy")
     add("--clock", choices=("paper", "device"), default="device" if cuda else "paper",
-        help="whose speed the simulated devices have: the paper's, or that of the first device")
-    add("--json", type=Path, help="where to write all figures")
+        help="speed of the simulated devices: the paper's or that of the first device")
+    add("--json", type=Path, help="file for all figures")
     return parser  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def _devices(text: str) -> list[torch.device]:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options, fix the threads and the seed, and say what is measured on."""
+    """Reads the options, fixes the threads and the seed, and prints versions and hardware."""
     arguments = parser.parse_args(argv)
     if not (arguments.bandwidth > 0 and arguments.latency >= 0):
         parser.error("--bandwidth must be above 0 and --latency 0 or more")
@@ -111,7 +111,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def hardware(device: torch.device) -> str:
-    """The name of a device."""
+    """Returns the name of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     names = [
@@ -127,7 +127,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def costs_of(experiment: Experiment, arguments: argparse.Namespace) -> tuple[Times, Bytes]:
-    """Seconds of the layers as they are measured, and bytes at the paper's sizes."""
+    """Returns measured seconds of the layers, and their bytes at the paper's sizes."""
     model, device = experiment.model, arguments.devices[0]
     rows = 2
     if device.type == "cuda":
@@ -145,14 +145,14 @@ def costs_of(experiment: Experiment, arguments: argparse.Namespace) -> tuple[Tim
 def speed_of(
     experiment: Experiment, arguments: argparse.Namespace, times: Times, sizes: Bytes, link: Link
 ) -> float:
-    """How much faster the simulated devices are than the one that was measured on."""
+    """Returns how many times as fast the simulated devices are as the measured one."""
     if arguments.clock == "device":
         return 1.0
     return calibrated(experiment.settings[0], experiment.baseline, times, sizes, link)
 
 
 def predicted(experiment: Experiment, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print the predictions, and return all figures."""
+    """Prints the predictions and returns all figures."""
     times, sizes = costs_of(experiment, arguments)
     link = Link(1e9 * arguments.bandwidth, 1e-6 * arguments.latency)
     speed = speed_of(experiment, arguments, times, sizes, link)
@@ -180,18 +180,14 @@ def predicted(experiment: Experiment, arguments: argparse.Namespace) -> list[dic
 def _row(best: Prediction, papers: Prediction | None, base: float, *, gpipe: bool) -> Row:
     setting, m, n = best.setting, best.setting.chunks, best.setting.n
     cells = (
-        *(setting.name, str(setting.batch), _cell(setting.throughput, 1)),
-        *(_cell(best.throughput, 1), _cell(setting.speed_up, 2), _cell(best.throughput / base, 2)),
-        _cell(papers.throughput / base if papers else None, 2),
+        *(setting.name, str(setting.batch), cell(setting.throughput, 1)),
+        *(cell(best.throughput, 1), cell(setting.speed_up, 2), cell(best.throughput / base, 2)),
+        cell(papers.throughput / base if papers else None, 2),
         *(f"{best.simulation.bubble:.0%}", f"{(n - 1) / (m + n - 1):.0%}"),
-        _cell(max(best.peaks) / GIB, 1),
-        *((_cell(setting.gpipe, 2),) if gpipe else ()),
+        cell(max(best.peaks) / GIB, 1),
+        *((cell(setting.gpipe, 2),) if gpipe else ()),
     )
     return Row(cells)
-
-
-def _cell(number: float | None, digits: int) -> str:
-    return "-" if number is None else f"{number:.{digits}f}"
 
 
 def _figures(best: Prediction, papers: Prediction | None, base: float) -> dict[str, Any]:
@@ -207,7 +203,7 @@ def _figures(best: Prediction, papers: Prediction | None, base: float) -> dict[s
 
 
 def assumptions(arguments: argparse.Namespace, speed: float) -> str:
-    """What the predictions rest on, in words."""
+    """Describes the assumptions of the predictions."""
     clock = (
         f"Devices are {speed:.1f} times as fast as this one at scale {arguments.scale:g}, so that "
         "the first row is the paper's."
@@ -222,7 +218,7 @@ def assumptions(arguments: argparse.Namespace, speed: float) -> str:
 
 
 def write(arguments: argparse.Namespace, **figures: object) -> None:
-    """Write the figures, if asked for."""
+    """Writes the figures if ``--json`` was given."""
     if arguments.json is None:
         return
     given = {name: str(value) for name, value in vars(arguments).items()}
@@ -233,7 +229,7 @@ def write(arguments: argparse.Namespace, **figures: object) -> None:
 def run(
     experiment: Experiment, description: str | None, argv: Sequence[str] | None = None
 ) -> int:
-    """Both tables: what is predicted for the paper's devices, what was measured on those here."""
+    """Prints both tables: predicted for the paper's devices, and measured on the local ones."""
     arguments = parse(options(description), argv)
     found = predicted(experiment, arguments)
     pairs = [(experiment.model, setting) for setting in experiment.settings]

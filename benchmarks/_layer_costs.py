@@ -1,8 +1,8 @@
-"""The costs of a model's layers: measured seconds, and bytes counted from shapes.
+"""Determines the costs of a model's layers: measured seconds, and bytes counted from shapes.
 
-Seconds are those of a layer by itself, forward and backward separately, on a copy as
-``pipert.balance.layer_times`` uses it. Bytes come from one run of the model on the *meta* device,
-where tensors have shapes but no data, so any size is possible. Both are for one sample
+Each layer is timed alone, forward and backward separately, on the kind of copy that
+``pipert.balance.layer_times`` uses. Bytes come from one run of the model on the *meta* device,
+where tensors have shapes but no data, so any size is possible. Both costs are for one sample
 and assumed to grow in proportion to a micro-batch's samples.
 """
 
@@ -35,7 +35,7 @@ class Times:
 
     @property
     def total(self) -> list[float]:
-        """Of forward and backward together."""
+        """Seconds of each layer's forward and backward together."""
         return [a + b for a, b in zip(self.forward, self.backward, strict=True)]
 
 
@@ -45,16 +45,16 @@ class Bytes:
 
     parameters: list[int]
     inputs: list[int]
-    """What a layer gets from the one before."""
+    """The value that a layer receives from the previous one."""
     outputs: list[int]
     saved: list[dict[int, int]]
-    """Of what it saves for the backward: the size of each storage, under a number that tells the
-    storages of a model apart. Parameters are left out."""
+    """The sizes of the storages that a layer saves for the backward, without parameters, by a
+    number that identifies the storage within the model."""
     skips: list[Transfer]
-    """From layer to layer."""
+    """Transfers from layer to layer."""
 
     def saved_by(self, layers: range) -> int:
-        """Bytes that these layers keep between them, each storage counted once."""
+        """Returns the bytes that these layers save together, each storage counted once."""
         together: dict[int, int] = {}
         for k in layers:
             together.update(self.saved[k])
@@ -69,9 +69,9 @@ def layer_times(
     progress: Callable[[], object],
     now: Clock | None = None,
 ) -> Times:
-    """Median seconds of each layer over ``rounds``; ``progress`` is called after each layer.
+    """Measures each layer's median seconds over ``rounds``; calls ``progress`` after each layer.
 
-    ``now`` reads the clock when what was asked of the device is done; by default that of the host.
+    ``now`` waits for the device and reads the clock; the default is the host's clock.
     """
 
     def measure(probe: Probe) -> tuple[tuple[float, float], Carried]:
@@ -109,9 +109,9 @@ def _now(device: torch.device) -> float:
 
 
 def layer_bytes(module: nn.Sequential, sample: Tensor) -> Bytes:
-    """Of a module and one sample that are on the meta device."""
+    """Counts the bytes of a module on the meta device, with one sample."""
     numbers: dict[int, int] = {}
-    alive: list[Tensor] = []  # so that no two storages have one address
+    alive: list[Tensor] = []  # so that no address is reused for a second storage
     parameters = {p.untyped_storage()._cdata for p in module.parameters()}
     saved: list[dict[int, int]] = []
     inputs, outputs = [], []
@@ -145,17 +145,17 @@ def layer_bytes(module: nn.Sequential, sample: Tensor) -> Bytes:
 
 
 def _bytes_of(value: object) -> int:
-    """Of the tensors in a value, each storage once."""
+    """Returns the bytes of the tensors in a value, each storage counted once."""
     tensors, _ = tensors_of(value)
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def sum_by(costs: Sequence[float], balance: Sequence[int]) -> list[float]:
-    """The sum over the layers of each partition."""
+    """Sums the layers' costs over each partition."""
     return [sum(costs[k] for k in layers) for layers in ranges(balance)]
 
 
 def ranges(balance: Sequence[int]) -> list[range]:
-    """The layers of each partition."""
+    """Returns the indices of each partition's layers."""
     ends = [sum(balance[: j + 1]) for j in range(len(balance))]
     return [range(end - count, end) for end, count in zip(ends, balance, strict=True)]

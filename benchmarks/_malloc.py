@@ -1,4 +1,4 @@
-"""Bytes in use on the CPU, from the C library.
+"""Reads the bytes in use on the CPU from the C library.
 
 ``mallinfo2`` of glibc 2.33 and later counts the bytes that ``malloc`` and its kin have allocated
 and not freed, over all threads' arenas and including large, separately mapped blocks. PyTorch

@@ -1,14 +1,14 @@
-"""Shared by the benchmarks: measures both products alternately, and prints tables of medians.
+"""Measures both products alternately, and prints tables of medians.
 
-Other work on the machine distorts every absolute time, sometimes by factors. So the
-products run in one process and alternate call by call, swapping their order in each
-round, and the ratio of the two medians counts. A bar missed under
-``--check`` is measured again, up to ``ATTEMPTS`` times in all, and the output says so each time.
+Other work on the machine distorts every absolute time, sometimes by factors. So the products run
+in one process and alternate call by call, swapping their order in each round, and the ratio of the
+two medians counts. A bar missed under ``--check`` is measured again, up to ``ATTEMPTS`` times in
+all, and the output says so each time.
 
 PyTorch computes with one intra-op thread: on layers this small a second one adds only noise.
 
-glibc returns freed memory to the system and faults it in again, now and then, depending on what
-else is in the arena of a thread. It is told to keep what it has, as the allocator of a GPU does.
+Depending on what else is in a thread's arena, glibc now and then returns freed memory to the system
+and faults it in again. So it is set to keep freed memory, as the allocator of a GPU does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ except ImportError:
     ) from None
 
 __all__ = [
-    "ATTEMPTS", "Row", "both", "header", "medians", "report", "rows", "start", "take_turns",
-    "verdict",
+    "ATTEMPTS", "Row", "both", "cell", "header", "medians", "report", "rows", "start",
+    "take_turns", "verdict",
 ]  # fmt: skip
 
 ATTEMPTS = 3
@@ -49,14 +49,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table, and the bars it missed, each in words."""
+    """One line of a table, and messages about the bars that it missed."""
 
     cells: tuple[str, ...]
     missed: tuple[str, ...] = ()
 
 
 def start(argv: Sequence[str] | None, description: str | None) -> argparse.Namespace:
-    """Read ``--check``, ``--short`` and ``--slack``, set one thread, and print the header."""
+    """Reads ``--check``, ``--short`` and ``--slack``, sets one thread, and prints the header."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
@@ -69,7 +69,7 @@ def start(argv: Sequence[str] | None, description: str | None) -> argparse.Names
 
 
 def _keep_memory() -> None:
-    """Let the C library keep freed memory, if it is glibc."""
+    """Makes the C library keep freed memory, if it is glibc."""
     if platform.libc_ver()[0] != "glibc":
         return
     trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # of malloc.h
@@ -80,7 +80,7 @@ def _keep_memory() -> None:
 
 
 def header() -> str:
-    """Returns the versions and the hardware of the figures below it."""
+    """Describes the versions and the hardware that the figures were measured with."""
     return (
         f"pipert {__version__}, torchgpipe {version('torchgpipe')}, "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
@@ -93,7 +93,7 @@ def header() -> str:
 def both(
     build: Callable[[], nn.Sequential], n: int, *, chunks: int, checkpoint: str
 ) -> Iterator[dict[str, nn.Module]]:
-    """Yield the two products over equal modules, one layer in each of ``n`` partitions on CPU."""
+    """Yields the two products over equal modules, one layer in each of ``n`` partitions on CPU."""
     devices = ["cpu"] * n
     peer = GPipe(build(), [1] * n, devices=devices, chunks=chunks, checkpoint=checkpoint)
     ours = Pipe(build(), [1] * n, devices=devices, chunks=chunks, checkpoint=checkpoint)
@@ -104,7 +104,7 @@ def both(
 def take_turns(
     measure: Callable[[str], T], names: Sequence[str], *, repeats: int, warm_up: int = 2
 ) -> dict[str, list[T]]:
-    """Call ``measure(name)`` for each name in turn, ``repeats`` times, and collect the results."""
+    """Calls ``measure(name)`` for each name in turn, ``repeats`` times; collects the results."""
     results: dict[str, list[T]] = {name: [] for name in names}
     for turn in range(-warm_up, repeats):
         for name in names if turn % 2 else reversed(names):
@@ -115,12 +115,12 @@ def take_turns(
 
 
 def medians(samples: Sequence[Sequence[float]]) -> list[float]:
-    """The median of each column of ``samples``."""
+    """Returns the median of each column of ``samples``."""
     return [median(column) for column in zip(*samples, strict=True)]
 
 
 def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
-    """Returns the rows of a case. Under ``--check``, a case that misses a bar is measured again."""
+    """Measures the rows of a case; under ``--check``, again if it misses a bar."""
     measured = measure()
     for attempt in range(2, ATTEMPTS + 1):
         missed = [line for row in measured for line in row.missed]
@@ -131,8 +131,13 @@ def rows(measure: Callable[[], list[Row]], *, check: bool) -> list[Row]:
     return measured
 
 
+def cell(value: float | None, digits: int) -> str:
+    """Formats a cell of a table; ``None`` as a dash."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
 def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> list[str]:
-    """Print an aligned Markdown table, and return the bars that it missed, for ``verdict``."""
+    """Prints an aligned Markdown table, and returns the bars that it missed, for ``verdict``."""
     cells = [tuple(columns), *(row.cells for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     ruler = tuple("-" * width for width in widths)
@@ -147,13 +152,13 @@ def report(title: str, columns: Sequence[str], table: Sequence[Row]) -> list[str
 def verdict(
     missed: Sequence[str], *, check: bool, reports: Sequence[object] | None = None
 ) -> int:
-    """Print the one verdict on all tables of a benchmark, below them, and return its exit status.
+    """Prints the verdict on all tables of a benchmark, below them, and returns the exit status.
 
     Args:
-        missed: the bars that were missed, in any of the tables.
+        missed: the bars that any of the tables missed.
         check: whether a missed bar is a failure.
-        reports: of missing waits, each a failure without ``check`` as well; ``None`` where nobody
-            looks for them.
+        reports: reports of missing waits, each a failure even without ``check``; ``None`` if the
+            benchmark does not look for them.
     """
     if reports is not None:
         print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")

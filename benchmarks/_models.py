@@ -1,4 +1,4 @@
-"""The models of the experiments, at the paper's width or a fraction of it, and for torchgpipe."""
+"""Builds the experiments' models at any fraction of the paper's width, and for torchgpipe."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ __all__ = ["AMOEBANET", "RESNET", "UNET", "Model", "for_torchgpipe", "unet_model
 
 @dataclass(frozen=True)
 class Model:
-    """A model at any fraction of the paper's width and image size; its layers are the same."""
+    """A model that can be built at any fraction of the paper's width, with the same layers."""
 
     name: str
     at_width: Callable[[float], nn.Sequential]
     side: int
-    """Of an image, in the paper."""
+    """The side of an image, in the paper."""
 
     def image(self, fraction: float) -> tuple[int, int, int]:
-        """Channels, height and width of a sample; a side is a multiple of 32, from 64 on."""
+        """Returns channels, height and width of a sample; sides are multiples of 32, 64 or more."""
         side = max(64, 32 * round(self.side * fraction / 32))
         return 3, side, side
 
 
-def _even(number: float, of: int) -> int:
+def _multiple(number: float, of: int) -> int:
     return max(of, of * round(number / of))
 
 
 def unet_model(blocks: int, channels: int) -> Model:
-    """U-Net (B, C)."""
+    """Describes U-Net (B, C)."""
     name = f"U-Net ({blocks}, {channels})"
-    return Model(name, lambda f: unet(blocks, _even(channels * f, 2)), 192)
+    return Model(name, lambda f: unet(blocks, _multiple(channels * f, 2)), 192)
 
 
 UNET = unet_model(5, 64)
-AMOEBANET = Model("AmoebaNet-D (18, 256)", lambda f: amoebanet_d(18, _even(256 * f, 16)), 224)
-RESNET = Model("ResNet-101", lambda f: resnet((3, 4, 23, 3), channels=_even(64 * f, 2)), 224)
+AMOEBANET = Model("AmoebaNet-D (18, 256)", lambda f: amoebanet_d(18, _multiple(256 * f, 16)), 224)
+RESNET = Model("ResNet-101", lambda f: resnet((3, 4, 23, 3), channels=_multiple(64 * f, 2)), 224)
 
 
-# --- the same layers for torchgpipe, whose skips are its own -------------------------------------
+# --- the layers for torchgpipe, which has its own kind of skips ----------------------------------
 
 
 class _Stash(nn.Module):
@@ -90,7 +90,7 @@ class _Add(nn.Module):
 
 
 def for_torchgpipe(module: nn.Sequential) -> nn.Sequential:
-    """The same layers, those with skips replaced by torchgpipe's; parameters are shared."""
+    """Replaces the layers with skips by torchgpipe's; parameters are shared."""
     make_stash = peer.skippable(stash=["skip"])(_Stash)
     make_concatenate = peer.skippable(pop=["skip"])(_Concatenate)
     make_add = peer.skippable(pop=["skip"])(_Add)

@@ -1,6 +1,7 @@
-"""The figures and settings of the torchgpipe paper (arXiv 2004.09910), each in one place.
+"""Lists the settings and figures of the torchgpipe paper (arXiv 2004.09910).
 
-Tesla P40, torch 1.3. Balances count layers. Where the paper has no figure, there is ``None``.
+They were measured on Tesla P40s with torch 1.3. Balances count layers. ``None`` stands for a figure
+that the paper does not have.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ __all__ = ["ABLATION", "AMOEBANET_SPEED", "RESNET_SPEED", "UNET_MEMORY", "UNET_S
 
 @dataclass(frozen=True)
 class Setting:
-    """One row of one of its tables.
+    """One row of one of the paper's tables.
 
     Args:
-        name: what the paper calls it.
-        n: partitions.
-        batch: samples of a mini-batch.
-        m: micro-batches; ``None`` is the plain module, without a pipe.
-        balance: layers of each partition; empty where the paper has none.
-        throughput: samples in a second.
-        speed_up: over the first row.
-        gpipe: the speed-up of GPipe on TPUs, quoted by the paper.
-        checkpoint: mode.
+        name: the paper's name for the row.
+        n: number of partitions.
+        batch: samples in a mini-batch.
+        m: number of micro-batches; ``None`` is the plain module, without a pipe.
+        balance: layers in each partition; empty if the paper has none.
+        throughput: samples per second.
+        speed_up: throughput over that of the first row.
+        gpipe: the speed-up of GPipe on TPUs, as quoted by the paper.
+        checkpoint: checkpoint mode.
         model: the numbers that set the size of the model.
-        parameters, memory: how many; and GiB on all devices together.
-        utilisation: of the devices.
+        parameters: number of parameters.
+        memory: GiB on all devices together.
+        utilisation: share of the time in which the devices compute.
     """
 
     name: str
@@ -45,7 +47,7 @@ class Setting:
 
     @property
     def chunks(self) -> int:
-        """Micro-batches."""
+        """The number of micro-batches, 1 for the plain module."""
         return self.m or 1
 
     @property
@@ -74,7 +76,7 @@ AMOEBANET_SPEED = (
     Setting("n=8 m=32", 8, 1280, 32, (2, 2, 2, 3, 3, 4, 4, 4), 132.413, 4.95, 3.48),
 )
 
-# The paper does not measure ResNet-101. Settings of our own, in its manner.
+# The paper does not measure ResNet-101. These settings are ours, in the style of the paper's.
 RESNET_SPEED = (
     Setting("naive-1", 1, 64, None),
     Setting("pipeline-1", 1, 128, 2),

@@ -1,4 +1,4 @@
-"""Predicts, from the layers' costs, what a setting of the paper takes on missing devices."""
+"""Predicts from the layers' costs the time and memory of a paper's setting on missing devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipert.balance import balance_by_cost
 
 __all__ = ["Link", "Prediction", "best_balance", "calibrated", "predict", "transfers"]
 
-SGD = 2.0  # bytes of a parameter and its gradient, over those of the parameter
+SGD = 2.0  # bytes of a parameter with its gradient, per byte of the parameter alone
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two devices: bytes per second, and additional seconds per copy."""
+    """A link between two devices: bytes per second, and extra seconds per copy."""
 
     bandwidth: float
     latency: float
@@ -37,12 +37,12 @@ class Prediction:
 
     @property
     def throughput(self) -> float:
-        """Samples in a second."""
+        """Samples per second."""
         return self.setting.batch / self.simulation.seconds
 
 
 def transfers(sizes: Bytes, balance: Sequence[int], samples: float) -> list[Transfer]:
-    """Returns the transfers between partitions per micro-batch: inputs and skips."""
+    """Lists the transfers of one micro-batch between partitions: inputs and skips."""
     parts = ranges(balance)
     found = [
         Transfer(j - 1, j, round(samples * sizes.inputs[part.start]))
@@ -59,7 +59,7 @@ def transfers(sizes: Bytes, balance: Sequence[int], samples: float) -> list[Tran
 
 
 def best_balance(times: Times, setting: Setting) -> tuple[int, ...]:
-    """Returns the balance that minimises the slowest partition's time, with recomputation."""
+    """Returns the balance whose slowest partition is fastest, counting recomputation."""
     again = checkpointed(setting.mode, setting.chunks) / setting.chunks
     costs = [(1 + again) * f + b for f, b in zip(times.forward, times.backward, strict=True)]
     return tuple(balance_by_cost(costs, setting.n))
@@ -76,12 +76,12 @@ def predict(
     copy_streams: bool = True,
     direct_skips: bool = True,
 ) -> Prediction:
-    """Simulate a setting.
+    """Simulates a setting.
 
     Args:
-        times: of the layers.
-        sizes: of the layers.
-        speed: how much faster the simulated devices are than what ``times`` were measured on.
+        times: seconds of the layers.
+        sizes: bytes of the layers.
+        speed: how many times as fast the simulated devices are as the one ``times`` come from.
     """
     samples = setting.batch / setting.chunks
     forward, backward = (
@@ -112,7 +112,7 @@ def calibrated(
 ) -> float:
     """Returns the speed at which a setting, with its best balance, reaches ``throughput``.
 
-    Copies do not get faster with it, so it is found iteratively.
+    Copies do not scale with the speed, so it is found iteratively.
     """
     speed, balance = 1.0, best_balance(times, setting)
     for _ in range(60):

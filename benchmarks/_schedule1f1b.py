@@ -1,12 +1,13 @@
-"""Processes instead of threads: ``Schedule1F1B`` of ``torch.distributed.pipelining``, and over it
-``pipert.distributed``.
+"""Runs steps in several processes: torch's ``Schedule1F1B``, and ``pipert.distributed`` over it.
+
+:func:`processes` starts the processes, each with
 
     python _schedule1f1b.py CASE RANK STORE
 
-is one of the processes: it holds one stage of the model for each of the two. For each line it reads
-it takes a step with the runtime of that name, and writes the step's seconds and the loss, as far as
-it knows it. Between steps it waits, so as not to disturb the other runtimes. :func:`processes`
-starts them. They communicate over gloo, and find each other through the file STORE.
+They communicate over gloo, and find each other through the file STORE. Each process holds one stage
+of the model for each of the two runtimes. For each line that it reads, it takes a step with the
+runtime of that name, and writes the step's seconds and the loss, or 0 if it does not know the loss.
+Between steps it waits, so as not to disturb the other runtimes.
 """
 
 from __future__ import annotations
@@ -35,31 +36,31 @@ __all__ = ["BALANCE", "CHUNKS", "OURS", "TORCHS", "batch", "convolutions", "line
 TORCHS, OURS = "Schedule1F1B", "pipert.distributed"
 
 LAYERS, CHANNELS, SIDE, ROWS, CHUNKS = 9, 32, 64, 32, 8
-BALANCE = [5, 4]  # the first layer has no gradient of its input to compute
+BALANCE = [5, 4]  # the first layer computes no gradient of its input
 
 
 def convolutions() -> nn.Sequential:
-    """Nine layers, of which a core takes milliseconds for each micro-batch."""
+    """Builds nine layers, each of which takes milliseconds of a core for each micro-batch."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(LAYERS)]
     return nn.Sequential(*layers)
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """A mini-batch and its target."""
+    """Makes a mini-batch and its target for :func:`convolutions`."""
     torch.manual_seed(1)
     x, target = torch.randn(2, ROWS, CHANNELS, SIDE, SIDE)
     return x, target
 
 
 def linears() -> nn.Sequential:
-    """As many layers that compute nothing worth speaking of."""
+    """Builds as many layers with hardly any computation."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(4, 4) for _ in range(LAYERS)])
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    """A mini-batch for these, and its target."""
+    """Makes a mini-batch and its target for :func:`linears`."""
     torch.manual_seed(1)
     x, target = torch.randn(2, ROWS, 4)
     return x, target
@@ -68,12 +69,15 @@ def rows() -> tuple[Tensor, Tensor]:
 CASES = {"convolutions": (convolutions, batch), "linears": (linears, rows)}
 
 Step = Callable[[], float]
-"""Takes a step in one process; returns the loss, as far as it is known there."""
+"""Takes a step in one process; returns the loss, or 0 if this process does not know it."""
 
 
 @contextlib.contextmanager
 def processes(case: str = "convolutions") -> Iterator[Callable[[str], tuple[float, float]]]:
-    """Yield what takes a step with one runtime in all of them; returns its seconds and its loss."""
+    """Starts the processes; yields a function that takes a step with the runtime of a given name.
+
+    The function returns the step's seconds and its loss.
+    """
     with contextlib.ExitStack() as stack:
         store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
         started = [
@@ -110,7 +114,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def by_torch(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step:
-    """A step of torch's own, written as its documentation does."""
+    """Makes a step with torch's schedule, written as in its documentation."""
     start = sum(BALANCE[:rank])
     part = model[start : start + BALANCE[rank]]
     stage = PipelineStage(part, rank, len(BALANCE), torch.device("cpu"))
@@ -127,7 +131,7 @@ def by_torch(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step
 
 
 def by_pipert(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Step:
-    """The same, of a pipe."""
+    """Makes a step with ``pipert.distributed.Pipe``."""
     pipe = pipert.distributed.Pipe(model, BALANCE, chunks=CHUNKS, schedule="1f1b")
 
     def step() -> float:
@@ -139,7 +143,7 @@ def by_pipert(rank: int, model: nn.Sequential, x: Tensor, target: Tensor) -> Ste
 
 
 def main(case: str, rank: int, store: str) -> None:
-    """Take a step for each line."""
+    """Takes a step for each line of the standard input."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=len(BALANCE)

@@ -1,25 +1,25 @@
-"""Simulates the duration of pipert's schedule from those of its tasks, without computing layers.
+"""Simulates how long pipert's schedule takes, from the durations of its tasks.
 
-``pipert.schedules.simulate`` knows workers with an order of their own, and copies that are free.
-Here copies take turns at the links, whichever is ready first, so tasks wait for two things at once.
+In ``pipert.schedules.simulate`` copies are free and each worker has a fixed order. Here copies also
+compete for the links, first ready, first served, so a task can wait for a worker and for a link.
 
-A :class:`Plan` says how long each ``F[i,j]``, ``R[i,j]`` and ``B[i,j]`` takes, which bytes go from
-where to where, and on what kind of machine. These are pipert's rules:
+A :class:`Plan` gives the durations of ``F[i,j]``, ``R[i,j]`` and ``B[i,j]``, the bytes that go from
+partition to partition, and the rates of the machine. These are pipert's rules:
 
-1. A worker runs its forward tasks in the order of the clock-cycle, and starts each
-   when its input has arrived.
-2. The backward begins after the last forward task, and each device runs it in reverse
-   order, the last micro-batch first. This holds without fork and join, too: autograd picks the
-   ready node created last, and a worker creates its partition's nodes micro-batch
-   by micro-batch. Fork and join only guarantee this order, and cost no time here.
+1. A worker runs its forward tasks in the order of the clock-cycle, and starts each when its input
+   has arrived.
+2. The backward begins after the last forward task, and each device runs it in reverse order, the
+   last micro-batch first. This holds without fork and join, too: autograd picks the ready node
+   created last, and a worker creates its partition's nodes micro-batch by micro-batch. Fork and
+   join only guarantee this order, and cost no time here.
 3. Each device is a queue of its own, for the backward as well. The host is never late. ``R[i,j]``
-   starts when the next device has computed ``dy``, while it is copied, and ``B[i,j]`` when it has
-   arrived. Not earlier: autograd makes a node's stream wait for the previous node's stream.
-4. A copy between devices takes ``latency + bytes / bandwidth``, and needs the outgoing engine of
-   one device and the incoming one of the other, first ready, first served. Without copy
-   streams it stops both devices' computation instead, and is issued before the tasks of its
-   diagonal.
-5. A skip is copied straight to where it is popped, or else from device to device.
+   starts when the next device has computed ``dy``, while ``dy`` is copied; ``B[i,j]`` starts when
+   ``dy`` has arrived. ``R[i,j]`` does not start earlier, because autograd makes a node's stream
+   wait for the previous node's stream.
+4. A copy between devices takes ``latency + bytes / bandwidth``. It needs the outgoing engine of one
+   device and the incoming engine of the other, first ready, first served. Without copy streams it
+   stops both devices' computation instead, and is issued before the tasks of its diagonal.
+5. A skip is copied straight to the partition that pops it, or else from device to device.
 
 ``simulator.py`` checks all of them against whole steps, except the last sentence of rule 4.
 """
@@ -41,7 +41,7 @@ Seconds = Callable[[int, int], float]  # of the task of micro-batch i on partiti
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes of each micro-batch that go from one partition to a later one; a skip or its input."""
+    """The bytes of a skip or an input, for each micro-batch, between two partitions."""
 
     source: int
     target: int
@@ -50,16 +50,17 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is simulated.
+    """The description of a pipeline to simulate.
 
     Args:
-        m, n: micro-batches and partitions.
+        m, n: the numbers of micro-batches and partitions.
         forward, recompute, backward: seconds of each task.
-        checkpointed: how many micro-batches, from the first, are recomputed.
-        transfers: between partitions; gradients go back the same way.
-        bandwidth: bytes in a second, between two devices and in each direction.
-        latency: seconds of a copy besides.
-        copy_streams, direct_skips: whether copies run beside computation, and skips go straight.
+        checkpointed: the number of micro-batches, from the first, that are recomputed.
+        transfers: transfers between partitions; gradients go back the same way.
+        bandwidth: bytes per second between two devices, in each direction.
+        latency: extra seconds of each copy.
+        copy_streams: whether copies run beside computation.
+        direct_skips: whether skips go straight to the partition that pops them.
     """
 
     m: int
@@ -75,20 +76,20 @@ class Plan:
     direct_skips: bool = True
 
     def hops(self) -> list[Transfer]:
-        """The copies of one micro-batch, those of the same way put together, in order."""
-        ways: defaultdict[tuple[int, int], int] = defaultdict(int)
+        """Returns the copies of one micro-batch, in order, with those on the same link merged."""
+        links: defaultdict[tuple[int, int], int] = defaultdict(int)
         for source, target, size in ((t.source, t.target, t.bytes) for t in self.transfers):
             stops = [source, target] if self.direct_skips else [*range(source, target + 1)]
-            for way in zip(stops, stops[1:]):
-                ways[way] += size
-        return [Transfer(*way, size) for way, size in sorted(ways.items())]
+            for link in zip(stops, stops[1:]):
+                links[link] += size
+        return [Transfer(*link, size) for link, size in sorted(links.items())]
 
 
 @dataclass(eq=False)
 class Task:
     """A task or copy; the simulator sets ``start`` and ``end``.
 
-    ``j`` of a copy is its destination partition, and ``source`` the one it comes from.
+    ``j`` of a copy is its destination partition, and ``source`` its source partition.
     """
 
     kind: str
@@ -105,14 +106,14 @@ class Task:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A plan and when each of its tasks ran, in the order in which they were issued."""
+    """A plan and its tasks with their times, in the order in which they were issued."""
 
     plan: Plan
     tasks: list[Task]
 
     @property
     def seconds(self) -> float:
-        """From the first start to the last end."""
+        """The time from the first start to the last end."""
         return max(task.end for task in self.tasks)
 
     @property
@@ -123,12 +124,12 @@ class Simulation:
 
 
 def checkpointed(mode: str, m: int) -> int:
-    """How many of ``m`` micro-batches a checkpoint mode recomputes."""
+    """Returns how many of ``m`` micro-batches a checkpoint mode recomputes."""
     return {"always": m, "except_last": m - 1, "never": 0}[mode]
 
 
 def simulate(plan: Plan) -> Simulation:
-    """Run the plan."""
+    """Simulates the plan."""
     tasks = _Program(plan).tasks
     _run(tasks)
     return Simulation(plan, tasks)
@@ -176,7 +177,7 @@ class _Program:
     def _copies(
         self, hops: list[Transfer], i: int, j: int, way: str, done: dict[tuple[str, int, int], Task]
     ) -> tuple[Task, ...]:
-        """Copies of what ``F[i,j]`` or ``B[i,j]`` waits for."""
+        """Issues the copies that ``F[i,j]`` or ``B[i,j]`` waits for."""
         forward = way == "forward"
         arrived = []
         for hop in hops:
@@ -194,7 +195,7 @@ class _Program:
         return self._issue(task, [maker.j, j])
 
     def _issue(self, task: Task, streams: Sequence[object]) -> Task:
-        """Put a task behind those of its streams."""
+        """Appends a task, after the last tasks of its streams."""
         before = [self.streams[stream] for stream in streams if stream in self.streams]
         task.after = (*task.after, *before)
         self.streams.update(dict.fromkeys(streams, task))
@@ -203,7 +204,7 @@ class _Program:
 
 
 def _run(tasks: Sequence[Task]) -> None:
-    """Find start and end of each task: after those it waits for, and when its engines are free."""
+    """Sets the times of each task: after the tasks it waits for, when its engines are free."""
     followers: defaultdict[Task, list[int]] = defaultdict(list)
     missing = [len(task.after) for task in tasks]
     for number, task in enumerate(tasks):

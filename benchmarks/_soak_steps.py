@@ -1,8 +1,8 @@
-"""The steps of the soak: anything a service may do with a pipe, in any order.
+"""Defines the steps of the soak: anything a service may do with a pipe, in any order.
 
-A good step compares the pipe with the plain module. A bad one provokes an error (see ``Demand``),
-which must be raised, and ends with a good one. The main thread draws all random choices,
-so a seed gives the same steps; thread timing may still differ.
+A good step compares the pipe with the plain module. A bad step provokes an error (see ``Demand``),
+which must be raised, and ends with a good step. The main thread draws all random choices, so a seed
+gives the same steps; thread timing may still differ.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pipert import (
 
 __all__ = ["PATIENCE", "Soak"]
 
-PATIENCE = 60.0  # s; what must happen soon is given up after it
+PATIENCE = 60.0  # seconds until an expected event is given up
 MODES = ("always", "except_last", "never")
 CONTEXTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "grad": nullcontext,
@@ -50,12 +50,12 @@ class Fault(Exception):
 
 
 class Fatal(BaseException):
-    """The same, of the kind of KeyboardInterrupt; also thrown into threads."""
+    """A fault that is no Exception, like KeyboardInterrupt; also thrown into threads."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, and what is done with its result."""
+    """One call, and the use of its result."""
 
     rows: int
     context: str
@@ -65,7 +65,7 @@ class Case:
 
 
 class Soak:
-    """The steps. Each is a method, with its weight in ``KINDS``."""
+    """The pipes under test and the steps, each a method with its weight in ``KINDS``."""
 
     def __init__(self, devices: Sequence[str], seed: int) -> None:
         torch.manual_seed(seed)
@@ -80,12 +80,12 @@ class Soak:
         signal.signal(signal.SIGUSR1, self._on_signal)
 
     def warm_up(self) -> None:
-        """A step of each kind."""
+        """Takes a step of each kind."""
         for kind in KINDS:
             self.do(kind)
 
     def step(self) -> None:
-        """One step of a random kind."""
+        """Takes a step of a random kind."""
         self.do(self.random.choices(list(KINDS), list(KINDS.values()))[0])
 
     def do(self, kind: str) -> None:
@@ -106,7 +106,7 @@ class Soak:
         return replace(case, **fixed)
 
     def settings(self) -> None:
-        """Change what a pipe has for all its callers."""
+        """Changes the settings of the pipe that all its callers share."""
         pipe = self.soaked.pipe
         pipe.chunks, pipe.checkpoint = self.random.randint(1, 6), self.random.choice(MODES)
         training = self.random.random() < 0.8
@@ -118,14 +118,14 @@ class Soak:
         self.check(self.case())
 
     def check(self, case: Case) -> None:
-        """Compare the pipe with the plain module."""
+        """Compares the pipe with the plain module."""
         theirs = self.run(self.soaked.plain, case)
         ours = self.run(self.soaked.pipe, case, timeout=PATIENCE)
         rough = 0.05 if case.autocast else 1e-4
         torch.testing.assert_close(ours, theirs, rtol=rough, atol=rough, check_device=False)
 
     def run(self, module: nn.Module, case: Case, **kwargs: Any) -> list[Tensor | None]:
-        """The output and the gradients of its input and of the parameters."""
+        """Runs a case; returns the output and the gradients of the input and the parameters."""
         x = rows(case.rows, case.seed).requires_grad_()
         leaves = [x, *module.parameters()]
         with ExitStack() as stack:
@@ -147,7 +147,7 @@ class Soak:
         return [y.detach().float(), *torch.autograd.grad(loss, leaves)]
 
     def learn(self) -> None:
-        """A step of the optimizer; the plain modules follow."""
+        """Takes a step of the optimizer and copies the result to the plain modules."""
         self.check(self.case(context="grad", how="backward", autocast=False))
         self.optimizer.step()
         self.soaked.learn()
@@ -159,11 +159,11 @@ class Soak:
         self.training.resume()
 
     def running_statistics(self) -> None:
-        """A pipe whose norms are deferred: each micro-batch is normalised by itself."""
+        """Checks deferred batch norm, which normalises each micro-batch by itself."""
         norm, plain = self.soaked.norm, self.soaked.plain_norm
         norm.chunks, norm.checkpoint = self.random.randint(1, 4), self.random.choice(MODES)
         parts = [rows(self.random.randint(2, 5), self.random.randrange(1 << 30))]
-        parts *= norm.chunks  # equal sizes, so that it is known which rows are together
+        parts *= norm.chunks  # of equal sizes, so that each part becomes a micro-batch
         y = norm(torch.cat(parts), timeout=PATIENCE)
         expected = torch.cat([plain(part) for part in parts])
         torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4, check_device=False)
@@ -172,7 +172,7 @@ class Soak:
         self.soaked.forget_gradients()
 
     def callers(self) -> None:
-        """Several at once, one of which may meet a fault."""
+        """Runs several callers at once, one of which may meet a fault."""
         self.settings()
         fault = Fault() if self.random.random() < 0.3 else None
         if fault is not None:
@@ -182,7 +182,10 @@ class Soak:
         assert [o for o in outcomes if o is not None] == ([fault] if fault else []), outcomes
 
     def at_once(self, meanwhile: Callable[[], None] = lambda: None) -> list[BaseException | None]:
-        """What three checks raise that run at the same time; they change no ``.grad``."""
+        """Runs three checks at the same time, and returns what each raised.
+
+        They change no ``.grad``.
+        """
         hows = [self.random.choice(("grad", "drop")) for _ in range(3)]
         outcomes: list[BaseException | None] = []
 
@@ -190,7 +193,7 @@ class Soak:
             try:
                 self.check(case)
                 outcomes.append(None)
-            except BaseException as error:  # noqa: B036  told to the caller
+            except BaseException as error:  # noqa: B036  returned to the caller
                 outcomes.append(error)
 
         threads = [threading.Thread(target=check, args=[self.case(how=how)]) for how in hows]
@@ -203,7 +206,7 @@ class Soak:
         return outcomes
 
     def observe(self) -> None:
-        """With an observer, or one that raises and is dropped for it."""
+        """Calls the pipe with an observer, which may raise and then be dropped."""
         pipe, observer = self.soaked.pipe, self.random.choice((Observer, Grumpy))()
         pipe.add_observer(observer)
         self.call()
@@ -212,7 +215,7 @@ class Soak:
     # Bad steps, each followed by a good one
 
     def fault(self) -> None:
-        """A layer raises in the forward."""
+        """Lets a layer raise in the forward."""
         self.settings()
         case = self.case()
         m = min(case.rows, self.soaked.pipe.chunks)
@@ -223,10 +226,11 @@ class Soak:
         self.call()
 
     def fault_in_recomputation(self) -> None:
-        """A layer raises in the backward.
+        """Lets a layer raise in the backward.
 
-        On a thread of its own: a backward that raises leaves tasks, and with them tensors, in a
-        per-thread queue that torch empties only gradually. This happens without pipert, too.
+        The step runs on a thread of its own, because a backward that raises leaves tasks, and with
+        them tensors, in a per-thread queue that torch empties only gradually, with or without
+        pipert.
         """
         self.settings()
         self.soaked.pipe.checkpoint = "always"
@@ -242,15 +246,15 @@ class Soak:
         self.call()
 
     def raised(self, case: Case, timeout: float = PATIENCE) -> BaseException | None:
-        """What a call of the pipe raises, if it does."""
+        """Runs a case on the pipe; returns the exception that it raises, if any."""
         try:
             self.run(self.soaked.pipe, case, timeout=timeout)
-        except BaseException as error:  # noqa: B036  what was raised is what is asked for
+        except BaseException as error:  # noqa: B036  returned to the caller
             return error
         return None
 
     def late(self) -> None:
-        """A layer outlasts the time limit of its call and returns later."""
+        """Lets a layer outlast the time limit of its call and return later."""
         late, case = Late(), self.case()
         self.soaked.demand.make(self.random.randrange(STATIONS), late)
         limit = self.random.choice((0.001, 0.02))
@@ -266,14 +270,14 @@ class Soak:
         self.call()
 
     def interrupt(self) -> None:
-        """The caller is interrupted by a signal while a layer is executing."""
+        """Interrupts the caller with a signal while a layer is executing."""
         self.soaked.demand.make(self.random.randrange(STATIONS), self._send)
         error = self.raised(self.case())
         assert isinstance(error, Fatal) and not self._interrupt_due.is_set(), error
         self.call()
 
     def _send(self) -> None:
-        # Again and again: CPython misses a signal that comes just before it blocks.
+        # It is sent repeatedly, because CPython misses a signal that comes just before it blocks.
         self._interrupted.clear()
         self._interrupt_due.set()
         main = threading.main_thread().ident
@@ -288,12 +292,12 @@ class Soak:
             raise Fatal("interrupted")
 
     def death(self) -> None:
-        """An idle worker is ended from outside."""
+        """Kills an idle worker from outside."""
         self.end_a_worker()
         self.recover()
 
     def death_at_work(self) -> None:
-        """A worker is ended from outside while several callers are in the pipe."""
+        """Kills a worker from outside while several callers are in the pipe."""
         self.settings()
         for error in self.at_once(self.end_a_worker):
             assert error is None or isinstance(error, (Fatal, WorkerDiedError)), error
@@ -306,7 +310,7 @@ class Soak:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Fatal))
 
     def recover(self) -> None:
-        """The calls that meet a dying worker say so; then the pipe has a new one."""
+        """Calls each pipe until it has replaced a killed worker; before that, calls may raise."""
         deadline = time.monotonic() + PATIENCE
         for pipe in self.pipes():
             good = 0
@@ -320,7 +324,7 @@ class Soak:
         self.call()
 
     def make_again(self) -> None:
-        """The pipe is closed, or just dropped, and made again with another balance."""
+        """Closes or just drops the pipe, and makes it again with another balance."""
         if self.random.random() < 0.5:
             self.soaked.pipe.close(timeout=PATIENCE)
             assert isinstance(self.raised(self.case()), PipeClosedError)
@@ -328,7 +332,7 @@ class Soak:
         self.call()
 
     def close_at_work(self) -> None:
-        """Another thread closes the pipe during a call."""
+        """Lets another thread close the pipe during a call."""
         late, pipe = Late(), self.soaked.pipe
 
         def close() -> None:
@@ -357,11 +361,11 @@ class Soak:
         self.training.pipe.close(timeout=PATIENCE)
 
     def rest(self) -> None:
-        """Until each pipe has its threads and there are no others, and nobody has work to do."""
+        """Waits until all threads of the pipes are there, no others are, and none has work."""
         self.soaked.forget_gradients()
-        collect()  # an error in the frame that raised it is a cycle, and has the pipe in its frames
+        collect()  # an error and the frames that refer to it are cycles, which keep pipes alive
         pipes = self.pipes()
-        for pipe in pipes:  # each has its threads from its first call on
+        for pipe in pipes:  # a pipe starts its threads at its first call
             pipe(rows(2 * pipe.chunks, 0))
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
@@ -375,7 +379,7 @@ class Soak:
         assert all(pipe.statistics().in_flight == 0 for pipe in pipes)
 
 
-# How often each kind is drawn.
+# The weight with which each kind is drawn.
 KINDS = {
     "call": 50,
     "learn": 6,
@@ -396,7 +400,7 @@ KINDS = {
 
 
 class Grumpy(Observer):
-    """Is dropped at its first task."""
+    """An observer that raises at its first task and is dropped."""
 
     def task_started(self, task: object) -> None:
         raise Fault("an observer raises")
@@ -407,5 +411,5 @@ def throw(error: BaseException) -> None:
 
 
 def rows(n: int, seed: int) -> Tensor:
-    """Of normal numbers, on the CPU."""
+    """Draws rows of normal numbers, on the CPU."""
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed))

@@ -1,7 +1,7 @@
-"""What the soak trains: weights that are tied, losses that count, inputs that are mappings.
+"""Trains a model with tied weights, mapping inputs and losses with counts, for the soak.
 
-Each step is compared with the plain module; and training that is stopped and goes on in a new pipe
-is the same bit for bit, with dropout in it.
+Each step is compared with the plain module. Training with dropout that stops and resumes in a new
+pipe gives the same result bit for bit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Training"]
 
 WIDTH, IGNORED = 8, -100
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", None)  # ``None``: a call, and ``loss.backward()``
-BALANCES = ([2, 2, 2], [1, 3, 2], [3, 2, 1])  # the tied weights are in the first and in the last
+BALANCES = ([2, 2, 2], [1, 3, 2], [3, 2, 1])  # first and last partition share the tied weight
 
 
 class Enter(nn.Module):
-    """Takes a mapping; the soak at rest passes rows."""
+    """A first layer that takes a mapping, or a tensor, which the soak passes when it is at rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Enter(nn.Module):
 
 
 def layers() -> nn.Sequential:
-    """Six layers, of which the first and the last have one weight."""
+    """Builds six layers, the first and last of which share a weight."""
     first, last = Enter(), nn.Linear(WIDTH, WIDTH)
     last.weight = first.linear.weight
     middle = nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)
@@ -47,13 +47,13 @@ def layers() -> nn.Sequential:
 
 
 def summed(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of the losses that count, and how many do."""
+    """Returns the sum of the losses of the targets that are not ignored, and their number."""
     total = cross_entropy(y, target, ignore_index=IGNORED, reduction="sum")
     return total, (target != IGNORED).sum()
 
 
 class Training:
-    """A pipe that is trained."""
+    """A pipe, its optimizer and the training steps of the soak."""
 
     def __init__(self, devices: Sequence[str], random: random.Random) -> None:
         self.devices = list(devices)
@@ -69,7 +69,7 @@ class Training:
         return torch.optim.AdamW(pipe.parameters(), lr=1e-3)
 
     def batch(self) -> tuple[UserDict[str, Any], Tensor]:
-        """A mapping that is no dict, and targets, most of which may not count."""
+        """Draws a mapping that is not a dict, and targets of which most may be ignored."""
         n, generator = self.random.randint(1, 12), torch.Generator()
         generator.manual_seed(self.random.randrange(1 << 30))
         x = torch.randn(n, WIDTH, generator=generator)
@@ -78,7 +78,7 @@ class Training:
         return UserDict(x=x, scale=x[:, :1].abs(), name="soak"), target
 
     def step(self) -> None:
-        """A step without dropout, beside the plain module."""
+        """Takes a step without dropout, and compares it with the plain module's."""
         plain = deepcopy(nn.Sequential(*self.pipe)).to("cpu").eval()
         self.pipe.chunks = self.random.randint(1, 5)
         self.pipe.checkpoint = self.random.choice(("always", "except_last", "never"))
@@ -107,10 +107,10 @@ class Training:
         return loss.detach()
 
     def resume(self) -> None:
-        """Train, and again in a new pipe from what was saved before: the same bit for bit."""
+        """Trains, trains again in a new pipe from the state saved before, and compares the bits."""
         batches, schedule = [self.batch() for _ in range(3)], self.random.choice(SCHEDULES)
         seed, saved = self.random.randrange(1 << 30), deepcopy(self.pipe.state_dict())
-        of_optimizer = deepcopy(self.optimizer.state_dict())
+        optimizer_state = deepcopy(self.optimizer.state_dict())
         first = self._train(batches, schedule, seed)
         old, self.pipe = self.pipe, Pipe(
             layers(), self.pipe.balance, devices=self.devices, chunks=self.pipe.chunks,
@@ -119,14 +119,14 @@ class Training:
         old.close()
         self.pipe.load_state_dict(saved)
         self.optimizer = self._optimizer(self.pipe)
-        self.optimizer.load_state_dict(of_optimizer)
+        self.optimizer.load_state_dict(optimizer_state)
         again = self._train(batches, schedule, seed)
         assert all(map(torch.equal, first, again)), (schedule, self.pipe.checkpoint)
 
     def _train(
         self, batches: list[tuple[UserDict[str, Any], Tensor]], schedule: str | None, seed: int
     ) -> list[Tensor]:
-        """All losses, and what the weights are in the end."""
+        """Trains on the batches; returns all losses and the final weights."""
         self.pipe.train()
         torch.manual_seed(seed)
         losses = []

@@ -1,7 +1,7 @@
-"""The model to soak: layers that misbehave on demand, a skip, a pipe inside a pipe.
+"""Builds the model to soak: layers that misbehave on demand, a skip, a pipe inside a pipe.
 
 ``Soaked`` holds the pipe and the plain module to compare it with. One function makes the layers of
-both; those of the pipe ask a ``Demand`` at each call what to do.
+both; those of the pipe ask a ``Demand`` at each call whether to misbehave.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STATIONS = 5
 
 
 class Demand:
-    """What one call of one station is to do before its work, once."""
+    """An action that one call of one station has to carry out before its work, once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,19 +38,19 @@ class Demand:
         after: int = 0,
         recomputing: bool = False,
     ) -> None:
-        """Let the station do it, after so many calls, in a recomputation or not."""
+        """Demands the action of a station's call number ``after``, recomputing or not."""
         with self._lock:
             self._action, self._station = action, station
             self._calls, self._recomputing = after, recomputing
 
     def withdraw(self) -> bool:
-        """Whether nobody has met it yet; nobody will."""
+        """Cancels the demand; returns whether it was still unmet."""
         with self._lock:
             action, self._action = self._action, None
             return action is not None
 
     def meet(self, station: int) -> None:
-        """A station is called."""
+        """Carries out the demanded action if this call of a station is the one meant."""
         with self._lock:
             if self._action is None or station != self._station:
                 return
@@ -64,7 +64,7 @@ class Demand:
 
 
 class Late:
-    """An action that takes until it is let go."""
+    """An action that lasts until it is let go."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -79,7 +79,7 @@ class Late:
 
 
 class Station(nn.Module):
-    """A layer with parameters. The ``k``-th of its model."""
+    """The ``k``-th layer with parameters of its model."""
 
     def __init__(self, k: int, demand: Demand) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Station(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.demand.meet(self.k)
-        y: Tensor = self.linear(x.tanh())  # does not save its result: the next may be in place
+        y: Tensor = self.linear(x.tanh())  # the result is not saved: the next may be in place
         return y
 
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Puts half of its input aside."""
+    """Stashes half of its input."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         yield stash("skip", x * 0.5)
@@ -104,7 +104,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Adds what was put aside, and returns more than a tensor."""
+    """Pops the stashed tensor, and returns it in a dict with its input."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         skip = yield pop("skip")
@@ -112,7 +112,7 @@ class Pop(nn.Module):
 
 
 class Sum(nn.Module):
-    """The tensor again."""
+    """Adds the two tensors of the dict."""
 
     def forward(self, value: dict[str, Any]) -> Tensor:
         total: Tensor = value["x"] + value["skip"]
@@ -120,19 +120,19 @@ class Sum(nn.Module):
 
 
 def layers(demand: Demand, wrap: Callable[[nn.Sequential], nn.Module]) -> nn.Sequential:
-    """Eight layers; two of the stations are inside of one."""
+    """Builds eight layers; one of them contains two of the stations."""
     one, two, three, four, five = (Station(k, demand) for k in range(STATIONS))
     inner = wrap(nn.Sequential(two, three))
     return nn.Sequential(one, Stash(), inner, nn.ReLU(inplace=True), four, Pop(), Sum(), five)
 
 
 def norm_layers() -> nn.Sequential:
-    """Layers with running statistics."""
+    """Builds layers with running statistics."""
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 class Soaked:
-    """A pipe with another inside of it, a pipe with running statistics, and their plain modules."""
+    """A pipe that contains another, a pipe with running statistics, and their plain modules."""
 
     BALANCES = ([3, 3, 2], [3, 2, 3], [4, 2, 2], [5, 2, 1])  # the inner pipe stays on its device
 
@@ -149,7 +149,7 @@ class Soaked:
         self.learn()
 
     def _wrap(self, inner: nn.Sequential) -> Pipe:
-        # Where the partition is that it is a layer of: a pipe cannot be moved.
+        # On the device of the partition that contains it: a pipe cannot be moved.
         devices = [self.devices[0]] * 2
         self.inner.append(Pipe(inner, [1, 1], devices=devices, chunks=2, checkpoint="always"))
         return self.inner[-1]
@@ -159,11 +159,11 @@ class Soaked:
         return Pipe(self.module, balance, devices=self.devices, chunks=4)
 
     def make_again(self, which: int) -> None:
-        """A new pipe of the same layers, which may move. The old one is dropped."""
+        """Replaces the pipe by a new one over the same layers, which may move."""
         self.pipe = self._make(which)
 
     def learn(self) -> None:
-        """Give the plain modules what the pipes have learned."""
+        """Copies the pipes' parameters and buffers to the plain modules."""
         self.plain.load_state_dict(self.pipe.state_dict())
         self.plain_norm.load_state_dict(self.norm.state_dict())
 
@@ -175,7 +175,7 @@ class Soaked:
         return [self.pipe, self.norm, *self.inner]
 
     def workers(self) -> list[threading.Thread]:
-        """The threads of all its pipes. After a call there are all that there should be."""
+        """Returns the threads of all pipes of the process, which each start at a first call."""
         return [t for t in threading.enumerate() if t.name.startswith("pipert-")]
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from _malloc import bytes_in_use, check_counter
-from _measure import Row, report, take_turns
+from _measure import Row, cell, report, take_turns
 from _models import Model, for_torchgpipe
 from _paper import Setting
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from pipert.balance import balance_by_time
 
 __all__ = ["measured", "one_peak", "one_step"]
 
-# On CPU: micro-batches at most, and samples in each; at a scale below a tenth there are fewer.
+# On CPU: the most micro-batches, and the samples in each. Scales below a tenth use the tiny values.
 CPU_CHUNKS, CPU_ROWS = 8, 2
 TINY_CHUNKS, TINY_ROWS = 2, 1
 MIB = 2**20
@@ -38,7 +38,7 @@ def measured(
     scale: float,
     steps: int,
 ) -> list[dict[str, Any]]:
-    """Print what steps take where there are devices enough, and return the figures."""
+    """Measures the settings for which there are enough devices; prints and returns the figures."""
     found = []
     todo = [(model, setting) for model, setting in pairs if setting.n <= len(devices)]
     names = ("pipert", "torchgpipe")
@@ -52,8 +52,8 @@ def measured(
         peaks = [figures.get(name, {}).get("peak") for name in names]
         ratio = speeds[0] / speeds[1] if all(speeds) else None
         cells = [figures["setting"], str(figures["batch"]), str(figures["m"])]
-        cells += [_cell(speed, 2) for speed in speeds] + [_cell(ratio, 2)]
-        cells += [_cell(peak and peak / MIB, 0) for peak in peaks]
+        cells += [cell(speed, 2) for speed in speeds] + [cell(ratio, 2)]
+        cells += [cell(peak and peak / MIB, 0) for peak in peaks]
         table.append(Row(tuple(cells)))
     columns = ("setting", "batch", "m", "pipert, samples/s", "torchgpipe", "ratio", "pipert, MiB")
     where = ", ".join(map(str, devices))
@@ -63,10 +63,6 @@ def measured(
             if figures.get(name, {}).get("failed"):
                 print(f"{figures['setting']}, {name}: {figures[name]['failed']}", end="\n\n")
     return found
-
-
-def _cell(number: float | None, digits: int) -> str:
-    return "-" if number is None else f"{number:.{digits}f}"
 
 
 def _measure(
@@ -83,7 +79,7 @@ def _measure(
     balance = setting.balance or tuple(balance_by_time(setting.n, module, x[:CPU_ROWS].cpu()))
     counting = not check_counter(MIB) if devices[0].type == "cpu" else True
     with _runners(module, setting, balance, devices, chunks) as runners:
-        # Its first step, which also warms up.
+        # The first step, which also warms up.
         failed = {name: _failure(runner, x, devices) for name, runner in runners.items()}
         names = [name for name, why in failed.items() if not why]
         times = take_turns(
@@ -105,13 +101,13 @@ def _runners(
     devices: Sequence[torch.device],
     chunks: int,
 ) -> Iterator[dict[str, nn.Module]]:
-    """The plain module, under the name of pipert; or both products over equal modules."""
+    """Yields both products over equal modules, or the plain module under the name of pipert."""
     if setting.m is None:
         yield {"pipert": module.to(devices[0])}
         return
-    same = for_torchgpipe(deepcopy(module))
+    converted = for_torchgpipe(deepcopy(module))
     mode = setting.checkpoint
-    peer = GPipe(same, list(balance), devices=list(devices), chunks=chunks, checkpoint=mode)
+    peer = GPipe(converted, list(balance), devices=list(devices), chunks=chunks, checkpoint=mode)
     with Pipe(
         module, balance, devices=devices, chunks=chunks, checkpoint=mode, deferred_batch_norm=False
     ) as pipe:
@@ -119,7 +115,7 @@ def _runners(
 
 
 def _failure(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> str:
-    """Why a step cannot be done, or nothing."""
+    """Takes a step; returns why it failed, or an empty string."""
     try:
         one_step(runner, x, devices)
     except Exception as error:
@@ -130,7 +126,7 @@ def _failure(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> s
 
 
 def one_step(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> float:
-    """Seconds of one training step with SGD, without the data."""
+    """Takes one training step with SGD, without loading data; returns its seconds."""
     begin = _now(devices)
     out = runner(x)
     loss = out.square().mean()
@@ -151,20 +147,20 @@ def _now(devices: Sequence[torch.device]) -> float:
 
 
 def one_peak(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> float:
-    """The highest number of bytes in a step, on all devices together.
+    """Takes one step; returns the highest number of bytes on all devices together.
 
-    That is its parameters and the mini-batch, and what is there besides compared with before the
-    step: other products hold memory as well. On CPU it is read after each layer.
+    It is the size of the parameters and the mini-batch plus the rise in memory during the step,
+    because the other product holds memory too. On CPU the memory is read after each layer.
     """
-    own = float(x.nbytes + sum(parameter.nbytes for parameter in runner.parameters()))
+    at_rest = float(x.nbytes + sum(parameter.nbytes for parameter in runner.parameters()))
     gc.collect()
     if devices[0].type == "cuda":
-        different = set(devices)
-        before = sum(map(torch.cuda.memory_allocated, different))
-        for device in different:
+        distinct = set(devices)
+        before = sum(map(torch.cuda.memory_allocated, distinct))
+        for device in distinct:
             torch.cuda.reset_peak_memory_stats(device)
         one_step(runner, x, devices)
-        return own + sum(map(torch.cuda.max_memory_allocated, different)) - before
+        return at_rest + sum(map(torch.cuda.max_memory_allocated, distinct)) - before
     readings: list[int] = []
     read: Callable[..., None] = lambda *_: readings.append(bytes_in_use())  # noqa: E731
     layers: list[nn.Module] = list(runner)  # type: ignore[call-overload]
@@ -173,4 +169,4 @@ def one_peak(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> f
     one_step(runner, x, devices)
     for handle in handles:
         handle.remove()
-    return own + max(readings) - before
+    return at_rest + max(readings) - before

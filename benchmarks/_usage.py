@@ -2,8 +2,8 @@
 
 The first quarter of the samples is warm-up. *Constant* columns must not change from then on.
 Columns with a *trend*, which allocators and caches disturb, are judged by medians: the last
-quarter's may exceed the second's by at most an allowance. A steady leak shows
-half of its total; one-time or temporary allocations show nothing.
+quarter's median may exceed the second's by at most an allowance. A steady leak shows half of its
+total there; one-time or temporary allocations do not show.
 
 Columns missing on the platform are left out. Without ``/proc`` the resident memory is the
 peak so far, which shows a trend as well.
@@ -28,23 +28,23 @@ __all__ = ["COLUMNS", "Column", "collect", "freeze", "growth", "head", "line", "
 
 _MIB = 1 << 20
 _STATUS = Path("/proc/self/status")
-_PLANS = import_module("pipert.schedules.plan")  # not the function that the package names so
+_PLANS = import_module("pipert.schedules.plan")  # the module; the package has a function ``plan``
 
 
 @dataclass(frozen=True)
 class Column:
-    """Something to watch."""
+    """A resource to watch."""
 
     name: str
     read: Callable[[], float]
     allowance: float | None
-    """How far the medians may be apart; ``None`` for what must be constant."""
+    """The permitted growth of the median; ``None`` if the number must be constant."""
     digits: int = 0
     why: str = ""
 
 
 def _status(field: str) -> float:
-    """A number of ``/proc/self/status``."""
+    """Reads a number from ``/proc/self/status``."""
     for line in _STATUS.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:
@@ -53,7 +53,7 @@ def _status(field: str) -> float:
 
 
 def resident() -> float:
-    """Resident memory in MiB; the peak so far where that is all one can know."""
+    """Returns the resident memory in MiB, or its peak so far if the platform tells only that."""
     if _STATUS.exists():
         return _status("VmRSS") / 1024
     try:
@@ -65,7 +65,7 @@ def resident() -> float:
 
 
 def _tensors() -> float:
-    # By type: what pretends to be a tensor may do anything when it is asked.
+    # type() rather than isinstance(), which would run code of proxies.
     return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
 
@@ -97,9 +97,9 @@ COLUMNS = _columns()
 
 
 def collect() -> None:
-    """Collect garbage, and what is garbage only after that; forget plans that are kept for later.
+    """Collects garbage until there is none, after clearing the caches of plans.
 
-    There are 64 of them at most in each cache, each with as many objects as it has actions.
+    Each cache holds at most 64 plans, each with as many objects as it has actions.
     """
     _PLANS._named.cache_clear()
     _PLANS._plan.cache_clear()
@@ -108,26 +108,26 @@ def collect() -> None:
 
 
 def freeze() -> None:
-    """Count only objects that are made from now on; the others are many and would take seconds."""
+    """Excludes all existing objects from later counts; counting them would take seconds."""
     collect()
     gc.freeze()
 
 
 def sample() -> tuple[float, ...]:
-    """One number for each of ``COLUMNS``. Collects garbage first."""
+    """Collects garbage, and reads a number for each of ``COLUMNS``."""
     collect()
     return tuple([column.read() for column in COLUMNS])
 
 
 def head() -> str:
-    """The two lines above the first sample."""
+    """Formats the two header lines of the table."""
     names = ("time", "steps", *(column.name for column in COLUMNS))
     ruler = "|".join(f"{'-' * (max(len(name), 7) + 1)}:" for name in names)
     return f"|{'|'.join(f' {name:>7} ' for name in names)}|\n|{ruler}|"
 
 
 def line(seconds: float, steps: int, numbers: Sequence[float]) -> str:
-    """One sample as a line of the table."""
+    """Formats a sample as a line of the table."""
     cells = [f" {f'{seconds:.1f} s':>7} ", f" {steps:>7} "]
     for column, number in zip(COLUMNS, numbers, strict=True):
         cells.append(f" {f'{number:.{column.digits}f}':>{max(len(column.name), 7)}} ")
@@ -135,13 +135,13 @@ def line(seconds: float, steps: int, numbers: Sequence[float]) -> str:
 
 
 def quarters(numbers: Sequence[float]) -> list[Sequence[float]]:
-    """The samples in four parts, in order."""
+    """Splits the samples into four parts, in order."""
     n = len(numbers)
     return [numbers[n * k // 4 : n * (k + 1) // 4] for k in range(4)]
 
 
 def growth(samples: Sequence[Sequence[float]]) -> list[str]:
-    """What grew, each in words; of 8 samples or more."""
+    """Describes each column that grew; needs 8 samples or more."""
     grown = []
     for column, numbers in zip(COLUMNS, zip(*samples, strict=True), strict=True):
         _, second, third, last = quarters(numbers)

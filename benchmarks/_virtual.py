@@ -1,10 +1,10 @@
-"""Whole steps in the virtual time of simulated GPUs: the plain module, torchgpipe and pipert.
+"""Measures whole steps of the plain module, torchgpipe and pipert in virtual time.
 
-Importing this creates eight simulated CUDA devices (``tests/simulated_gpus``), so it
-must be imported before torch. The runtimes are real, with one autograd
-thread per device. Each stream has a clock: an operation takes ``max(bytes / memory rate,
-FLOPs / rate)`` of the device's time, a copy ``bytes / link rate``, and waits between streams are
-waits of the clocks. So order and waits determine a step's duration.
+Importing this creates eight simulated CUDA devices (``tests/simulated_gpus``), so it must be
+imported before torch. The runtimes are real, with one autograd thread per device. Each stream has a
+clock: an operation takes ``max(bytes / memory rate, FLOPs / rate)`` of the device's time, a copy
+``bytes / link rate``, and waits between streams are waits of the clocks. So order and waits
+determine a step's duration.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Machine:
-    """How fast every simulated device is.
+    """The rates of every simulated device.
 
     Args:
-        tflops: of matrix products and convolutions.
-        link_gbps: of a copy from device to device, and between the host and a device.
-        memory_gbps: of what an operation reads and writes.
-        launch_us: that every operation takes of the device besides.
-        host_us: that every launch takes of the host, which is one for all threads.
+        tflops: rate of matrix products and convolutions.
+        link_gbps: rate of a copy between devices, or between the host and a device.
+        memory_gbps: rate of an operation's reads and writes.
+        launch_us: extra time of the device for every operation.
+        host_us: time of the host for every launch; all threads share one host.
     """
 
     tflops: float
@@ -60,7 +60,7 @@ class Machine:
     host_us: float = 0.0
 
     def rates(self) -> dict[str, float]:
-        """As the simulation takes them."""
+        """Returns the rates as arguments of the simulation."""
         return {
             "launch_us": self.launch_us,
             "memory_gbps": self.memory_gbps,
@@ -83,8 +83,8 @@ class Case:
     Args:
         build: makes the model, each time with the same weights.
         batch: makes the mini-batch, on the CPU.
-        balance: layers of each partition.
-        for_peer: makes the same model of torchgpipe's layers out of it, if it has skips.
+        balance: the number of layers in each partition.
+        for_peer: converts the model's skips to torchgpipe's, if it has skips.
     """
 
     build: Callable[[], nn.Sequential]
@@ -95,19 +95,19 @@ class Case:
 
     @property
     def n(self) -> int:
-        """Partitions, each on a device of its own."""
+        """The number of partitions, each on a device of its own."""
         return len(self.balance)
 
 
 @dataclass(frozen=True)
 class Way:
-    """Who does a step, and how.
+    """The runtime that takes a step, and its settings.
 
     Args:
         runtime: ``'plain'``, ``'torchgpipe'`` or ``'pipert'``.
-        mode: of checkpointing.
-        schedule: ``'autograd'`` is ``loss.backward()``; the others are of ``forward_backward``.
-        components: the parts of the runtime that there are; torchgpipe always has direct skips.
+        mode: the checkpoint mode.
+        schedule: ``'autograd'`` for ``loss.backward()``, or a schedule of ``forward_backward``.
+        components: the parts that are switched on; torchgpipe always has direct skips.
     """
 
     runtime: str
@@ -127,35 +127,35 @@ PLAIN = Way("plain")
 
 @dataclass(frozen=True)
 class Steps:
-    """What some steps took in virtual time, in milliseconds, and the launches of one of them."""
+    """Virtual milliseconds of some steps, and the number of launches in one of them."""
 
     each: tuple[float, ...]
     launches: int
 
     @property
     def median(self) -> float:
-        """Of the steps."""
+        """The median duration."""
         return median(self.each)
 
     @property
     def spread(self) -> float:
-        """The longest over the shortest, less one."""
+        """The ratio of the longest duration to the shortest, minus one."""
         return max(self.each) / min(self.each) - 1
 
 
 def ideal(m: int, n: int) -> float:
-    """The speed-up of a pipeline of equal tasks in which nothing else costs anything."""
+    """Returns the speed-up of a pipeline of equal tasks without any other cost."""
     return m * n / (m + n - 1)
 
 
 def mean_square(y: Tensor, _: object = None) -> Tensor:
-    """The loss of every case."""
+    """Computes the loss of every case."""
     return y.square().mean()
 
 
 @contextmanager
 def prepared(case: Case, way: Way) -> Iterator[Step]:
-    """Yield what does a step of training, without an optimizer."""
+    """Yields a function that takes a training step, without an optimizer."""
     x = case.batch().to("cuda:0")
     module = case.build()
     devices = [torch.device("cuda", j) for j in range(case.n)]
@@ -181,32 +181,32 @@ def prepared(case: Case, way: Way) -> Iterator[Step]:
         devices=devices, chunks=case.m, checkpoint=way.mode,
     )  # fmt: skip
     if not way.components.copy_streams:
-        own = [torch.cuda.default_stream(device) for device in devices]  # those of computation
-        peer._copy_streams = [[stream] * case.m for stream in own]
+        compute_streams = [torch.cuda.default_stream(device) for device in devices]
+        peer._copy_streams = [[stream] * case.m for stream in compute_streams]
     with _dependencies(way.components.fork_join):
         yield lambda: by_autograd(peer, x)
 
 
 @contextmanager
 def _dependencies(fork_join: bool) -> Iterator[None]:
-    """Let torchgpipe tie micro-batches together, or not."""
-    tie = torchgpipe.pipeline.depend
+    """Switches torchgpipe's fork and join between micro-batches on or off."""
+    depend = torchgpipe.pipeline.depend
     if not fork_join:
         torchgpipe.pipeline.depend = lambda *_: None
     try:
         yield
     finally:
-        torchgpipe.pipeline.depend = tie
+        torchgpipe.pipeline.depend = depend
 
 
 def by_autograd(model: nn.Module, x: Tensor) -> None:
-    """One step."""
+    """Takes a step with ``backward()``."""
     model.zero_grad()
     mean_square(model(x)).backward()  # type: ignore[no-untyped-call]
 
 
 def measure(case: Case, way: Way, machine: Machine, repeats: int = 3) -> Steps:
-    """Do steps and see what they take in virtual time, in which nothing has to warm up."""
+    """Takes steps, and measures them in virtual time, in which nothing has to warm up."""
     GPUS.rates(**machine.rates())
     with prepared(case, way) as step:
         each = []

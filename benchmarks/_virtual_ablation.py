@@ -1,11 +1,10 @@
 """Measures what each part of the runtime is worth in virtual time: the paper's section 4.1.
 
-The parts are switched on one after the other, in torchgpipe and in pipert. torchgpipe always takes
-skips straight to where they are popped, so it has no fourth row.
+The parts are switched on one after the other, in torchgpipe and in pipert. torchgpipe always sends
+skips straight to the partition that pops them, so it has no fourth row.
 
-Without copy streams, copies lie between the computations in the order in which the
-host's threads launch them. So the first two rows depend on thread timing, and are medians of
-more steps.
+Without copy streams, copies lie between the computations in the order in which the host's threads
+launch them. So the first two rows depend on thread timing, and are medians of more steps.
 """
 
 from __future__ import annotations
@@ -14,22 +13,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from _ablation import Components
+from _ablation import PARTS
 from _measure import Row
 from _paper import ABLATION
 from _virtual import PLAIN, Machine, Steps, Way, measure
 from _virtual_models import WORKLOADS, Workload
 
-__all__ = ["ABLATIONS", "COLUMNS", "PARTS", "Ablation", "table"]
+__all__ = ["ABLATIONS", "COLUMNS", "Ablation", "table"]
 
-PARTS = {
-    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
-    "+ fork/join": Components(copy_streams=False, direct_skips=False),
-    "+ copy streams": Components(direct_skips=False),
-    "+ direct skips": Components(),
-}
 N = 4
-MORE = 3  # times as many steps where the timing of threads shows
+MORE = 3  # times as many steps in the rows that depend on thread timing
 
 COLUMNS = (
     *("parts", "paper", "torchgpipe", "pipert", "torchgpipe/plain", "pipert/plain"),
@@ -39,13 +32,13 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Ablation:
-    """A case of it."""
+    """A workload to measure with each of the parts."""
 
     workload: Workload
     m: int
     mode: str
     link_gbps: float | None = None
-    """Of a link that is another than the machine's."""
+    """The rate of the links, if it differs from the workload's machine."""
 
     @property
     def machine(self) -> Machine:
@@ -67,7 +60,7 @@ ABLATIONS = (
 def table(
     ablation: Ablation, repeats: int, step: Callable[[], object]
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """A row for each part, and all figures; ``step`` is called after each row."""
+    """Measures a row for each part; calls ``step`` after each row. Returns rows and figures."""
     plain = measure(ablation.workload.case(N, ablation.m), PLAIN, ablation.machine, 1)
     firsts: dict[str, Steps] = {}
     rows, found = [], []

@@ -1,8 +1,8 @@
 """Measures steps limited by the host, where each launch costs time of the single host.
 
-Python launches everything, one thread at a time. So launches from all threads add up on one
-clock, and no operation starts before its launch. The runtimes' own Python
-is not included: ``overhead.py`` measures that.
+Python launches everything, one thread at a time. So launches from all threads add up on one clock,
+and no operation starts before its launch. The time of the runtimes' own Python code is not
+included; ``overhead.py`` measures that.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ COLUMNS = (
 
 
 def launch_us() -> float:
-    """Microseconds of the host for an operation, forward and backward, of layers that do nothing.
+    """Measures the host's microseconds per operation, with tiny layers, forward and backward.
 
-    That of the CPU, which is there, stands for that of a GPU; the best of some, since the machine
-    may have other work. How many operations they are is counted on a simulated device.
+    A launch on the CPU, which every machine has, stands for a launch on a GPU. The shortest time
+    counts, since the machine may have other work. A simulated device counts the operations.
     """
     module = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(LAYERS)])
     x = torch.zeros(1, 4)
@@ -54,7 +54,7 @@ def launch_us() -> float:
 def table(
     host_us: float, repeats: int, step: Callable[[], object], *, short: bool
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """AmoebaNet-D, milliseconds of a step, with free launches and with those of ``host_us``."""
+    """Measures AmoebaNet-D's milliseconds per step, with free launches and at ``host_us`` each."""
     workload = WORKLOADS["amoebanet"]
     rows, found = [], []
     for n, m in CASES[-1:] if short else CASES:
@@ -66,11 +66,12 @@ def table(
                 took[way] = measure(case, way, machine, repeats)
                 step()
             ours = took[Way("pipert")].launches
-            cells = (f"n={n} m={m}", f"{cost:.1f}", *(f"{of.median:.1f}" for of in took.values()))
+            medians = (f"{steps.median:.1f}" for steps in took.values())
+            cells = (f"n={n} m={m}", f"{cost:.1f}", *medians)
             counts = (str(took[PLAIN].launches), str(ours), f"{1e-3 * cost * ours:.1f}")
             rows.append(Row((*cells, *counts)))
-            milliseconds = {str(way): of.each for way, of in took.items()}
-            launches = {str(way): of.launches for way, of in took.items()}
+            milliseconds = {str(way): steps.each for way, steps in took.items()}
+            launches = {str(way): steps.launches for way, steps in took.items()}
             found.append({"n": n, "m": m, "host_us": cost, "steps_ms": milliseconds,
                           "launches": launches})  # fmt: skip
     return rows, found

@@ -1,10 +1,10 @@
-"""Models at a small scale to run in virtual time, and machines that suit them.
+"""Builds small models to run in virtual time, and the machines that suit them.
 
-A narrow model moves more bytes per operation than a wide one. To give copies and memory the
-relative cost they have for a model of the *full* size on a Tesla P40 with PCIe 3.0 (12 TFLOP/s, 346
-GB/s, 12 GB/s per link and direction), the simulated devices' rates are those of the P40 times
-the ratio of a narrow sample to a full-size one: in FLOPs, and in bytes
-between layers. Then a sample takes as long as a full-size one does on that machine.
+A narrow model moves more bytes per operation than a wide one. Copies and memory should have the
+relative cost that they have for a model of the *full* size on a Tesla P40 with PCIe 3.0 (12
+TFLOP/s, 346 GB/s, 12 GB/s per link and direction). So the simulated devices' rates are those of the
+P40 times the ratio of a narrow sample to a full-size one: in FLOPs, and in bytes between layers.
+Then a sample takes as long as a full-size one does on that machine.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pipert.balance import balance_by_cost
 __all__ = ["P40", "WORKLOADS", "Workload"]
 
 P40 = Machine(tflops=12, memory_gbps=346, link_gbps=12)
-SCALE = 1 / 16  # of the paper's width
-SLEEP_US = 100.0  # of a forward; a backward takes twice that
+SCALE = 1 / 16  # fraction of the paper's width
+SLEEP_US = 100.0  # microseconds of a forward; a backward takes twice as long
 SEED = 0
 
 Build = Callable[[], nn.Sequential]
@@ -38,15 +38,15 @@ Build = Callable[[], nn.Sequential]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a mini-batch, and how the machine is found.
+    """A model, a mini-batch, and the machine to run them on.
 
     Args:
         build: makes the model, each time with the same weights.
-        batch: makes ``rows`` samples.
-        rows: samples of a mini-batch.
-        full: makes the model of the full size and a sample of it, on the meta device; ``None`` if
-            the machine is ``machine``.
-        machine: the rates, but for what ``full`` corrects.
+        batch: makes the given number of samples.
+        rows: samples in a mini-batch.
+        full: makes the full-size model and a sample for it, on the meta device. The machine's rates
+            are scaled by it; ``None`` leaves them unscaled.
+        machine: the unscaled rates.
         for_peer: see :class:`Case`.
         sizes: n and m of each case; the large models take minutes for each.
     """
@@ -61,36 +61,38 @@ class Workload:
     sizes: Sequence[tuple[int, int]] = ((1, 8), (2, 8), (4, 16), (8, 32))
 
     def case(self, n: int, m: int) -> Case:
-        """With the best balance for what the layers take in virtual time."""
+        """Makes a case with the best balance for the layers' virtual seconds."""
         balance = tuple(balance_by_cost(self.times().total, n))
         return Case(self.build, partial(self.batch, self.rows), balance, m, self.for_peer)
 
     def prediction(self, setting: Setting, balance: Sequence[int]) -> Prediction:
-        """By the simulator, from what the layers take in virtual time."""
+        """Predicts a setting with the simulator, from the layers' virtual seconds."""
         link = Link(1e9 * self.rates().link_gbps, 0.0)
         return predict(setting, balance, self.times(), self.bytes(), link)
 
-    @cache  # noqa: B019  there is one of each for the whole run
+    @cache  # noqa: B019  the few workloads live as long as the process
     def rates(self) -> Machine:
-        """The simulated machine."""
+        """Returns the simulated machine."""
         if self.full is None:
             return self.machine
         with torch.device("meta"):
             small = _work(self.build().eval(), self.batch(1).to("meta"))
             full = _work(*self.full())
-        flops, size = (of_small / of_full for of_small, of_full in zip(small, full, strict=True))
-        of = self.machine
-        return Machine(flops * of.tflops, size * of.link_gbps, size * of.memory_gbps)
+        flops, size = (a / b for a, b in zip(small, full, strict=True))
+        machine = self.machine
+        return Machine(
+            flops * machine.tflops, size * machine.link_gbps, size * machine.memory_gbps
+        )
 
     @cache  # noqa: B019
     def bytes(self) -> Bytes:
-        """What each layer keeps and hands on, of one sample."""
+        """Returns the bytes of each layer, for one sample."""
         with torch.device("meta"):
             return layer_bytes(self.build().eval(), self.batch(1).to("meta"))
 
     @cache  # noqa: B019
     def times(self) -> Times:
-        """Virtual seconds of each layer for one sample."""
+        """Returns the virtual seconds of each layer, for one sample."""
         GPUS.rates(**self.rates().rates())
         sample = self.batch(self.rows)
         return layer_times(self.build(), sample, torch.device("cuda:0"), 1, lambda: None, _now)
@@ -101,7 +103,7 @@ def _now(device: torch.device) -> float:
 
 
 def _work(module: nn.Sequential, sample: Tensor) -> tuple[float, float]:
-    """FLOPs of a forward, and the bytes that the layers hand on."""
+    """Counts the FLOPs of a forward, and the bytes of the layers' outputs."""
     sizes = layer_bytes(module, sample)
     with FlopCounterMode(display=False) as counter:
         module(sample)
@@ -112,7 +114,7 @@ def _work(module: nn.Sequential, sample: Tensor) -> tuple[float, float]:
 
 
 class Sleep(nn.Module):
-    """Keeps its device busy, with nothing to copy that would count."""
+    """A layer that keeps its device busy, and whose output is too small to count."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class Sleep(nn.Module):
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)  # what saves nothing need not be recomputed
+        ctx.save_for_backward(x)  # a layer that saves nothing would not be recomputed
         _sleep(len(x) * SLEEP_US)
         return x.clone()
 
@@ -186,7 +188,7 @@ def _full_gpt() -> tuple[nn.Sequential, Tensor]:
 
 
 def _out_of_place(model: Model) -> nn.Sequential:
-    """At a small scale. A partition of torchgpipe's may not begin with a layer that is in place."""
+    """Builds a small model without in-place layers; no torchgpipe partition may begin with one."""
     module = model.at_width(SCALE)
     for layer in module.modules():
         if isinstance(layer, nn.LeakyReLU):

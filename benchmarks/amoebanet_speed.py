@@ -1,6 +1,6 @@
-"""AmoebaNet-D (18, 256): samples per second, n in {2, 4, 8}, m in {1, 4, 32} (section 4.2.1).
+"""Measures samples per second of AmoebaNet-D (18, 256), n in {2, 4, 8}, m in {1, 4, 32}.
 
-Speed-ups are over two devices with one micro-batch, as in the paper.
+This is section 4.2.1 of the paper. Speed-ups are over two devices with one micro-batch, as there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables."""
+    """Prints both tables."""
     title = "AmoebaNet-D (18, 256), speed"
     experiment = Experiment(title, AMOEBANET, AMOEBANET_SPEED, baseline=26.733, gpipe=True)
     return run(experiment, __doc__, argv)

@@ -1,10 +1,10 @@
-"""A GPT as it is, by ``pipert.pipeline``, beside the same layers rewritten as an ``nn.Sequential``.
+"""Compares an unchanged GPT in ``pipert.pipeline`` with the same layers as an ``nn.Sequential``.
 
-The layers are the same objects' copies: an embedding, transformer blocks, a head. One model has a
+Both have copies of the same layers: an embedding, transformer blocks, a head. One model has a
 ``forward`` of its own, whose calls are intercepted; the other is a ``Pipe``. Layers are **tiny** (8
-columns, 4 rows of 4 tokens: what a pipe does for each layer is all there is) or **real** (some two
-milliseconds forward). Four micro-batches, two and four partitions on CPU workers, one intra-op
-thread each. *Plain* is the model without a pipe, micro-batch by micro-batch.
+columns, 4 rows of 4 tokens, so that only the pipe's work for each layer counts) or **real** (about
+two milliseconds forward). There are four micro-batches, and two or four partitions on CPU workers,
+with one intra-op thread each. *Plain* is the model without a pipe, micro-batch by micro-batch.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ WAYS = ("call", "1f1b")
 
 
 class Size(NamedTuple):
-    """Of the layers."""
+    """The size of the layers and the mini-batch."""
 
     name: str
     width: int
     tokens: int
     batch: int
     bar: float
-    """Of the time of the ``Sequential``, at most."""
+    """The highest permitted ratio to the time of the ``Sequential``."""
 
 
 SIZES = (Size("tiny", 8, 4, 16, 1.25), Size("real", 128, 32, 32, 1.03))
 
 
 class Block(nn.Module):
-    """One of a transformer."""
+    """A transformer block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """With a ``forward`` of its own."""
+    """A GPT with a ``forward`` of its own."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -87,21 +87,21 @@ def take_step(model: Any, way: str, x: Tensor, target: Tensor) -> None:
     if way == "call":
         loss_of(model(x), target).backward()  # type: ignore[no-untyped-call]
     elif way == "plain":
-        for part, of_target in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
-            loss_of(model(part), of_target).backward()  # type: ignore[no-untyped-call]
+        for part, target_part in zip(x.chunk(CHUNKS), target.chunk(CHUNKS), strict=True):
+            loss_of(model(part), target_part).backward()  # type: ignore[no-untyped-call]
     else:
         model.forward_backward(x, target=target, loss_fn=loss_of, schedule=way)
 
 
 @contextmanager
 def products(size: Size, n: int, checkpoint: str | None) -> Iterator[dict[str, Callable[[], Any]]]:
-    """A step of each, by name."""
+    """Yields a function per product, by name, that takes a step and returns its seconds."""
     model = GPT(size.width)
     x = torch.randint(VOCABULARY, (size.batch, size.tokens))
     target = torch.randint(VOCABULARY, (size.batch, size.tokens))
     options: dict[str, Any] = {"chunks": CHUNKS, "checkpoint": checkpoint, "devices": ["cpu"] * n}
-    own = copy.deepcopy(model)
-    layers = nn.Sequential(own.embedding, *own.blocks, own.head)
+    copied = copy.deepcopy(model)
+    layers = nn.Sequential(copied.embedding, *copied.blocks, copied.head)
     per = BLOCKS // n
     balance = [1 + per, *[per] * (n - 2), per + 1]
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def _afresh(model: nn.Module, way: str, x: Tensor, target: Tensor) -> float:
 def measure(
     size: Size, n: int, checkpoint: str | None, repeats: int, slack: float
 ) -> list[Row]:
-    """Milliseconds of each way, and the ratio that counts."""
+    """Measures milliseconds of each way, and the ratios to the ``Sequential``."""
     with products(size, n, checkpoint) as steps:
         samples = take_turns(lambda name: steps[name](), tuple(steps), repeats=repeats, warm_up=2)
     took = {name: 1e3 * median(found) for name, found in samples.items()}
@@ -143,7 +143,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. 1 when ``--check`` was asked for and a bar was missed."""
+    """Prints the table; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     repeats = 5 if arguments.short else 100
     settings = [

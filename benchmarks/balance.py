@@ -1,13 +1,13 @@
-"""Measures how steady measured costs are, and how close balances come to the optimum.
+"""Measures how much measured costs vary, and how close balances come to the optimum.
 
 **Steadiness.** Both products measure the same model on the CPU repeatedly and alternately, with the
-same time budget. The *spread* of a layer is the range of its cost over its median. Costs are
-shares of the whole model, since only these determine the balance. The table has the median over the
-layers and the largest; *balances* is the number of different results.
+same time budget. The *spread* of a layer is the range of its cost over its median. Costs are shares
+of the whole model, since only the shares determine the balance. The table has the median spread
+over the layers and the largest; *balances* is the number of different results.
 
 **Optimum.** The longest block of a balance over the shortest possible, for random lists of costs:
-uniform, heavy-tailed and growing. pipert's must be 1. The shortest possible comes from a program
-that shares nothing with the library: dynamic programming over all first blocks.
+uniform, heavy-tailed and growing. pipert's ratio must be 1. The shortest possible comes from a
+program that shares nothing with the library: dynamic programming over all first blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SECONDS = 1.0
 
 
 def model() -> nn.Sequential:
-    """Twelve layers whose costs differ by more than ten times."""
+    """Builds twelve layers whose costs differ by more than a factor of ten."""
     layers: list[nn.Module] = []
     for channels in (8, 16, 24):
         layers += [nn.LazyConv2d(channels, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
@@ -44,18 +44,18 @@ def model() -> nn.Sequential:
 
 
 def batch() -> torch.Tensor:
-    """A micro-batch of small images."""
+    """Draws a micro-batch of small images."""
     return torch.randn(16, 3, 32, 32)
 
 
 def theirs(costs: Sequence[float]) -> list[int]:
-    """torchgpipe's balance for these costs."""
+    """Returns torchgpipe's balance for these costs."""
     blocks: list[list[float]] = blockpartition.solve(list(costs), PARTITIONS)  # type: ignore
     return [len(block) for block in blocks]
 
 
 def steadiness(repeats: int) -> list[Row]:
-    """Costs measured again and again."""
+    """Measures the costs repeatedly; returns a row for each product."""
     module, sample = model(), batch()
     measures: dict[str, Callable[[], list[float]]] = {
         "pipert": lambda: layer_times(module, sample, timeout=SECONDS, device="cpu"),
@@ -77,7 +77,7 @@ def steadiness(repeats: int) -> list[Row]:
 
 
 def shortest(costs: Sequence[int], partitions: int) -> int:
-    """The shortest possible longest block."""
+    """Returns the length of the longest block in the best balance."""
 
     @cache
     def rest(begin: int, left: int) -> int:
@@ -90,13 +90,13 @@ def shortest(costs: Sequence[int], partitions: int) -> int:
 
 
 def longest(costs: Sequence[int], balance: Sequence[int]) -> int:
-    """The longest block of a balance."""
+    """Returns the length of the longest block of a balance."""
     ends = [sum(balance[: j + 1]) for j in range(len(balance))]
     return max(sum(costs[end - b : end]) for end, b in zip(ends, balance, strict=True))
 
 
 def optimum(lists: int) -> list[Row]:
-    """Balances for random costs."""
+    """Compares both products' balances of random costs with the best."""
     numbers = random.Random(0)
     kinds: list[Callable[[int], int]] = [
         lambda k: numbers.randint(1, 100),
@@ -118,7 +118,7 @@ def optimum(lists: int) -> list[Row]:
 
 
 def large() -> list[Row]:
-    """Seconds for a balance of 2000 layers on 64 devices."""
+    """Measures the seconds for a balance of 2000 layers on 64 devices."""
     numbers = random.Random(0)
     costs = [numbers.random() for _ in range(2000)]
     speeds = [numbers.uniform(0.5, 2.0) for _ in range(64)]
@@ -133,7 +133,7 @@ def large() -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables. 1 when ``--check`` was asked for and a bar was missed."""
+    """Prints the tables; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     table = steadiness(3 if arguments.short else 15)
     title = f"Costs of {len(model())} layers, measured for {SECONDS:.0f} s each time"

@@ -1,25 +1,25 @@
-"""A whole step, ``pipe.forward_backward``, beside ``loss.backward()`` and beside other runtimes.
+"""Compares ``pipe.forward_backward`` with ``loss.backward()`` and with other runtimes.
 
-**Convolutions.** Nine of them, 32 channels of 64x64, a mini-batch of 32 rows in 8 micro-batches,
-two partitions. Eight runtimes take turns: the plain module in one thread, torchgpipe in its three
-modes, ``Schedule1F1B`` of ``torch.distributed.pipelining`` in two processes over gloo, and pipert
-with ``loss.backward()`` (*autograd*), with ``'gpipe'`` and with ``'1f1b'``. All have one
-intra-op thread per worker. Half of the plain time times ``(m + n - 1) / m`` is what two cores
-could do with equal partitions and no overhead.
+**Convolutions.** There are nine, with 32 channels of 64x64; a mini-batch of 32 rows is in 8
+micro-batches on two partitions. Eight runtimes take turns: the plain module in one thread,
+torchgpipe in its three modes, ``Schedule1F1B`` of ``torch.distributed.pipelining`` in two processes
+over gloo, and pipert with ``loss.backward()`` (*autograd*), with ``'gpipe'`` and with ``'1f1b'``.
+All have one intra-op thread per worker. Half of the plain time times ``(m + n - 1) / m`` is what
+two cores could reach with equal partitions and no overhead.
 
 **Sleeping stages** sleep ``T`` forward and ``2T`` backward, so that no core is needed and only the
 order counts: with equal stages no schedule of whole tasks ends before ``(m + n - 1) * 3T``, and
-both schedules could end then. With *autograd* the backward of all partitions is in one thread. With
+both schedules could end then. With *autograd* one thread runs the backward of all partitions. With
 ``'interleaved'`` sixteen such stages are on four workers, in one, two or four partitions each; none
 ends before ``(m + (n - 1) / v) * 4 * 3T``.
 
-**Live activations.** Each output of a layer is a storage that its backward needs. They are counted
-whenever a layer returns, over all partitions, and so is the C library's allocated memory
-(``_malloc.py``), which includes gradients in transit. With ``'1f1b'`` partition *j* may have
+**Live activations.** Each output of a layer is a storage that its backward needs. Whenever a layer
+returns, the live storages of all partitions are counted, and the C library's allocated memory is
+read (``_malloc.py``), which includes gradients in transit. With ``'1f1b'`` partition *j* may keep
 ``min(n - j, m)`` micro-batches, however many there are.
 
-**Host cost.** As in ``overhead.py``: partitions of one ``nn.Linear(4, 4)``, one row for each
-micro-batch, microseconds for each of the ``n * m`` pairs of a forward and a backward.
+**Host cost** is measured as in ``overhead.py``: partitions of one ``nn.Linear(4, 4)``, one row for
+each micro-batch, microseconds for each of the ``n * m`` pairs of a forward and a backward.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ from pipert import Pipe
 
 __all__ = ["main"]
 
-OF_TORCHGPIPE, OF_PROCESSES, OF_IDEAL = 0.6, 0.9, 1.1  # of their time, at most
-OF_NOMINAL = 1.06  # of (m + n - 1) * 3T, at most
-OF_AUTOGRAD = 1.0  # of the host cost of forward and loss.backward(), at most
+# The bars: the highest permitted ratios.
+OF_TORCHGPIPE, OF_PROCESSES, OF_IDEAL = 0.6, 0.9, 1.1  # to the times of the other runtimes
+OF_NOMINAL = 1.06  # to (m + n - 1) * 3T
+OF_AUTOGRAD = 1.0  # to the host cost of forward and loss.backward()
 
-N, M = 8, 32  # of the sleeping stages
+N, M = 8, 32  # sleeping stages and their micro-batches
 T = 0.02
-WORKERS, IN_TURNS = 4, (1, 2, 4)  # partitions of each
+WORKERS, IN_TURNS = 4, (1, 2, 4)  # workers, and partitions on each of them
 
 WAYS = ("autograd", "gpipe", "1f1b")
 MODES = ("never", "except_last", "always")
@@ -62,7 +63,7 @@ Timed = Callable[[], tuple[float, float]]
 
 
 def step_of(pipe: Pipe, way: str, x: Tensor, target: Tensor) -> Step:
-    """One step of a pipe, which returns the loss."""
+    """Makes a function that takes a step of a pipe and returns the loss."""
     if way != "autograd":
         return partial(
             pipe.forward_backward, x, target=target, loss_fn=functional.mse_loss, schedule=way
@@ -71,14 +72,14 @@ def step_of(pipe: Pipe, way: str, x: Tensor, target: Tensor) -> Step:
 
 
 def by_autograd(model: nn.Module, x: Tensor, target: Tensor) -> Tensor:
-    """One step of any model."""
+    """Takes a step of any model with ``loss.backward()``; returns the loss."""
     loss = functional.mse_loss(model(x), target)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
 def timed(step: Step) -> tuple[float, float]:
-    """The seconds it took, and the loss."""
+    """Takes a step; returns its seconds and the loss."""
     begin = time.perf_counter()
     loss = step()
     return time.perf_counter() - begin, float(loss)
@@ -89,7 +90,7 @@ def timed(step: Step) -> tuple[float, float]:
 
 @contextmanager
 def runtimes() -> Iterator[dict[str, Timed]]:
-    """Each takes a step, and returns its seconds and its loss."""
+    """Yields a function per runtime, by name, that takes a step and returns seconds and loss."""
     x, target = batch()
     devices = ["cpu"] * len(BALANCE)
     found: dict[str, Timed] = {}
@@ -124,7 +125,7 @@ def _afresh(models: Sequence[nn.Module], step: Timed) -> tuple[float, float]:
 
 
 def convolving(repeats: int, slack: float) -> list[Row]:
-    """Milliseconds of a step of each, and what the default of pipert takes of that."""
+    """Measures milliseconds per step of each runtime, and pipert's default relative to each."""
     with runtimes() as steps:
         samples = take_turns(lambda name: steps[name](), tuple(steps), repeats=repeats, warm_up=1)
     losses = [loss for found in samples.values() for _, loss in found]
@@ -152,7 +153,7 @@ def convolving(repeats: int, slack: float) -> list[Row]:
 
 
 class Sleep(torch.autograd.Function):
-    """Takes ``T`` forward and twice that backward."""
+    """Sleeps ``T`` seconds forward and twice as long backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -166,7 +167,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """A partition that does nothing but sleep."""
+    """A partition that only sleeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +179,7 @@ class Stage(nn.Module):
 
 
 def sleeping(repeats: int, slack: float) -> list[Row]:
-    """Milliseconds of a step, and what they are of the shortest there could be."""
+    """Measures milliseconds per step of each schedule, relative to the shortest possible."""
     x, target = torch.zeros(M, 1), torch.zeros(M, 1)
     stages = nn.Sequential(*(Stage() for _ in range(N)))
     with closing(
@@ -199,7 +200,7 @@ def sleeping(repeats: int, slack: float) -> list[Row]:
 
 
 def sleeping_in_turns(m: int, repeats: int) -> list[Row]:
-    """Milliseconds of a step of workers that have one, two and four partitions of such layers."""
+    """Measures milliseconds per step with one, two and four sleeping partitions per worker."""
     x, target, steps = torch.zeros(m, 1), torch.zeros(m, 1), {}
     with ExitStack() as stack:
         for v in IN_TURNS:
@@ -222,7 +223,7 @@ def sleeping_in_turns(m: int, repeats: int) -> list[Row]:
 
 
 class Alive:
-    """The storages that layers have returned, and the most that were alive at a time."""
+    """A counter of live storages that layers have returned, and of their peak."""
 
     def __init__(self) -> None:
         self.clear()
@@ -233,14 +234,14 @@ class Alive:
         self.before = bytes_in_use()
 
     def note(self, _layer: nn.Module, _args: object, y: Tensor) -> None:
-        """A hook: a layer has returned ``y``. On any worker."""
+        """A forward hook: counts the storages alive when a layer returns ``y``. Thread-safe."""
         self.known.append(StorageWeakRef(y.untyped_storage()))  # type: ignore[no-untyped-call]
         self.most = max(self.most, sum(not known.expired() for known in list(self.known)))
         self.highest = max(self.highest, bytes_in_use() - self.before)
 
 
 def living(n: int, m: int) -> list[Row]:
-    """The most micro-batches that were alive, summed over the partitions, and the bytes."""
+    """Measures the peak of live micro-batches, summed over the partitions, and of bytes."""
     torch.manual_seed(0)
     x, target, alive = torch.randn(m * ROWS, WIDTH), torch.randn(m * ROWS, WIDTH), Alive()
     layers = [(nn.Linear(WIDTH, WIDTH), nn.GELU())[k % 2] for k in range(2 * BLOCKS * n)]
@@ -270,7 +271,7 @@ def living(n: int, m: int) -> list[Row]:
 
 
 def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> list[Row]:
-    """Microseconds for each micro-batch and partition, and their ratio to autograd's."""
+    """Measures microseconds per micro-batch and partition, and their ratios to autograd's."""
     torch.manual_seed(0)
     x, target = torch.randn(m, 4), torch.randn(m, 4)
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
@@ -297,7 +298,7 @@ def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> li
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the five tables. 1 when ``--check`` was asked for and a bar was missed."""
+    """Prints the five tables; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     short, slack = arguments.short, arguments.slack
     missed: list[str] = []

@@ -1,13 +1,13 @@
-"""Python calls of one action, and frames between a worker's task and the user's layers.
+"""Counts the Python calls of an action, and the frames between a worker's loop and a user's layer.
 
-Three partitions of one ``nn.Linear`` each, three micro-batches, on CPU workers. A profile hook
-counts every call of a Python function, torch's included, from the moment at which a worker has
+The pipe has three partitions of one ``nn.Linear`` each, on CPU workers, and three micro-batches. A
+profile hook counts every call of a Python function, including torch's, from the moment a worker has
 taken a task until it asks for the next; the middle action of each kind, ``[1,1]``, is shown. The
-frames are those between the worker's loop and the call of the layer. Nothing here is timed. Of ten
-mini-batches the fewest calls count: the first one meets what is made once, and an action that has
-to wait for its input gives up its turn.
+frames are those between the worker's loop and the call of the layer. Nothing here is timed. The
+fewest calls of ten mini-batches count, because the first mini-batch creates what later ones reuse,
+and an action that has to wait for its input gives up its turn.
 
-A recomputation that is no task, on a thread of autograd, is not counted.
+A recomputation on a thread of autograd is not a task and is not counted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = ["Counted", "count", "main"]
 N = M = 3
 REPEATS = 10
 BARS = {("call", "never", "F"): (30, 7), ("call", "always", "F"): (45, 7)}
-"""Python calls and frames, at most."""
+"""The most Python calls and frames permitted."""
 
 
 class Counted(NamedTuple):
-    """What one action costs in Python."""
+    """The Python calls, source files and frames of one action."""
 
     calls: int
     files: int
@@ -44,7 +44,7 @@ class Counted(NamedTuple):
 
 
 class _Thread:
-    """Counts in one worker."""
+    """The profile function of one worker thread, and its counts."""
 
     def __init__(self, found: dict[str, Counted]) -> None:
         self._found = found
@@ -84,11 +84,11 @@ def _above(frame: FrameType) -> list[Any]:
 
 
 def count(way: str, checkpoint: str) -> dict[str, Counted]:
-    """Count each kind of action.
+    """Counts the calls of each kind of action.
 
     Args:
         way: ``'call'``, or the schedule of a step.
-        checkpoint: as ``Pipe`` takes it.
+        checkpoint: the checkpoint mode, as for ``Pipe``.
     """
     found: dict[str, Counted] = {}
 

@@ -1,23 +1,23 @@
 """Measures how close a forward comes to the critical path of its own tasks.
 
 Every partition is one layer that sleeps and returns its input, so the tasks need no core and only
-their order counts. ``F[i,j]`` can start when ``F[i,j-1]`` has produced its input and its
-worker is done with ``F[i-1,j]``. The longest path through that grid is the *critical path*: no
-runtime with one worker per partition is faster.
+their order counts. ``F[i,j]`` can start when ``F[i,j-1]`` has produced its input and its worker is
+done with ``F[i-1,j]``. The longest path through that grid is the *critical path*: no runtime with
+one worker per partition is faster.
 
 **Equal** stages all sleep ``T`` seconds, so the nominal path is ``(m + n - 1) * T``. **Varying**
-ones draw each ``F[i,j]`` evenly from ``T * (1 - 0.9)`` to ``T * (1 + 0.9)``, with a fixed seed.
+stages draw ``F[i,j]`` uniformly from ``T * (1 - 0.9)`` to ``T * (1 + 0.9)``, with a fixed seed.
 
-A sleep overruns by the slack of the operating system's timers. That is
-not the runtime's fault, so every sleep records its real duration, and pipert's wall time is
-compared with the critical path of *those* durations, call by call; the table shows the
-median ratio. A thread's wait for Python's global lock after its sleep counts as part of its
-duration, so the *nominal* path, of the requested durations, is shown as well.
+A sleep overruns by the slack of the operating system's timers, for which the runtime is not to
+blame. So every sleep records its real duration, and pipert's wall time is compared with the
+critical path of *those* durations, call by call; the table shows the median ratio. A thread's wait
+for Python's global lock after its sleep counts as part of its duration, so the *nominal* path, of
+the requested durations, is shown as well.
 
-*by diagonal* is the time of a runtime that completes each diagonal ``i + j == k`` before it
-starts the next one, with one worker per partition and no overhead: the sum over the
-diagonals of their longest task, of the same recorded durations. torchgpipe works like that, and
-also serves all CPU partitions with one thread. Its column shows the latter.
+*by diagonal* is the time of a runtime that completes each diagonal ``i + j == k`` before it starts
+the next one, with one worker per partition and no overhead: the sum, over the diagonals, of the
+recorded duration of their longest task. torchgpipe works like that, and also serves all CPU
+partitions with one thread. Its column shows the effect of both.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from pipert.schedules.simulate import simulate
 
 __all__ = ["main"]
 
-BAR = 1.08  # of the critical path, at most
+BAR = 1.08  # the highest permitted ratio to the critical path
 N, M = 8, 32
 T = 0.005
 VARIATION = 0.9
 
 
 class Sleep(nn.Module):
-    """Sleeps ``plan[i]`` seconds at its call ``i`` and records how long that took."""
+    """A layer that sleeps ``plan[i]`` seconds in its call ``i`` and records the real duration."""
 
     def __init__(self, plan: Sequence[float]) -> None:
         super().__init__()
@@ -60,20 +60,20 @@ class Sleep(nn.Module):
 
 
 def plan(variation: float) -> list[list[float]]:
-    """Seconds of each ``F[i,j]``, a list of ``M`` for each of ``N`` partitions."""
+    """Draws the seconds of each ``F[i,j]``: a list of ``M`` for each of ``N`` partitions."""
     numbers = random.Random(0)
     return [[T * (1 + numbers.uniform(-variation, variation)) for _ in range(M)] for _ in range(N)]
 
 
 def critical_path(durations: Sequence[Sequence[float]]) -> float:
-    """The longest path: each task after its predecessor in its micro-batch and in its partition."""
+    """Returns the longest path; each task follows its predecessors in micro-batch and partition."""
     n, m = len(durations), len(durations[0])
     times = simulate(plan_call(m, n, range(n)), lambda action: durations[action.j][action.i])
     return max(end for _, end in times.values())
 
 
 def by_diagonal(durations: Sequence[Sequence[float]]) -> float:
-    """The sum over the diagonals of their longest task."""
+    """Sums the longest task of each diagonal."""
     n, m = len(durations), len(durations[0])
     return sum(
         max(durations[j][k - j] for j in range(max(0, k - m + 1), min(n, k + 1)))
@@ -82,7 +82,7 @@ def by_diagonal(durations: Sequence[Sequence[float]]) -> float:
 
 
 def order(case: str, variation: float, repeats: int) -> list[Row]:
-    """The wall times of a forward beside its critical path, in milliseconds."""
+    """Measures a forward's wall time beside its critical path, in milliseconds."""
     batch = torch.zeros(M, 1)
     durations = plan(variation)
 
@@ -113,7 +113,7 @@ def order(case: str, variation: float, repeats: int) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. 1 when ``--check`` was asked for and a bar was missed."""
+    """Prints the table; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     table: list[Row] = []
     for case, variation in (("equal", 0.0), (f"varying by {VARIATION:.0%}", VARIATION)):

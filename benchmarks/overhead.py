@@ -1,21 +1,21 @@
-"""Host cost of a task that computes next to nothing, and the bytes a forward leaves alive.
+"""Measures the host cost of a task with little to compute, and the bytes a forward leaves alive.
 
 **Host cost.** Each of ``n`` partitions is one ``nn.Linear(4, 4)``, and the mini-batch has ``m``
-rows, one per micro-batch. The remaining time is the runtime's: queues, threads, autograd. The
-cost of a task is the wall time over ``n * m``. *forward* is the call of the pipe, and
-*forward+backward* runs to the end of ``out.sum().backward()``. The garbage collector stays on.
+rows, one per micro-batch. So nearly all time is the runtime's: queues, threads, autograd. The cost
+of a task is the wall time over ``n * m``. *forward* is the call of the pipe, and *forward+backward*
+runs to the end of ``out.sum().backward()``. The garbage collector stays on.
 
 **Live activations.** PyTorch keeps no statistics of its CPU allocator, a ``TorchDispatchMode`` and
 saved-tensor hooks do not reach the threads of both products, and a collector's walk misses tensors
-that C++ holds. So the C library reports its memory in use, see ``_malloc.py``. The
-difference across the forward is what the forward left alive: saved activations and the gathered
-output. Before any measurement, tensors of a known size must show in that counter.
+that C++ holds. So the C library reports its memory in use, see ``_malloc.py``. The forward has left
+alive the difference across it: saved activations and the gathered output. Before any measurement,
+tensors of a known size must show in that counter.
 
-*by count* is what the checkpoint mode must keep, counted by hand, see ``must_keep``. The excess
-over it, a few tenths of a MiB at any ``WIDTH``, is the graph itself. *held* is read after the
-forward. *highest* is the maximum of that and of the readings at the end of every layer's call,
-recomputations included: it shows whether recomputed activations pile up. It includes gradients in
-transit.
+*by count* is the memory that the checkpoint mode must keep, counted by hand, see ``must_keep``. The
+excess over it, a few tenths of a MiB at any ``WIDTH``, is the graph itself. *held* is read after
+the forward. *highest* is the maximum of *held* and of the readings at the end of every layer's
+call, including recomputations: it shows whether recomputed activations pile up. It includes
+gradients in transit.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torch import Tensor, nn
 
 __all__ = ["main"]
 
-FORWARD_BAR = 0.5  # of torchgpipe's time, at most
+FORWARD_BAR = 0.5  # the highest permitted ratio to torchgpipe's time
 TOTAL_BAR = 0.6
 
 N, M = 4, 8  # partitions and micro-batches of the memory table
-ROWS, WIDTH, BLOCKS = 256, 256, 3  # of a micro-batch, of a layer, (Linear, GELU) in a partition
+ROWS, WIDTH, BLOCKS = 256, 256, 3  # rows of a micro-batch, (Linear, GELU) blocks in a partition
 ACTIVATION = ROWS * WIDTH * 4
-TOLERANCE = ACTIVATION // 2  # bytes: less than any tensor kept needlessly
+TOLERANCE = ACTIVATION // 2  # bytes; less than any needlessly kept tensor
 
 COST_COLUMNS = ("case", "pipert", "torchgpipe", "ratio", "bar")
 MEMORY_COLUMNS = (
@@ -49,7 +49,7 @@ MEMORY_COLUMNS = (
 
 
 def must_keep(checkpoint: str) -> int:
-    """Bytes a forward has to leave alive, counted by hand.
+    """Returns the bytes that a forward has to leave alive, counted by hand.
 
     Kept whole, a micro-batch leaves the output of every layer but the last one, whose output is
     copied into the gathered output. Checkpointed, it leaves the inputs of the partitions after the
@@ -61,13 +61,13 @@ def must_keep(checkpoint: str) -> int:
 
 
 def trivial(n: int) -> nn.Sequential:
-    """``n`` layers that compute next to nothing."""
+    """Builds ``n`` layers that compute next to nothing."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(n)))
 
 
 def real() -> nn.Sequential:
-    """``N`` partitions of a small network, whose every layer's output is needed by its backward."""
+    """Builds ``N`` partitions of layers, each of which needs its output for its backward."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(
@@ -78,7 +78,7 @@ def real() -> nn.Sequential:
 
 
 def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> list[Row]:
-    """Microseconds a task, of the forward and of forward plus backward."""
+    """Measures microseconds per task, for the forward and for forward plus backward."""
     batch = torch.randn(m, 4)
     with both(partial(trivial, n), n, chunks=m, checkpoint=checkpoint) as runners:
 
@@ -108,7 +108,7 @@ def host_cost(n: int, m: int, checkpoint: str, repeats: int, slack: float) -> li
 
 
 def live_activations(repeats: int) -> list[Row]:
-    """Bytes alive after the forward and the highest reading of a step, a row for each mode."""
+    """Measures the bytes alive after the forward and the peak of a step, a row for each mode."""
     batch = torch.randn(M * ROWS, WIDTH)
     readings: list[int] = []
 
@@ -133,7 +133,7 @@ def live_activations(repeats: int) -> list[Row]:
         return held - before, max(held, *readings) - before
 
     table = []
-    above = 0.0  # what the mode before held
+    above = 0.0  # bytes held in the previous mode
     for checkpoint in ("always", "except_last", "never"):
         with both(build, N, chunks=M, checkpoint=checkpoint) as runners:
             samples = take_turns(measure, tuple(runners), repeats=repeats)
@@ -159,7 +159,7 @@ def _mib(size: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables. 1 when ``--check`` was asked for and a bar was missed."""
+    """Prints both tables; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     repeats = 7 if arguments.short else 31
     cost: list[Row] = []

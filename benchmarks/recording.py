@@ -20,7 +20,7 @@ from pipert import Pipe
 
 __all__ = ["main"]
 
-BAR = 1.03  # of the step that is not recorded, at most
+BAR = 1.03  # the highest permitted ratio to the step without a recording
 WIDTH, LENGTH, BATCH, CHUNKS = 128, 64, 16, 4
 
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 def cost(checkpoint: str, repeats: int, slack: float) -> list[Row]:
-    """The seconds of a step, plain and recorded, and their ratio."""
+    """Measures a step with and without a recording, and their ratio."""
     blocks = [Block() for _ in range(4)]
     x = torch.randn(BATCH, LENGTH, WIDTH)
     events = 0
@@ -73,7 +73,7 @@ def cost(checkpoint: str, repeats: int, slack: float) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. 1 when ``--check`` was asked for and a bar was missed."""
+    """Prints the table; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     table: list[Row] = []
     for checkpoint in ("never", "except_last", "always"):

@@ -1,14 +1,14 @@
-"""A step over two processes: ``pipert.distributed.Pipe`` beside the stages that it is made of.
+"""Compares a step of ``pipert.distributed.Pipe`` with a step of torch's stages, which it uses.
 
-The convolutions of ``forward_backward.py``, nine with 32 channels of 64x64, a mini-batch of 32 rows
-in 8 micro-batches, under 1F1B. ``PipelineStage`` and ``Schedule1F1B`` of
-``torch.distributed.pipelining`` as its documentation uses them, ``pipert.distributed.Pipe`` in the
-same two processes over gloo, and ``pipert.Pipe`` with two CPU workers in this one take turns. All
-have one intra-op thread for each partition. The bar is for what the second adds to the first: the
-ranks agree before a step and after it, and all get the loss.
+The model is the nine convolutions of ``forward_backward.py``, 32 channels of 64x64, with a
+mini-batch of 32 rows in 8 micro-batches, under 1F1B. Three runtimes take turns: ``PipelineStage``
+and ``Schedule1F1B`` of ``torch.distributed.pipelining``, used as in its documentation, in two
+processes over gloo; ``pipert.distributed.Pipe`` in the same processes; and ``pipert.Pipe`` with two
+CPU workers in this process. All have one intra-op thread for each partition. The bar limits what
+the second runtime adds to the first: the ranks agree before and after a step, and all get the loss.
 
-With **layers that compute nothing**, nine ``nn.Linear(4, 4)``, a step is what it costs the host: it
-has no bar.
+With **layers that compute nothing**, nine ``nn.Linear(4, 4)``, a step takes only the time of the
+host. It has no bar.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pipert import Pipe
 
 __all__ = ["main"]
 
-OF_TORCHS = 1.03  # of the time of torch's stages, at most
+OF_TORCHS = 1.03  # the highest permitted ratio to the time of torch's stages
 ONE_PROCESS = "pipert, one process"
 
 Timed = Callable[[], tuple[float, float]]
@@ -36,7 +36,7 @@ Timed = Callable[[], tuple[float, float]]
 
 @contextmanager
 def runtimes(case: str) -> Iterator[dict[str, Timed]]:
-    """Yield what takes a step of each, and returns its seconds and its loss."""
+    """Yields a function per runtime, by name, that takes a step and returns seconds and loss."""
     model, data = CASES[case]
     pipe = Pipe(model(), BALANCE, devices=["cpu"] * len(BALANCE), chunks=CHUNKS)
     x, target = data()
@@ -52,7 +52,7 @@ def runtimes(case: str) -> Iterator[dict[str, Timed]]:
 
 
 def measured(case: str, repeats: int, slack: float | None) -> list[Row]:
-    """Milliseconds of a step of each, and what they are of torch's; no ``slack``, no bar."""
+    """Measures milliseconds per step and their ratios to torch's; without ``slack``, no bar."""
     with runtimes(case) as steps:
         samples = take_turns(lambda name: steps[name](), tuple(steps), repeats=repeats)
     losses = [loss for found in samples.values() for _, loss in found]
@@ -71,7 +71,7 @@ def measured(case: str, repeats: int, slack: float | None) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables; under ``--check`` return 1 if a bar was missed."""
+    """Prints the tables; returns 1 if ``--check`` was given and a bar was missed."""
     arguments = start(argv, __doc__)
     check, repeats = arguments.check, 5 if arguments.short else 25
     columns = "runtime", "step, ms", f"of {TORCHS}", "bar"

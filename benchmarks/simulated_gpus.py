@@ -1,4 +1,4 @@
-"""The experiments of the paper in virtual time: whole steps on simulated GPUs, in one process.
+"""Runs the paper's experiments in virtual time: whole steps on simulated GPUs, in one process.
 
 ::
 
@@ -7,10 +7,10 @@
     python benchmarks/simulated_gpus.py --short --check       # for CI
 
 The plain module on one device, torchgpipe and pipert take the same step on devices of the same
-speed. The runtimes are real; only the devices' clocks are simulated (``_virtual.py``), so
-nothing in these tables was measured on a GPU. Figures are medians of ``--repeats`` steps. pipert's
-are the same in each: its order does not depend on thread timing. *spread* is the row's largest
-ratio of the longest step to the shortest.
+speed. The runtimes are real; only the devices' clocks are simulated (``_virtual.py``), so nothing
+in these tables was measured on a GPU. Figures are medians of ``--repeats`` steps. pipert's steps
+all take the same time, because its order does not depend on thread timing. *spread* is the row's
+largest ratio of the longest step to the shortest, minus one.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from _virtual import GPUS, MODES, PLAIN, Case, Machine, Steps, Way, ideal, measu
 import _virtual_ablation as ablation  # noqa: E402
 import _virtual_host as host  # noqa: E402
 import torch  # noqa: E402
+from _ablation import PARTS  # noqa: E402
 from _measure import Row, header, report, verdict  # noqa: E402
 from _paper import AMOEBANET_SPEED, UNET_SPEED  # noqa: E402
 from _predict import best_balance  # noqa: E402
@@ -44,7 +45,7 @@ SHORT = ((4, 8),)  # n, m
 RUNTIMES = (
     ("torchgpipe", "autograd"), ("pipert", "autograd"), ("pipert", "gpipe"), ("pipert", "1f1b"),
 )  # fmt: skip
-OF_IDEAL = 0.97  # the speed-up of stages that sleep, of what is possible, at least
+OF_IDEAL = 0.97  # the lowest permitted speed-up of sleeping stages, as a fraction of the ideal
 
 Figures = dict[str, Any]
 
@@ -52,7 +53,7 @@ Figures = dict[str, Any]
 def speed(
     workload: Workload, sizes: Sequence[tuple[int, int]], repeats: int, step: Callable[[], object]
 ) -> tuple[list[Row], list[Figures]]:
-    """Speed-ups over the plain module on one device; ``step`` is called after each figure."""
+    """Measures speed-ups over the plain module on one device; calls ``step`` after each figure."""
     machine = workload.rates()
     table, found = [], []
     for n, m in sizes:
@@ -64,8 +65,8 @@ def speed(
                 way = Way(runtime, mode, schedule)
                 took[way] = measure(case, way, machine, repeats)
                 step()
-            ups = [plain.median / of.median for of in took.values()]
-            spread = max(of.spread for of in [plain, *took.values()])
+            ups = [plain.median / steps.median for steps in took.values()]
+            spread = max(steps.spread for steps in [plain, *took.values()])
             cells = (f"n={n} m={m}, {mode}", f"{ideal(m, n):.2f}", *(f"{up:.2f}" for up in ups))
             table.append(Row((*cells, f"{spread:.0%}"), tuple(_missed(workload, case, mode, ups))))
             found.append(_figures(workload, case, mode, plain, took))
@@ -73,7 +74,7 @@ def speed(
 
 
 def _missed(workload: Workload, case: Case, mode: str, ups: Sequence[float]) -> list[str]:
-    """What does not hold, of what must."""
+    """Describes the bars that were missed."""
     peer, autograd, *_ = ups
     name = f"{workload.name}, n={case.n} m={case.m}, {mode}"
     missed = []
@@ -96,7 +97,7 @@ def _figures(
 
 
 def speeds(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
-    """Print a table for each model."""
+    """Prints a table of speed-ups for each model."""
     missed: list[str] = []
     all_found = []
     for name in arguments.only:
@@ -120,12 +121,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("tables", nargs="*", default=list(TABLES), metavar="table", help=", ".join(TABLES))
     add("--only", type=lambda text: text.split(","), default=list(WORKLOADS),
-        help=f"which models, of {','.join(WORKLOADS)}")
+        help=f"models to run, of {','.join(WORKLOADS)}")
     add("--check", action="store_true", help="exit with 1 when a bar is missed")
     add("--short", action="store_true", help="fewer sizes, for CI")
     add("--host-us", type=lambda text: None if text == "auto" else float(text), default=None,
-        help="of table host: what a launch costs; auto: as measured here, which is the default")
-    add("--repeats", type=int, default=3, help="steps of each")
+        help="for table host: cost of a launch; auto, the default, measures it")
+    add("--repeats", type=int, default=3, help="steps per figure")
     add("--no-detect", action="store_true", help="do not look for missing waits, which is faster")
     add("--json", type=Path, help="where to write all figures")
     arguments = parser.parse_args(argv)
@@ -139,12 +140,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def ablations(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
-    """Print what each part is worth, for each case."""
+    """Prints what each part is worth, for each case."""
     all_found = []
     models = [WORKLOADS[name] for name in arguments.only]
     cases = [one for one in ablation.ABLATIONS if one.workload in models]
     cases = cases[: 1 if arguments.short else None]
-    with tqdm(total=len(cases) * len(ablation.PARTS), desc="ablation", mininterval=5) as bar:
+    with tqdm(total=len(cases) * len(PARTS), desc="ablation", mininterval=5) as bar:
         for one in cases:
             table, found = ablation.table(one, arguments.repeats, bar.update)
             title = f"{one}: simulated, speed-up over the clock alone ({one.machine})"
@@ -154,7 +155,7 @@ def ablations(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
 
 
 def hosts(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
-    """Print what a step takes if launches cost time."""
+    """Prints what a step takes if launches cost time."""
     us = host.launch_us() if arguments.host_us is None else arguments.host_us
     print(f"A launch costs {us:.1f} us of the host.", end="\n\n")
     with tqdm(desc="host", mininterval=5) as bar:
@@ -165,7 +166,7 @@ def hosts(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
 
 
 def papers(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
-    """Print the paper's settings, as the simulator has them for the simulated machine."""
+    """Prints the simulator's predictions of the paper's settings on the simulated machine."""
     all_found = []
     columns = (
         *("setting", "paper, samples/s", "predicted", "with the paper's balance"),
@@ -180,7 +181,7 @@ def papers(arguments: argparse.Namespace) -> tuple[list[str], list[Figures]]:
             found.append([setting.throughput or 0.0, *both])
         table = []
         for setting, throughputs in zip(settings, found, strict=True):
-            ups = [own / first for own, first in zip(throughputs, found[0], strict=True)]
+            ups = [now / first for now, first in zip(throughputs, found[0], strict=True)]
             cells = (*(f"{t:.1f}" for t in throughputs), *(f"{up:.2f}" for up in ups))
             table.append(Row((setting.name, *cells)))
             names = ("paper", "predicted", "with_paper_balance")
@@ -196,9 +197,9 @@ TABLES: dict[str, Table] = {"speed": speeds, "ablation": ablations, "host": host
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    """Prints the tables; returns 1 if a wait was missing, or under ``--check`` a bar was missed."""
     arguments = _arguments(argv)
-    # torchgpipe 0.0.7 asks a tensor for its storage in a way that torch has deprecated.
+    # torchgpipe 0.0.7 uses a deprecated way to get the storage of a tensor.
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     torch.set_num_threads(1)
     print(header(), "Simulated GPUs: nothing here was measured on one.", sep="\n", end="\n\n")
@@ -206,8 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed: list[str] = []
     figures = {}
     for name in arguments.tables:
-        of_table, figures[name] = TABLES[name](arguments)
-        missed += of_table
+        missed_in_table, figures[name] = TABLES[name](arguments)
+        missed += missed_in_table
     reports = GPUS.reports()
     if arguments.json is not None:
         given = {"versions": header(), "reports": len(reports), "rates": _rates(arguments)}

@@ -1,10 +1,11 @@
-"""Measures peak memory on each *simulated* device, beside what the mode has to hold.
+"""Measures peak memory on each *simulated* device, beside the memory that the mode has to hold.
 
-A small U-Net (B, C) and GPT, split evenly by layers, on simulated GPUs (tests/simulated_gpus):
-bytes are counted exactly, but not on a GPU. *least* and *most* come from running each partition
-alone, without a pipe (tests/devices/expected.py); they differ by what may be in transit between
-devices. *in lockstep* runs one task at a time, so that the peak is the same each time; *threads* is
-a normal run. torchgpipe 0.0.7 has only its own schedule; *plain* is the module on one device.
+A small U-Net (B, C) and a GPT, split evenly by layers, run on simulated GPUs
+(tests/simulated_gpus): bytes are counted exactly, but not on a GPU. *least* and *most* come from
+running each partition alone, without a pipe (tests/devices/expected.py); they differ by what may be
+in transit between devices. *in lockstep* runs one task at a time, so that the peak is the same each
+time; *threads* is a normal run. torchgpipe 0.0.7 has only its own schedule; *plain* is the module
+on one device.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ KIB = 1024
 
 
 def peak_of(step: Callable[[], object], devices: int) -> list[int]:
-    """Of each device while ``step`` runs."""
+    """Runs ``step``; returns each device's peak in bytes."""
     for device in range(devices):
         torch.cuda.reset_peak_memory_stats(device)
     step()
@@ -58,7 +59,7 @@ Order = contextlib.AbstractContextManager[Any]
 def of_pipert(
     subject: Subject, n: int, m: int, way: str, mode: str, order: Order
 ) -> list[int]:
-    """The peak of each device in one step."""
+    """Takes a step with pipert; returns each device's peak in bytes."""
     x, target = subject.batch(m, n)
     model, devices = copy.deepcopy(subject.model), [f"cuda:{j}" for j in range(n)]
 
@@ -74,9 +75,9 @@ def of_pipert(
 
 
 def of_torchgpipe(subject: Subject, n: int, m: int, mode: str) -> list[int]:
-    """The peak of each device in one step.
+    """Takes a step with torchgpipe; returns each device's peak in bytes.
 
-    Its recomputation cannot begin with an in-place layer: one that does works out of place here.
+    Its recomputation cannot begin with an in-place layer, so such a layer works out of place here.
     """
     x, target = subject.batch(m, n)
     module, balance = for_torchgpipe(copy.deepcopy(subject.model)), even(len(subject.model), n)
@@ -90,14 +91,14 @@ def of_torchgpipe(subject: Subject, n: int, m: int, mode: str) -> list[int]:
 
 
 def of_plain(subject: Subject, m: int) -> int:
-    """The peak of one device that has the whole model and the mini-batch as one."""
+    """Takes a step of the whole model and mini-batch on one device; returns its peak in bytes."""
     x, target = subject.batch(m, 1)
     module: nn.Sequential = copy.deepcopy(subject.model).to("cuda:0")
     return peak_of(lambda: torch.autograd.backward(subject.loss_fn(module(x), target)), 1)[0]
 
 
 def rows(subject: Subject, n: int, m: int) -> Iterator[Row]:
-    """A row for each way, mode and device."""
+    """Yields a row for each way, mode and device."""
     parts = Parts(GPUS, subject, n, ALONE)
     for mode in MODES:
         peer = of_torchgpipe(subject, n, m, mode)
@@ -114,9 +115,9 @@ def rows(subject: Subject, n: int, m: int) -> Iterator[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, default=4, help="how many, 2 to 7; default 4")
+    parser.add_argument("--devices", type=int, default=4, help="devices, 2 to 7; default 4")
     parser.add_argument("--chunks", type=int, default=8, help="micro-batches; default 8")
     arguments = parser.parse_args(argv)
     n, m = arguments.devices, arguments.chunks

@@ -6,17 +6,18 @@
     python benchmarks/simulated_schedules.py --link 25 --only 8x32
     python benchmarks/simulated_schedules.py --check      # exit with 1 when a bar is missed
 
-Sixteen ``Linear(256)`` with ``Tanh`` and a mini-batch of 2048 rows on devices of 0.5 TFLOP/s, whose
-memory and launches cost nothing; links take the time of their bytes. A task of forward on eight
-devices with 32 micro-batches takes 34 us, one of backward 67 us, and a copy 5.5 us. *MiB* is the
-peak of what a step allocates on the first device.
+The model is sixteen ``Linear(256)`` with ``Tanh``, and the mini-batch has 2048 rows. The devices do
+0.5 TFLOP/s, their memory and launches cost nothing, and links take the time of their bytes. On
+eight devices with 32 micro-batches a forward task takes 34 us, a backward task 67 us, and a copy
+5.5 us. *MiB* is the peak of a step's allocations on the first device.
 
 With *interleaved* a device has two partitions, half as large. *Ideal* is a pipeline with one
-partition a device, whose links cost nothing. In the second table four devices have one, two or four
-partitions each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many copies.
+partition per device, whose links cost nothing. In the second table four devices have one, two or
+four partitions each: the ideal is ``m * n / (m + (n - 1) / v)``, which needs ``v`` times as many
+copies.
 
-pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a
-GPU. The figures are the same in each run.
+pipert itself runs; only the devices' clocks are simulated, so nothing here was measured on a GPU.
+The figures are the same in each run.
 """
 
 from __future__ import annotations
@@ -46,32 +47,32 @@ __all__ = ["main"]
 CASES = ((2, 8), (4, 8), (4, 16), (8, 16), (8, 32), (8, 64))  # n, m
 WAYS = ("autograd", "gpipe", "1f1b", "eager-1f1b", "interleaved")
 IN_TURNS = (("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("interleaved", 4))  # v
-DEVICES, MICRO_BATCHES = 4, (8, 16, 32)  # of these
+DEVICES, MICRO_BATCHES = 4, (8, 16, 32)  # for the ways in IN_TURNS
 LAYERS, WIDTH, ROWS = 16, 256, 2048
-BAR = 0.97  # of the speed of loss.backward()
+BAR = 0.97  # the lowest permitted ratio to the speed of loss.backward()
 
 
 class Figure(NamedTuple):
-    """One step of one way."""
+    """The time and memory of one step."""
 
     microseconds: float
     bytes: int
-    """That the step allocates on the first device, at its peak."""
+    """The peak of the step's allocations on the first device."""
 
 
 def layers() -> nn.Sequential:
-    """The model."""
+    """Builds the model."""
     pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)]
     return nn.Sequential(*[layer for pair in pairs for layer in pair])
 
 
 def mean_square(y: Tensor, _: object = None) -> Tensor:
-    """The loss."""
+    """Computes the loss."""
     return y.square().mean()
 
 
 def step(model: nn.Module, x: Tensor, way: str) -> None:
-    """One step without an optimizer."""
+    """Takes a step without an optimizer."""
     if isinstance(model, Pipe) and way != "autograd":
         model.forward_backward(x, loss_fn=mean_square, schedule=way)
     else:
@@ -79,7 +80,7 @@ def step(model: nn.Module, x: Tensor, way: str) -> None:
 
 
 def measure(model: nn.Module, way: str = "autograd") -> Figure:
-    """The second step."""
+    """Takes two steps; measures the second."""
     x = torch.randn(ROWS, WIDTH, device="cuda:0")
     step(model, x, way)
     torch.cuda.reset_peak_memory_stats(0)
@@ -90,7 +91,7 @@ def measure(model: nn.Module, way: str = "autograd") -> Figure:
 
 
 def measure_pipe(way: str, n: int, m: int, v: int = 1) -> Figure:
-    """A step of ``n`` devices that have ``v`` partitions each."""
+    """Measures a step on ``n`` devices with ``v`` partitions each."""
     devices = [f"cuda:{j % n}" for j in range(n * v)]
     balance = [2 * LAYERS // len(devices)] * len(devices)
     with Pipe(layers(), balance, devices=devices, chunks=m, checkpoint="never") as pipe:
@@ -98,7 +99,7 @@ def measure_pipe(way: str, n: int, m: int, v: int = 1) -> Figure:
 
 
 def row(n: int, m: int, plain: Figure) -> Row:
-    """The ways of one case."""
+    """Measures all ways of one case."""
     found = {way: measure_pipe(way, n, m, 1 + (way == "interleaved")) for way in WAYS}
     ups = [f"{plain.microseconds / found[way].microseconds:.2f}" for way in WAYS]
     kept = [f"{found[way].bytes / 2**20:.1f}" for way in WAYS]
@@ -108,7 +109,7 @@ def row(n: int, m: int, plain: Figure) -> Row:
 
 
 def rows_in_turns(m: int, plain: Figure) -> list[Row]:
-    """The same devices with one, two and four partitions each."""
+    """Measures the same devices with one, two and four partitions each."""
     n, table, fastest = DEVICES, [], 0.0
     for way, v in IN_TURNS:
         found = measure_pipe(way, n, m, v)
@@ -121,11 +122,11 @@ def rows_in_turns(m: int, plain: Figure) -> list[Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    """Prints the tables; returns 1 if a wait was missing, or under ``--check`` a bar was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--link", type=float, default=12, help="GB/s of a link; default 12")
-    parser.add_argument("--only", help="which cases, such as 4x16,8x32")
+    parser.add_argument("--only", help="cases to run, such as 4x16,8x32")
     arguments = parser.parse_args(argv)
     only = arguments.only.split(",") if arguments.only else [f"{n}x{m}" for n, m in CASES]
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
 """Checks the simulator: compares its predictions with whole steps in virtual time.
 
 The experiments predict the time of a pipeline of the paper's size from the times of its layers
-(``_simulator.py``). This script predicts small models likewise, and then runs a step of
+(``_simulator.py``). This script predicts small models in the same way, and then runs a step of
 pipert on simulated GPUs of the same speed (``_virtual.py``). Times of layers and of steps are both
 virtual, so this machine's load affects neither: a ratio other than 1 means that a rule of the
-simulator is missing or wrong. It models neither the loss nor work outside layers, such as summing
-gradients, nor delays by the host.
+simulator is missing or wrong. The simulator models neither the loss, nor work outside layers such
+as summing gradients, nor delays by the host.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from _virtual_models import WORKLOADS  # noqa: E402
 
 __all__ = ["main"]
 
-BAR = 0.05  # of the simulated step
+BAR = 0.05  # the largest permitted error, as a fraction of the simulated step
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Compared:
     m: int
     mode: str
     link: float = 1.0
-    """Times the rate of the machine's links."""
+    """A factor for the rate of the machine's links."""
     rows: int | None = None
-    """Samples of the mini-batch, if other than the workload's."""
+    """The samples in the mini-batch, if not the workload's."""
     components: Components = ALL
 
     def __str__(self) -> str:
@@ -69,16 +69,16 @@ SHORT = tuple(case for case in CASES if case.model in ("sleeping", "linears") an
 
 
 def compare(case: Compared, bar: float) -> Row:
-    """Milliseconds of a step, as it ran and as it is predicted."""
+    """Measures and predicts the milliseconds of a step."""
     workload = WORKLOADS[case.model]
     workload = replace(workload, rows=case.rows or workload.rows)
     machine = replace(workload.rates(), link_gbps=case.link * workload.rates().link_gbps)
-    what = workload.case(case.n, case.m)
+    run = workload.case(case.n, case.m)
     way = Way("pipert", case.mode, components=case.components)
-    ran = measure(what, way, machine, 1).median
+    ran = measure(run, way, machine, 1).median
     setting = Setting(case.model, case.n, workload.rows, case.m, checkpoint=case.mode)
     found = predict(
-        *(setting, what.balance, workload.times(), workload.bytes()),
+        *(setting, run.balance, workload.times(), workload.bytes()),
         Link(1e9 * machine.link_gbps, 0.0),
         direct_skips=case.components.direct_skips,
     )
@@ -89,7 +89,7 @@ def compare(case: Compared, bar: float) -> Row:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. 1 if a wait was missing, or ``--check`` was given and a bar was missed."""
+    """Prints the table; returns 1 if a wait was missing, or under ``--check`` a bar was missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--short", action="store_true", help="fewer cases, for CI")

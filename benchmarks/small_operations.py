@@ -1,17 +1,18 @@
-"""What the host pays for each operation: models of many small operations, beside torchgpipe.
+"""Measures the host's cost per operation, in models of many small operations, beside torchgpipe.
 
-One interpreter serves all devices of a pipe, so what Python does for each operation of the layers
-is what its users pay when operations are small, as on a GPU with small micro-batches. Everything
-here has one intra-op thread, on CPU.
+One interpreter serves all devices of a pipe. So when operations are small, as on a GPU with small
+micro-batches, the time of a step is what Python does for each operation of the layers. Everything
+here runs on CPU with one intra-op thread.
 
-**Models.** AmoebaNet-D (18, 256) and ResNet-101 at 0.03 of their width, images of 64x64, two rows
-in each micro-batch, partitions with equal numbers of modules. *Plain* is the module itself, for
-each micro-batch in turn. All take turns: wall-clock and CPU time of a step without the optimizer.
+**Models.** AmoebaNet-D (18, 256) and ResNet-101 have 0.03 of their width, images of 64x64, two rows
+in each micro-batch, and partitions with equal numbers of modules. *Plain* is the module itself, one
+micro-batch after the other. All take turns; wall-clock and CPU time of a step are measured, without
+the optimizer.
 
-**One partition** of 200 custom operations on 4 numbers: a linear layer, a sum and a tanh each,
-forward and backward. With ``never`` through a pipe beside called directly, and beside the same with
-the forward on another thread, which is what a pipe has to do at least; with ``always`` beside
-torch's reentrant checkpoint; CPU time.
+**One partition** has 200 custom operations on 4 numbers: a linear layer, a sum and a tanh each. CPU
+time of forward and backward is measured. With ``never`` the pipe is compared with a direct call,
+and with a direct call whose forward is on another thread, the least that a pipe has to do; with
+``always``, with torch's reentrant checkpoint.
 """
 
 from __future__ import annotations
@@ -49,19 +50,19 @@ SETTINGS = (
     (RESNET, 2, 4, "never"),
     (RESNET, 2, 4, "always"),
     (RESNET, 2, 4, "except_last"),
-)  # a model, n, m, and what is recomputed
+)  # model, n, m, checkpoint mode
 OF_CALL = {"never": 1.0, "always": 1.2, "except_last": 1.2}
-"""Of torchgpipe's time, at most."""
+"""The highest permitted ratio of a call's wall-clock time to torchgpipe's."""
 OF_STEP = {"never": (0.9, 1.1), "always": (1.0, 1.3), "except_last": (1.0, 1.3)}
-"""Of its wall-clock and its CPU time, at most, of a step by 1F1B on several workers."""
-OF_STEP_ALONE = 1.1  # of its wall-clock time, on one
+"""The highest ratios of a 1F1B step's wall-clock and CPU time, on several workers."""
+OF_STEP_ALONE = 1.1  # the highest ratio of its wall-clock time on one worker
 OPERATIONS = 200
 BESIDE: dict[str, tuple[str, float | None]] = {
     "called directly": ("never", 1.02),
     "forward on a thread": ("never", None),
     "reentrant checkpoint": ("always", 1.1),
 }
-"""What is recomputed by the pipe, and of its CPU time, at most."""
+"""By rival: the pipe's checkpoint mode, and the highest permitted ratio of its CPU time."""
 
 Step = Callable[[], Any]
 Seconds = tuple[float, float]
@@ -69,7 +70,7 @@ NAMES = ("plain", "torchgpipe", "pipert", "1f1b")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables."""
+    """Prints both tables."""
     arguments = start(argv, __doc__)
     check, slack = arguments.check, arguments.slack
     repeats = 5 if arguments.short else 9
@@ -126,12 +127,12 @@ def _steps(model: Model, n: int, m: int, checkpoint: str) -> Iterator[dict[str, 
     module = model.at_width(SCALE)
     x = torch.rand(ROWS * m, 3, SIDE, SIDE)
     balance = balance_by_cost([sum(1 for _ in layer.modules()) for layer in module], n)
-    if n == 2 and isinstance(module[balance[0]], nn.ReLU):  # in place: torchgpipe cannot begin so
+    if n == 2 and isinstance(module[balance[0]], nn.ReLU):  # torchgpipe cannot begin in place
         balance = [balance[0] - 1, balance[1] + 1]
-    same, devices = for_torchgpipe(deepcopy(module)), ["cpu"] * n
-    peer = GPipe(same, list(balance), devices=devices, chunks=m, checkpoint=checkpoint)
+    converted, devices = for_torchgpipe(deepcopy(module)), ["cpu"] * n
+    peer = GPipe(converted, list(balance), devices=devices, chunks=m, checkpoint=checkpoint)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of batch norm, which each micro-batch has for itself
+        warnings.simplefilter("ignore")  # that batch norm normalises each micro-batch by itself
         pipe = Pipe(module, balance, devices=devices, chunks=m, checkpoint=checkpoint)
     with pipe:
         plain = nn.Sequential(*pipe)
@@ -155,7 +156,7 @@ def _by_autograd(model: Callable[[Tensor], Tensor], *xs: Tensor) -> None:
 
 
 def _clear(model: nn.Module, step: Step) -> Step:
-    """Drop the gradients before the step, which is not timed."""
+    """Drops the gradients, outside of the timed step, and returns the step."""
     model.zero_grad()
     return step
 
@@ -171,7 +172,7 @@ def _timed(prepare: Callable[[], Step]) -> Seconds:
 
 
 class _Operation(nn.Module):
-    """Some small operations that no fused kernel knows."""
+    """Three small operations for which there is no fused kernel."""
 
     def __init__(self) -> None:
         super().__init__()

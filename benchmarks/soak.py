@@ -2,13 +2,13 @@
 
 Steps are drawn from a seed: training and evaluation with different batch sizes, modes, numbers of
 micro-batches and checkpointing each time, several callers at once, layers that raise in the forward
-or in a recomputation, layers that return late, interrupted callers, workers killed from
-outside, pipes that are closed and made again. Results of good steps are compared with the plain
-module; a bad step must raise the requested error; the next step must be good.
+or in a recomputation, layers that return late, interrupted callers, workers killed from outside,
+pipes that are closed and made again. Results of good steps are compared with the plain module; a
+bad step must raise the requested error; the next step must be good.
 
-At rest, between steps, the process is measured (see ``_usage.py``); the table shows its usage.
-Exit code 1 when something grew, and a traceback when a step was wrong. ``--leak`` leaks on purpose,
-to show that this is detected.
+At rest, between steps, the resources of the process are measured (see ``_usage.py``); the table
+shows them. The exit code is 1 if something grew; a wrong step ends with a traceback. ``--leak``
+leaks on purpose, to show that this is detected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLES = 40
 
 
 class Leak:
-    """What ``--leak`` does after each step."""
+    """The leak that ``--leak`` asks for; called after each step."""
 
     def __init__(self, kind: str | None) -> None:
         self.kind = kind
@@ -57,7 +57,7 @@ class Leak:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, help="how long; default 5 if --steps is missing")
-    parser.add_argument("--steps", type=int, help="how many; whatever is over first")
+    parser.add_argument("--steps", type=int, help="how many; ends at whichever comes first")
     parser.add_argument("--short", action="store_true", help="twenty seconds, for CI")
     parser.add_argument("--seed", type=int, default=0)
     cuda = [f"cuda:{k}" for k in range(torch.cuda.device_count())]
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def soak(soaking: Soak, arguments: argparse.Namespace) -> list[tuple[float, ...]]:
-    """Step until it is over; print and return the samples."""
+    """Takes steps until the time or their number is reached; prints and returns the samples."""
     leak, samples = Leak(arguments.leak), list[tuple[float, ...]]()
     print(head(), flush=True)
     begin, steps, over, due = time.monotonic(), 0, 0.0, 0.0
@@ -97,10 +97,10 @@ def soak(soaking: Soak, arguments: argparse.Namespace) -> list[tuple[float, ...]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table. 1 when something grew."""
+    """Prints the table; returns 1 if something grew."""
     arguments = parse(argv)
     torch.set_num_threads(1)
-    logging.getLogger("pipert").setLevel(logging.CRITICAL)  # it tells of each death
+    logging.getLogger("pipert").setLevel(logging.CRITICAL)  # it would log each killed worker
     print(
         f"pipert {__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, "
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     first.warm_up()
     first.close()
     del first
-    freeze()  # what torch and Python made for the first of each kind is not looked at again
+    freeze()  # leaves out what torch and Python make only for the first step of each kind
     soaking = Soak(arguments.devices, arguments.seed)
     soaking.warm_up()
     samples = soak(soaking, arguments)

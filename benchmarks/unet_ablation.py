@@ -1,14 +1,14 @@
 """Measures what each part of the runtime is worth: the paper's section 4.1, U-Net (5, 64).
 
 The parts are switched on one after the other, *clock only* first. Four devices are simulated; on
-the available devices, four pipes with the same switches run in turn. ``--picture`` draws the
-four timelines, as the paper's figure does: the real ones if there are four devices, else the
-simulated. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
+the available devices, four pipes with the same switches run in turn. ``--picture`` draws the four
+timelines, as the paper's figure does: the real ones if there are four devices, else the simulated
+ones. With ``--devices cuda:0,cpu`` one GPU is enough to see copies beside computation.
 
-*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready
-node created last. A worker of pipert creates the nodes of its micro-batches one after the
-other, and a recomputation creates none that run backward, so the last micro-batch comes first
-anyway. Fork and join turn what happens into what must happen.
+*Clock only* and *+ fork/join* differ in the paper but not here. Autograd picks the ready node
+created last. A worker of pipert creates the nodes of its micro-batches one after the other, and a
+recomputation creates none that run backward, so the last micro-batch comes first anyway. Fork and
+join turn an order that happens to hold into one that is guaranteed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from _ablation import Components, only
+from _ablation import PARTS, only
 from _experiments import GIB, Experiment, assumptions, costs_of, options, parse, speed_of, write
 from _measure import Row, report, take_turns
 from _models import UNET
@@ -39,17 +39,11 @@ from pipert.timeline.picture import save_picture
 
 __all__ = ["main"]
 
-SWITCHES = {
-    "clock only": Components(fork_join=False, copy_streams=False, direct_skips=False),
-    "+ fork/join": Components(copy_streams=False, direct_skips=False),
-    "+ copy streams": Components(direct_skips=False),
-    "+ direct skips": Components(),
-}
 CPU_ROWS, CPU_CHUNKS = 1, 4  # samples of a micro-batch, and micro-batches
 
 
 def timeline_of(simulation: Simulation) -> Timeline:
-    """A simulation, as a recording of four GPUs would have it."""
+    """Converts a simulation to the timeline that a recording of four GPUs would give."""
     devices = [torch.device("cuda", j) for j in range(simulation.plan.n)]
     events = [
         Event(
@@ -64,7 +58,7 @@ def timeline_of(simulation: Simulation) -> Timeline:
 
 
 def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
-    """Print what each part is worth on four devices that are not there."""
+    """Predicts and prints what each part is worth on four simulated devices."""
     experiment = Experiment("", UNET, UNET_SPEED, baseline=28.5)
     times, sizes = costs_of(experiment, arguments)
     link = Link(1e9 * arguments.bandwidth, 1e-6 * arguments.latency)
@@ -73,8 +67,8 @@ def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
         setting.name: predict(
             *(setting, best_balance(times, setting), times, sizes, link),
             speed=speed,
-            copy_streams=SWITCHES[setting.name].copy_streams,
-            direct_skips=SWITCHES[setting.name].direct_skips,
+            copy_streams=PARTS[setting.name].copy_streams,
+            direct_skips=PARTS[setting.name].direct_skips,
         )
         for setting in ABLATION
     }
@@ -97,7 +91,7 @@ def simulated(arguments: argparse.Namespace) -> dict[str, Prediction]:
 
 
 def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], dict[str, Timeline]]:
-    """Print what each part is worth on the devices that are here, and record a step of each."""
+    """Measures and prints what each part is worth on the local devices; records a step of each."""
     devices, scale = arguments.devices, arguments.scale
     batch, chunks = ABLATION[0].batch, ABLATION[0].chunks
     if devices[0].type == "cpu":
@@ -109,7 +103,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         balance = balance_by_time(len(devices), module, x[: batch // chunks].cpu())
     with ExitStack() as stack:
         pipes = {}
-        for name in SWITCHES:
+        for name in PARTS:
             pipe = Pipe(deepcopy(module), balance, devices=devices, chunks=chunks)
             pipes[name] = stack.enter_context(pipe)
         step = partial(_step_of, pipes, x, devices)
@@ -117,7 +111,7 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         timelines: dict[str, Timeline] = {}
         figures: dict[str, dict[str, float]] = {}
         for name, pipe in pipes.items():
-            with only(pipe, SWITCHES[name]):
+            with only(pipe, PARTS[name]):
                 with pipe.record() as timelines[name]:
                     one_step(pipe, x, devices)
                 peak = one_peak(pipe, x, devices)
@@ -128,14 +122,14 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
             }
     base = figures["clock only"]["throughput"]
     table = []
-    for name, of in figures.items():
-        cells = [name, f"{of['throughput']:.2f}", f"{of['throughput'] / base:.2f}"]
-        cells += [f"{of['utilisation']:.0%}", f"{of['peak'] / 2**20:.0f}"]
+    for name, figure in figures.items():
+        cells = [name, f"{figure['throughput']:.2f}", f"{figure['throughput'] / base:.2f}"]
+        cells += [f"{figure['utilisation']:.0%}", f"{figure['peak'] / 2**20:.0f}"]
         table.append(Row(tuple(cells)))
     columns = ("parts", "samples/s", "speed-up", "utilisation", "MiB")
     where = ", ".join(map(str, devices))
     report(f"U-Net (5, 64), m={chunks}: measured on {where}", columns, table)
-    if len(set(devices)) > 1:  # there are copies, and how much of them computation hides
+    if len(set(devices)) > 1:  # there are copies; the report says how much computation hides them
         print(timelines["+ direct skips"].report(), end="\n\n")
     return figures, timelines
 
@@ -143,12 +137,12 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
 def _step_of(
     pipes: dict[str, Pipe], x: torch.Tensor, devices: Sequence[torch.device], name: str
 ) -> float:
-    with only(pipes[name], SWITCHES[name]):
+    with only(pipes[name], PARTS[name]):
         return one_step(pipes[name], x, devices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables, and draw the timelines."""
+    """Prints both tables, and draws the timelines."""
     parser = options(__doc__)
     parser.add_argument("--picture", type=Path, help="where to draw the timelines; .png or .svg")
     arguments = parse(parser, argv)

@@ -1,12 +1,11 @@
-"""U-Nets as large as one to eight devices can hold: memory (section 4.2.2 of the paper).
+"""Computes and measures the memory of U-Nets as large as one to eight devices can hold.
 
-The first table is computed from shapes alone, at the paper's sizes, whatever ``--scale``. Each
-parameter and its gradient take 8 bytes. It excludes CUDA, its kernels' workspaces and
-fragmentation, so it should stay below the paper's figures.
+This is section 4.2.2 of the paper. The first table is computed from shapes alone, at the paper's
+sizes, whatever ``--scale``. Each parameter and its gradient take 8 bytes. The table excludes CUDA,
+its kernels' workspaces and fragmentation, so it should stay below the paper's figures.
 
-The second compares real steps with the same computation for them; on CPU at
-half of ``--scale`` and with fewer samples. With ``--devices cuda:0,cuda:0`` two partitions share
-one device.
+The second table compares real steps with the same computation for their sizes; on CPU at half of
+``--scale`` and with fewer samples. With ``--devices cuda:0,cuda:0`` two partitions share a device.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ INSTANT = Link(float("inf"), 0.0)
 
 
 def computed(model: Model, setting: Setting, fraction: float) -> tuple[int, list[float]]:
-    """Parameters, and the peak of each device in bytes."""
+    """Computes the number of parameters, and the peak of each device in bytes."""
     with torch.device("meta"):
         module = model.at_width(fraction)
         sizes = layer_bytes(module, torch.empty(1, *model.image(fraction)))
@@ -43,7 +42,7 @@ def computed(model: Model, setting: Setting, fraction: float) -> tuple[int, list
 
 
 def at_paper_sizes() -> list[dict[str, Any]]:
-    """Print the table of the paper."""
+    """Prints the table at the paper's sizes; returns its figures."""
     table, found = [], []
     for setting in tqdm(UNET_MEMORY, desc="computing", unit="setting", file=sys.stderr):
         parameters, peaks = computed(unet_model(*setting.model), setting, 1.0)
@@ -64,7 +63,7 @@ def at_paper_sizes() -> list[dict[str, Any]]:
 
 
 def here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Print what really ran, one step each, beside what is computed for it."""
+    """Measures one step of each setting, and prints it beside the computed memory."""
     on_cpu = arguments.devices[0].type == "cpu"
     most, scale = (1, arguments.scale / 2) if on_cpu else (len(arguments.devices), arguments.scale)
     pairs = [
@@ -86,7 +85,7 @@ def here(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the tables."""
+    """Prints the tables."""
     arguments = parse(options(__doc__), argv)
     write(arguments, computed=at_paper_sizes(), measured=here(arguments))
     return 0

@@ -1,4 +1,4 @@
-"""U-Net (5, 64): samples per second on one to eight devices (section 4.2.3 of the paper)."""
+"""Measures samples per second of U-Net (5, 64) on one to eight devices (the paper's 4.2.3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both tables."""
+    """Prints both tables."""
     experiment = Experiment("U-Net (5, 64), speed", UNET, UNET_SPEED, baseline=28.5)
     return run(experiment, __doc__, argv)
 

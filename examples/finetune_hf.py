@@ -1,17 +1,17 @@
-"""Fine-tune a Llama of ``transformers`` with LoRA adapters of ``peft``, over several devices.
+"""Fine-tune a ``transformers`` Llama with ``peft``'s LoRA adapters, over several devices.
 
     python examples/finetune_hf.py                    # every GPU there is, else two CPU workers
     python examples/finetune_hf.py --devices cpu,cpu,cpu --chunks 8 --schedule gpipe
-    python examples/finetune_hf.py --save adapter     # keep what was learnt
+    python examples/finetune_hf.py --save adapter     # keep the trained adapters
 
 The model is the library's own, unchanged: ``pipert.pipeline`` runs its ``forward`` as it is, and
-finds where to cut it by measuring. Nothing is downloaded: the model is made of a configuration, so
-the frozen base is random, and its head is trained beside the adapters. A token is a byte of the
-standard library's source code, and a row one of its paragraphs; rows differ in length, so batches
-are padded and the loss counts tokens.
+measures it to find where to cut. Nothing is downloaded: the model is built from a configuration,
+so the frozen base is random, and its head is trained along with the adapters. A token is a byte of
+the standard library's source code, and a row is a paragraph of it. Rows differ in length, so
+batches are padded and the loss counts tokens.
 
-What is saved are the adapters, by ``save_pretrained``. At the end they are loaded into a model
-without a pipe, which gives the same logits.
+``save_pretrained`` saves the adapters. At the end they are loaded into a model without a pipe,
+which gives the same logits.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import pipert
 
-PADDING = 256  # the token after those of the bytes
-IGNORED = -100  # in the labels: where nothing has to be predicted
-LENGTHS = range(32, 128)  # bytes of a paragraph that is long enough, and not too long
-HELD_OUT = 0.1  # the last part of the text
-HELD_OUT_ROWS = 128  # evenly spread over it; the loss is measured on these
+PADDING = 256  # the token that follows the 256 bytes
+IGNORED = -100  # the label of a position that is not predicted
+LENGTHS = range(32, 128)  # paragraphs of other lengths, in bytes, are left out
+HELD_OUT = 0.1  # the fraction of the text, at its end, that is not trained on
+HELD_OUT_ROWS = 128  # evenly spread over the held-out part; the loss is measured on these
 
 Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out loss in nats per byte before and after, and how far the loaded model is off."""
+    """Held-out loss in nats per byte before and after; largest error of the loaded model."""
 
     before: float
     after: float
@@ -56,7 +56,7 @@ class Result:
 
 
 def build_base(options: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama whose parameters depend on the seed; ``from_pretrained`` gives one that can read."""
+    """Builds a random Llama; in real use, ``from_pretrained`` loads a trained one."""
     torch.manual_seed(options.seed)
     config = LlamaConfig(
         vocab_size=PADDING + 1,
@@ -67,13 +67,13 @@ def build_base(options: argparse.Namespace) -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=LENGTHS.stop,
-        use_cache=False,  # of keys and values, which only generating text has a use for
+        use_cache=False,  # only text generation needs cached keys and values
     )
     return LlamaForCausalLM(config)
 
 
 def add_adapters(base: LlamaForCausalLM, rank: int) -> Any:
-    """Add adapters to the linear layers of the model, in which only they and the head train."""
+    """Adds adapters to the linear layers; from then on only they and the head are trained."""
     config = LoraConfig(
         task_type="CAUSAL_LM",
         r=rank,
@@ -88,7 +88,7 @@ def add_adapters(base: LlamaForCausalLM, rank: int) -> Any:
 
 
 def read_paragraphs(path: Path | None) -> list[bytes]:
-    """Paragraphs of a file or, for ``None``, of the standard library, in their order."""
+    """Reads the paragraphs of a file or, for ``None``, of the standard library, in order."""
     files = [path] if path else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"\n\n".join(file.read_bytes() for file in files)
     return [part for part in text.split(b"\n\n") if len(part) in LENGTHS]
@@ -104,7 +104,7 @@ def batch_of(paragraphs: Sequence[bytes]) -> Batch:
 
 
 def draw_batches(paragraphs: Sequence[bytes], options: argparse.Namespace) -> Iterator[Batch]:
-    """Batches of paragraphs from anywhere, without end."""
+    """Yields batches of random paragraphs, without end."""
     generator = torch.Generator().manual_seed(options.seed)
     while True:
         places = torch.randint(len(paragraphs), (options.batch,), generator=generator)
@@ -115,9 +115,9 @@ def draw_batches(paragraphs: Sequence[bytes], options: argparse.Namespace) -> It
 
 
 def next_byte_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the losses of all bytes but the first of a row, and their number.
+    """Returns the sum of the losses of all bytes except each row's first, and their number.
 
-    Not their mean: micro-batches differ in how much of them is padding.
+    It does not return the mean, because micro-batches contain different amounts of padding.
     """
     targets = labels[:, 1:].flatten()
     logits = output.logits[:, :-1].flatten(0, 1)
@@ -126,7 +126,7 @@ def next_byte_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def train(pipe: pipert.ModulePipe, batches: Iterator[Batch], options: argparse.Namespace) -> None:
-    """Take ``--steps`` steps; the base is frozen, so the optimizer has adapters and head alone."""
+    """Trains for ``--steps`` steps. The base is frozen; the optimizer has adapters and head."""
     trained = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.lr)
     pipe.train()
@@ -144,7 +144,7 @@ def train(pipe: pipert.ModulePipe, batches: Iterator[Batch], options: argparse.N
 
 
 def evaluate(pipe: pipert.ModulePipe, paragraphs: Sequence[bytes], batch: int) -> float:
-    """Returns the mean loss of a byte."""
+    """Returns the mean loss per byte."""
     pipe.eval()
     total, count = 0.0, 0
     with torch.no_grad():
@@ -159,7 +159,7 @@ def evaluate(pipe: pipert.ModulePipe, paragraphs: Sequence[bytes], batch: int) -
 def difference_when_loaded(
     pipe: pipert.ModulePipe, folder: Path, rows: Batch, options: argparse.Namespace
 ) -> float:
-    """Load the adapters into a model without a pipe; return how far its logits are off, at most."""
+    """Loads the adapters into a model without a pipe; returns the largest difference in logits."""
     plain = PeftModel.from_pretrained(build_base(options), folder).eval()
     pipe.eval()
     with torch.no_grad():
@@ -172,37 +172,37 @@ def difference_when_loaded(
 
 
 def positive(text: str) -> int:
-    """Parses an integer from 1."""
+    """Parses an integer of 1 or more."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return int(text)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every option, with its default."""
+    """Defines the options and their defaults."""
     parser = argparse.ArgumentParser(
         description="Fine-tune a Llama with LoRA adapters over several devices with pipert.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     gpus = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     add = parser.add_argument
-    add("--steps", type=positive, default=50, help="of the optimizer")
+    add("--steps", type=positive, default=50, help="steps of the optimizer")
     add("--batch", type=positive, default=16, help="paragraphs in a mini-batch")
-    add("--width", type=positive, default=128, help="features of a token, a multiple of 8")
-    add("--layers", type=positive, default=4, help="of the model")
-    add("--rank", type=positive, default=8, help="of the adapters")
+    add("--width", type=positive, default=128, help="features per token, a multiple of 8")
+    add("--layers", type=positive, default=4, help="layers of the model")
+    add("--rank", type=positive, default=8, help="rank of the adapters")
     add("--lr", type=float, default=5e-3, help="learning rate")
-    add("--seed", type=int, default=0, help="of the parameters and the batches")
-    add("--data", type=Path, help="a text file; else the standard library")
-    add("--devices", default=gpus or "cpu,cpu", help="one partition goes to each")
+    add("--seed", type=int, default=0, help="seed of the parameters and the batches")
+    add("--data", type=Path, help="a text file; if omitted, the standard library")
+    add("--devices", default=gpus or "cpu,cpu", help="one device per partition")
     add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
-    add("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="what goes backward when")
-    add("--save", type=Path, help="a folder for the adapters; else they are dropped at the end")
+    add("--schedule", choices=("1f1b", "gpipe"), default="1f1b", help="order of the tasks")
+    add("--save", type=Path, help="folder for the adapters; else they are not kept")
     return parser
 
 
 def share_cores(devices: Sequence[torch.device]) -> None:
-    """Limit torch's intra-op threads to each CPU worker's share of the cores."""
+    """Limits torch's intra-op threads to each CPU worker's share of the cores."""
     workers = sum(device.type == "cpu" for device in devices)
     if workers:
         share = max(1, (os.cpu_count() or 1) // workers)
@@ -210,7 +210,7 @@ def share_cores(devices: Sequence[torch.device]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says."""
+    """Trains with the options in ``argv``."""
     parser = build_parser()
     options = parser.parse_args(argv)
     paragraphs = read_paragraphs(options.data)
@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
         train(pipe, batches, options)
         after = evaluate(pipe, held_out, options.batch)
         folder = options.save or Path(temporary)
-        model.save_pretrained(folder)  # which is pipe.module
+        model.save_pretrained(folder)  # model is pipe.module
         rows = batch_of(held_out[: options.batch])
         rows.pop("labels")
         difference = difference_when_loaded(pipe, folder, rows, options)

@@ -1,4 +1,4 @@
-"""What a training loop needs to run in one process or, under torchrun, in one for each device."""
+"""Helpers for a training loop that runs in one process or, under torchrun, in one per device."""
 
 from __future__ import annotations
 
@@ -18,22 +18,25 @@ T = TypeVar("T")
 
 
 class RanksPipe(pipert.distributed.Pipe):
-    """A partition in each process, for the same loop: all processes get what the last computes."""
+    """A pipe with one partition per process that is used like ``pipert.Pipe``.
+
+    All processes get the outputs, which the last one computes.
+    """
 
     def __init__(self, model: nn.Sequential, balance: Sequence[int], **settings: Any) -> None:
-        self.names = [name for name, _ in model.named_parameters()]  # of all processes
+        self.names = [name for name, _ in model.named_parameters()]  # in all partitions
         super().__init__(model, balance, **settings)
         self.balance = list(balance)
         self.devices = 2 * [next(self.parameters()).device]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the outputs, in all processes."""
+        """Computes the outputs and returns them in all processes."""
         outputs = [super().forward(*args, **kwargs)]
         dist.broadcast_object_list(outputs, src=dist.get_world_size() - 1)
         return outputs[0].to(self.devices[0])
 
     def forward_backward(self, *args: Any, schedule: str = "1f1b", **kwargs: Any) -> Any:
-        """Go through a step by the schedule that the pipe was made with."""
+        """Runs a step; its order is the schedule that the pipe was made with, not ``schedule``."""
         return super().forward_backward(*args, **kwargs)
 
 
@@ -41,12 +44,12 @@ AnyPipe = Pipe | RanksPipe
 
 
 def is_first() -> bool:
-    """Whether this process prints and saves."""
+    """Whether this is the first process, which prints and saves."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def clip(pipe: AnyPipe, error_if_nonfinite: bool = False) -> None:
-    """Scale the gradients of all layers, wherever they are, down to a norm of 1."""
+    """Scales the gradients so that their norm, over the layers of all processes, is at most 1."""
     if isinstance(pipe, RanksPipe):
         norm = pipe.grad_norm()
         if error_if_nonfinite and not norm.isfinite():
@@ -59,22 +62,22 @@ def clip(pipe: AnyPipe, error_if_nonfinite: bool = False) -> None:
 def whole_state(
     pipe: AnyPipe, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of the model and its optimizer as one process has them, in each process.
+    """Returns the states of the whole model and its optimizer, in each process.
 
-    An optimizer numbers its parameters, and each process has some of them. As in one process they
-    are numbered in the model's order.
+    They are what a single process would save. An optimizer numbers its own parameters, and each
+    process has only some of them; here they are numbered in the order of the whole model.
     """
-    model, own = pipe.state_dict(), optimizer.state_dict()
+    model, local = pipe.state_dict(), optimizer.state_dict()
     if not isinstance(pipe, RanksPipe):
-        return model, own
+        return model, local
     numbers = [pipe.names.index(name) for name, _ in pipe.named_parameters()]
-    numbered = {numbers[k]: of_parameter for k, of_parameter in own["state"].items()}
+    numbered = {numbers[k]: entry for k, entry in local["state"].items()}
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (model, numbered))
     model = {name: tensor for part, _ in parts for name, tensor in part.items()}
-    state = {number: found for _, part in parts for number, found in part.items()}
-    every = list(range(len(pipe.names)))
-    groups = [{**group, "params": every} for group in own["param_groups"]]
+    state = {number: entry for _, part in parts for number, entry in part.items()}
+    all_numbers = list(range(len(pipe.names)))
+    groups = [{**group, "params": all_numbers} for group in local["param_groups"]]
     return model, {"state": state, "param_groups": groups}
 
 
@@ -84,19 +87,19 @@ def load_whole_state(
     model: dict[str, Any],
     state: dict[str, Any],
 ) -> None:
-    """Load what :func:`whole_state` returned, in one process or any number of them."""
+    """Loads what :func:`whole_state` returned, in any number of processes."""
     pipe.load_state_dict(model)
     if isinstance(pipe, RanksPipe):
         numbers = [pipe.names.index(name) for name, _ in pipe.named_parameters()]
-        own = {k: state["state"][n] for k, n in enumerate(numbers) if n in state["state"]}
-        every = list(range(len(numbers)))
-        groups = [{**group, "params": every} for group in state["param_groups"]]
-        state = {"state": own, "param_groups": groups}
+        local = {k: state["state"][n] for k, n in enumerate(numbers) if n in state["state"]}
+        local_numbers = list(range(len(numbers)))
+        groups = [{**group, "params": local_numbers} for group in state["param_groups"]]
+        state = {"state": local, "param_groups": groups}
     optimizer.load_state_dict(state)
 
 
 def join(timeout: float | None = None) -> None:
-    """Join the processes that torchrun has started; each waits ``timeout`` seconds for others."""
+    """Joins the processes that torchrun started; each waits ``timeout`` seconds for the others."""
     if not dist.is_initialized():
         if "LOCAL_RANK" not in os.environ:
             raise ValueError("--distributed is for torchrun, which starts the processes")
@@ -107,18 +110,19 @@ def join(timeout: float | None = None) -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
 
 
-def of_first(make: Callable[[], T]) -> T:
-    """What ``make`` returns in the first process, which alone calls it, in each of them.
+def call_in_first(make: Callable[[], T]) -> T:
+    """Calls ``make`` in the first process only, and returns its result in every process.
 
     Raises:
-        RuntimeError: it has raised an error there, where that is raised.
+        Exception: in the first process, the error that ``make`` raised.
+        RuntimeError: in the others, if ``make`` raised an error.
     """
     made: list[Any] = [None, None]
     if is_first():
         try:
             made[0] = make()
         except Exception as error:
-            if dist.is_initialized():  # the others must not wait for it
+            if dist.is_initialized():  # so that the others do not wait for a result
                 dist.broadcast_object_list([None, repr(error)], src=0)
             raise
     if dist.is_initialized():
@@ -130,6 +134,6 @@ def of_first(make: Callable[[], T]) -> T:
 
 
 def say(text: str) -> None:
-    """Print in one process."""
+    """Prints in the first process only."""
     if is_first():
         print(text)

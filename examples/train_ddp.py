@@ -3,15 +3,15 @@
     torchrun --nproc_per_node=2 examples/train_ddp.py
     torchrun --nnodes=4 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \\
         examples/train_ddp.py                                        # on each of four machines
-    python examples/train_ddp.py                                     # the same, with one process
+    python examples/train_ddp.py                                     # the same in one process
     torchrun --nproc_per_node=2 examples/train_ddp.py --resume gpt.pt --steps 200 --save gpt.pt
 
-The processes of a machine divide its GPUs among themselves, and each spreads the model over its
-share; without GPUs, over two CPU workers. ``DistributedDataParallel`` wraps the pipe as it would
-wrap the model, and averages the gradients of all processes.
+The processes of a machine divide its GPUs among themselves. Each process spreads the model over
+its share, or over two CPU workers if there are no GPUs. ``DistributedDataParallel`` wraps the pipe
+as it would wrap the model, and averages the gradients over all processes.
 
-``--batch`` counts all processes together. Each draws the same random windows of text and takes
-its share of them, so a run is the same, except for rounding, whatever the number of processes:
+``--batch`` is the total over all processes. Each process draws the same random windows of text and
+takes its share of them, so a run does not depend on the number of processes, except for rounding:
 two processes may save it and one resume it.
 """
 
@@ -47,7 +47,7 @@ from pipert import Pipe
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out loss in nats per byte, untrained or as resumed, and after ``steps`` steps."""
+    """Held-out loss in nats per byte, when the program starts and after ``steps`` steps."""
 
     before: float
     after: float
@@ -59,7 +59,7 @@ class Result:
 
 @contextlib.contextmanager
 def process_group(backend: str) -> Iterator[tuple[int, int]]:
-    """Yields this process's rank and the world size, from torchrun or for a single process."""
+    """Joins torchrun's process group, or one of this process alone; yields rank and world size."""
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -92,7 +92,7 @@ def evaluate(pipe: Pipe, windows: Tensor, rank: int, world: int) -> float:
     """Returns the mean loss over ``windows``; each process computes its share."""
     share = windows[rank::world]
     total = torch.zeros((), device=pipe.devices[-1])
-    pipe.eval()  # not DDP, whose forward could wait for the others
+    pipe.eval()  # not through DDP, whose forward could wait for the other processes
     with torch.no_grad():
         for part in torch.split(share, 16):
             total += loss_of(pipe, part, pipe.devices) * len(part)
@@ -104,9 +104,9 @@ def evaluate(pipe: Pipe, windows: Tensor, rank: int, world: int) -> float:
 def accumulate(
     ddp: DistributedDataParallel, parts: Sequence[Tensor], devices: list[torch.device]
 ) -> float:
-    """Accumulates gradients of the mean loss of ``parts``; returns that loss in this process.
+    """Accumulates the gradients of the mean loss of ``parts``; returns this process's loss.
 
-    They add up locally until the backward of the last part averages them over all processes.
+    The gradients add up locally until the last backward averages them over all processes.
     """
     total = 0.0
     for k, part in enumerate(parts):
@@ -124,10 +124,10 @@ class Training:
     def __init__(self, pipe: Pipe, options: argparse.Namespace) -> None:
         self.pipe, self.options, self.step = pipe, options, 0
         self.optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.lr, betas=(0.9, 0.95))
-        self.generator = torch.Generator().manual_seed(options.seed)  # the same in each process
+        self.generator = torch.Generator().manual_seed(options.seed)  # same in every process
 
     def train(self, text: Tensor, rank: int, world: int) -> None:
-        """Step until ``options.steps``."""
+        """Trains up to step ``options.steps``."""
         options = self.options
         ddp = DistributedDataParallel(self.pipe)  # after loading: it broadcasts process 0's state
         for step in range(self.step, options.steps):
@@ -136,7 +136,7 @@ class Training:
             windows = cut_windows(text, starts, options.context)
             shares = [part[rank::world] for part in windows.chunk(options.accumulate)]
             loss = accumulate(ddp, shares, self.pipe.devices)
-            nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)  # the same in all
+            nn.utils.clip_grad_norm_(self.pipe.parameters(), max_norm=1.0)  # same everywhere
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step = step + 1
@@ -144,16 +144,16 @@ class Training:
                 print(f"step {self.step}: loss {loss:.3f} in process 0", flush=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, which ``torch.load(..., weights_only=True)`` takes."""
+        """Returns only what ``torch.load(..., weights_only=True)`` accepts."""
         return {
-            "model": self.pipe.state_dict(),  # under the plain module's names; DDP's has others
+            "model": self.pipe.state_dict(),  # with the plain module's names, unlike DDP's
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "batches": self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was called, by however many processes."""
+        """Restores what :meth:`state_dict` returned in any number of processes."""
         self.pipe.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step = state["step"]
@@ -164,31 +164,31 @@ class Training:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every option, with its default."""
+    """Defines the options and their defaults."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT with several processes, each with a pipe.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add, model = parser.add_argument, ModelConfig()
-    add("--steps", type=positive, default=100, help="to be reached, those before --resume included")
-    add("--batch", type=positive, default=32, help="windows of text in a step, of all processes")
+    add("--steps", type=positive, default=100, help="total steps, including those before --resume")
+    add("--batch", type=positive, default=32, help="windows of text per step, in all processes")
     add("--accumulate", type=positive, default=2, help="parts of a step, one after the other")
-    add("--context", type=positive, default=model.context, help="bytes the model sees")
-    add("--width", type=positive, default=model.width, help="features of a token")
+    add("--context", type=positive, default=model.context, help="bytes in a window")
+    add("--width", type=positive, default=model.width, help="features per token")
     add("--layers", type=positive, default=model.layers, help="transformer blocks")
-    add("--heads", type=positive, default=model.heads, help="attention heads of a block")
+    add("--heads", type=positive, default=model.heads, help="attention heads per block")
     add("--lr", type=float, default=1e-3, help="learning rate")
-    add("--seed", type=int, default=0, help="of the parameters and the batches")
-    add("--data", type=Path, help="a text file, or a folder of them; else the standard library")
+    add("--seed", type=int, default=0, help="seed of the parameters and the batches")
+    add("--data", type=Path, help="text file, or folder of text files; else the standard library")
     add("--chunks", type=positive, default=4, help="micro-batches in a part")
     add("--save", type=Path, help="process 0 writes the trained state to this file")
-    add("--resume", type=Path, help="go on from such a file, which each process reads")
-    add("--backend", help="of the process group; else nccl with GPUs and gloo without")
+    add("--resume", type=Path, help="continue from such a file, which each process reads")
+    add("--backend", help="of the process group; if omitted, nccl with GPUs and gloo without")
     return parser
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Loads a file of ``--save`` onto the CPU; ``ValueError`` if it is anything else."""
+    """Loads a file written by ``--save`` onto the CPU; ``ValueError`` for any other."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {key: state[key] for key in ("config", "training")}
@@ -199,7 +199,7 @@ def load_state(path: Path) -> dict[str, Any]:
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelConfig, dict[str, Any] | None]:
-    """Returns the options, the model's shape and the state to resume; ``ValueError`` if wrong."""
+    """Parses the options, the model's shape and the state to resume; ``ValueError`` if invalid."""
     options, saved = parser.parse_args(argv), None
     if options.resume is not None:
         saved = load_state(options.resume)
@@ -225,7 +225,7 @@ def read_options(
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says; an error in it exits with a message and code 2."""
+    """Trains with the options in ``argv``; a wrong option exits with a message and code 2."""
     parser = build_parser()
     try:
         options, config, saved = read_options(parser, argv)
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     torch.manual_seed(options.seed)
     model, devices = build_model(config), own_devices()
     if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])  # where NCCL works without tensors
+        torch.cuda.set_device(devices[0])  # for NCCL operations that have no tensor
     balance = even_balance(len(model), len(devices))
     with (
         process_group(options.backend) as (rank, world),

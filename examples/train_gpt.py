@@ -2,19 +2,19 @@
 
     python examples/train_gpt.py                   # every GPU there is, else two CPU workers
     python examples/train_gpt.py --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8
-    python examples/train_gpt.py --stop-at 40 --save gpt.pt       # the first part of a run
-    python examples/train_gpt.py --resume gpt.pt --save gpt.pt    # the rest of it
-    python examples/train_gpt.py --resume gpt.pt --sample 1000    # when finished: only write
-    torchrun --nproc_per_node=2 examples/train_gpt.py --distributed    # a process for each device
+    python examples/train_gpt.py --stop-at 40 --save gpt.pt       # the first half of a run
+    python examples/train_gpt.py --resume gpt.pt --save gpt.pt    # the second half
+    python examples/train_gpt.py --resume gpt.pt --sample 1000    # finished: only generate text
+    torchrun --nproc_per_node=2 examples/train_gpt.py --distributed    # one process per device
 
-The first takes about a quarter of a minute on two idle cores, and says at its end how to go on.
+The first command takes about 15 seconds on two idle cores and ends by printing what to try next.
 
-Every machine with Python has the text: the source code of the standard library, read as
-bytes, so the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
+The training text is on every machine with Python: the source code of the standard library, read
+as bytes, so the vocabulary is 256 and there is no tokenizer. The last tenth is held out.
 
-The model (models/gpt.py) does not know about pipelines. One line, ``Pipe(...)``, makes the training
-pipelined, together with two moves: a batch goes to the first device, and its targets go to the last
-one, where the logits come out. What the same loop needs under torchrun is in ranks.py.
+The model (models/gpt.py) does not know about pipelines. One line, ``Pipe(...)``, pipelines the
+training. Besides that, each batch is moved to the first device, and its targets to the last one,
+where the logits come out. ranks.py has what the same loop needs under torchrun.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from tqdm import tqdm
 
 from pipert import Pipe
 
-MAX_BYTES = 4_000_000  # of text
-HELD_OUT = 0.1  # the last part of the text
+MAX_BYTES = 4_000_000  # the most text to read
+HELD_OUT = 0.1  # the fraction of the text, at its end, that is not trained on
 SCHEDULES = ("autograd", "gpipe", "1f1b", "eager-1f1b")
 HELD_OUT_WINDOWS = 128  # evenly spread over the held-out part; the loss is measured on these
-TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # files read from a folder
-PROMPT = b"def "  # the generated sample continues it
+TEXT_SUFFIXES = (".md", ".py", ".rst", ".txt")  # which files of a folder to read
+PROMPT = b"def "  # continued by the generated sample
 
-GO_ON = """How to go on, with python examples/train_gpt.py and
+GO_ON = """What to try next: python examples/train_gpt.py with
   --steps 1000              more steps: so far it knows little more than which bytes are common
-  --save gpt.pt             a checkpoint; later --resume gpt.pt --steps 1000 trains on from it
-  --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8    other devices (cuda:0,...), layers on each
+  --save gpt.pt             a checkpoint; later --resume gpt.pt --steps 1000 continues from it
+  --devices cpu,cpu,cpu --balance 2,2,2 --chunks 8    other devices (cuda:0,...), layers per device
   --help                    everything else
-To see what each device did when, once the first evaluation is over (a picture needs matplotlib):
+To see what each device did when, after the first evaluation (the picture needs matplotlib):
   python -m pipert trace --skip 20 --plot timeline.svg examples/train_gpt.py --steps 20"""
 
 # Saved with the model's shape, so that a resumed run continues unchanged. The devices may differ.
@@ -71,7 +71,7 @@ SAVED_OPTIONS = ("steps", "batch", "lr", "warmup", "seed", "data", "chunks", "ch
 
 @dataclass(frozen=True)
 class Result:
-    """Held-out loss in nats per byte, untrained and after ``steps`` steps, and the sample."""
+    """Held-out loss in nats per byte, untrained and after ``steps`` steps; generated sample."""
 
     before: float
     after: float
@@ -83,7 +83,7 @@ class Result:
 
 
 def read_text(path: Path | None) -> bytes:
-    """Reads a file, a folder's text files or, for ``None``, the standard library, sorted."""
+    """Reads a file, all text files of a folder, or (``None``) the standard library, sorted."""
     if path is None:
         files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     elif path.is_dir():
@@ -94,7 +94,7 @@ def read_text(path: Path | None) -> bytes:
 
 
 def split_text(text: bytes, context: int) -> tuple[Tensor, Tensor]:
-    """Returns training and held-out text, uint8; ``ValueError`` if one has no whole window."""
+    """Splits off the held-out text, both uint8; ``ValueError`` if either has no whole window."""
     held_out = int(len(text) * HELD_OUT)
     if held_out <= context:
         raise ValueError(
@@ -121,7 +121,7 @@ def loss_of(pipe: AnyPipe, windows: Tensor) -> Tensor:
 
 
 def loss_with_gradients(pipe: AnyPipe, windows: Tensor, schedule: str) -> Tensor:
-    """Returns the same loss and adds its gradients to ``.grad``.
+    """Computes the same loss and adds its gradients to ``.grad``.
 
     ``autograd`` runs the whole backward after the whole forward. The schedules of
     ``forward_backward`` run it on the workers, micro-batch by micro-batch.
@@ -166,7 +166,7 @@ class Trainer:
         self.generator = torch.Generator().manual_seed(options.seed)  # draws the batches
 
     def train(self, text: Tensor, stop: int) -> None:
-        """Step until ``stop``, each time on windows from anywhere in ``text``."""
+        """Trains up to step ``stop``; each batch is windows from random positions in ``text``."""
         options, began = self.options, time.perf_counter()
         self.pipe.train()
         steps = range(self.step, stop)
@@ -188,7 +188,7 @@ class Trainer:
                 bar.set_postfix_str(f"loss {loss.item():.3f}, {speed:,.0f} tokens/s")
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors and plain values only, which ``torch.load(..., weights_only=True)`` takes."""
+        """Returns only what ``torch.load(..., weights_only=True)`` accepts."""
         model, optimizer = whole_state(self.pipe, self.optimizer)
         return {
             "model": model,  # under the plain module's names
@@ -199,7 +199,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where :meth:`state_dict` was called; skips the states of missing GPUs."""
+        """Restores what :meth:`state_dict` returned; random states of missing GPUs are skipped."""
         load_whole_state(self.pipe, self.optimizer, state["model"], state["optimizer"])
         self.step = state["step"]
         self.generator.set_state(state["batches"])
@@ -225,7 +225,7 @@ def generate(pipe: AnyPipe, count: int, context: int, temperature: float, seed: 
 def make_pipe(
     model: nn.Sequential, options: argparse.Namespace, timeout: float | None = None
 ) -> AnyPipe:
-    """The pipe that the options ask for."""
+    """Makes the pipe described by the options."""
     settings = {"chunks": options.chunks, "checkpoint": options.checkpoint}
     if not options.distributed:
         devices = options.devices
@@ -237,14 +237,14 @@ def make_pipe(
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
-    """Write ``state``; an earlier file stays until the new one is complete."""
+    """Writes ``state`` to ``path``, replacing an earlier file only once the new one is complete."""
     unfinished = path.with_name(path.name + ".unfinished")
     torch.save(state, unfinished)
     os.replace(unfinished, path)
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """Loads a file of :func:`save_state` onto the CPU; ``ValueError`` if it is anything else."""
+    """Loads a file written by :func:`save_state` onto the CPU; ``ValueError`` for any other."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {key: state[key] for key in ("config", "options", "trainer")}
@@ -253,7 +253,7 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def positive(text: str) -> int:
-    """Parses an integer from 1."""
+    """Parses an integer of 1 or more."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
     return int(text)
@@ -273,13 +273,13 @@ def devices(text: str) -> list[torch.device]:
 
 
 def even_balance(layers: int, partitions: int) -> list[int]:
-    """Spreads ``layers`` over at most ``partitions`` partitions, the longer ones first."""
+    """Divides ``layers`` evenly among at most ``partitions`` partitions, larger ones first."""
     partitions = min(layers, partitions)
     return [layers // partitions + (j < layers % partitions) for j in range(partitions)]
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every option, with its default."""
+    """Defines the options and their defaults."""
     parser = argparse.ArgumentParser(
         description="Train a small GPT over several devices with pipert.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -287,39 +287,39 @@ def build_parser() -> argparse.ArgumentParser:
     gpus = ",".join(f"cuda:{index}" for index in range(torch.cuda.device_count()))
     modes = ("always", "except_last", "never")
     add, model = parser.add_argument, ModelConfig()
-    add("--steps", type=positive, default=80, help="of the run and its learning-rate schedule")
-    add("--stop-at", type=positive, help="stop after this step; --resume does the rest")
+    add("--steps", type=positive, default=80, help="steps of the learning-rate schedule")
+    add("--stop-at", type=positive, help="stop after this step; --resume continues")
     add("--batch", type=positive, default=8, help="windows of text in a mini-batch")
-    add("--context", type=positive, default=model.context, help="bytes the model sees")
-    add("--width", type=positive, default=model.width, help="features of a token")
+    add("--context", type=positive, default=model.context, help="bytes in a window")
+    add("--width", type=positive, default=model.width, help="features per token")
     add("--layers", type=positive, default=model.layers, help="transformer blocks")
-    add("--heads", type=positive, default=model.heads, help="attention heads of a block")
-    add("--dropout", type=float, default=model.dropout, help="probability")
-    add("--lr", type=float, default=2e-3, help="highest learning rate")
-    add("--warmup", type=positive, default=20, help="steps until the learning rate is there")
-    add("--seed", type=int, default=0, help="of the parameters, the batches and the sample")
-    add("--data", help="a text file, or a folder of them; else the standard library")
-    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
-    add("--distributed", action="store_true", help="under torchrun: one partition goes to each"
-        " process, in place of --devices")  # fmt: skip
-    add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
+    add("--heads", type=positive, default=model.heads, help="attention heads per block")
+    add("--dropout", type=float, default=model.dropout, help="dropout probability")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--warmup", type=positive, default=20, help="steps until the learning rate peaks")
+    add("--seed", type=int, default=0, help="seed of the parameters, the batches and the sample")
+    add("--data", help="text file, or folder of text files; if omitted, the standard library")
+    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one device per partition")
+    add("--distributed", action="store_true", help="under torchrun: one partition per process,"
+        " instead of --devices")  # fmt: skip
+    add("--balance", type=integers, help="layers (blocks + 2) per device; if omitted, even")
     add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
-    add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
-        " none with 1f1b and eager-1f1b")  # fmt: skip
-    add("--schedule", choices=SCHEDULES, default="autograd", help="what goes backward when")
+    add("--checkpoint", choices=modes, help="micro-batches to recompute; if omitted, all but the"
+        " last, or none with 1f1b and eager-1f1b")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, default="autograd", help="order of the tasks")
     add("--save", type=Path, help="write the trained state to this file")
-    add("--resume", type=Path, help="go on from such a file, with its model and its options")
+    add("--resume", type=Path, help="continue from such a file, with its model and its options")
     add("--sample", type=int, default=200, help="bytes to generate at the end; 0 for none")
-    add("--temperature", type=float, default=0.8, help="of the sample: lower is more cautious")
+    add("--temperature", type=float, default=0.8, help="sampling temperature; lower is safer")
     return parser
 
 
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None
 ) -> tuple[argparse.Namespace, ModelConfig, dict[str, Any] | None]:
-    """Returns the options, the model's shape and the state to resume; ``ValueError`` if wrong.
+    """Parses the options, the model's shape and the state to resume; ``ValueError`` if invalid.
 
-    Saved options become defaults, so the command line wins. The shape cannot change.
+    Saved options become defaults that the command line overrides. The shape cannot change.
     """
     options, saved = parser.parse_args(argv), None
     if options.resume is not None:
@@ -342,19 +342,19 @@ def read_options(
 def place(
     options: argparse.Namespace, config: ModelConfig, timeout: float | None = None
 ) -> None:
-    """Fill in what depends on where the model goes; joins the other processes."""
+    """Fills in the options that depend on the number of devices; joins the other processes."""
     partitions = len(options.devices)
     if options.distributed:
         join(timeout)
         partitions = dist.get_world_size()
         if options.schedule == "autograd":
-            options.schedule = "1f1b"  # there is no other backward than that of a schedule
+            options.schedule = "1f1b"  # across processes, only a schedule can run the backward
     if options.balance is None:
         options.balance = even_balance(config.layers + 2, partitions)
 
 
 def share_cores(devices: Sequence[torch.device]) -> None:
-    """Limit torch's intra-op threads to each CPU worker's share of the cores.
+    """Limits torch's intra-op threads to each CPU worker's share of the cores.
 
     The workers compute at the same time. With more threads than cores, the threads of one operation
     wait for each other to be scheduled, which on a busy machine takes several times as long.
@@ -366,7 +366,7 @@ def share_cores(devices: Sequence[torch.device]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says; an error in it exits with a message and code 2."""
+    """Trains with the options in ``argv``; a wrong option exits with a message and code 2."""
     parser = build_parser()
     try:
         options, config, saved = read_options(parser, argv)
@@ -382,8 +382,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     starts = torch.linspace(0, len(held_out) - config.context - 1, HELD_OUT_WINDOWS).long()
     windows = cut_windows(held_out, starts, config.context)
     with pipe if isinstance(pipe, Pipe) else nullcontext():
-        homes = pipe.devices if isinstance(pipe, Pipe) else range(len(pipe.balance))
-        where = ", ".join(f"{b} on {d}" for b, d in zip(pipe.balance, homes, strict=True))
+        places = pipe.devices if isinstance(pipe, Pipe) else range(len(pipe.balance))
+        where = ", ".join(f"{b} on {d}" for b, d in zip(pipe.balance, places, strict=True))
         say(f"{len(model)} layers: {where}; {len(training):,} bytes to learn from")
         trainer = Trainer(pipe, options)
         before = evaluate(pipe, windows, options.batch)

@@ -3,14 +3,14 @@
     python examples/train_unet.py                  # every GPU there is, else two CPU workers
     python examples/train_unet.py --devices cpu,cpu,cpu --chunks 8 --checkpoint never
     python examples/train_unet.py --blocks 5 --channels 64 --size 192    # the published network
-    python examples/train_unet.py --balance 30,35                        # do not measure the layers
+    python examples/train_unet.py --balance 30,35                        # without measuring layers
 
 The photographs come with scikit-image. The network gets noisy color images and predicts
-their clean luminance; one photograph is held out, and at the end ``unet.png`` shows it with
-noise, without, and as the network restores it.
+their clean luminance. One photograph is held out; at the end ``unet.png`` shows it with
+noise, without noise, and as restored by the network.
 
-``examples/models/unet.py`` has the model. Its skip connections cross devices, yet nothing here
-has to know: it is an ``nn.Sequential`` in a ``Pipe``, like any other.
+The model is in ``examples/models/unet.py``. Its skip connections cross devices, but this program
+does not have to know: the model is an ``nn.Sequential`` in a ``Pipe``, like any other.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from models.unet import unet
 from skimage import data, io
 from torch import Tensor
 from tqdm import trange
-from train_gpt import share_cores
+from train_gpt import devices, integers, positive, share_cores
 
 from pipert import Pipe
 from pipert.balance import balance_by_time
 
-TRAINING = ("astronaut", "coffee", "rocket")  # photographs in skimage.data, as is the next one
-HELD_OUT = "chelsea"
+TRAINING = ("astronaut", "coffee", "rocket")  # photographs in skimage.data
+HELD_OUT = "chelsea"  # another one
 LUMINANCE = (0.2125, 0.7154, 0.0721)  # of red, green and blue in ITU-R BT.709
 MIN_SIZE = 64  # the U-Net halves an image five times, and its norms need more than one pixel
 MAX_SIZE = 400  # the height of the smallest photograph
@@ -57,7 +57,7 @@ def photograph(name: str) -> Tensor:
 
 
 def random_crops(photographs: list[Tensor], count: int, size: int) -> Tensor:
-    """Returns crops from anywhere in any of the photographs, ``[count, 3, size, size]``."""
+    """Cuts random squares out of random photographs: ``[count, 3, size, size]``."""
     crops = []
     for _ in range(count):
         image = photographs[int(torch.randint(len(photographs), ()))]
@@ -67,7 +67,7 @@ def random_crops(photographs: list[Tensor], count: int, size: int) -> Tensor:
 
 
 def add_noise(images: Tensor, noise: float) -> Tensor:
-    """Adds normal noise of deviation ``noise`` to every color of every pixel."""
+    """Adds normal noise of standard deviation ``noise`` to every color of every pixel."""
     return images + noise * torch.randn_like(images)
 
 
@@ -78,12 +78,12 @@ def luminance(images: Tensor) -> Tensor:
 
 
 def psnr(images: Tensor, targets: Tensor) -> float:
-    """Returns the peak signal-to-noise ratio in dB: 10 more is a tenth of the squared error."""
+    """Returns the peak signal-to-noise ratio in dB: 10 dB more is a tenth of the squared error."""
     return -10 * F.mse_loss(images, targets).log10().item()
 
 
 def save_side_by_side(path: Path, images: list[Tensor]) -> None:
-    """Write images of one size, ``[1 or 3, height, width]``, as one PNG."""
+    """Writes images of equal size, ``[1 or 3, height, width]``, to one PNG."""
     row = torch.cat([image.expand(3, -1, -1) for image in images], dim=2)
     io.imsave(path, (row.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy())
 
@@ -94,8 +94,8 @@ def save_side_by_side(path: Path, images: list[Tensor]) -> None:
 def denoise(pipe: Pipe, noisy: Tensor) -> Tensor:
     """Predicts the clean luminance of noisy color images, on the last device.
 
-    Instance norm makes the network blind to brightness and contrast, so it predicts only what
-    needs neither: the residual to subtract, in units of the image's contrast.
+    Instance norm hides brightness and contrast from the network, so the network predicts only
+    what depends on neither: the residual to subtract, in units of the image's contrast.
     """
     gray = luminance(noisy).to(pipe.devices[-1])
     contrast = gray.std(dim=(1, 2, 3), keepdim=True)
@@ -104,7 +104,7 @@ def denoise(pipe: Pipe, noisy: Tensor) -> Tensor:
 
 
 def train(pipe: Pipe, options: argparse.Namespace) -> list[float]:
-    """Train for ``options.steps`` mini-batches of random crops; returns the loss of each."""
+    """Trains on ``options.steps`` mini-batches of random crops; returns the loss of each."""
     photographs = [photograph(name) for name in TRAINING]
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=options.lr)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, options.lr, options.steps)
@@ -127,28 +127,8 @@ def train(pipe: Pipe, options: argparse.Namespace) -> list[float]:
 # --- the command line -----------------------------------------------------------------------------
 
 
-def positive(text: str) -> int:
-    """Parses an integer from 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
-    return int(text)
-
-
-def integers(text: str) -> list[int]:
-    """Parses ``'30,35'`` as ``[30, 35]``."""
-    return [int(number) for number in text.split(",")]
-
-
-def devices(text: str) -> list[torch.device]:
-    """Parses ``'cpu,cpu'`` as two devices."""
-    try:
-        return [torch.device(name.strip()) for name in text.split(",")]
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} must be like cpu,cpu: {error}") from error
-
-
 def build_parser() -> argparse.ArgumentParser:
-    """Every option, with its default."""
+    """Defines the options and their defaults."""
     parser = argparse.ArgumentParser(
         description="Train a small U-Net to denoise photographs, over several devices.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -158,22 +138,22 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--steps", type=positive, default=800, help="mini-batches to train on")
     add("--batch", type=positive, default=16, help="crops in a mini-batch")
-    add("--size", type=positive, default=MIN_SIZE, help="of a crop, in pixels")
-    add("--noise", type=float, default=0.15, help="deviation of the noise; white is 1")
-    add("--blocks", type=positive, default=1, help="B, convolutions in a cell of the U-Net")
-    add("--channels", type=positive, default=8, help="C, channels of its first cell; even")
-    add("--lr", type=float, default=2e-2, help="highest learning rate")
-    add("--seed", type=int, default=0, help="of the parameters, the crops and the noise")
-    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
-    add("--balance", type=integers, help="layers on each device; else found by measuring them")
+    add("--size", type=positive, default=MIN_SIZE, help="side of a crop, in pixels")
+    add("--noise", type=float, default=0.15, help="standard deviation of the noise; white is 1")
+    add("--blocks", type=positive, default=1, help="B, convolutions per cell of the U-Net")
+    add("--channels", type=positive, default=8, help="C, channels of the first cell; even")
+    add("--lr", type=float, default=2e-2, help="peak learning rate")
+    add("--seed", type=int, default=0, help="seed of the parameters, the crops and the noise")
+    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one device per partition")
+    add("--balance", type=integers, help="layers per device; if omitted, found by measuring")
     add("--chunks", type=positive, default=4, help="micro-batches in a mini-batch")
     add("--checkpoint", choices=modes, default="except_last", help="micro-batches to recompute")
-    add("--out", type=Path, default=Path("unet.png"), help="the picture that is written")
+    add("--out", type=Path, default=Path("unet.png"), help="the picture to write")
     return parser
 
 
 def build_pipe(options: argparse.Namespace) -> Pipe:
-    """Spreads the U-Net over the devices; ``ValueError`` for impossible options."""
+    """Spreads the U-Net over the devices; ``ValueError`` for invalid options."""
     if not MIN_SIZE <= options.size <= MAX_SIZE:
         raise ValueError(f"--size must be from {MIN_SIZE} to {MAX_SIZE}, not {options.size}")
     if not min(options.lr, options.noise) > 0:
@@ -182,7 +162,7 @@ def build_pipe(options: argparse.Namespace) -> Pipe:
         raise ValueError(f"--out needs a folder that exists, not {options.out.parent}")
     if options.out.suffix != ".png":
         raise ValueError(f"--out must end in .png, not {options.out.name}")
-    model = unet(options.blocks, options.channels, dropout=0.0)  # noise enough without it
+    model = unet(options.blocks, options.channels, dropout=0.0)  # the images have noise enough
     if options.balance is None:
         rows = -(-options.batch // options.chunks)  # in a micro-batch
         sample = torch.zeros(rows, 3, options.size, options.size)
@@ -197,7 +177,7 @@ def build_pipe(options: argparse.Namespace) -> Pipe:
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
-    """Train as ``argv`` says; an error in it exits with a message and code 2."""
+    """Trains with the options in ``argv``; a wrong option exits with a message and code 2."""
     parser = build_parser()
     options = parser.parse_args(argv)
     torch.manual_seed(options.seed)

@@ -5,17 +5,19 @@
     curl 127.0.0.1:9464/healthz
     torchrun --nproc_per_node=2 --max-restarts=3 examples/training_service.py --distributed ...
 
-After any stop, restart it with the same command: it resumes from the last saved state and ends up
-bit for bit where it would be without the stop. It stops by itself
+However it stopped, restart it with the same command: it resumes from the last saved state and ends
+bit for bit where it would have ended without the stop. It exits
 
-* with code 0 after ``--steps``, and after SIGTERM or SIGINT: it finishes the step and saves;
-* with code 3 if a forward takes longer than ``--timeout``: it logs what each worker was doing (in
-  one process; of several, those that wait for another end with code 1);
+* with code 0 after ``--steps``, and after SIGTERM or SIGINT, once it has finished the step and
+  saved;
+* with code 3 if a forward takes longer than ``--timeout``; it logs what each worker was doing. (Of
+  several processes, those that wait for another exit with code 1 instead.)
 * with code 2 if an option is wrong, and with code 1 for any other error it cannot handle.
 
-Under torchrun there is a partition in each process; the first one has the saved states, which fit
-one process and several in turns, and the endpoints; the others log warnings and errors alone. All
-stop where one is told to, and end where one fails: torchrun restarts them ``--max-restarts`` times.
+Under torchrun each process has one partition. The first process has the endpoints and the saved
+states, which one process or several can resume; the others log only warnings and errors. If one
+process is told to stop, all stop after the same step. If one fails, all end, and torchrun restarts
+them up to ``--max-restarts`` times.
 
 It logs to stderr, one JSON object per line. ``docs/running_for_weeks.md`` explains what such
 a service has to do; each of its parts is a file in ``examples/service``. It needs the extras
@@ -37,14 +39,14 @@ from service.options import read_options
 
 from pipert import PipelineTimeout
 
-STUCK = 3  # the exit code for a worker that does not return
+STUCK = 3  # the exit code when a worker does not return
 
 _log = logging.getLogger("service")
 
 
 def main(argv: Sequence[str] | None = None, service: type[Service] = Service) -> int:
-    """Run the service that ``argv`` describes; return the exit code."""
-    # For CUDA to be deterministic; read when CUDA is first used.
+    """Runs the service with the options in ``argv``; returns the exit code."""
+    # Deterministic cuBLAS needs this; it is read when CUDA is first used.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     options = read_options(argv)
     log_to(sys.stderr, logging.INFO if is_first() else logging.WARNING)

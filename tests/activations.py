@@ -1,4 +1,4 @@
-"""Whether data is still there, without keeping it there."""
+"""Tells whether the data of tensors is still alive, without keeping it alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Activations", "until"]
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Whether ``condition`` comes true within some seconds; looked at again and again."""
+    """Polls ``condition`` for a few seconds; returns whether it came true."""
     never = threading.Event()
     for _ in range(300):
         if condition():
@@ -22,7 +22,7 @@ def until(condition: Callable[[], bool]) -> bool:
 
 
 class Activations:
-    """Knows whether the data of tensors is still there, without keeping it there."""
+    """Weak references to the data of tensors."""
 
     def __init__(self) -> None:
         self._expired: list[Callable[[], bool]] = []
@@ -33,20 +33,20 @@ class Activations:
         return tensor
 
     def now(self) -> int:
-        """How many are left."""
+        """Returns how many are alive."""
         return sum(not expired() for expired in self._expired)
 
     def settled(self, expected: int) -> int:
-        """The number there is once it is as expected, or after some seconds.
+        """Waits a few seconds for ``expected`` to be alive; returns how many are.
 
-        A worker drops its last task just after its caller was let go, hence the patience.
+        The wait is needed because a worker drops its last task just after its caller has returned.
         """
         assert self._expired, "no activation was seen"
         until(lambda: self.now() == expected)
         return self.now()
 
     def left(self) -> int:
-        """How many are left when the workers have dropped their last tasks."""
+        """Returns how many are alive once the workers have dropped their last tasks."""
         assert self._expired, "no activation was seen"
         until(lambda: not self.now())
         return self.now()

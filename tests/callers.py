@@ -1,4 +1,4 @@
-"""Calling on another thread."""
+"""Calls a function on another thread."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Caller"]
 
 
 class Caller(threading.Thread):
-    """Calls ``function`` on a thread of its own.
+    """A started thread that calls ``function``.
 
     Args:
-        function: what to call.
-        patience: seconds after which it counts as hanging.
+        function: the function to call.
+        patience: seconds after which the call counts as hanging.
     """
 
     def __init__(self, function: Callable[[], Any], patience: float = 10.0) -> None:
@@ -32,7 +32,7 @@ class Caller(threading.Thread):
             self._error = error
 
     def result(self) -> Any:
-        """What ``function`` returned; what it raised is raised here."""
+        """Waits for ``function``; returns its result or raises its exception."""
         self.join(self._patience)
         assert not self.is_alive(), "the call hangs"
         if self._error is not None:

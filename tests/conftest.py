@@ -1,6 +1,7 @@
-"""What every test gets: a seed, and a check that it leaves no thread of pipert behind.
+"""Gives every test a seed and a check that it leaves no thread of pipert behind.
 
-And what it may ask for: to run without the collector of cycles.
+On request a test also runs without the garbage collector, measures layers only once, or has
+torch's compiled code reset.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pipert.workers.worker import WorkerThread
 from tests import simulated_gpus
 from tests.simulated_gpus.selection import NAME, Selection
 
-# Two threads that spin for each other slow small operations down tenfold when a core is busy.
+# With two threads, each spins for the other: on a busy machine small operations take ten times as
+# long.
 torch.set_num_threads(1)
 
 
@@ -41,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     if torch.cuda.is_available():
         torch.manual_seed(0)
-    else:  # that would write down three stacks for devices that never come
+    else:  # torch.manual_seed would record three stacks, for devices that may be initialized later
         torch.default_generator.manual_seed(0)
 
 
@@ -56,9 +58,10 @@ def _frozen() -> Iterator[None]:
 
 
 def _freeze() -> None:
-    """Let the collector look no more at what is there now: for all tests that is a second a time.
+    """Hides all existing objects from the garbage collector.
 
-    Modules and tests are millions of objects. What lives this long is no business of a test.
+    Modules and tests are millions of objects, which would cost each collection up to a second. No
+    test needs them collected.
     """
     gc.collect()
     gc.freeze()
@@ -74,21 +77,21 @@ def _without_gc() -> Iterator[None]:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """Without the collector of cycles: reference counting alone has to free everything."""
+    """Turns the garbage collector off: reference counting alone has to free everything."""
     with _without_gc():
         yield
 
 
 @pytest.fixture(scope="module")
 def no_gc_in_module() -> Iterator[None]:
-    """The same for all tests of a file together: a collection takes longer than some of them."""
+    """Turns it off for all tests of a file at once: a collection takes longer than some tests."""
     with _without_gc():
         yield
 
 
 @pytest.fixture
 def one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever measures layers without saying for how long does so once, and not for a second."""
+    """Makes layers be measured once where no time is given, instead of for a second."""
     for measures in (balance_by_time, layer_times):
         assert measures.__kwdefaults__ is not None
         monkeypatch.setitem(measures.__kwdefaults__, "timeout", 0.0)
@@ -96,19 +99,19 @@ def one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def forget_compiled() -> Iterator[None]:
-    """What torch has compiled is one test's own."""
+    """Resets torch's compiled code before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 def worker_threads() -> set[threading.Thread]:
-    """The threads of pipert that are alive."""
+    """Returns the threads of pipert that are alive."""
     return {thread for thread in threading.enumerate() if isinstance(thread, WorkerThread)}
 
 
 def wait_until_gone(threads: set[threading.Thread], seconds: float = 5.0) -> set[threading.Thread]:
-    """Give threads that have been told to end the time to do so; return those that did not."""
+    """Waits for threads to end, ``seconds`` in all; returns those that did not."""
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -117,7 +120,7 @@ def wait_until_gone(threads: set[threading.Thread], seconds: float = 5.0) -> set
 
 @pytest.fixture(autouse=True)
 def _no_thread_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail the test that leaves threads behind, not the one after it."""
+    """Fails a test that leaves threads behind, rather than the next one."""
     before = worker_threads()
     yield
     new = worker_threads() - before

@@ -1,4 +1,4 @@
-"""What a thread may have put on that its tasks are to see: the table in ``workers/context.py``."""
+"""Lists the settings of a caller's thread that tasks see, as ``workers/context.py`` does."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def default_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_on_xpu() -> Iterator[None]:
-    """``torch.autocast`` would turn itself off where there is no such device."""
+    """Enables autocast directly: ``torch.autocast`` turns itself off without such a device."""
     torch.set_autocast_enabled("xpu", True)
     try:
         yield
@@ -84,7 +84,7 @@ def autocast_without_cache() -> contextlib.AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a block that puts something on, and how it is seen."""
+    """A row of the table: a block that makes a setting, and a function that reads it."""
 
     name: str
     block: Block
@@ -115,7 +115,7 @@ ROWS = [
 
 
 class Hooks:
-    """Keeps what is saved in bfloat16, and notes where it did so."""
+    """Saved-tensor hooks that keep tensors in bfloat16, and note the threads that packed them."""
 
     def __init__(self) -> None:
         self.threads: list[int] = []

@@ -1,4 +1,4 @@
-"""Seeing that a failure was noted, which no layer can see by itself."""
+"""Waits until a run has noted a failure, which a layer cannot observe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT = 20.0  # s
 
 
 class Failures:
-    """Counts the failures that runs have taken note of."""
+    """A counter of the failures that runs have noted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._noted = threading.Semaphore(0)

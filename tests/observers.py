@@ -1,4 +1,4 @@
-"""An observer that keeps what it is told."""
+"""Provides an observer that keeps all events."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Log"]
 
 
 class Log(Observer):
-    """Notes everything, with the thread."""
+    """An observer that notes all events, and the thread of each."""
 
     def __init__(self) -> None:
         self.events: list[tuple[Any, ...]] = []

@@ -1,11 +1,11 @@
-"""Each test of a directory runs on a new thread, on which torch counts nodes from zero.
+"""Runs each test of a directory on a new thread, on which torch numbers graph nodes from zero.
 
-torch numbers the nodes of graphs, and each thread counts for itself. A worker's first step begins
-where its caller is, 0.1 us a node (``pipert/autograd/leaves.py``). That is nothing in a program
-with one pipe; but pytest's main thread has made some hundred thousand nodes when half of the tests
-have run, and each test has workers of its own: steps would take five times as long in there as
-they do alone. The ``conftest.py`` of directories with many steps imports the hook below. Fixtures
-run on the main thread as ever.
+torch numbers the nodes of graphs, separately on each thread. In its first step a worker advances
+its number to that of the caller, which takes 0.1 us per node (``pipert/autograd/leaves.py``). That
+is nothing in a program with one pipe. But after half of the tests pytest's main thread has made
+some hundred thousand nodes, and each test has new workers: steps would take five times as long as
+in a run of that test alone. The ``conftest.py`` of directories with many steps imports the hook
+below. Fixtures run on the main thread as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def _on_new_thread(test: Callable[..., None]) -> Callable[..., None]:
-    """The same test; what it raises is raised here."""
+    """Wraps a test so that it runs on a new thread; its exception is raised on this thread."""
 
     @functools.wraps(test)
     def run(**arguments: Any) -> None:

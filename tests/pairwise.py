@@ -1,8 +1,8 @@
-"""Fewer cases than there are, in which every two values that meet somewhere still meet.
+"""Chooses a subset of cases that still contains every pair of values that occurs in one case.
 
-A test with four parameters of three values each has 81 cases. Most mistakes need no more than two
-of the values: nine to twelve cases have every two of them together. Which ones is decided by the
-order of the cases alone, so that everybody runs the same.
+A test with four parameters of three values each has 81 cases. Most mistakes show with a particular
+pair of values: nine to twelve cases contain all pairs. The choice depends only on the order of the
+cases, so every run has the same ones.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ __all__ = ["pairwise"]
 
 
 def pairwise(cases: Sequence[Sequence[Hashable]], keep: Iterable[int] = ()) -> list[int]:
-    """Choose cases, so that each two values that occur together in one do so in a chosen one.
+    """Chooses cases so that each pair of values that occurs in a case occurs in a chosen one.
 
     Args:
-        cases: the values of the same parameters in each; they need not be a full product, and what
-            does not go together is left out of them.
-        keep: the places of cases that are chosen whatever else is.
+        cases: in each, the values of the same parameters. The cases need not be a full product;
+            impossible combinations may be missing.
+        keep: the indices of cases to choose in any case.
 
     Returns:
-        The places of the chosen cases, in order. Each time the first of those is taken that have
-        the most pairs which no chosen one has.
+        The indices of the chosen cases, in order. They are chosen greedily: next is always the
+        first of the cases with the most missing pairs.
     """
     pairs = [set(_pairs(case)) for case in cases]
     chosen = set(keep)
@@ -36,6 +36,6 @@ def pairwise(cases: Sequence[Sequence[Hashable]], keep: Iterable[int] = ()) -> l
 
 
 def _pairs(case: Sequence[Hashable]) -> Iterator[Hashable]:
-    """Each two values of a case, with the places of their parameters; or its only value."""
+    """Yields the pairs of a case's values, with their parameters' indices, or its one value."""
     values = list(enumerate(case))
     return combinations(values, min(2, len(values)))

@@ -1,4 +1,4 @@
-"""Pipes on CPU, a worker for each partition."""
+"""Makes pipes on CPU, with a worker for each partition."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["pipe_of", "pipe_of_layers"]
 
 
 def pipe_of(model: nn.Sequential, balance: Sequence[int] | None = None, **options: Any) -> Pipe:
-    """A pipe with a partition for each number of the balance; without one, for each layer."""
+    """Makes a pipe with a partition for each number of the balance, or else for each layer."""
     balance = balance or [1] * len(model)
     return Pipe(model, balance, devices=["cpu"] * len(balance), **options)
 
 
 def pipe_of_layers(*layers: nn.Module, **options: Any) -> Pipe:
-    """The same of layers one by one."""
+    """Makes a pipe with a partition for each of the layers."""
     return pipe_of(nn.Sequential(*layers), **options)

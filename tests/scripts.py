@@ -1,12 +1,13 @@
-"""Runs scripts in processes of their own, which begin where ``import torch`` has ended.
+"""Runs scripts in processes of their own, in which torch is already imported.
 
-Importing torch takes a second or two, most of what such a test would take, and the first pipe of a
-process a tenth. One process has imported it and made a pipe, has started no thread and computed
-nothing; each script runs in a fork of it as ``__main__``, and the interpreter ends afterwards as it
-does after ``python -c``: threads are joined, functions of ``atexit`` called, modules torn down. The
-destructors of torch's libraries, which take longer than most scripts, are left out. A script that
-is about the end of a process asks for its ``whole_end``; one about the imports, or about the end of
-an interpreter that was started for it, for a ``fresh`` one, whose end is whole.
+Importing torch takes a second or two, most of the time of such a test, and the first pipe of a
+process takes a tenth of a second. So one server process has imported torch and made a pipe, but has
+started no thread and computed nothing. Each script runs in a fork of it as ``__main__``. Afterwards
+the interpreter ends as it does after ``python -c``: threads are joined, functions of ``atexit``
+called, modules torn down. Only the destructors of torch's libraries, which take longer than most
+scripts, are left out. A script that tests the end of a process asks for its ``whole_end``. A script
+that tests imports, or the end of an interpreter started for it, asks for a ``fresh`` interpreter,
+whose end is whole too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from pathlib import Path
 __all__ = ["run"]
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 50.0  # before pytest's limit, which would end everything
+SECONDS = 50.0  # shorter than pytest's time limit, which would end the whole run
 
-NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without
+NO_NUMPY = "ignore:Failed to initialize NumPy:UserWarning"  # torch works without NumPy
 PYTHON = [sys.executable, "-W", "error", "-W", NO_NUMPY, "-c"]
 
 first = ""
-"""What each script begins with, on one line; but no fresh one."""
+"""A line that each script begins with, unless it is fresh."""
 
 SERVER = """
 import ctypes, gc, json, os, sys, threading
@@ -41,11 +42,11 @@ import torch.fx.experimental.symbolic_shapes  # a first backward from a gradient
 libc = ctypes.CDLL(None)
 
 def next_script():
-    '''What is to be run; returns in a fork. The process itself ends when nobody asks any more.'''
+    '''Returns each requested script, in a fork; the server ends at the end of its stdin.'''
     pipert.Pipe(torch.nn.Sequential(torch.nn.Identity()), [1], devices=["cpu"]).close()
     assert threading.active_count() == 1
     gc.collect()
-    gc.freeze()  # what a fork would look at once more when it ends
+    gc.freeze()  # or a fork would collect it once more when it ends
     for request in sys.stdin:
         asked = json.loads(request)
         pid = os.fork()
@@ -56,7 +57,7 @@ def next_script():
                 os.close(file)
             sys.stdin = open(0, closefd=False)
             if not asked["whole_end"]:
-                libc.on_exit(libc._exit, None)  # comes before what libraries have registered
+                libc.on_exit(libc._exit, None)  # runs before the exit handlers of libraries
             return asked["script"]
         print(pid, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -69,15 +70,15 @@ exec(compile(next_script(), "<string>", "exec"))
 def run(
     script: str, fresh: bool = False, whole_end: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script; warnings are errors.
+    """Runs a script; warnings are errors.
 
     Args:
-        script: Python, from its imports on.
-        fresh: whether in an interpreter of its own, which has imported nothing.
-        whole_end: whether the process ends as it does after ``python -c``, destructors included.
+        script: Python code, including its imports.
+        fresh: whether to run it in a new interpreter, which has imported nothing.
+        whole_end: whether the process ends as after ``python -c``, including destructors.
 
     Raises:
-        subprocess.TimeoutExpired: it takes too long; it has been killed.
+        subprocess.TimeoutExpired: the script took too long and was killed.
     """
     script = script if fresh else first + script
     if fresh or not hasattr(os, "fork") or not os.path.exists("/proc/self/task"):
@@ -116,7 +117,7 @@ def _server() -> subprocess.Popen[bytes]:
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:
-    """Kill it: what a test has forked holds the other end of its stdin, perhaps for ever."""
+    """Kills the server: a process forked by a test may hold its stdin open forever."""
     server.kill()
     server.communicate()
 

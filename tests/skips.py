@@ -1,4 +1,4 @@
-"""Layers that stash and pop, and models of them, for tests that are not about declaring skips."""
+"""Provides layers that stash and pop, and models, for tests that are not about declaring skips."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 M = TypeVar("M", bound=nn.Module)
 
 Forward = Generator[Any, Any, Any]
-"""What the forward of a layer is that stashes or pops."""
+"""The return type of the ``forward`` of a layer that stashes or pops."""
 
 
 def identity(value: Any) -> Any:
@@ -30,13 +30,13 @@ def identity(value: Any) -> Any:
 def declaring(
     kind: type[M], stash: Iterable[str] | Mapping[str, int] = (), pop: Iterable[str] = ()
 ) -> type[M]:
-    """A subclass of ``kind``, under its name, that stashes and pops these."""
+    """Returns a subclass of ``kind``, with its name, that declares these skips."""
     subclass: type[M] = type(kind.__name__, (kind,), {})
     return skippable(stash=stash, pop=pop)(subclass)
 
 
 class Stash(Skippable):
-    """Stashes under each name it declares; made by :func:`stashing`."""
+    """A layer that stashes under each name it declares; made by :func:`stashing`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Stash(Skippable):
 
 
 class Pop(Skippable):
-    """Pops each name it declares; made by :func:`popping`."""
+    """A layer that pops each name it declares; made by :func:`popping`."""
 
     def __init__(self, take: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -74,27 +74,25 @@ def stashing(
     after: Callable[[Any], Any] = identity,
     count: int = 1,
 ) -> Stash:
-    """A layer that stashes ``make(y)``, ``y`` being ``before(x)``, and returns ``after(y)``.
+    """Makes a layer that stashes ``make(y)`` and returns ``after(y)``, where ``y = before(x)``.
 
     Args:
-        names: of what it stashes; ``"skip"`` if nothing is named.
-        make: functions or layers, whose parameters are then the layer's.
-        before: as ``make``.
-        after: as ``make``.
-        count: how often each is popped.
+        names: the names of the skips; ``"skip"`` if none is given.
+        make, before, after: functions, or layers, whose parameters become the layer's.
+        count: how often each skip is popped.
     """
     declared = dict.fromkeys(names or ["skip"], count)
     return declaring(Stash, stash=declared)(make, before, after)
 
 
 def popping(*names: str, take: Callable[[Any, Any], Any] = operator.add) -> Pop:
-    """A layer that makes ``take(x, skip)`` of ``x``, for each of the names in their order."""
+    """Makes a layer that replaces ``x`` by ``take(x, skip)`` for each name, in sorted order."""
     return declaring(Pop, pop=names or ["skip"])(take)
 
 
 @skippable(pop=["a"])
 class PopAdd(nn.Module):
-    """The shortest way to write a layer that pops."""
+    """A layer that pops ``a``, written in the shortest way."""
 
     def forward(self, x: Any) -> Forward:
         a = yield pop("a")
@@ -109,7 +107,7 @@ def linear() -> nn.Linear:
 
 
 class Times(nn.Module):
-    """Multiplies what ``take`` makes of a skip with its input, and adds what its layer does."""
+    """Returns ``x * skip + linear(skip)``, where ``skip`` is ``take`` of the popped value."""
 
     def __init__(self, take: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -122,19 +120,19 @@ class Times(nn.Module):
 
 
 def s(*names: str, count: int = 1) -> Stash:
-    """Stashes what a layer of its own makes."""
+    """Makes a layer that stashes the output of an extra linear layer."""
     aside = nn.Sequential(linear(), Apply(torch.tanh))
     return stashing(*names, make=aside, after=linear(), count=count)
 
 
 def p(*names: str, take: Callable[[Any], Any] = identity) -> Pop:
-    """Takes it in again, with a layer of its own."""
+    """Makes a layer that pops skips and combines each with its input by :class:`Times`."""
     return popping(*names, take=Times(take))
 
 
 @skippable(stash=["c"], pop=["a"])
 class PopAndStash(Skippable):
-    """Pops ``a``, stashes ``c``."""
+    """A layer that pops ``a`` and stashes ``c``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +145,7 @@ class PopAndStash(Skippable):
 
 
 class Residual(nn.Module):
-    """A custom module around layers, with the identity beside them."""
+    """A custom module that adds its input to the output of its layers."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

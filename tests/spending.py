@@ -1,4 +1,4 @@
-"""A clock that stands still unless an operation moves it, forward and backward."""
+"""Provides a clock that only an operation advances, in its forward and its backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CLOCK", "Clock", "spend"]
 
 
 class Clock:
-    """Stands still unless :func:`spend` moves it."""
+    """A clock that only :func:`spend` advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -37,6 +37,6 @@ class _Spend(torch.autograd.Function):
 
 
 def spend(x: Tensor, forward: float, backward: float) -> Tensor:
-    """Return a copy of ``x`` after so many seconds, and its gradient after so many."""
+    """Copies ``x``; its forward and its backward advance the clock by so many seconds."""
     y: Tensor = _Spend.apply(x, forward, backward)  # type: ignore[no-untyped-call]
     return y

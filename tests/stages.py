@@ -1,6 +1,6 @@
-"""Stages driven by hand, without workers; and devices whose streams only note what they are told.
+"""Drives stages by hand, without workers, on devices whose streams only log their operations.
 
-The second device is ``meta``, which tensors really are copied to.
+The second device is ``meta``, to which tensors are really copied.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pipert.workers.worker import NOT_RUN
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def nobody() -> None:
-    """Called before a task blocks."""
+def do_nothing() -> None:
+    """Does nothing, in place of the function by which a worker gives up its turn."""
 
 
 def do(task: Task) -> None:
-    """Do ``task`` as a worker does."""
-    value = task.receive(nobody)
+    """Carries out ``task`` as a worker does."""
+    value = task.receive(do_nothing)
     if value is not NOT_RUN:
         value = task.execute(value)
     task.send(value)
@@ -48,13 +48,13 @@ class Driven:
     """A run whose stages are driven by hand.
 
     Args:
-        partitions: the layers of each.
-        inputs: of each micro-batch.
-        devices: of each partition; default the CPU.
-        recomputed: how many micro-batches, from the first.
+        partitions: the layers of each partition.
+        inputs: the input of each micro-batch.
+        devices: the device of each partition; default the CPU.
+        recomputed: the number of micro-batches, from the first, that are recomputed.
         streams: the copy streams.
-        recording: what is to record it.
-        step: if it goes backward as well.
+        recording: the recording of the run, if any.
+        step: the step, if the run goes backward as well.
     """
 
     def __init__(
@@ -87,13 +87,13 @@ class Driven:
         return Task(self.stages[action.j], action)
 
     def do(self, *actions: Action | str) -> list[Any]:
-        """Do some actions; what has come to the caller."""
+        """Carries out some actions; returns the outputs that have reached the caller."""
         for action in actions:
             do(self.task(action))
         return self.run.outputs
 
     def go(self) -> list[Any]:
-        """Do all actions in the order of the plan; the outputs."""
+        """Carries out all actions in the order of the plan; returns the outputs."""
         self.do(*self.plan)
         error = self.outcome.take_error()
         if error is not None:
@@ -101,12 +101,12 @@ class Driven:
         return self.run.outputs
 
     def fail(self, action: str, error: BaseException) -> None:
-        """Let an action fail that has not been done."""
+        """Makes an action that was not carried out fail."""
         self.outcome.fail(self.plan.positions[Action.parse(action)], error)
 
     def between(self, j: int) -> Any:
-        """What stage ``j`` has sent to the next one, and is still on its way."""
-        value = self.stages[j].links.y.receive(0, nobody)
+        """Returns the value that stage ``j`` has sent and the next stage has not yet received."""
+        value = self.stages[j].links.y.receive(0, do_nothing)
         self.stages[j].links.y.send(0, value)
         return value
 
@@ -117,7 +117,7 @@ class FakeStream:
 
 
 class FakeStreams:
-    """The streams of two devices, and a log of what is asked of them and of the layers."""
+    """The streams of two devices, and a log of their operations and of the layers' tasks."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
@@ -177,7 +177,7 @@ class LoggingLayer(nn.Module):
 def run_between_devices(
     fake: FakeStreams, recomputed: int = 0, recording: Recording | None = None
 ) -> Tensor:
-    """F[0,0] on ``cpu`` and F[0,1] on ``meta``; the output."""
+    """Carries out F[0,0] on ``cpu`` and F[0,1] on ``meta``; returns the output."""
     layers = [[fake.layer(0, CPU)], [fake.layer(1, META)]]
     run = Driven(layers, [torch.ones(2)], [CPU, META], recomputed, fake, recording)
     y: Tensor = run.go()[0]

@@ -1,13 +1,13 @@
-"""``python -m pytest --sweep`` runs the cases, too, that take minutes and seldom fail alone.
+"""Adds ``--sweep``, with which pytest also runs cases that take minutes and seldom fail alone.
 
-Two marks say which they are:
+Two marks say which cases run only with ``--sweep``:
 
 ``sweep``
-    This test or case is left out without ``--sweep``.
+    This test or case.
 ``pairwise``
-    Of the cases of this test all are left out but some in which each two values of its parameters
-    meet (``tests/pairwise.py``). A named tuple or a dataclass counts as its fields.
-    ``pairwise(keep=...)`` has a function from the parameters to whether a case is always there.
+    All cases of this test except some that contain each pair of values of its parameters
+    (``tests/pairwise.py``). A named tuple or a dataclass counts as its fields.
+    ``pairwise(keep=...)`` takes a function from the parameters to whether a case always runs.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--sweep", action="store_true", help="run the cases, too, that only a long run has time for"
+        "--sweep", action="store_true", help="also run the cases that only a long run has time for"
     )
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m, so that these see the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests = [item for item in items if isinstance(item, pytest.Function)]
-    tests.sort(key=_name)  # in the order of a module's fixtures the cases of a test are apart
+    tests.sort(key=_name)  # fixtures of a module can separate the cases of a test
     for _, cases in groupby(tests, key=_name):
-        _mark_what_pairs_do_without(list(cases))
+        _mark_redundant(list(cases))
     if not config.option.sweep:
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=left_out)
@@ -43,11 +43,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _name(item: pytest.Function) -> str:
-    """The test that this is a case of."""
+    """Returns the name of the test that this is a case of."""
     return item.nodeid.partition("[")[0]
 
 
-def _mark_what_pairs_do_without(cases: list[pytest.Function]) -> None:
+def _mark_redundant(cases: list[pytest.Function]) -> None:
+    """Marks as ``sweep`` the cases of a pairwise test that add no pair of values."""
     cases = [case for case in cases if not case.get_closest_marker("sweep")]
     marked = cases and cases[0].get_closest_marker("pairwise")
     if not marked or len(cases) == 1:
@@ -66,14 +67,14 @@ def _values(case: pytest.Function) -> Iterator[Hashable]:
 
 
 def _fields(value: Any) -> list[Any]:
-    """A record's fields; another value alone."""
+    """Returns the fields of a record, or the value itself."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return list(value) if isinstance(value, tuple) and hasattr(value, "_fields") else [value]
 
 
 def _key(value: Any) -> Hashable:
-    """What tells a value from others: 1 from True, and a list by how it looks."""
+    """Returns a key that distinguishes 1 from True, and unhashable values by their repr."""
     try:
         hash(value)
     except TypeError:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 __all__ = ["amoebanet_d"]
 
 Pair = tuple[Tensor, Tensor]
-Operation = Callable[[int, int], nn.Module]  # makes one from its number of channels and its stride
+Operation = Callable[[int, int], nn.Module]  # makes the layer for a number of channels and a stride
 
 
 def amoebanet_d(layers: int = 18, filters: int = 256, *, num_classes: int = 1000) -> nn.Sequential:
@@ -39,7 +39,7 @@ def amoebanet_d(layers: int = 18, filters: int = 256, *, num_classes: int = 1000
         L / 3 normal cells                                  7 x 7
         classifier    mean over the image, linear           logits
 
-    and a pair passes between any two of them::
+    and each layer passes a pair to the next::
 
         cell k:  (output k-1, output k-2)  ->  (output k, output k-1)
 
@@ -102,9 +102,9 @@ class Cell(nn.Module):
 
     Args:
         design: which operations, and on which states.
-        output, before: channels of the pair that comes in.
-        channels: of every state.
-        after_reduction: whether the second of the pair is twice as large as the first.
+        output, before: channels of the two tensors of the input pair.
+        channels: channels of every state.
+        after_reduction: whether the pair's second tensor has twice the side of its first.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ def conv_1x7_7x1(channels: int, stride: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Design:
-    """What a cell computes: operations and the states they read, two per new state."""
+    """The operations of a cell, two per new state, each with the state that it reads."""
 
     stride: int
     operations: tuple[tuple[int, Operation], ...]

@@ -12,7 +12,7 @@ VOCABULARY = 256  # a token is a byte
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of the model. A saved state fits the model :func:`build_model` makes from it."""
+    """The shape of the model, which with :func:`build_model` is all that a saved state needs."""
 
     context: int = 128
     width: int = 128

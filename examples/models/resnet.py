@@ -1,7 +1,7 @@
 """ResNet-101, an image classifier, with the layers of its bottlenecks laid out flat.
 
-A residual connection spans eight layers. Wrapped into one layer, they could not be cut; as a skip
-the connection lets a pipeline cut them anywhere.
+A residual connection spans eight layers. Wrapped into one layer, they could not be cut; with the
+connection as a skip, a pipeline can cut between any two of them.
 
 He, K.; Zhang, X.; Ren, S.; Sun, J.: Deep residual learning for image recognition. CVPR 2016.
 https://arxiv.org/abs/1512.03385
@@ -19,7 +19,7 @@ from pipert.skip import Namespace
 
 __all__ = ["resnet", "resnet101"]
 
-EXPANSION = 4  # a bottleneck puts out this many times the channels that it has inside
+EXPANSION = 4  # output channels of a bottleneck per channel inside it
 
 Named = tuple[str, nn.Module]
 
@@ -27,8 +27,8 @@ Named = tuple[str, nn.Module]
 def resnet101(*, num_classes: int = 1000) -> nn.Sequential:
     """ResNet-101: images ``[batch, 3, 224, 224]`` to logits ``[batch, num_classes]``.
 
-    There are 370 layers. Parameters, their order and their first values are those of torchvision's
-    ``resnet101``.
+    There are 370 layers. The parameters, their order and their initial values are those of
+    torchvision's ``resnet101``.
     """
     return resnet((3, 4, 23, 3), num_classes=num_classes)
 
@@ -51,12 +51,12 @@ def resnet(blocks: Sequence[int], *, num_classes: int = 1000, channels: int = 64
           |                                                                          ^
           `------------------------------------ skip --------------------------------'
 
-    Any image size is fine. The sizes shown are those for 224 x 224, and ``channels`` of 64.
+    Any image size works. The sizes shown are for 224 x 224 and 64 ``channels``.
 
     Args:
         blocks: the number of bottlenecks in each stage; (3, 4, 6, 3) makes a ResNet-50.
         num_classes: the number of logits.
-        channels: inside the bottlenecks of the first stage; each later stage doubles them.
+        channels: the channels inside the first stage's bottlenecks; each later stage doubles them.
     """
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         stem_conv=nn.Conv2d(3, channels, 7, stride=2, padding=3, bias=False),

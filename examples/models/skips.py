@@ -1,8 +1,7 @@
 """Layers for skip connections: one stashes a tensor, a later one pops it.
 
-In a Pipe the tensor goes straight from the first layer's device to the second's, and the
-layers in between do not see it. Two such layers belong together when they are isolated in the
-same namespace::
+In a ``Pipe`` the tensor goes straight from the first layer's device to the second's; the layers
+in between do not see it. Isolating two such layers in the same namespace connects them::
 
     namespace = Namespace()
     nn.Sequential(Stash().isolate(namespace), ..., Concatenate().isolate(namespace))
@@ -37,8 +36,8 @@ class Stash(Skippable):
 class Concatenate(Skippable):
     """Concatenates its input and the skip, both ``[batch, channels, height, width]``, by channel.
 
-    An input smaller than the skip, the result of pooling and upsampling an odd side, is padded with
-    zeros below and to the right.
+    Pooling and upsampling an odd side gives an input smaller than the skip; it is padded with zeros
+    below and to the right.
     """
 
     def forward(self, x: Tensor) -> Generator[pop, Tensor, Tensor]:
@@ -51,7 +50,7 @@ class Concatenate(Skippable):
 
 @skippable(pop=["skip"])
 class Add(Skippable):
-    """Adds its input and the skip, which a projection may first bring to the input's shape."""
+    """Adds its input and the skip, optionally after projecting the skip to the input's shape."""
 
     def __init__(self, projection: nn.Module | None = None) -> None:
         super().__init__()

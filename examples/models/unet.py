@@ -1,8 +1,8 @@
 """U-Net (B, C), an image-to-image network of any depth and width, as a flat Sequential.
 
 Ronneberger, O.; Fischer, P.; Brox, T.: U-Net: convolutional networks for biomedical image
-segmentation. MICCAI 2015. https://arxiv.org/abs/1505.04597. The two parameters, and the blocks of
-convolution, dropout, instance norm and leaky ReLU, are those of the torchgpipe paper.
+segmentation. MICCAI 2015. https://arxiv.org/abs/1505.04597. The parameters B and C, and the blocks
+of convolution, dropout, instance norm and leaky ReLU, are from the torchgpipe paper.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def unet(
                       `---->   bottleneck  16C   ---------'
 
     Each box is a *cell* of ``blocks`` blocks, shown with its output channels; inside, the
-    bottleneck has 32C. A block is a 3 x 3 convolution, dropout, instance norm and leaky ReLU, each
-    a layer of its own, as are pooling, upsampling and both ends of a skip: there are 10 of those
-    and ``4 * blocks`` layers in each of the 11 cells, and the 1 x 1 convolution.
+    bottleneck has 32C. A block is a 3 x 3 convolution, dropout, instance norm and leaky ReLU. Each
+    of these is a layer of the Sequential. So are 5 poolings, 5 upsamplings, both ends of 5 skips,
+    and the 1 x 1 convolution at the end: there are ``44 * blocks + 21`` layers in all.
 
     Args:
-        blocks: B, the blocks of a cell.
+        blocks: B, the number of blocks in a cell.
         channels: C, an even number.
-        in_channels, out_channels: of the images.
+        in_channels, out_channels: the channels of the input and output images.
         dropout: probability that a block drops a channel of its convolution.
 
     Height and width should be at least 64: the bottleneck sees a 32nd of them, and instance norm
@@ -100,7 +100,7 @@ def unet(
 def cell(
     name: str, blocks: int, inputs: int, hidden: int, outputs: int, dropout: float
 ) -> Iterator[Named]:
-    """Yields ``blocks`` blocks of layers, ``hidden`` channels between them and names."""
+    """Yields the named layers of ``blocks`` blocks, with ``hidden`` channels between blocks."""
     widths = [inputs, *[hidden] * (blocks - 1), outputs]
     for index in range(blocks):
         block = f"{name}_{index}"

@@ -1,1 +1,1 @@
-"""The parts of ``training_service.py``, one concept a file; none of them is part of pipert."""
+"""The parts of ``training_service.py``, one concept per file; none of them is part of pipert."""

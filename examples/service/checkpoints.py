@@ -1,14 +1,14 @@
-"""Saves states atomically: each is complete or absent, whenever the process or machine goes down.
+"""Saves states atomically: whenever the process or machine goes down, each is complete or absent.
 
 A state is written to a temporary file in the same folder, flushed to disk, and renamed; then the
 folder is flushed, so that the name persists. An interrupted write leaves only a temporary file,
 which the next start deletes.
 
-``torch.load`` detects a truncated file but not a wrong byte: it ignores the
-checksums that ``torch.save`` writes. So a file's name contains the checksum of its bytes. A file
-that does not match is set aside under another name, with an error in the log,
-and the previous state is used. If none is left, that is an error and no reason to start from
-scratch. A file that cannot be read at all is an error at once: it may be good.
+``torch.load`` detects a truncated file but not a wrong byte: it ignores the checksums that
+``torch.save`` writes. So the name of a file contains the checksum of its bytes. A file that does
+not match is renamed, which is logged as an error, and the previous state is used. If no state is
+left, that is an error too; training never silently starts from scratch. A file that cannot be read
+at all is an error at once, because it may be intact.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _log = logging.getLogger("service.checkpoints")
 
 
 class CheckpointError(RuntimeError):
-    """No saved state is usable, though some exist; or another process uses the folder."""
+    """States were saved but none is usable, or another process uses the folder."""
 
 
 class Checkpoints:
-    """The saved states in a folder, which belongs to one process at a time. A context.
+    """The saved states in a folder, which one process at a time may use; a context manager.
 
     Args:
         folder: created if missing.
@@ -60,7 +60,7 @@ class Checkpoints:
             unfinished.unlink()
 
     def save(self, step: int, state: dict[str, Any]) -> Path:
-        """Write ``state``; once this returns, the state survives a machine failure.
+        """Writes ``state``; once this returns, the state survives a crash of the machine.
 
         Raises:
             OSError: it could not be written. Earlier states are intact.

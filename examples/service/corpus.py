@@ -1,23 +1,23 @@
 """Reads a growing folder of text files, from a position that can be saved.
 
-The known text is a prefix of each file. Only :meth:`Corpus.look` extends it, by
-new files and appended text. The batches depend only on the
-seed and on what each look found, and :meth:`Corpus.state_dict` holds both. So call ``look`` only
-just before saving the state, and save before the next batch: a resumed run then gets the same
-batches, whatever has arrived in the meantime; the next look finds that.
+The known text is a prefix of each file. Only :meth:`Corpus.look` extends it, by new files and
+appended text. The batches depend only on the seed and on what each look found, and
+:meth:`Corpus.state_dict` holds both. So call ``look`` only just before saving the state, and save
+before taking the next batch. A resumed run then gets the same batches, whatever text has arrived in
+the meantime; its next look finds that text.
 
 The order of the text:
 
 * A file is cut into windows of ``context`` bytes; the byte after a window is its last target.
   A remainder at the end waits until it has grown to a whole window.
-* A *part* is what one look found. Its windows come in random order, determined by the seed,
+* A *part* is the text found by one look. Its windows come in random order, determined by the seed,
   the pass and the number of the part.
-* A *pass* starts with all known text as one part, continues with the parts found during the
-  pass, and so visits each window once.
+* A *pass* starts with all known text as one part and continues with the parts found during the
+  pass, so it visits each window once.
 
-Files may be added and appended to, in pieces of any size. A file that is gone, or changed within
-its known prefix, makes the saved state meaningless and is an error: at once where
-bytes are missing, otherwise by a checksum in :meth:`Corpus.load_state_dict`.
+Files may be added and appended to, in pieces of any size. A file that is gone, or has changed
+within its known prefix, makes the saved state meaningless and is an error. Missing bytes are
+noticed at once, changed bytes by a checksum in :meth:`Corpus.load_state_dict`.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _PIECE = 1 << 20  # bytes read at once
 
 
 class CorpusChangedError(RuntimeError):
-    """A file has changed since a part of it was read."""
+    """A file is gone, or text that was already read has changed."""
 
 
 class Corpus:
     """Windows of the text files below ``folder``, in the order described above.
 
     Args:
-        folder: searched recursively for files that end in ``SUFFIXES``. Names that
-            begin with a dot are skipped, so that a file can be written and then renamed.
+        folder: searched recursively for files that end in one of ``SUFFIXES``. Names that begin
+            with a dot are skipped, so a file can be written under such a name and then renamed.
         context: the number of bytes in a window.
         seed: determines the order.
     """
@@ -71,7 +71,7 @@ class Corpus:
         return {"pass": self._pass, "part": self._part, "window": self._index}
 
     def look(self) -> int:
-        """Find new text; returns its number of bytes, in whole windows."""
+        """Finds new text; returns the number of bytes in its whole windows."""
         found: list[list[Any]] = []
         for file in sorted(self._folder.rglob("*")):
             name = file.relative_to(self._folder).as_posix()
@@ -81,7 +81,7 @@ class Corpus:
             length, checksum = self._known.get(name, (1, None))
             windows = (file.stat().st_size - length) // self._context
             if windows > 0:
-                first = length - 1  # the last byte known is a target; now it is an input, too
+                first = length - 1  # the last known byte was only a target; now it is input, too
                 grown = length + windows * self._context
                 if checksum is None:
                     length, checksum = 0, 0
@@ -117,11 +117,11 @@ class Corpus:
         }
 
     def load_state_dict(self, state: dict[str, Any], *, reread: bool = True) -> None:
-        """Resume where :meth:`state_dict` was called.
+        """Restores what :meth:`state_dict` returned.
 
         Args:
-            state: what that returned.
-            reread: whether to make sure that all known text is as it was.
+            state: the saved state.
+            reread: whether to check that all known text is unchanged.
 
         Raises:
             CorpusChangedError: a file's bytes have changed.
@@ -159,7 +159,7 @@ class Corpus:
 
     def _begin_part(self) -> None:
         self._ends = list(accumulate(count for _, _, count in self._parts[self._part]))
-        # A text as a seed goes through SHA-512: neighbouring numbers have nothing in common.
+        # random hashes a string seed with SHA-512, so neighbouring numbers give unrelated seeds.
         seed = random.Random(f"{self._seed} {self._pass} {self._part}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
         self._order = torch.randperm(self._ends[-1], generator=generator)

@@ -1,6 +1,6 @@
 """Serves ``/metrics`` for Prometheus and ``/healthz`` for the orchestrator over HTTP.
 
-Separate threads serve them, so they answer while a step is stuck. There is no password and
+They run on separate threads, so they answer even while a step is stuck. There is no password and
 no encryption: bind to an address that only authorised clients can reach.
 """
 
@@ -21,14 +21,14 @@ _log = logging.getLogger("service.endpoints")
 
 
 class Endpoints:
-    """A server on a thread; a context.
+    """An HTTP server on its own thread; a context manager.
 
     Args:
         host: the address to bind to.
         port: 0 for any free port.
-        registry: shown by ``/metrics``.
-        problems: shown by ``/healthz``, which answers 200 if there are none, else 503. Called on
-            any thread.
+        registry: what ``/metrics`` shows.
+        problems: returns what ``/healthz`` shows; the status is 200 if that is empty, else 503.
+            Called from any thread.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Endpoints:
         problems: Callable[[], list[str]],
     ) -> None:
         class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # s, for a silent client
+            timeout = 10  # seconds until a silent client is disconnected
 
             def do_GET(self) -> None:
                 path = self.path.split("?")[0]

@@ -11,13 +11,12 @@ __all__ = ["Health"]
 
 
 class Health:
-    """Healthy if a step has finished recently and no worker is stuck.
+    """A judge of the training: healthy if a step finished recently and no worker is stuck.
 
     Args:
-        pipe: the pipe whose workers to inspect.
-        limit: seconds that no step, saving included, and no task of a worker may exceed; a pipe
-            over several processes has no workers.
-        clock: in seconds.
+        pipe: the pipe whose workers to inspect. A pipe over several processes has no workers.
+        limit: the longest healthy time in seconds of a step, including saving, or a worker's task.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -27,11 +26,11 @@ class Health:
         self._last = clock()
 
     def step_finished(self) -> None:
-        """Note that a step has finished."""
+        """Records that a step has finished."""
         self._last = self._clock()
 
     def problems(self) -> list[str]:
-        """Returns what is wrong, in words; empty if healthy. May be called on any thread."""
+        """Describes what is wrong; empty if healthy. Thread-safe."""
         found = []
         since = self._clock() - self._last
         if since > self._limit:

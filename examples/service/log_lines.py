@@ -1,6 +1,6 @@
-"""Machine-readable log lines: each is one JSON object.
+"""Writes machine-readable log lines, each of them one JSON object.
 
-Every record of every logger becomes such a line, including pipert's, warnings and uncaught
+Every record of every logger becomes such a line, including pipert's records, warnings and uncaught
 exceptions, so a reader needs to know only one format. Every line has ``time``, ``level``,
 ``logger`` and ``event``; the other fields depend on the event.
 """
@@ -20,7 +20,7 @@ __all__ = ["JsonLines", "log_event", "log_to"]
 
 
 class JsonLines(logging.Formatter):
-    """Formats a record as one line: an event's fields or the message, plus any traceback."""
+    """A formatter that makes one line of a record: fields or message, plus any traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -47,13 +47,13 @@ def log_event(
     error: BaseException | None = None,
     **fields: Any,
 ) -> None:
-    """Log ``event`` with its fields and the error's traceback, if any."""
-    # Not a message with arguments: an event's name is not a format string.
+    """Logs ``event`` with its fields and the error's traceback, if any."""
+    # The event is passed as an argument because it is not a format string.
     logger.log(level, "%s", event, extra={"fields": fields}, exc_info=error)
 
 
 def log_to(stream: TextIO, level: int = logging.INFO) -> None:
-    """Send all logging to ``stream``, and log what would otherwise be written there."""
+    """Sends all logging to ``stream``, including warnings and uncaught exceptions."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)

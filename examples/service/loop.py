@@ -1,4 +1,4 @@
-"""The service: train, save, look for new text, stop when told to."""
+"""Runs the service: trains, saves, looks for new text, and stops when told to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from models.gpt import build_model
-from ranks import is_first, of_first
+from ranks import call_in_first, is_first
 from service.checkpoints import CheckpointError, Checkpoints
 from service.corpus import Corpus
 from service.endpoints import Endpoints
@@ -46,11 +46,11 @@ class Stop:
 
 
 class Service:
-    """Trains as ``options`` say until ``stop`` is set or ``options.steps`` are done.
+    """A training run that lasts until ``stop`` is set or ``options.steps`` are done.
 
     It looks for text only just before it saves the state, every ``save_every`` steps, and uses the
     text only afterwards. So every step follows from a saved state, and a process that resumes
-    there repeats it exactly.
+    from that state repeats the step exactly.
     """
 
     def __init__(self, options: argparse.Namespace, stop: Stop) -> None:
@@ -62,10 +62,10 @@ class Service:
         return build_model(model_config(self.options))
 
     def run(self) -> None:
-        """Resume from the last saved state, or start.
+        """Trains from the last saved state, or from the beginning if there is none.
 
         Raises:
-            PipelineTimeout: a forward took too long. The stuck worker is not waited for.
+            PipelineTimeout: a forward took too long. This does not wait for the stuck worker.
         """
         try:
             self._watch()
@@ -76,7 +76,7 @@ class Service:
     def _run(self) -> None:
         options = self.options
         with ExitStack() as folder:
-            of_first(partial(self._open, folder))
+            call_in_first(partial(self._open, folder))
             torch.manual_seed(options.seed)
             random.seed(options.seed)
             torch.use_deterministic_algorithms(True)
@@ -84,15 +84,15 @@ class Service:
             try:
                 self._serve()
             except PipelineTimeout:
-                raise  # nothing to wait for
+                raise  # without closing the pipe, which would wait for the stuck worker
             except BaseException:
                 self._close()
                 raise
             self._close()
 
     def _open(self, folder: ExitStack) -> None:
-        own = Checkpoints(self.options.state, self.options.keep)
-        self.checkpoints = folder.enter_context(own)
+        checkpoints = Checkpoints(self.options.state, self.options.keep)
+        self.checkpoints = folder.enter_context(checkpoints)
 
     def _close(self) -> None:
         if isinstance(self.pipe, Pipe):
@@ -108,7 +108,7 @@ class Service:
         )
         self.metrics, self.health = Metrics(pipe), Health(pipe, options.stale_after)
         with ExitStack() as serving:
-            of_first(partial(self._answer, serving))
+            call_in_first(partial(self._answer, serving))
             self._resume_or_begin()
             self._show()
             self._train()
@@ -117,12 +117,12 @@ class Service:
 
     def _answer(self, serving: ExitStack) -> None:
         registry, problems = self.metrics.registry, self.health.problems
-        own = Endpoints(self.options.host, self.options.port, registry, problems)
-        endpoints = serving.enter_context(own)
+        endpoints = Endpoints(self.options.host, self.options.port, registry, problems)
+        serving.enter_context(endpoints)
         log_event(_log, logging.INFO, "serving", host=endpoints.host, port=endpoints.port)
 
     def _resume_or_begin(self) -> None:
-        state = of_first(lambda: self.checkpoints.load())
+        state = call_in_first(lambda: self.checkpoints.load())
         if state is None:
             self._look()
             if not self.corpus.windows:
@@ -142,7 +142,7 @@ class Service:
         options, trainer = self.options, self.trainer
         logged, logged_at = trainer.steps, perf_counter()
         last = math.inf if options.steps is None else options.steps
-        while self._told() is None and trainer.steps < last:
+        while self._stop_signal() is None and trainer.steps < last:
             self._watch()
             began = perf_counter()
             loss = trainer.step()
@@ -166,16 +166,16 @@ class Service:
                 self._look()
                 self._save()
 
-    def _told(self) -> int | None:
-        """The signal to stop, which any process may have got: all stop after the same step."""
+    def _stop_signal(self) -> int | None:
+        """Returns the stop signal that any process has received, so that all stop together."""
         if not self.options.distributed:
             return self.stop.signal
         signals: list[int | None] = [None] * dist.get_world_size()
         dist.all_gather_object(signals, self.stop.signal)
-        told = next((one for one in signals if one is not None), None)
-        if told is not None:  # one that has come since is heard of after the next step
-            self.stop.signal = told
-        return told
+        signal = next((signal for signal in signals if signal is not None), None)
+        if signal is not None:  # one received since the gathering counts after the next step
+            self.stop.signal = signal
+        return signal
 
     def _count(self, loss: float, seconds: float) -> None:
         metrics, trainer = self.metrics, self.trainer
@@ -195,10 +195,10 @@ class Service:
         trainer.retries = 0
 
     def _look(self) -> None:
-        """Find new text; the first process does, since it may be growing while others look."""
-        found = of_first(self.corpus.look)
+        """Finds new text, in the first process only: the text may grow between two looks."""
+        found = call_in_first(self.corpus.look)
         if found:
-            state = of_first(self.corpus.state_dict)
+            state = call_in_first(self.corpus.state_dict)
             if not is_first():
                 self.corpus.load_state_dict(state, reread=False)
             log_event(
@@ -206,7 +206,7 @@ class Service:
             )
 
     def _save(self) -> None:
-        """Save the state after this step, unless already saved. An error ends the process."""
+        """Saves the state after this step unless it is saved already. An error ends the process."""
         if self._saved_at == self.trainer.steps:
             return
         self._watch()
@@ -229,10 +229,10 @@ class Service:
         )
 
     def _watch(self) -> None:
-        """End the process, with all stacks and code 1, if the next part takes far too long.
+        """Ends the process, with all stacks and code 1, if the next part takes far too long.
 
-        ``Pipe(timeout=...)`` watches the forward and reports more. This is for the rest: a
-        backward, a disk. It works even while nothing can run Python.
+        ``Pipe(timeout=...)`` watches the forward and reports more. This watches the rest, such as
+        the backward and the disk, and works even if no thread can run Python code.
         """
         assert sys.__stderr__ is not None
         faulthandler.dump_traceback_later(4 * self.options.timeout, exit=True, file=sys.__stderr__)

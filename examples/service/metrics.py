@@ -1,4 +1,4 @@
-"""Prometheus metrics of the training itself, in addition to those of its pipe and process."""
+"""Defines the Prometheus metrics of the training, and adds those of its pipe and process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
 class Metrics:
-    """The metrics, in a registry of their own. Counters start at 0 with the process."""
+    """The metrics in a registry of their own. Counters start at 0 when the process starts."""
 
     def __init__(self, pipe: AnyPipe) -> None:
         self.registry = registry = CollectorRegistry()

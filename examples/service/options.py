@@ -1,4 +1,4 @@
-"""The command line of the service."""
+"""Parses the command line of the service."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from train_gpt import SCHEDULES, devices, integers, place, positive
 
 __all__ = ["kept", "model_config", "read_options"]
 
-# What a saved state depends on, besides the shape of the model. Devices and the number of pieces
-# may change from one start to the next.
+# The options, besides the shape of the model, that a resumed run must not change. It may change the
+# devices and the number of micro-batches.
 _KEPT = ("batch", "lr", "warmup", "seed")
 
 
 def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Returns the options; an error in them exits with a message and code 2."""
+    """Parses the options; a wrong one exits with a message and code 2."""
     parser = _parser()
     options = parser.parse_args(argv)
     try:
@@ -39,7 +39,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def model_config(options: argparse.Namespace) -> ModelConfig:
-    """The shape of the model."""
+    """Returns the shape of the model."""
     return ModelConfig(**{name: getattr(options, name) for name in asdict(ModelConfig())})
 
 
@@ -57,31 +57,31 @@ def _parser() -> argparse.ArgumentParser:
     modes = ("always", "except_last", "never")
     add, model = parser.add_argument, ModelConfig(dropout=0.1)
     add("--data", type=Path, required=True, help="a folder of text files; it may grow")
-    add("--state", type=Path, required=True, help="a folder for saved states, of this run alone")
-    add("--steps", type=positive, help="end after this step; else never")
-    add("--save-every", type=positive, default=100, help="steps; new text is looked for then, too")
-    add("--keep", type=positive, default=3, help="saved states")
-    add("--log-every", type=positive, default=10, help="steps")
+    add("--state", type=Path, required=True, help="a folder for the saved states of this run only")
+    add("--steps", type=positive, help="end after this step; if omitted, never")
+    add("--save-every", type=positive, default=100, help="steps between saves and looks for text")
+    add("--keep", type=positive, default=3, help="number of saved states to keep")
+    add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--batch", type=positive, default=16, help="windows of text in a mini-batch")
-    add("--context", type=positive, default=model.context, help="bytes the model sees")
-    add("--width", type=positive, default=model.width, help="features of a token")
+    add("--context", type=positive, default=model.context, help="bytes in a window")
+    add("--width", type=positive, default=model.width, help="features per token")
     add("--layers", type=positive, default=model.layers, help="transformer blocks")
-    add("--heads", type=positive, default=model.heads, help="attention heads of a block")
-    add("--dropout", type=float, default=model.dropout, help="probability")
-    add("--lr", type=float, default=2e-3, help="highest learning rate")
-    add("--warmup", type=positive, default=100, help="steps until the learning rate is there")
-    add("--seed", type=int, default=0, help="of the parameters, the order of the text and dropout")
-    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one partition goes to each")
-    add("--distributed", action="store_true", help="under torchrun: one partition goes to each"
-        " process, in place of --devices; all read the same --data")  # fmt: skip
-    add("--balance", type=integers, help="layers (blocks + 2) on each device; else evenly spread")
-    add("--chunks", type=positive, default=4, help="micro-batches; more if memory does not suffice")
-    add("--checkpoint", choices=modes, help="micro-batches to recompute; else all but the last, or"
-        " none with 1f1b and eager-1f1b")  # fmt: skip
-    add("--schedule", choices=SCHEDULES, default="autograd", help="what goes backward when")
-    add("--host", default="127.0.0.1", help="address to serve /metrics and /healthz at")
-    add("--port", type=int, default=9464, help="0 for any that is free; it is logged")
+    add("--heads", type=positive, default=model.heads, help="attention heads per block")
+    add("--dropout", type=float, default=model.dropout, help="dropout probability")
+    add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--warmup", type=positive, default=100, help="steps until the learning rate peaks")
+    add("--seed", type=int, default=0, help="seed of the parameters, the text order and dropout")
+    add("--devices", type=devices, default=gpus or "cpu,cpu", help="one device per partition")
+    add("--distributed", action="store_true", help="under torchrun: one partition per process,"
+        " instead of --devices; all processes read the same --data")  # fmt: skip
+    add("--balance", type=integers, help="layers (blocks + 2) per device; if omitted, even")
+    add("--chunks", type=positive, default=4, help="micro-batches; raised if memory runs out")
+    add("--checkpoint", choices=modes, help="micro-batches to recompute; if omitted, all but the"
+        " last, or none with 1f1b and eager-1f1b")  # fmt: skip
+    add("--schedule", choices=SCHEDULES, default="autograd", help="order of the tasks")
+    add("--host", default="127.0.0.1", help="address that serves /metrics and /healthz")
+    add("--port", type=int, default=9464, help="0 for any free port, which is logged")
     add("--stale-after", type=float, default=120, help="unhealthy after seconds without a step")
     add("--timeout", type=float, default=600, help="seconds for a forward; then the process ends."
-        " A process waits four times as long for others")  # fmt: skip
+        " A process waits four times as long for the others")  # fmt: skip
     return parser

@@ -16,12 +16,12 @@ def get_random_state() -> dict[str, Any]:
     return {
         "cpu": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all(),
-        "python": [version, torch.tensor(words), gauss],  # 625 numbers are saved faster in one
+        "python": [version, torch.tensor(words), gauss],  # one tensor saves faster than 625 numbers
     }
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what :func:`get_random_state` returned; skips missing GPUs."""
+    """Restores what :func:`get_random_state` returned; skips missing GPUs."""
     torch.set_rng_state(state["cpu"])
     for index, cuda in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(cuda, index)

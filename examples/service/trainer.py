@@ -1,13 +1,13 @@
 """Takes training steps, and holds everything the next step depends on.
 
-A step is done once or not at all. Until its gradients are complete, only the
-gradients and the random state have changed, so a step that ran out of memory is retried in more
-micro-batches: the gradients are dropped and the random state is restored. The optimizer comes after
-that and is not retried; an error there ends the process, and the next one resumes from
-the last saved state. (A model whose forward changes buffers would need those restored, too.)
+A step is done once or not at all. Until its gradients are complete, it has changed only the
+gradients and the random state. So if it runs out of memory, the gradients are dropped, the random
+state is restored, and the step is retried with more micro-batches. The optimizer runs after that
+and is not retried: an error there ends the process, and the next process resumes from the last
+saved state. (A model whose forward changes buffers would need those restored, too.)
 
-The number of micro-batches decides which random numbers a layer draws, and in which order gradients
-are added up. So it is part of the state, and a value raised by a step stays.
+The number of micro-batches decides which random numbers a layer draws and in which order gradients
+are added up. So it is part of the state, and once raised it stays raised.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Trainer:
     """A pipe, its optimizer and scheduler, and the position in the text.
 
     Args:
-        pipe: its ``chunks`` may rise, up to one per row of a batch. Of one process or of several,
-            which then all have the trainer, and the same state of it.
+        pipe: a pipe in one process or over several, each of which then has a trainer in the same
+            state. Its ``chunks`` may rise, up to one per row of a batch.
         corpus: the source of the batches.
         batch: rows per batch.
-        lr: the peak learning rate, reached after ``warmup`` steps. It then falls with the
-            square root of the step, since a service does not know its last step.
-        warmup: steps.
-        schedule: the order of the backward, as in ``train_gpt``.
+        lr: the peak learning rate, reached after ``warmup`` steps. After that the rate falls with
+            the square root of the step, since a service does not know its last step.
+        warmup: the number of steps until the learning rate peaks.
+        schedule: the order of forward and backward, as in ``train_gpt``.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Trainer:
         )
 
     def step(self) -> float:
-        """Train on the next batch; returns its loss.
+        """Trains on the next batch; returns its loss.
 
         Raises:
-            RuntimeError: the gradients are not finite. They have changed nothing.
-            torch.OutOfMemoryError, MemoryError: even with one row per micro-batch.
+            RuntimeError: the gradients are not finite. The parameters are unchanged.
+            torch.OutOfMemoryError, MemoryError: one row per micro-batch needs too much memory.
         """
         windows = self.corpus.next_batch(self.batch)
         loss = self._with_gradients(windows)
@@ -83,12 +83,12 @@ class Trainer:
         return loss
 
     def _with_gradients(self, windows: Tensor) -> float | None:
-        """Compute the gradients; on running out of memory, raise ``chunks`` and return ``None``."""
+        """Computes the gradients; if memory runs out, raises ``chunks`` and returns ``None``."""
         before = get_random_state()
         try:
             return loss_with_gradients(self.pipe, windows, self._schedule).item()
         except (torch.OutOfMemoryError, MemoryError, RankError) as error:
-            # Where one process has run out, the others get an error that quotes its own.
+            # If another process ran out of memory, this one's RankError quotes its error.
             if self.pipe.chunks >= self.batch or "MemoryError" not in f"{type(error)} {error}":
                 raise
             self.pipe.chunks = min(2 * self.pipe.chunks, self.batch)
@@ -100,7 +100,7 @@ class Trainer:
                 chunks=self.pipe.chunks,
                 reason=str(error),
             )
-        # Only once the error is gone: its frames hold the activations.
+        # Memory can be freed only here, after the error is gone: its frames hold the activations.
         self.retries += 1
         self._optimizer.zero_grad()
         gc.collect()
@@ -109,7 +109,7 @@ class Trainer:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns tensors and plain values, for ``torch.load(..., weights_only=True)``."""
+        """Returns only what ``torch.load(..., weights_only=True)`` accepts."""
         model, optimizer = whole_state(self.pipe, self._optimizer)
         return {
             "steps": self.steps,
@@ -122,9 +122,9 @@ class Trainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume where :meth:`state_dict` was called.
+        """Restores what :meth:`state_dict` returned.
 
-        The number of micro-batches is restored, unless the requested number has changed since.
+        The number of micro-batches is restored only if the requested number is still the same.
         """
         self.steps = state["steps"]
         if state["chunks"]["asked"] == self._asked:

@@ -20,12 +20,12 @@ parameter in its forward goes to the copy, and sees this device's share of the g
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.overrides import TorchFunctionMode
@@ -111,7 +111,9 @@ def _refuse_compiled(partition: nn.Module, weights: Weights, problem: str) -> No
 
 
 def _sets_weight(module: nn.Module) -> bool:
-    return any(isinstance(hook, _SETTERS) for hook in module._forward_pre_hooks.values())
+    prune: Any = sys.modules.get("torch.nn.utils.prune")  # is not imported with torch
+    setters = _SETTERS if prune is None else (*_SETTERS, prune.BasePruningMethod)
+    return any(isinstance(hook, setters) for hook in module._forward_pre_hooks.values())
 
 
 def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:
@@ -124,7 +126,7 @@ def _set_on_two_threads(partition: nn.Module, module: nn.Module) -> ValueError:
     )
 
 
-_SETTERS = (WeightNorm, SpectralNorm, BasePruningMethod)
+_SETTERS = (WeightNorm, SpectralNorm)
 
 
 class Substitute(TorchFunctionMode):

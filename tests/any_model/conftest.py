@@ -1,4 +1,4 @@
-"""Each test runs on a thread of its own (``tests/own_thread.py`` says why)."""
+"""Runs each test on a thread of its own (``tests/own_thread.py`` says why)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.own_thread import pytest_pyfunc_call
 
 __all__ = ["pytest_collection_modifyitems", "pytest_pyfunc_call"]
 
-_KEPT = {"funnel": "pooling_mult", "recurrentgemma": "recurrent_states"}  # which is no harm
+_KEPT = {"funnel": "pooling_mult", "recurrentgemma": "recurrent_states"}  # which is harmless
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let families keep on their modules what nothing reads behind a cut."""
+    """Ignores the warning about attributes that a forward sets and no later partition reads."""
     for item in items:
         for family, name in _KEPT.items():
             if family in item.name:

@@ -1,8 +1,8 @@
-"""``python -m pytest --driven``: each ``Pipe`` of a test is one of any model, cut where its
-partitions begin.
+"""Adds ``--driven``, with which each ``Pipe`` of a test is replaced by a pipe of any model.
 
-So what holds for the layers of an ``nn.Sequential`` that are called one by one is seen to hold for
-a ``forward`` of its own as well.
+The model is cut where the partitions begin. So the tests show that what holds for an
+``nn.Sequential``, whose layers are called one by one, also holds for a model with its own
+``forward``.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.driven:
-        # Layers of tests note what they see.
+        # Layers of tests note on themselves what they see, which would raise this warning.
         config.addinivalue_line("filterwarnings", "ignore::pipert.SharedStateWarning")
         replace_pipes()
         scripts.first = f"from {__name__} import replace_pipes; replace_pipes()\n"
 
 
 def replace_pipes() -> None:
-    """From now on, in this process."""
-    import pipert.pipe  # now: simulated GPUs come before torch
+    """Replaces ``pipert.Pipe``, for the rest of the process."""
+    import pipert.pipe  # not earlier: simulated GPUs must be created before torch is imported
     from tests.any_model.driven_pipe import DrivenPipe
 
     pipert.Pipe = pipert.pipe.Pipe = DrivenPipe  # type: ignore[misc,assignment]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is about pipert's own way through layers, or the names of its threads."""
+    """Deselects tests about calling layers one by one, or about the names of threads."""
     if config.option.driven:
         layered = [item for item in items if item.get_closest_marker("layered")]
         config.hook.pytest_deselected(items=layered)
@@ -49,7 +49,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """A call of a layer is recomputed by itself, so it may not change what it gets."""
+    """Skips a test whose layer changes its argument in place.
+
+    Each call of a layer is recomputed separately, so such layers are refused.
+    """
     try:
         return (yield)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A pipe of any model with the interface of ``Pipe``, for tests of that."""
+"""Provides a pipe of any model with the interface of ``Pipe``, for the tests of ``Pipe``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["DrivenPipe"]
 
 
 class Chain(nn.Sequential):
-    """Layers in a ``forward`` of its own; the first one gets all arguments."""
+    """A model whose own ``forward`` calls layers in order; the first one gets all arguments."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         first, *others = self
@@ -26,12 +26,12 @@ class Chain(nn.Sequential):
 
 
 class DrivenPipe(ModulePipe):
-    """Has the interface of ``Pipe``."""
+    """A pipe of any model with the interface of ``Pipe``."""
 
     def __init__(self, module: Any, balance: Iterable[int] | None = None, **options: Any) -> None:
         check_module(module)
         if any(declarations(module)):
-            import pytest  # not in scripts
+            import pytest  # not at the top: scripts do without it
 
             pytest.skip("stashes and pops skips, which are for the layers of an nn.Sequential")
         self.__dict__["balance"] = numbers = list(require_balance(balance))

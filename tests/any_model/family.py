@@ -1,4 +1,4 @@
-"""What is known of a family of models that a pipe takes as they are."""
+"""Describes families of models that a pipe takes unchanged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = [
 ]  # fmt: skip
 
 ROWS = 8
-"""Of a batch; in four micro-batches."""
+"""The rows of a batch, which has four micro-batches."""
 VOCABULARY = 40
 
 
 def everything(output: Any) -> Tensor:
-    """A mean over the rows to which each entry of each tensor contributes differently."""
+    """Computes a mean over the rows to which each entry of each tensor contributes differently."""
     return torch.stack(list(_each(output))).sum()
 
 
@@ -37,7 +37,7 @@ def _each(output: Any) -> Iterator[Tensor]:
 
 
 def own_loss(output: Any) -> Tensor:
-    """The one that the model has computed from its labels."""
+    """Returns the loss that the model has computed from its labels."""
     loss: Tensor = output["loss"]
     return loss
 
@@ -62,49 +62,49 @@ class Family:
 
     name: str
     make: Callable[[], Made]
-    """Draws the parameters and the batch by the default generator; downloads nothing."""
+    """Draws the parameters and the batch from the default generator; downloads nothing."""
     cuts: tuple[str, ...]
-    """The modules that the second partition and those after it begin with."""
+    """The modules with which the second and later partitions begin."""
     library: str = ""
-    """That has it, other than torch."""
+    """The library of the model, if not torch."""
     loss: Callable[[Any], Tensor] = everything
-    """Of an output, or of a micro-batch's: a mean over the rows."""
+    """Maps the output of a batch or micro-batch to a mean over its rows."""
     example: dict[str, Any] | None = None
-    """Arguments that say in which order layers are called, where that is not how they stand."""
+    """Arguments that show the order of calls, if it differs from the order of the modules."""
     mixes_rows: str = ""
-    """Why what a row gets depends on the others, so that a micro-batch is not a part of a batch."""
+    """Why the result of a row depends on other rows, so that micro-batches differ from a batch."""
     whole_rows: str = ""
     """Why micro-batches of unequal size cannot be joined."""
     never_drops: str = ""
-    """Why nothing in it may draw random numbers."""
+    """Why no part of the model may draw random numbers."""
     why_not: str = ""
-    """It cannot run."""
+    """Why the model cannot run."""
     notes: str = ""
     seldom: bool = True
-    """Left out of a run of the tests without ``--sweep``."""
+    """Whether to leave it out of the tests without ``--sweep``."""
 
     def __repr__(self) -> str:
         return self.name
 
 
 def library(name: str) -> Any:
-    """A library that a test may be skipped without."""
+    """Imports a library; skips the test if it is missing."""
     return pytest.importorskip(name, reason=f"the model is one of {name}")
 
 
 def made(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype = torch.float64) -> Made:
-    """The model without the symmetry of its initialisation, in which gradients vanish.
+    """Adds noise to the parameters, so that no gradient vanishes by symmetry.
 
-    Weights of zero, biases of zero and scales of one hide what is lost on the way.
+    Initial weights and biases of zero and scales of one would hide lost gradients.
     """
     model.to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    return Made(model, tree_map(lambda leaf: _of(leaf, dtype), batch))
+    return Made(model, tree_map(lambda leaf: _as_dtype(leaf, dtype), batch))
 
 
-def _of(leaf: Any, dtype: torch.dtype) -> Any:
+def _as_dtype(leaf: Any, dtype: torch.dtype) -> Any:
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
@@ -112,9 +112,9 @@ def _of(leaf: Any, dtype: torch.dtype) -> Any:
 
 
 def tokens(length: int = 6, *names: str, padded: bool = False) -> dict[str, Tensor]:
-    """Rows of ``length`` tokens, as ``input_ids`` and the other ``names``.
+    """Draws rows of ``length`` tokens, as ``input_ids`` and the other ``names``.
 
-    If they are ``padded`` each row has another number of tokens, and a mask that says so.
+    If ``padded``, rows differ in their number of tokens, and there is an attention mask.
     """
     batch = {
         name: torch.randint(3, VOCABULARY, (ROWS, length)) for name in ("input_ids", *names)

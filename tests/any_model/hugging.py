@@ -1,4 +1,4 @@
-"""Families of ``transformers``, whose models are made of a configuration."""
+"""Describes families of ``transformers``, whose models are built from a configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hugging(
     dtype: torch.dtype = torch.float64,
     **more: Any,
 ) -> Family:
-    """The record of a class of ``transformers``."""
+    """Describes a model class of ``transformers`` as a family."""
     make = partial(_make, model, config, batch, dtype)
     return Family(name, make, cuts, "transformers", **more)
 

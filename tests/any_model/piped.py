@@ -1,4 +1,4 @@
-"""A step of a pipe of a model as it is, in each of the ways that one is done."""
+"""Takes a step of an unchanged model in a pipe, in each way there is, and compares the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 import pipert
 from tests.any_model.family import ROWS, Family, Made, Whole
-from tests.any_model.reference import Result, first_rows, loss_of, reference, sizes_of, state_of
+from tests.any_model.reference import (
+    Result,
+    detached,
+    first_rows,
+    loss_of,
+    reference,
+    sizes_of,
+    state_of,
+)
 from tests.any_model.same import assert_same, tolerance_of
 
 __all__ = [
@@ -26,11 +34,11 @@ CHUNKS = 4
 
 
 class How(NamedTuple):
-    """In which way."""
+    """A way to take a step."""
 
     name: str
     schedule: str
-    """Of a step; a call with a backward of one's own has none."""
+    """The schedule; empty for a call followed by the caller's own backward."""
     checkpoint: str
     rows: int = ROWS
 
@@ -45,9 +53,9 @@ HOWS = [
 
 
 def in_each_how(models: Sequence[Any], seldom: Sequence[Any] = ()) -> list[Any]:
-    """Cases of a model and how: a call and a step of each always, the others in the sweep.
+    """Makes cases of a model and a way: one call and one step of each model, the rest in the sweep.
 
-    Those of models that are ``seldom`` tried are all in the sweep.
+    All cases of the models that are ``seldom`` tried are in the sweep.
     """
     cases = []
     for models_of, always in (models, True), (seldom, False):
@@ -70,7 +78,7 @@ def pipeline(model: nn.Module, family: Family, checkpoint: str, **more: Any) -> 
 def step(
     model: nn.Module, batch: dict[str, Any], family: Family, how: How, **more: Any
 ) -> Result:
-    """One of a pipe."""
+    """Takes a step of the model in a pipe."""
     given = tree_map(_replicated, first_rows(batch, how.rows))
     with pipeline(model, family, how.checkpoint, **more) as pipe:
         if how.schedule:
@@ -83,11 +91,11 @@ def step(
             sizes = sizes_of(first_rows(batch, how.rows), CHUNKS)
             loss = loss_of(output, sizes, family.loss)
             loss.backward()  # type: ignore[no-untyped-call]
-    return Result(_detached(output), loss.detach(), *state_of(model))
+    return Result(detached(output), loss.detach(), *state_of(model))
 
 
 def results(made: Made, family: Family, how: How) -> tuple[Result, Result]:
-    """Of a pipe and of the plain model, which are copies of the one that was made."""
+    """Takes a step of copies of the model, in a pipe and plain; returns both results."""
     model, batch = made
     plain = reference(
         copy.deepcopy(model), first_rows(batch, how.rows), family.loss, CHUNKS
@@ -97,19 +105,19 @@ def results(made: Made, family: Family, how: How) -> tuple[Result, Result]:
 
 @cache
 def made(family: Family) -> Made:
-    """Its model and batch, each time the same; who changes them copies them."""
+    """Makes a family's model and batch, once. Do not change them; change a copy."""
     torch.manual_seed(0)
     return family.make()
 
 
 @cache
 def found_and_plain(family: Family, how: How) -> tuple[Result, Result]:
-    """The results of its own model."""
+    """Returns the results of the family's model in a pipe and plain."""
     return results(made(family), family, how)
 
 
 def assert_equal(found: Result, plain: Result) -> None:
-    """The output, each gradient, the loss and the buffers."""
+    """Compares the output, each gradient, the loss and the buffers."""
     assert_equal_outputs(found.output, plain.output)
     assert_same(found.grads, plain.grads)
     tolerance = tolerance_of(plain.loss)
@@ -120,7 +128,7 @@ def assert_equal(found: Result, plain: Result) -> None:
 
 
 def assert_equal_outputs(found: Any, plain: Any) -> None:
-    """Bit for bit: they are computed by the same operations on the same rows."""
+    """Compares bit for bit: the same operations compute both from the same rows."""
     ours, spec = tree_flatten(found)
     others, expected = tree_flatten(plain)
     assert spec == expected
@@ -133,7 +141,3 @@ def assert_equal_outputs(found: Any, plain: Any) -> None:
 
 def _replicated(leaf: Any) -> Any:
     return pipert.Replicate(leaf.value) if isinstance(leaf, Whole) else leaf
-
-
-def _detached(output: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)

@@ -1,8 +1,8 @@
-"""The plain model's results, micro-batch for micro-batch: what those of a pipe are compared with.
+"""Computes the plain model's results, micro-batch by micro-batch, as the reference for a pipe.
 
-Where a model mixes rows, as normalisation over the batch does, its result for a micro-batch is not
-a part of that for the batch. So the plain model, too, is called once for each micro-batch, and the
-gradients are added up, each micro-batch's by its share of the rows.
+If a model mixes rows, as batch normalisation does, its result for a micro-batch is not a part of
+its result for the batch. So the plain model, too, is called once for each micro-batch, and the
+gradients are added up, each weighted by the micro-batch's share of the rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from tests.any_model.family import Whole
 
-__all__ = ["Result", "first_rows", "join", "loss_of", "reference", "rows_of", "sizes_of", "split"]
+__all__ = [
+    "Result", "detached", "first_rows", "join", "loss_of", "reference", "rows_of", "sizes_of",
+    "split", "state_of",
+]  # fmt: skip
 
 
 class Result(NamedTuple):
-    """Of a step; tensors without a graph."""
+    """The result of a step; tensors have no graph."""
 
     output: Any
     loss: Tensor
@@ -32,7 +35,7 @@ class Result(NamedTuple):
 def reference(
     model: nn.Module, batch: dict[str, Any], loss: Callable[[Any], Tensor], chunks: int
 ) -> Result:
-    """A step of the plain model over ``chunks`` micro-batches."""
+    """Takes a step of the plain model over ``chunks`` micro-batches."""
     sizes = sizes_of(batch, chunks)
     total = torch.zeros(())
     outputs = []
@@ -41,12 +44,12 @@ def reference(
         part = loss(output) * (size / sum(sizes))
         part.backward()  # type: ignore[no-untyped-call]
         total = total + part.detach()
-        outputs.append(_detached(output))
+        outputs.append(detached(output))
     return Result(join(outputs), total, *state_of(model))
 
 
 def state_of(model: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor]]:
-    """Gradients and buffers."""
+    """Returns the model's gradients and copies of its buffers."""
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
     return grads, {name: buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -56,12 +59,12 @@ def rows_of(batch: dict[str, Any]) -> int:
 
 
 def first_rows(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """A smaller batch."""
+    """Cuts a batch to its first ``rows`` rows."""
     return _map(batch, lambda leaf: leaf[:rows])
 
 
 def sizes_of(batch: dict[str, Any], chunks: int) -> list[int]:
-    """The rows of each micro-batch: as many, or one less."""
+    """Returns the number of rows of each micro-batch; the numbers differ by one at most."""
     rows = rows_of(batch)
     return [rows // chunks + (i < rows % chunks) for i in range(chunks)]
 
@@ -79,7 +82,7 @@ def _slice(start: int, end: int, leaf: Tensor) -> Tensor:
 
 
 def join(outputs: list[Any]) -> Any:
-    """The output of the batch: rows one after the other, scalars as a vector, others as is."""
+    """Joins micro-batches: concatenates rows, stacks scalars, takes other leaves from the first."""
     spec = tree_flatten(outputs[0])[1]
     columns = zip(*map(tree_leaves, outputs), strict=True)
     return tree_unflatten([_join(list(column)) for column in columns], spec)
@@ -92,27 +95,28 @@ def _join(column: list[Any]) -> Any:
 
 
 def loss_of(output: Any, sizes: Sequence[int], loss: Callable[[Any], Tensor]) -> Tensor:
-    """The loss of a batch from an output that is joined: the mean over its rows."""
+    """Computes a batch's loss, a mean over its rows, from a joined output."""
     rows = sum(sizes)
     leaves, spec = tree_flatten(output)
     parts = [[_part(leaf, i, sizes) for leaf in leaves] for i in range(len(sizes))]
     losses = [loss(tree_unflatten(part, spec)) for part in parts]
-    shares = [own * (size / rows) for own, size in zip(losses, sizes, strict=True)]
+    shares = [part * (size / rows) for part, size in zip(losses, sizes, strict=True)]
     return torch.stack(shares).sum()
 
 
 def _part(leaf: Any, i: int, sizes: Sequence[int]) -> Any:
-    """Micro-batch ``i``'s: of a scalar in each there is a vector of as many as micro-batches."""
+    """Returns the part of micro-batch ``i``; stacked scalars have one entry per micro-batch."""
     if not isinstance(leaf, Tensor):
         return leaf
     if leaf.shape == (len(sizes),):
         return leaf[i]
-    each = len(leaf) // sum(sizes)  # rows of it for a row of the batch
+    each = len(leaf) // sum(sizes)  # the leaf's rows per row of the batch
     start = sum(sizes[:i]) * each
     return leaf[start : start + sizes[i] * each]
 
 
-def _detached(output: Any) -> Any:
+def detached(output: Any) -> Any:
+    """Returns the output with its tensors detached from their graph."""
     return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
@@ -125,7 +129,7 @@ def _unwrap(leaf: Any) -> Any:
 
 
 def _map(batch: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Changes what has rows."""
+    """Applies ``change`` to each tensor that has rows."""
     return {
         name: tree_map(lambda leaf: change(leaf) if _has_rows(leaf) else leaf, value)
         for name, value in batch.items()

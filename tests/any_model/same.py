@@ -1,8 +1,8 @@
-"""When results of a pipe count as the plain model's.
+"""Decides whether the gradients of a pipe count as equal to the plain model's.
 
-Each micro-batch is computed by the same operations on the same shapes, so all that may differ is
-the order in which gradients are summed. What is left of that in a gradient that is zero but for
-rounding has the size of the rounding errors of others: there is one absolute tolerance for all.
+Each micro-batch is computed by the same operations on the same shapes, so only the order in which
+gradients are summed may differ. In a gradient that would be zero without rounding, the difference
+is as large as the rounding errors of other gradients. So all share one absolute tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["assert_same", "scale_of", "tolerance_of"]
 def assert_same(
     actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], slack: float = 1.0
 ) -> None:
-    """The same parameters have gradients, and these are equal."""
+    """Asserts that the same parameters have gradients, and that these are equal."""
     assert _missing(actual) == _missing(expected)
     scale = scale_of(expected)
     for name, gradient in expected.items():
@@ -33,12 +33,12 @@ def assert_same(
 
 
 def scale_of(gradients: dict[str, Tensor | None]) -> float:
-    """The largest entry of any."""
+    """Returns the largest absolute entry of all gradients."""
     return max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
 
 
 def tolerance_of(tensor: Tensor) -> float:
-    """Of models that compute some of what they do in float32, too."""
+    """Returns the tolerance, which also allows for models that partly compute in float32."""
     return 1e-7 if tensor.dtype == torch.float64 else 2e-6
 
 

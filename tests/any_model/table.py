@@ -1,6 +1,6 @@
-"""Make the table of what was tried: ``python -m tests.any_model.table``, into ``docs``.
+"""Writes the table of models that were tried into ``docs``: ``python -m tests.any_model.table``.
 
-All families are run in all ways, which takes a minute. What is written down is what was found.
+It runs all families in all ways, which takes a minute, and writes down the results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS += ["tied", "notes"]
 
 
 def main() -> None:
-    """Write the page."""
+    """Writes the page."""
     PAGE.write_text(page())
 
 
@@ -58,7 +58,7 @@ def line(cells: list[str]) -> str:
 
 
 def row_of(family: Family) -> list[str]:
-    """What a run of it gives."""
+    """Runs a family in all ways; returns its row."""
     cuts = "<br>".join(f"`{cut}`" for cut in family.cuts)
     if family.why_not:
         return [family.name, cuts, *["no"] * 6, "", family.why_not]
@@ -96,8 +96,8 @@ def _grads(family: Family, how: How) -> bool:
 
 
 def tied(model: nn.Module) -> int:
-    """How many parameters belong to several modules, which may be the same under two names."""
-    modules = dict(model.named_modules())  # each once
+    """Counts the parameters that belong to several modules."""
+    modules = dict(model.named_modules())  # a module with two names only once
     found = [p for module in modules.values() for p in module.parameters(recurse=False)]
     return sum(count > 1 for count in Counter(map(id, found)).values())
 

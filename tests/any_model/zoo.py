@@ -1,4 +1,4 @@
-"""All families, as they are in the table of the documentation."""
+"""Lists all families, in the order of the documentation's table."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 pytest.importorskip("torchgpipe", reason="the experiments run torchgpipe beside pipert")
 pytest.importorskip("tqdm", reason="the experiments show their progress with tqdm")
 
-from _ablation import only  # noqa: E402
+from _ablation import PARTS, only  # noqa: E402
 from _layer_costs import Bytes, Times, layer_bytes, layer_times  # noqa: E402
 from _memory import peaks  # noqa: E402
 from _models import AMOEBANET, RESNET, UNET, Model, for_torchgpipe  # noqa: E402
@@ -17,7 +17,7 @@ from _paper import ABLATION, AMOEBANET_SPEED, UNET_MEMORY, UNET_SPEED, Setting  
 from _predict import Link, best_balance, calibrated, predict, transfers  # noqa: E402
 from _simulator import Plan, Transfer, simulate  # noqa: E402
 from torchgpipe import GPipe  # noqa: E402
-from unet_ablation import SWITCHES, timeline_of  # noqa: E402
+from unet_ablation import timeline_of  # noqa: E402
 
 from pipert import Pipe  # noqa: E402
 
@@ -184,7 +184,7 @@ def test_without_fork_and_join_micro_batches_go_back_in_reverse_order_all_the_sa
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
     layers.append(nn.Sequential(*(nn.Linear(2, 2) for _ in range(9))))  # one with more nodes
     pipe = Pipe(layers, [1, 1, 2], devices=devices, chunks=5, checkpoint=checkpoint)
-    with pipe, only(pipe, SWITCHES["clock only"]):
+    with pipe, only(pipe, PARTS["clock only"]):
         with pipe.record() as timeline:
             pipe(torch.rand(5, 2)).sum().backward()
     for j in range(3):

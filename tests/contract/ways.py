@@ -1,4 +1,4 @@
-"""One training step of a pipe, by a call or by ``forward_backward``, beside the plain module's."""
+"""Takes a training step, by a call or a schedule, and compares it with the plain module's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ MODES = ["always", "except_last", "never"]
 SCHEDULES = ["gpipe", "1f1b"]
 
 same = torch.testing.assert_close
-same(0, 0)  # the first call imports for half a second, which is no test's fault
+same(0, 0)  # the first call imports for half a second, which no test should be charged with
 
 
 class Way(NamedTuple):
-    """How a step is done; the result is to be the same in all."""
+    """A way to take a step; all ways must have the same result."""
 
     schedule: str  # or CALL
     checkpoint: str
@@ -34,12 +34,12 @@ class Way(NamedTuple):
 
 WAYS = [Way(schedule, mode) for schedule in SCHEDULES for mode in MODES]
 ways = pytest.mark.parametrize("way", WAYS, ids=["-".join(way) for way in WAYS])
-"""Lets a test be about all of them."""
+"""Runs a test with a step under each schedule and checkpoint mode."""
 
 CALL = "call"
 CALLS = [*[Way(CALL, mode) for mode in MODES], *WAYS]
 each_way = pytest.mark.parametrize("way", CALLS, ids=["-".join(way) for way in CALLS])
-"""About these and a call with a backward of one's own as well: one contract holds for all."""
+"""Runs a test with these steps and with a call followed by the caller's own backward."""
 
 
 def linear(inputs: int, outputs: int) -> Any:
@@ -51,7 +51,7 @@ def batch(rows: int, requires_grad: bool = False) -> Any:
 
 
 def seven_layers() -> Any:
-    """With a layer that works in place, and a normalisation."""
+    """Builds seven layers, one of which works in place and one of which normalises."""
     norm = nn.LayerNorm(4, dtype=torch.float64)
     return nn.Sequential(
         linear(3, 4), nn.Tanh(), linear(4, 4), nn.ReLU(inplace=True), linear(4, 4), norm,
@@ -60,7 +60,7 @@ def seven_layers() -> Any:
 
 
 def mean(output: Any, target: Any) -> Any:  # torch does not type Tensor.backward
-    """The mean of the squares over the rows, in which each entry counts differently."""
+    """Averages weighted squares over the rows; each entry of a row has a different weight."""
     columns = torch.arange(1, output[0].numel() + 1, dtype=torch.float64).view(output[0].shape)
     return (output * columns).square().flatten(1).sum(1).mean()
 
@@ -72,7 +72,7 @@ def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def inputs(values: Any) -> Any:
-    """A copy of a call's arguments whose tensors are leaves."""
+    """Copies a call's arguments; the tensors of the copy are leaves."""
     if isinstance(values, Tensor):
         return values.detach().clone().requires_grad_(values.requires_grad)
     if isinstance(values, tuple):
@@ -97,7 +97,7 @@ def take_step(
     return_outputs: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The loss of a step, and what the pipe returned if asked for, without their graph."""
+    """Takes a step; returns the loss, and the outputs on request, without their graph."""
     if way.schedule == CALL:
         output = pipe(*args, **kwargs)
         loss = _backward(loss_fn(output, target))
@@ -107,7 +107,7 @@ def take_step(
 
 
 def _backward(loss: Any) -> Any:
-    """Of what is frozen there is none."""
+    """Runs the backward unless everything is frozen; returns the detached loss."""
     if loss.requires_grad:
         loss.backward()
     return loss.detach()
@@ -124,23 +124,23 @@ def assert_equal(
     steps: int = 1,
     **kwargs: Any,
 ) -> Pipe:
-    """Loss and gradients of ``steps`` steps are those of the plain module; returns the pipe."""
+    """Asserts that ``steps`` steps have the plain module's loss and gradients; returns the pipe."""
     plain = copy.deepcopy(module)
-    own, given = (inputs((args, kwargs)) for _ in range(2))
+    for_plain, given = (inputs((args, kwargs)) for _ in range(2))
     with piped(module, balance, way, chunks) as pipe:
         for _ in range(steps):
             loss = take_step(pipe, way, *given[0], loss_fn=loss_fn, target=target, **given[1])
-            expected = _backward(loss_fn(call(plain, *own[0], **own[1]), target))
+            expected = _backward(loss_fn(call(plain, *for_plain[0], **for_plain[1]), target))
             same(loss.reshape(()), expected.reshape(()))
     same(grads_of(module), grads_of(plain))
     wanted = [leaf.requires_grad for leaf in _tensors((args, kwargs))]  # before a layer changed it
-    found = [_grads_of_some(values, wanted) for values in (given, own)]
+    found = [_grads_of_some(values, wanted) for values in (given, for_plain)]
     same(*found)
     return pipe
 
 
 def call(module: nn.Sequential, *args: Any, **kwargs: Any) -> Any:
-    """A plain module, whose first layer may take any arguments."""
+    """Calls a plain module whose first layer may take any arguments."""
     first, *others = module
     value = first(*args, **kwargs)
     for layer in others:

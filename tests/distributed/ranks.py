@@ -1,6 +1,6 @@
-"""Processes of one process group over gloo, for tests: each runs a function, and sends a result.
+"""Runs a function in each process of a gloo process group, and collects the results.
 
-They are forked from a server that has imported torch, so that each begins in some milliseconds.
+The processes are forked from a server that has imported torch, so each starts in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from pipert.layers.buffers import KEEPING
 from pipert.layers.generators import DRAWING
 
 _context = multiprocessing.get_context("forkserver")
-# With what draws pictures, which a rank that saves one imports for half a second.
+# Includes matplotlib, which a rank that saves a picture would otherwise import in half a second.
 _context.set_forkserver_preload(["pipert.distributed", "matplotlib.figure", __name__])
 for _key in (DRAWING, KEEPING):
-    _key.prepare()  # in the server, where it takes longer than the rest of many a test
+    _key.prepare()  # in the server, once: it takes longer than many tests
 
 
 def in_sweep(*values: Any) -> Any:
-    """A case that the sweep runs, and the tests that people wait for do not."""
+    """Makes a case that runs only in the sweep."""
     return pytest.param(*values, marks=pytest.mark.sweep)
 
 
 class Ended(NamedTuple):
-    """How one rank has ended."""
+    """The end of one rank."""
 
     result: Any = None
-    """What the function returned; tensors are copies."""
+    """The result of the function; tensors are copies."""
     error: BaseException | None = None
-    """What it raised, if that can be pickled."""
+    """The exception of the function, or a ``RuntimeError`` for one that cannot be pickled."""
     text: str = ""
-    """Its traceback, notes included."""
+    """The traceback, including notes."""
     exitcode: int | None = 0
 
 
 def run(
     size: int, function: Callable[..., Any], *args: Any, seconds: float = 30, group: float = 20
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on ``size`` ranks; return what each returned.
+    """Runs ``function(rank, *args)`` on ``size`` ranks; returns the result of each.
 
     Raises:
         AssertionError: a rank failed.
@@ -68,10 +68,10 @@ def run(
 def endings(
     size: int, function: Callable[..., Any], *args: Any, seconds: float = 30, group: float = 20
 ) -> list[Ended]:
-    """Run ``function(rank, *args)`` on ``size`` ranks; return how each ended.
+    """Runs ``function(rank, *args)`` on ``size`` ranks; returns how each ended.
 
     Args:
-        seconds: until a rank that has not ended is killed; its exit code is -9.
+        seconds: the time after which a rank is killed; its exit code is then -9.
         group: the time limit of the process group in seconds.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def _ended(process: Any, receiving: Connection, seconds: float) -> Ended:
         try:
             ended = Ended(*pickle.loads(receiving.recv_bytes()))
         except EOFError:
-            pass  # it was killed: the exit code says so
+            pass  # the rank was killed, as its exit code shows
     else:
         ended = Ended(text="it did not end")
         process.kill()
@@ -133,4 +133,4 @@ def _rank(
     sending.close()
     if dist.is_initialized() and result[1:] == ():
         dist.destroy_process_group()
-    os._exit(0)  # a group in which others have died is not waited for
+    os._exit(0)  # does not wait for a group in which other ranks have died

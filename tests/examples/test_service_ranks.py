@@ -83,11 +83,11 @@ def refuse() -> None:
 
 def fails(rank: int) -> tuple[type[BaseException], str]:
     """What each process gets of what the first one cannot do."""
-    of_first = importlib.import_module("ranks").of_first
-    assert of_first(lambda: rank) == 0
+    call_in_first = importlib.import_module("ranks").call_in_first
+    assert call_in_first(lambda: rank) == 0
     with pytest.raises((ValueError, RuntimeError), match="there is no folder") as error:
-        of_first(refuse)
-    assert of_first(lambda: rank) == 0
+        call_in_first(refuse)
+    assert call_in_first(lambda: rank) == 0
     return error.type, str(error.value)
 
 

@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz``: runs random cases on simulated GPUs for a given time.
+"""``python -m tests.fuzz`` runs random cases on simulated GPUs for a given time.
 
-A process runs a hundred cases, one after the other. Exit status 1 if any fails.
+Processes follow one another, each with a hundred cases. The exit status is 1 if any case fails.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ BLOCK = 100
 
 
 def main() -> int:
-    """Do what the arguments say; return the exit status."""
+    """Carries out the command; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long to go on")
-    parser.add_argument("--seed", type=int, default=0, help="other seeds have other cases")
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long to run")
+    parser.add_argument("--seed", type=int, default=0, help="determines the cases")
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
-    parser.add_argument("--cases", type=int, help="so many, in this process")
-    parser.add_argument("--case", help="this one, as it was printed, with stacks")
+    parser.add_argument("--cases", type=int, help="run this many cases, in this process")
+    parser.add_argument("--case", help="run this case, as it was printed, with stacks")
     args = parser.parse_args()
     if args.case is not None:
         return run_one(eval(args.case, {"Case": Case, "Step": Step}))
@@ -35,7 +35,7 @@ def main() -> int:
 
 
 def run_blocks(seed: int, first: int, minutes: float) -> int:
-    """Start one process after the other."""
+    """Runs blocks of cases for some minutes, each in a new process; returns the exit status."""
     start = time.monotonic()
     counts: Counter[str] = Counter()
     number, failures = first, 0
@@ -63,7 +63,7 @@ def run_blocks(seed: int, first: int, minutes: float) -> int:
 
 
 def run_block(seed: int, first: int, count: int) -> int:
-    """Some cases in this process; the last line says how many of each kind, and how many failed."""
+    """Runs some cases in this process; the last line of output counts kinds and failures."""
     start_simulation(stacks=False)
     from tests.fuzz.check import Failure, check, shrink
 
@@ -87,7 +87,7 @@ def run_block(seed: int, first: int, count: int) -> int:
 
 
 def run_one(case: Case, tries: int = 20) -> int:
-    """The case until it fails, or so often."""
+    """Runs a case until it fails, ``tries`` times at most."""
     start_simulation(stacks=True)
     from tests.fuzz.check import Failure, check
 
@@ -102,7 +102,7 @@ def run_one(case: Case, tries: int = 20) -> int:
 
 
 def start_simulation(stacks: bool) -> None:
-    """Before anything imports torch."""
+    """Starts the simulation; must be called before torch is imported."""
     from tests import simulated_gpus
 
     simulated_gpus.start().detect(stacks=stacks)
@@ -112,7 +112,7 @@ def start_simulation(stacks: bool) -> None:
 
 
 def kinds_of(case: Case) -> list[str]:
-    """What to count a case under."""
+    """Returns the kinds that a case counts for."""
     kinds = [f"layers: {unit}" for unit in set(case.units)]
     kinds += [f"step: {step.how}" for step in case.steps]
     kinds += [f"model: {name}" for name in ("tied", "autocast", "several") if getattr(case, name)]

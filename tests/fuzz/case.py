@@ -1,4 +1,4 @@
-"""A case as data: a model, its placement, and the steps a user takes with it."""
+"""Describes a case as data: a model, its placement, and a user's steps with it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from random import Random
 
 __all__ = ["Case", "Step", "draw"]
 
-HOWS = {  # how a step is done, and how often
+HOWS = {  # the ways to take a step, and their weights
     "call": 6, "gpipe": 3, "1f1b": 4, "interleaved": 3, "own order": 3, "two calls": 2,
     "two threads": 1,
     "twice": 1, "penalty": 1, "no_grad": 2, "inference": 2, "evaluation": 1,
 }  # fmt: skip
-UNITS = {  # layers that belong together, and how often; see layers.py
+UNITS = {  # groups of layers, and their weights; see layers.py
     "linear": 6, "linear, in place": 3, "linear, scale in place": 2, "tanh": 3, "scale": 3,
     "layer norm": 2, "dict": 2, "some cut": 2, "parameter": 2, "unused": 2, "detach": 1, "none": 2,
     "integers": 2, "ignores": 1, "lengths": 1, "pipe": 1, "batch norm": 1, "dropout": 1,
@@ -23,7 +23,7 @@ DEVICES = ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cpu"]
 
 @dataclass(frozen=True)
 class Step:
-    """What a user does once."""
+    """One step of a user."""
 
     how: str = "call"
     """A key of ``HOWS``."""
@@ -34,60 +34,61 @@ class Step:
     x_on: str = "cuda:0"
     target_on: str = "cuda:0"
     wants: str = "nothing"
-    """``'leaf'``: the input wants a gradient; ``'graph'``: and comes from an operation."""
+    """``'leaf'``: the input requires a gradient; ``'graph'``: it also comes from an operation."""
     streams: bool = False
-    """Whether the user is on streams of his own, on all devices."""
+    """Whether the user's current streams are not the default ones, on all devices."""
     current: int = 0
     """The user's current device."""
     recorded: bool = False
     fault: tuple[str, int] | None = None
-    """In ``'F'`` or ``'B'``, and in the how-manieth, the fragile layer fails."""
+    """The phase, ``'F'`` or ``'B'``, and the call in which the fragile layer fails."""
     anomaly: bool = False
-    """Whether autograd looks for anomalies."""
+    """Whether autograd's anomaly detection is on."""
     scale_on: str | None = None
-    """The device of a loss scale, where ``forward_backward`` is given one."""
+    """The device of the loss scale given to ``forward_backward``, if any."""
     counts: bool = False
     """Whether the loss of ``forward_backward`` is a sum and a count, and so a mean."""
     loss_there: bool = False
-    """Whether the loss of a call is computed where the target is."""
+    """Whether the loss of a call is computed on the target's device."""
     late: bool = False
-    """Whether the inputs are overwritten before the backward, where a plain GPU would allow it."""
+    """Whether the inputs are overwritten before the backward, if a plain GPU would allow that."""
     then: tuple[str, ...] = ()
-    """What the user does next: ``'refill'``, ``'step'``, ``'zero'``, ``'none'``, ``'drop'``."""
+    """The user's next actions: ``'refill'``, ``'step'``, ``'zero'``, ``'none'``, ``'drop'``."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a pipe, and steps. Numbers are taken modulo what there is, so any case is one."""
+    """A model in a pipe, and steps. Indices wrap around, so that any numbers are valid."""
 
     seed: int = 0
     units: tuple[str, ...] = ("linear",)
     skips: tuple[tuple[int, int], ...] = ()
-    """Before which units something is stashed and popped."""
+    """The units before which each skip is stashed and popped."""
     cuts: tuple[int, ...] = ()
-    """Between which layers the model is cut."""
+    """The layers between which the model is cut."""
     devices: tuple[str, ...] = ("cuda:0",)
-    """Of the partitions, in turn."""
+    """The devices of the partitions, used in turn."""
     tied: bool = False
-    """Whether all Linears have one weight."""
+    """Whether all Linears share one weight."""
     frozen: tuple[int, ...] = ()
+    """The parameters that do not train."""
     hooked: tuple[int, ...] = ()
-    """Which parameters do not train, and which have a hook that changes their gradient."""
+    """The parameters with a hook that changes their gradient."""
     deferred: bool = False
     several: bool = False
     """Whether the first layer takes several arguments, and the last one returns several values."""
     autocast: bool = False
-    """Whether it is in single precision, and bfloat16 where autocast says so."""
+    """Whether it runs in single precision under autocast to bfloat16."""
     steps: tuple[Step, ...] = (Step(),)
 
 
 def draw(seed: int, number: int) -> Case:
-    """The case of this number in the run of this seed."""
+    """Draws the case of a number in the run of a seed."""
     dice = Random(f"{seed}-{number}")
     units = tuple(_weighted(dice, UNITS) for _ in range(dice.randint(1, 6)))
     n = dice.randint(1, 4)
     devices = tuple(dice.choice(DEVICES[: dice.choice([2, 4, 5])]) for _ in range(n))
-    if dice.random() < 0.3:  # dealt out in turns
+    if dice.random() < 0.3:  # partitions are placed on two devices in turn
         devices = tuple(dice.sample(DEVICES[:4], 2))
     return Case(
         seed=dice.randrange(1000),
@@ -140,7 +141,7 @@ def _weighted(dice: Random, weights: dict[str, int]) -> str:
 
 
 def _some(dice: Random, chance: float) -> tuple[int, ...]:
-    """Some of the first nine numbers, mostly none at all, seldom all there may be."""
+    """Draws some of the first nine numbers; mostly none, seldom all that may exist."""
     if dice.random() > chance:
         return ()
     if dice.random() < 0.1:

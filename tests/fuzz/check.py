@@ -21,7 +21,7 @@ __all__ = ["Failure", "check", "shrink"]
 
 
 class Failure(Exception):
-    """What is wrong with a case.
+    """The failure of a case.
 
     Args:
         kind: ``'reported'``, ``'raised'`` or ``'differs'``.
@@ -37,7 +37,7 @@ class Failure(Exception):
 
 
 def check(case: Case) -> None:
-    """Take the steps of a case in a pipe, and by its reference.
+    """Takes the steps of a case in a pipe and in its reference, and compares them.
 
     Raises:
         Failure: they differ, something was raised, or the simulated GPUs have reports.
@@ -48,9 +48,9 @@ def check(case: Case) -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            # Autograd's threads may keep their last nodes for a moment after a backward, and keep
-            # some after one that failed until the next. A step on other streams then finds an
-            # AccumulateGrad of the step before, and torch warns that it may wait more than it need.
+            # Autograd's threads may keep their last nodes for a moment after a backward, and after
+            # one that failed until the next. A step on other streams then finds an AccumulateGrad
+            # of the previous step, and torch warns that it may wait longer than it needs to.
             warnings.filterwarnings("ignore", ".*AccumulateGrad node's stream", UserWarning)
             if "fragile" in case.units:
                 warnings.filterwarnings("ignore", "Error detected in RaisesBackward", UserWarning)
@@ -65,8 +65,8 @@ def check(case: Case) -> None:
         if reports:
             raise Failure("reported", "\n".join(map(str, reports[:4])))
     if "detach" in case.units:
-        # Such a layer may hand on a tensor that the user made outside of inference mode. Put
-        # together from several micro-batches it is one that was made inside.
+        # Such a layer may return a tensor that the user made outside of inference mode. Gathered
+        # from several micro-batches it becomes a tensor made inside.
         for one in (found, expected):
             one.values = [(name, v) for name, v in one.values if "inference mode" not in name]
     _compare(found, expected, 0.02 if case.autocast else 1e-6)
@@ -92,7 +92,7 @@ def _compare(found: Found, expected: Found, tolerance: float) -> None:
 
 
 def shrink(case: Case, kind: str, seconds: float = 60.0, tries: int = 2) -> Case:
-    """A smaller case that fails in the same way, in one of so many tries."""
+    """Shrinks a case as long as it fails in the same way in one of ``tries`` tries."""
     end = time.monotonic() + seconds
     smaller = True
     while smaller:
@@ -115,7 +115,7 @@ def _kind_of(case: Case) -> str | None:
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
+    """Yields the cases with one item less or one field simpler."""
     for name in ("steps", "units", "skips", "cuts", "frozen", "hooked"):
         for shorter in _shorter(getattr(case, name), 1 if name in ("steps", "units") else 0):
             fields: dict[str, Any] = {name: shorter}
@@ -136,7 +136,7 @@ def _shorter(items: tuple[Any, ...], least: int) -> Iterator[tuple[Any, ...]]:
 
 
 def _simpler(item: Any, simplest: Any) -> Iterator[Any]:
-    """The same with one field as in the simplest one."""
+    """Yields copies of an item, each with one field set as in the simplest item."""
     for field in dataclasses.fields(item):
         value = getattr(simplest, field.name)
         if field.name not in ("steps", "units", "devices", "then", "cuts", "skips"):

@@ -1,4 +1,4 @@
-"""The layers of random models: from three columns in double precision to as many."""
+"""Builds random models, of layers with three columns in and out."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ RANDOM = ("dropout", "noise")
 
 
 class Fault(Exception):
-    """What a fragile layer raises."""
+    """The exception that a fragile layer raises."""
 
 
 class Scale(nn.Module):
-    """Multiplies by a parameter, in place where that is asked for."""
+    """Multiplies by a parameter, optionally in place."""
 
     def __init__(self, in_place: bool = False) -> None:
         super().__init__()
@@ -35,21 +35,21 @@ class Scale(nn.Module):
 
 
 class Hands(Scale):
-    """Hands its parameter on, beside what it makes with it."""
+    """Returns its parameter beside the product with it."""
 
     def forward(self, x: Any) -> Any:
         return x * self.factor, self.factor, None, len(x)
 
 
 class Ignores(Scale):
-    """Its output depends on nothing but its parameter."""
+    """Ignores its input, except its length; the output depends only on the parameter."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor.expand(len(x), 3) * 2
 
 
 class Several(nn.Module):
-    """A first layer with several arguments: rows, a value for all of them, integers or none."""
+    """A first layer with several arguments: rows, a value for all rows, and nested integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Several(nn.Module):
 
 
 class Raises(torch.autograd.Function):
-    """Nothing; in the backward it calls a function."""
+    """An identity that calls a function in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:
@@ -76,7 +76,7 @@ class Raises(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """Fails when ``left`` calls, in the phase it was armed for, have passed."""
+    """Fails after ``left`` calls in the phase for which it was armed."""
 
     armed: str = ""
     left: int = 0
@@ -99,27 +99,27 @@ class Fragile(nn.Module):
 
 @skippable(stash=["skip"])
 class Stash(Scale):
-    """Puts aside what its own parameter makes of its input."""
+    """Stashes the product of its input and its parameter."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:  # type: ignore[override]
         yield stash("skip", (x * self.factor, self.factor, None))
-        return x  # noqa: B901  what the decorator takes
+        return x  # noqa: B901  the decorator expects such a generator
 
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """Adds what was put aside."""
+    """Adds a term from the stashed values."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:
         skip = yield pop("skip")
-        return x + skip[0] * skip[1]  # noqa: B901  what the decorator takes
+        return x + skip[0] * skip[1]  # noqa: B901  the decorator expects such a generator
 
 
 def linear() -> nn.Linear:
     return nn.Linear(3, 3)
 
 
-# What an in-place layer changes must not be what the layer before it has saved.
+# An in-place layer must not change a tensor that the layer before it has saved.
 MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
     "linear": lambda: [linear()],
     "linear, in place": lambda: [linear(), nn.LeakyReLU(inplace=True)],
@@ -144,7 +144,7 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
         Apply(lambda value: torch.where(value[2], value[0], value[1])),
     ],
     "ignores": lambda: [Ignores()],
-    "lengths": lambda: [  # what a layer keeps on the CPU on purpose
+    "lengths": lambda: [  # a tensor that a layer keeps on the CPU on purpose
         Apply(lambda x: (x, torch.full((len(x), 1), 2.0, device="cpu"))),
         Apply(lambda value: value[0] * value[1].to(value[0].device)),
     ],
@@ -157,17 +157,17 @@ MAKERS: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 class Model(NamedTuple):
-    """What a case is about."""
+    """The model of a case and its placement."""
 
     layers: nn.Sequential
     balance: list[int]
     devices: list[str]
     inner: list[Pipe]
-    """The pipes in it, to be closed."""
+    """The pipes among its layers, which have to be closed."""
 
 
 def build(case: Case, piped: bool) -> Model:
-    """The model of a case, its balance; what is an inner pipe is a Sequential if not ``piped``."""
+    """Builds the model of a case; if not ``piped``, its inner pipes are plain Sequentials."""
     torch.manual_seed(case.seed)
     units = [MAKERS[name]() for name in case.units]
     for a, b in sorted(case.skips, reverse=True):
@@ -193,7 +193,7 @@ def build(case: Case, piped: bool) -> Model:
 
 
 def _nest(model: nn.Sequential, balance: list[int], devices: list[str]) -> list[Pipe]:
-    """Put pipes in the place of Sequentials; each has to be where its partition is."""
+    """Replaces inner Sequentials by pipes on the device of their partition; returns the pipes."""
     home = [device for device, count in zip(devices, balance, strict=True) for _ in range(count)]
     inner = []
     for k, layer in enumerate(model):
@@ -205,13 +205,13 @@ def _nest(model: nn.Sequential, balance: list[int], devices: list[str]) -> list[
 
 
 def _isolated(layer: Any, space: Namespace) -> nn.Module:
-    """A skippable layer with a namespace of its own."""
+    """Isolates a skippable layer in a namespace."""
     isolated: nn.Module = layer.isolate(space)
     return isolated
 
 
 def _choose(case: Case, model: nn.Sequential) -> None:
-    """Freeze some parameters, and hook others; not those that are handed on as values."""
+    """Freezes some parameters and hooks others, except those that layers return as values."""
     handed = {id(layer.factor) for layer in model if isinstance(layer, Hands | Stash)}
     for k, parameter in enumerate(model.parameters()):
         parameter.requires_grad_(k not in case.frozen)
@@ -221,5 +221,5 @@ def _choose(case: Case, model: nn.Sequential) -> None:
 
 
 def _change(grad: Tensor | None) -> Tensor | None:
-    """A user's hook; it may be called without a gradient (docs/contract.md, restrictions)."""
+    """A user's gradient hook, maybe called with ``None`` (docs/contract.md, restrictions)."""
     return None if grad is None else grad.clamp(max=0.3) * 2

@@ -1,4 +1,4 @@
-"""The order of a step's actions: a schedule of pipert's, or any that can be done."""
+"""Chooses the order of a step's actions: one of pipert's schedules, or any valid order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Order", "schedule_of"]
 
 
 def schedule_of(case: Case, step: Step, workers: Sequence[int]) -> Any:
-    """That of the step; 1F1B for what is no schedule, or asks for partitions dealt out in turns."""
+    """Returns the step's schedule; 1F1B if it has none, or needs partitions placed in turn."""
     if step.how == "own order":
         return Order(case.seed, ordered="batch norm" in case.units)
     d = len(set(workers))
@@ -26,21 +26,21 @@ def schedule_of(case: Case, step: Step, workers: Sequence[int]) -> Any:
 
 @dataclass(frozen=True)
 class Order:
-    """A schedule that does any action that can be done, one in a tick."""
+    """A schedule that picks a random ready action at each tick."""
 
     seed: int
     ordered: bool
-    """Whether the first partition takes the micro-batches in order, as BatchNorm would notice."""
+    """Whether each partition runs its forwards in order, which BatchNorm's results depend on."""
 
     def __call__(self, m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
         dice = Random(self.seed)
-        there, back = list(range(m)), list(range(m))
+        forward, backward = list(range(m)), list(range(m))
         if not self.ordered:
-            dice.shuffle(there)
-        dice.shuffle(back)
+            dice.shuffle(forward)
+        dice.shuffle(backward)
         left = {
-            ("F", j): [Action("F", i, j) for i in there] for j in range(n)
-        } | {("B", j): [Action(k, i, j) for i in back for k in "RB"] for j in range(n)}
+            ("F", j): [Action("F", i, j) for i in forward] for j in range(n)
+        } | {("B", j): [Action(k, i, j) for i in backward for k in "RB"] for j in range(n)}
         done: set[Action] = set()
         while any(left.values()):
             ready = [key for key, rest in left.items() if rest and _can(rest[0], n, done)]

@@ -41,10 +41,10 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def in_pipe(case: Case, first: Found | None = None) -> Found:
-    """What a user finds who takes the steps with a pipe; ``first`` is what another pipe found.
+    """Takes the steps with a pipe; returns the user's results. ``first`` has another pipe's.
 
-    How far a step comes that fails, and what statistics it leaves, depends on threads. So what
-    follows goes on from those that the first pipe had then.
+    How far a failing step gets, and so the statistics that it leaves, depends on thread timing. So
+    after such a step this pipe continues with the first pipe's statistics.
     """
     found = Found()
     model = build(case, piped=True)
@@ -103,9 +103,9 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
             )  # fmt: skip
         return loss
 
-    at_once = not set(case.units) & {"batch norm", *RANDOM}  # or their order would be seen
-    # torch takes a Python stack for each node then, and for that of a leaf while it holds the
-    # leaf's lock: two threads that use one leaf may wait for each other for ever, without a pipe.
+    at_once = not set(case.units) & {"batch norm", *RANDOM}  # whose results depend on the order
+    # With anomaly detection torch takes a Python stack for each node, and for a leaf's node while
+    # it holds the leaf's lock: two threads that use one leaf may deadlock, even without a pipe.
     at_once = at_once and not step.anomaly
     values = list(found.values)
     record = pipe.record() if step.recorded else contextlib.nullcontext()
@@ -113,8 +113,8 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
         try:
             take(step, batch, found, forward, whole, before_backward, at_once)
         except Fault:
-            # Whether a run that failed had drawn before, and so has moved the generator, depends on
-            # which task came first.
+            # Whether a failed run has drawn random numbers, and so advanced the generator, depends
+            # on which task came first.
             torch.manual_seed(case.seed + k)
             found.values = values
             pipe.zero_grad(set_to_none=True)
@@ -124,14 +124,14 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
 
 
 def fill(module: nn.Module, buffers: list[Tensor]) -> None:
-    """Give a module the values of these buffers."""
+    """Copies these values to a module's buffers."""
     for buffer, kept in zip(module.buffers(), buffers, strict=True):
         buffer.data.copy_(kept.to(buffer.device))
 
 
 @contextlib.contextmanager
 def anomalies(step: Step) -> Iterator[None]:
-    """Autograd looks for anomalies, where the step has it."""
+    """Turns autograd's anomaly detection on or off, as the step says."""
     before = torch.is_anomaly_enabled()
     set_detect_anomaly: Any = torch.autograd.set_detect_anomaly
     set_detect_anomaly(step.anomaly)
@@ -143,7 +143,7 @@ def anomalies(step: Step) -> Iterator[None]:
 
 @contextlib.contextmanager
 def precision(case: Case) -> Iterator[None]:
-    """Autocast, where the case has it."""
+    """Enables autocast if the case has it."""
     with (
         torch.autocast("cuda", torch.bfloat16, enabled=case.autocast),
         torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
@@ -153,7 +153,7 @@ def precision(case: Case) -> Iterator[None]:
 
 @contextlib.contextmanager
 def armed(case: Case, step: Step, module: nn.Module) -> Iterator[None]:
-    """Let the first fragile layer fail as the step says."""
+    """Makes the first fragile layer fail as the step says."""
     layers: Any = module
     fragile = next((layer for layer in layers if isinstance(layer, Fragile)), None)
     if fragile is None or step.fault is None:
@@ -168,7 +168,7 @@ def armed(case: Case, step: Step, module: nn.Module) -> Iterator[None]:
 
 
 def reference(case: Case, found: Found) -> Found:
-    """What a user should have found."""
+    """Takes the steps without the pipe, or as the module docstring says; returns the results."""
     if case.autocast or set(case.units) & set(RANDOM):
         steps = [dataclasses.replace(step, checkpoint="never") for step in case.steps]
         return in_pipe(dataclasses.replace(case, steps=tuple(steps)), found)
@@ -200,7 +200,7 @@ def _whole(step: Step, forward: Any, batch: Batch) -> Tensor:
 
 
 def _forward(case: Case, step: Step, plain: nn.Sequential, batch: Batch) -> Any:
-    """The output for all rows; micro-batch by micro-batch where that makes a difference."""
+    """Computes the output for all rows, micro-batch by micro-batch if there is BatchNorm."""
     rows = range(len(batch.x))
     parts = [slice(0, len(rows))]
     if "batch norm" in case.units:
@@ -223,7 +223,7 @@ def _forward(case: Case, step: Step, plain: nn.Sequential, batch: Batch) -> Any:
 
 @contextlib.contextmanager
 def deferred_statistics(plain: nn.Sequential) -> Iterator[None]:
-    """Let BatchNorm layers have the running statistics of all rows together."""
+    """Makes BatchNorm layers update their running statistics once, from all rows together."""
     norms = [norm for norm in plain if isinstance(norm, nn.BatchNorm1d) and norm.training]
     kept = [[buffer.clone() for buffer in norm.buffers()] for norm in norms]
     seen: list[list[Tensor]] = [[] for _ in norms]
@@ -255,6 +255,6 @@ def keep_state(found: Found, module: nn.Module) -> None:
 
 
 def synchronize() -> None:
-    """Let the host wait for all devices."""
+    """Makes the host wait for all devices."""
     for device in range(GPUS):
         torch.cuda.synchronize(device)

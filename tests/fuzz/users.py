@@ -1,8 +1,8 @@
-"""A user's actions in a step, the same for a pipe and for the plain module.
+"""Performs a user's actions in a step, the same for a pipe and for the plain module.
 
-Nothing here makes the host wait for a device before all steps are done, which would hide the
-races that the user provokes: tensors are made beforehand, kept as copies on their devices, and
-compared afterwards.
+Nothing here makes the host wait for a device before all steps are done; that would hide the races
+that the user provokes. So tensors are made beforehand, copied on their devices, and compared
+afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GPUS = 4
 
 @dataclass
 class Batch:
-    """What one step is called with."""
+    """The arguments of one step."""
 
     x: Tensor
     """A leaf."""
@@ -39,10 +39,11 @@ class Batch:
     target: Tensor
     loss_scale: Tensor | None
     always: Tensor
-    """What a loss depends on in any case, so that there is something to go backward through."""
+    """A leaf that every loss depends on, so that there is always a graph to go backward through."""
 
     def arguments(self, case: Case, step: Step, rows: slice | None = None) -> Any:
-        """Positional and named, of all rows in a pipe, and of some in the plain module."""
+        """Returns positional and keyword arguments: all rows for a pipe, some for the plain module.
+        """
         x = self.x.sigmoid() if step.wants == "graph" else self.x
         scale: Any = Replicate(self.scale) if rows is None else self.scale
         ids = self.ids if rows is None else self.ids[rows]
@@ -52,7 +53,7 @@ class Batch:
         return (x, scale), {"more": {"ids": ids, "others": (None, "name")}}
 
     def overwrite(self, target: bool = True) -> None:
-        """What a user does with his buffers when he reads the next rows into them."""
+        """Overwrites the inputs, as a user does who reads the next rows into the same buffers."""
         with torch.no_grad():
             for tensor in (self.x, self.scale, *([self.target, self.loss_scale] if target else [])):
                 if tensor is not None:
@@ -62,15 +63,15 @@ class Batch:
 
 @dataclass
 class Found:
-    """Copies of what a user sees in the steps, on their devices."""
+    """Copies of the values that a user sees in the steps, on their devices."""
 
     values: list[tuple[str, Any]] = field(default_factory=list)
     buffers: dict[int, list[Tensor]] = field(default_factory=dict)
-    """After the steps that failed."""
+    """The module's buffers after each step that failed."""
 
 
 def keep(found: Found, name: str, value: Any) -> None:
-    """Keep a copy of a tensor, of all in a dictionary, or of anything else itself."""
+    """Keeps copies of a tensor or of the tensors in a dictionary, or any other value itself."""
     if isinstance(value, dict):
         for key, one in value.items():
             keep(found, f"{name} {key}", one)
@@ -84,7 +85,11 @@ def keep(found: Found, name: str, value: Any) -> None:
 
 
 def batches(case: Case, last: str | None) -> list[Batch]:
-    """Of each step, on the devices where the user has them; ``None``: all on the CPU."""
+    """Makes the batch of each step, on the step's devices; if ``last`` is ``None``, on the CPU.
+
+    Args:
+        last: the device of the last partition.
+    """
     generator = torch.Generator().manual_seed(case.seed)
     made = []
     for step in case.steps:
@@ -105,36 +110,36 @@ def batches(case: Case, last: str | None) -> list[Batch]:
 
 
 def rows_of(case: Case, step: Step) -> int:
-    """At least two for each micro-batch where BatchNorm needs them."""
+    """Returns the number of rows of a step; BatchNorm needs two."""
     return max(step.rows, 2) if "batch norm" in case.units else step.rows
 
 
 def chunks_of(case: Case, step: Step) -> int:
-    """The number of micro-batches, at most."""
+    """Returns the ``chunks`` of a step; with BatchNorm each micro-batch has two rows or more."""
     limit = rows_of(case, step) // (2 if "batch norm" in case.units else 1)
     return min(step.chunks, limit)
 
 
 def _loss_of_call(step: Step, batch: Batch, output: Any) -> Any:
-    """On the last device, or where the target is."""
+    """Computes the loss on the last device, or on the target's."""
     y: Tensor = output["y"] if isinstance(output, dict) else output
     if step.loss_there:
-        there = batch.target.device
-        return loss_of(batch.always.to(there), y.to(there), batch.target)
+        device = batch.target.device
+        return loss_of(batch.always.to(device), y.to(device), batch.target)
     return loss_of(batch.always, y, batch.target.to(y.device))
 
 
 def _two_users(
     step: Step, batch: Batch, forward: Callable[[], Any], whole: Callable[[], Any], at_once: bool
 ) -> None:
-    """One does a whole step, the other by autograd, on a thread of his own."""
+    """Lets one user take a whole step and another, on a new thread, call the pipe and backward."""
     errors: list[BaseException] = []
 
     def other() -> None:
         try:
             with of_thread(step):
                 _loss_of_call(step, batch, forward()).backward()
-        except BaseException as error:  # noqa: B036  raised by the first
+        except BaseException as error:  # noqa: B036  raised on the first user's thread
             errors.append(error)
 
     thread = threading.Thread(target=other)
@@ -150,31 +155,31 @@ def _two_users(
 
 
 def loss_of(always: Tensor, output: Any, target: Tensor) -> Tensor:
-    """Sum over micro-batches, so that their number does not matter."""
+    """Computes a sum over the rows, so that the number of micro-batches does not matter."""
     y: Tensor = output["y"] if isinstance(output, dict) else output
     return (y.to(target.dtype) * target).square().sum() * always
 
 
 def count_of(target: Tensor) -> Tensor:
-    """Micro-batches of one size differ in it."""
+    """Returns the loss's count, which differs between micro-batches of equal size."""
     return len(target) + (target[:, 0] > 0).sum()
 
 
 def loss_with_count(always: Tensor, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, and what it is to be divided by."""
+    """Returns the loss and the count to divide it by."""
     return loss_of(always, output, target), count_of(target)
 
 
 @functools.cache
 def own_streams() -> list[torch.cuda.Stream]:
-    """The user's own streams, one for each device."""
+    """Creates the user's own streams, one for each device."""
     make: Any = torch.cuda.Stream
     return [make(device) for device in range(GPUS)]
 
 
 @contextlib.contextmanager
 def circumstances(step: Step) -> Iterator[None]:
-    """The user's current device and streams, ordered with what he does before and behind."""
+    """Sets the user's current device and streams, ordered with the work before and after."""
     pairs = [(own, torch.cuda.current_stream(own.device)) for own in own_streams()]
     if step.streams:
         for own, other in pairs:
@@ -188,7 +193,7 @@ def circumstances(step: Step) -> Iterator[None]:
 
 @contextlib.contextmanager
 def of_thread(step: Step) -> Iterator[None]:
-    """The current device and streams, for one thread."""
+    """Sets the current device and streams of this thread."""
     with contextlib.ExitStack() as stack:
         for own in own_streams() if step.streams else ():
             stack.enter_context(torch.cuda.stream(own))
@@ -205,7 +210,7 @@ def take(
     before_backward: Callable[[], object],
     at_once: bool = False,
 ) -> None:
-    """The forward and backward of a step: ``forward`` one by one, or ``whole`` does both."""
+    """Takes a step: either ``forward`` and then a backward, or ``whole``, which does both."""
     if step.how in ("no_grad", "inference", "evaluation"):
         with torch.inference_mode() if step.how == "inference" else torch.no_grad():
             y = forward()
@@ -245,14 +250,14 @@ def _by_autograd(
             losses[0] = losses[0] + gradient.square().sum().to(losses[0].device)
     if step.how == "twice":
         losses[0].backward(retain_graph=True)
-    while losses:  # the second call's first
+    while losses:  # the second call's loss first
         losses.pop().backward()
 
 
 def clear_up(
     step: Step, module: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch
 ) -> None:
-    """What the user does after a step, in his order."""
+    """Performs the user's actions after a step, in the step's order."""
     actions: dict[str, Callable[[], object]] = {
         "refill": batch.overwrite,
         "step": optimizer.step,
@@ -265,7 +270,7 @@ def clear_up(
 
 
 def allocate() -> None:
-    """Take memory on every device and write to it: that of what has just been dropped."""
+    """Allocates memory on every device, which was just freed, and writes to it."""
     for device in range(GPUS):
         for size in (1, 3, 9, 12, 24):
             torch.full((size,), float("nan"), dtype=torch.float64, device=f"cuda:{device}")

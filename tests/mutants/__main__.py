@@ -1,6 +1,6 @@
-"""``python -m tests.mutants``: take out one wait after the other, and see who notices.
+"""``python -m tests.mutants`` removes one wait after the other, and shows which test notices.
 
-With ``--breakages``: break one thing after the other that has nothing to do with GPUs.
+With ``--breakages`` it breaks one thing after the other that has nothing to do with GPUs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.mutants.trial import Tree, Verdict
 
 
 class Table(NamedTuple):
-    """What is tried, against what, and how it is printed."""
+    """A list of mutants, the tests to try them against, and the format of the output."""
 
     mutants: Sequence[Mutant]
     suite: Suite
@@ -43,24 +43,23 @@ OF_BREAKAGES = Table(BREAKAGES, ORDINARY, HEADER_OF_BREAKAGES, row_of_breakage)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try the mutants and print the table; 1 if one survives."""
+    """Tries the mutants and prints the table; returns 1 if one survives."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument(
         "--breakages", action="store_true",
-        help="break what is not about GPUs, and run the tests without simulated ones",
+        help="break things that are not about GPUs, and run the tests without simulated GPUs",
     )  # fmt: skip
     parser.add_argument("--jobs", type=int, default=1, help="how many at once (default: 1)")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these alone; see --list")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these; see --list")
     parser.add_argument("--list", action="store_true", help="print their names, and try none")
     parser.add_argument(
         "--stages", type=int, default=3, choices=(1, 2, 3),
-        help="how far to go with one that survives: 1 runs the tests made for mutants, 2 others "
-        "that look at streams, 3 all tests (default); of breakages, 1 runs the tests that are "
-        "expected to notice, 2 all",
+        help="the last stage to run: 1 the tests made for mutants, 2 others that look at streams, "
+        "3 all tests (default); of breakages: 1 the tests that are expected to notice, 2 all",
     )  # fmt: skip
-    parser.add_argument("--tests", nargs="+", help="run these instead")
+    parser.add_argument("--tests", nargs="+", help="run these tests instead")
     parser.add_argument(
-        "--once", action="store_true", help="believe a test that fails, without a second look"
+        "--once", action="store_true", help="trust a failing test without running it again"
     )
     options = parser.parse_args(arguments)
     table = OF_BREAKAGES if options.breakages else OF_WAITS
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _verdicts(
     mutants: Sequence[Mutant], jobs: int, suite: Suite, once: bool
 ) -> Iterator[Verdict]:
-    """In the order of ``mutants``."""
+    """Tries the mutants, ``jobs`` at once; yields the verdicts in the order of ``mutants``."""
     trees: SimpleQueue[Tree] = SimpleQueue()
 
     def try_out(mutant: Mutant) -> Verdict:

@@ -1,4 +1,4 @@
-"""A mutant as data: a piece of one file, and its replacement."""
+"""Defines a mutant as data: a piece of one file, and its replacement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["ROOT", "Mutant", "Span"]
 ROOT = Path(__file__).parents[2]
 
 Span = tuple[int, int]
-"""Where something begins and ends in the text of a file."""
+"""The begin and end of a piece of a file's text."""
 
 
 class Mutant(NamedTuple):
@@ -19,24 +19,24 @@ class Mutant(NamedTuple):
     name: str
     """Short and unique."""
     file: str
-    """As seen from the root of the repository."""
+    """The path from the root of the repository."""
     what: str
-    """What is taken out, in words."""
+    """A description of the removed part, or for a breakage, of the effect."""
     text: str
-    """Occurs in the file exactly once."""
+    """The piece to replace, which occurs in the file exactly once."""
     instead: str
     tests: tuple[str, ...] = ()
-    """The files of tests that are expected to notice it. Mutants of waits have no such list."""
+    """The test files that are expected to notice it. Mutants of waits have no such list."""
 
     def source(self, root: Path = ROOT) -> str:
-        """The file as it is."""
+        """Returns the text of the unchanged file."""
         return (root / self.file).read_text()
 
     def mutated(self, root: Path = ROOT) -> str:
-        """The file as the mutant has it.
+        """Returns the text of the changed file.
 
         Raises:
-            ValueError: the text is not there, or there several times.
+            ValueError: the piece does not occur in the file exactly once.
         """
         source = self.source(root)
         if source.count(self.text) != 1:
@@ -47,7 +47,7 @@ class Mutant(NamedTuple):
         return source.replace(self.text, self.instead)
 
     def changed(self, root: Path = ROOT) -> Span:
-        """The part of the file that the mutant does away with; what is around it stays."""
+        """Returns the span of the file that really differs, without common text at both ends."""
         begin = self.source(root).index(self.text)
         before = _common(self.text, self.instead)
         after = _common(self.text[before:][::-1], self.instead[before:][::-1])
@@ -55,7 +55,7 @@ class Mutant(NamedTuple):
 
 
 def _common(one: str, other: str) -> int:
-    """How many characters both begin with."""
+    """Returns the length of the longest common prefix."""
     for k, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return k

@@ -1,4 +1,4 @@
-"""Mutants of the copies and waits of a model that runs its own ``forward``."""
+"""Lists mutants of the copies and waits of a model that runs its own ``forward``."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ STAGES = "pipert/driven/stages.py"
 
 MUTANTS = [
     Mutant(
-        "driver-on-first-device", JOURNEY, "the device of the partition is current on its driver",
+        "driver-on-first-device", JOURNEY, "the partition's device as its driver's current one",
         "torch.cuda.set_device(stage.place.device)", "pass",
     ),
     Mutant(
         "moved-not-after-end", MOVING,
-        "the copy stream waits for what a partition has computed when it ends",
+        "the copy stream's wait, at a partition's end, for its computation",
         "self._stage.ends.copies.let_others_copy(self._i)", "pass",
     ),
     Mutant(
-        "inputs-not-after-copy", MOVING, "a first partition waits for the copies of its inputs",
+        "inputs-not-after-copy", MOVING, "a first partition's wait for the copies of its inputs",
         "self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))",
         "self._stage.ends.copies.bring(self._i, x, None)[0]",
     ),
     Mutant(
-        "moved-not-after-copy", MOVING, "who has brought a tensor waits for the copy",
+        "moved-not-after-copy", MOVING,
+        "the wait for the copy by the partition that moves a tensor",
         "self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))",
         "self._stage.ends.copies.bring(self._i, (tensor,), origin)[0]",
     ),
     Mutant(
-        "moved-waits-backwards", MOVING, "compute waits for the copy: the copy for compute instead",
+        "moved-waits-backwards", MOVING,
+        "compute's wait for the copy: the copy waits for compute instead",
         "transport.wait(self._i, value, compute, copied)",
         "transport.wait(self._i, value, copied, compute)",
     ),
     Mutant(
-        "moved-waits-on-default", MOVING, "the stream that the partition computes on",
+        "moved-waits-on-default", MOVING, "the stream on which the partition computes",
         "compute = streams.compute_stream(self._stage.place.device)\n",
         "compute = torch.cuda.default_stream(self._stage.place.device)\n",
     ),
     Mutant(
         "made-elsewhere-not-waited-for", MOVING,
-        "a copy waits for what was made on another device in the same partition",
+        "a copy's wait for a tensor that the same partition made on another device",
         "streams.wait(source, streams.compute_stream(tensor.device))", "pass",
     ),
     Mutant(
@@ -50,7 +52,7 @@ MUTANTS = [
         "source = self._run.streams.get(tensor.device, self._i + 1)",
     ),
     Mutant(
-        "gradient-not-after-copy", MOVING, "a partition waits for the gradient of what was moved",
+        "gradient-not-after-copy", MOVING, "a partition's wait for the gradient of a moved tensor",
         "(tensor,) = transfer.wait_back((tensor,), copying, compute)", "pass",
     ),
     Mutant(
@@ -65,7 +67,7 @@ MUTANTS = [
     ),
     Mutant(
         "driven-gradients-not-after-backward", STAGES,
-        "in a step the copy of a gradient waits for what has computed it",
+        "in a step, the wait of a gradient's copy for its computation",
         "cut.let_others_copy(i)", "pass",
     ),
 ]

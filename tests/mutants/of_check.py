@@ -1,4 +1,4 @@
-"""Mutants of ``python -m pipert check``: what it measures a machine by."""
+"""Lists mutants of the measurements in ``python -m pipert check``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MUTANTS = [
         "check-not-stamped", LOAD, "the event's place in a stream", _RECORD, "(",
     ),
     Mutant(
-        "check-stamps-current-device", LOAD, "the device that an event is of",
+        "check-stamps-current-device", LOAD, "the device of an event",
         _RECORD, "torch.cuda.current_stream().record_event(",
     ),
     Mutant(
-        "check-while-busy", WAYS, "times begin and end when devices are idle",
+        "check-while-busy", WAYS, "waiting until devices are idle before times begin and end",
         "torch.cuda.synchronize(device)", "pass",
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Breakages of what all else stands on: queues, workers, graph nodes, scatter and gather."""
+"""Lists breakages of the foundations: queues, workers, graph nodes, scatter and gather."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ STAGE = "pipert/stage/stage.py"
 OF_THREADS = [
     Mutant(
         "queue-loses-an-item", QUEUE,
-        "an item that is put while the queue is closed is neither received nor returned nor "
-        "refused (Q1)",
+        "an item put while the queue closes is neither received nor returned nor refused (Q1)",
         "if self._closed and cell.take() is not None:", "if False:",
         ("tests/queues/test_closable.py",),
     ),
     Mutant(
         "latch-opens-by-itself", LATCH,
-        "whoever waited for an arrival for as long as was allowed is told that all have arrived",
+        "a waiter whose time limit for an arrival has passed is told that all have arrived",
         "self._gate.release()\n        return self._open",
         "self._gate.release()\n        return True",
         ("tests/queues/test_latch.py",),
     ),
     Mutant(
         "close-joins-nobody", POOL,
-        "`close` returns while threads are still at work (P2)",
+        "`close` returns while threads are still working (P2)",
         "if not join:", "if True:",
         ("tests/workers/test_pool.py",),
     ),
     Mutant(
         "turn-never-released", TURN,
-        "a worker that gives its turn up keeps the lock: the others wait for it in vain",
+        "a worker that gives up its turn keeps the lock, so the others wait for it in vain",
         "            self._held_since = None\n            self._lock.release()", "            pass",
         ("tests/workers/test_turn.py",),
     ),
     Mutant(
         "locks-stay-locked-in-a-child", LOCK,
-        "a child that is forked while a thread holds a lock of the process waits for it for ever "
+        "a child forked while a thread holds a lock of the process waits for that lock forever "
         "(P5)",
         "os.register_at_fork(after_in_child=self._renew)", "pass",
         ("tests/test_fork.py",),
@@ -60,26 +59,26 @@ OF_GRAPHS = [
     ),
     Mutant(
         "tasks-take-no-turns", ORDER,
-        "what partitions add to one gradient is summed in the order of numbers that workers count "
-        "up for themselves, another one in each call",
+        "partitions' contributions to a shared gradient are summed in the order of numbers that "
+        "each worker counts separately, which differs from call to call",
         "ctx._set_sequence_nr(turn)", "pass",
         ("tests/contract/test_order_of_sums.py",),
     ),
     Mutant(
         "inputs-changed-unnoticed", "pipert/autograd/again.py",
-        "an input that was modified between forward and recomputation is recomputed from",
+        "an input modified between forward and recomputation is used for the recomputation",
         "if version(tensor) != before:", "if False:",
         ("tests/autograd/test_checkpoint.py",),
     ),
     Mutant(
         "inputs-not-cloned", "pipert/autograd/again.py",
-        "a checkpointed partition gets its input itself, which a first layer may change in place",
+        "a checkpointed partition gets the input itself, which a first layer may change in place",
         "given.append(tensor.clone())", "given.append(tensor)",
         ("tests/autograd/test_checkpoint.py",),
     ),
     Mutant(
         "saved-stays", CHECKPOINT,
-        "what was read keeps its activation for as long as the graph lives",
+        "a saved activation that was read lives as long as the graph",
         "self._saved.pop(number)", "self._saved[number]",
         ("tests/autograd/test_checkpoint.py",),
     ),
@@ -101,25 +100,26 @@ OF_BATCHES = [
     ),
     Mutant(
         "replicated-is-split", BATCH,
-        "what is wrapped in Replicate is split like everything else",
+        "a value wrapped in Replicate is split like any other",
         "return [leaf.value] * len(sizes)", "return _split(leaf.value, sizes)",
         ("tests/test_microbatch.py",),
     ),
     Mutant(
         "rows-hidden-deeper-unseen", HIDDEN,
-        "rows two objects deep go whole to each micro-batch",
+        "rows nested two objects deep go whole to each micro-batch",
         "left.append((path + name, part))", "pass",
         ("tests/test_hidden.py",),
     ),
     Mutant(
         "rows-of-outputs-unchecked", JOINING,
-        "outputs whose rows are another dimension are concatenated",
+        "outputs whose rows are in another dimension are concatenated",
         "if rest or rows !=", "if rest and rows !=",
         ("tests/test_hidden.py",),
     ),
     Mutant(
         "overlap-not-handed-on", STAGE,
-        "of a base and its view, which a partition only hands on, the next may change one",
+        "if a partition only passes on a base and its view, the next partition may change one "
+        "without the other",
         "self.run.handed_on[i, self.place.j + 1] = shared", "pass",
         ("tests/contract/test_shared_memory.py",),
     ),

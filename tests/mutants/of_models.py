@@ -1,4 +1,4 @@
-"""Breakages of what concerns users' models: skips, layers, placing, balancing, and measuring."""
+"""Lists breakages around users' models: skips, layers, placing, balancing, and measuring."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ SPLIT, DEVICES = "pipert/model/split.py", "pipert/model/devices.py"
 OF_SKIPS = [
     Mutant(
         "skip-for-the-first-alone", ROUTES,
-        "a skip that several partitions pop is sent to the first of them alone",
+        "a skip that several partitions pop is sent only to the first of them",
         "for k in sorted(pops[key]) if k != j]", "for k in sorted({*pops[key]} - {j})[:1]]",
         ("tests/skip/test_routes.py",),
     ),
     Mutant(
         "skips-not-cleared", STORE,
-        "what a task's layers have stashed and nobody has popped stays with whoever has its "
-        "context",
+        "skips that a task stashed and nothing popped stay in the context in which it ran",
         "        self._values.clear()", "        pass",
         ("tests/skip/test_store.py",),
     ),
     Mutant(
         "skip-changed-unnoticed", STORE,
-        "a skip that was modified in place since it was stashed is popped all the same",
+        "a skip modified in place after it was stashed is popped all the same",
         "if _versions(self._tensors) != self._versions:", "if False:",
         ("tests/skip/test_store.py",),
     ),
@@ -36,20 +35,20 @@ OF_SKIPS = [
 OF_LAYERS = [
     Mutant(
         "recomputation-draws-others", RANDOM,
-        "a run draws its seed anew for each task, so that a recomputation draws other numbers "
-        "than its forward",
+        "a run draws a new seed for each task, so a recomputation draws other numbers than its "
+        "forward",
         "        if self._number is None:\n", "        if True:\n",
         ("tests/autograd/test_random.py",),
     ),
     Mutant(
         "generator-not-moved", RANDOM,
-        "a run leaves the caller's generator alone, so that the next one draws the same numbers",
+        "a run does not advance the caller's generator, so the next run draws the same numbers",
         "            _draw(self._generator())\n", "",
         ("tests/autograd/test_random.py",),
     ),
     Mutant(
         "statistics-updated-again", BUFFERS,
-        "a recomputation updates running statistics for a second time",
+        "a recomputation updates running statistics a second time",
         "x.clone() if k in places and x is not None else x", "x",
         ("tests/layers/test_draws_of_all_kinds.py",),
     ),
@@ -61,7 +60,7 @@ OF_LAYERS = [
     ),
     Mutant(
         "shortcut-taken-for-compiled", "pipert/layers/intercepted.py",
-        "a BatchNorm layer that is being recomputed is taken for one that torch.compile made",
+        "a BatchNorm layer that is being recomputed counts as one that torch.compile made",
         "isinstance(found, Calls | Shortcut)", "isinstance(found, Calls)",
         ("tests/contract/test_norms_again.py",),
     ),
@@ -79,13 +78,14 @@ OF_LAYERS = [
     ),
     Mutant(
         "copy-not-handed-on", TIED,
-        "a layer that passes a borrowed weight as a keyword gets it from the other device",
+        "a layer that passes a borrowed weight as a keyword argument passes the one on the other "
+        "device",
         "**self._swap(kwargs or {})", "**(kwargs or {})",
         ("tests/test_tied.py",),
     ),
     Mutant(
         "variance-within-alone", NORM,
-        "deferred running variance is pooled without what the means of micro-batches differ by",
+        "the deferred running variance leaves out the variance between the means of micro-batches",
         " + (note.mean - mean) ** 2 * note.rows", "",
         ("tests/test_batchnorm.py",),
     ),
@@ -94,13 +94,14 @@ OF_LAYERS = [
 OF_MODELS = [
     Mutant(
         "layers-left-over", SPLIT,
-        "a balance that adds up to less than the layers is accepted, and the last ones never run",
+        "a balance that sums to less than the number of layers is accepted, and the last layers "
+        "never run",
         "if sum(balance) != layers:", "if sum(balance) > layers:",
         ("tests/test_partition.py",),
     ),
     Mutant(
         "one-cpu-worker", DEVICES,
-        "all 'cpu' entries of devices share one worker, so that nothing runs at the same time",
+        "all 'cpu' entries of devices share one worker, so nothing runs concurrently",
         'object() if device == torch.device("cpu") else device for device', "device for device",
         ("tests/test_device.py",),
     ),
@@ -112,7 +113,8 @@ OF_MODELS = [
     ),
     Mutant(
         "containers-are-layers", "pipert/model/cuts.py",
-        "a list of layers that is never called counts as one, and its elements live nowhere",
+        "a list of layers that is never called counts as a layer, and its elements are placed "
+        "nowhere",
         "        if is_called(module) and not _has_inside", "        if not _has_inside",
         ("tests/model/test_cuts.py",),
     ),
@@ -127,20 +129,21 @@ OF_MEASURES = [
     ),
     Mutant(
         "back-to-other-layers", "pipert/balance/call_times.py",
-        "a layer that uses what another has kept goes back through that one, too, and fails",
+        "the backward of a layer that uses what another layer has kept goes on through that layer, "
+        "too, and fails",
         "torch.autograd.grad(roots, wanted, ones, allow_unused=True)",
         "torch.autograd.backward(roots, ones)",
         ("tests/balance/test_call_times.py",),
     ),
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",
-        "the search for a balance ends at one that is not the best",
+        "the search for a balance ends before it has found the best one",
         "            refused.append(block)\n", "",
         ("tests/balance/test_by_cost.py",),
     ),
     Mutant(
         "inner-interval-cuts", "pipert/timeline/intervals.py",
-        "a device counts as idle after a short task inside of a longer one",
+        "a device counts as idle after a short task inside a longer one",
         "max(end, merged[-1][1])", "end",
         ("tests/timeline/test_report.py",),
     ),
@@ -152,7 +155,7 @@ OF_MEASURES = [
     ),
     Mutant(
         "note-hides-the-error", "pipert/errors.py",
-        "an error whose note cannot be made is replaced by that which making it raised",
+        "if the note of an error cannot be made, the error from making it replaces the first one",
         "    except Exception:\n", "    except ZeroDivisionError:\n",
         ("tests/faults/test_hooks.py",),
     ),

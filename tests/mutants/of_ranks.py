@@ -1,4 +1,4 @@
-"""Breakages of a pipe over several processes."""
+"""Lists breakages of a pipe over several processes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ AGREEMENT, RUNTIME = "pipert/distributed/agreement.py", "pipert/distributed/runt
 BREAKAGES = [
     Mutant(
         "padding-of-the-next", BOUNDARY,
-        "of a ragged micro-batch what fills it up is taken for its values",
+        "the padding of a ragged micro-batch counts as values",
         "tensor[: prod(shape)].view(shape)", "tensor[-prod(shape) :].view(shape)", EQUALITY,
     ),
     Mutant(
         "tied-gradient-of-one-rank", GRADIENTS,
-        "a rank's copy of a shared parameter gets this rank's gradient alone",
+        "a rank's copy of a shared parameter gets only this rank's gradient",
         "dist.all_reduce(parameter.grad, group=group)", "pass", FEATURES,
     ),
     Mutant(
         "accumulated-gradient-dropped", GRADIENTS,
-        "what a parameter's gradient was before the mini-batch is lost",
+        "a parameter's gradient from before the mini-batch is lost",
         "leaf.grad = before.add_(new.mul_(factor))", "new.mul_(factor)", EQUALITY,
     ),
     Mutant(
         "meeting-updates-statistics", MEETING,
-        "the micro-batch that is passed first to see shapes moves running statistics",
+        "the micro-batch that is passed first to find shapes moves running statistics",
         "with _buffers_kept(module), unsynchronized", "with unsynchronized", FEATURES,
     ),
     Mutant(
@@ -44,70 +44,72 @@ BREAKAGES = [
     ),
     Mutant(
         "next-mini-batch-in-the-outputs", PREPARED,
-        "outputs that are what has arrived are overwritten by the next mini-batch",
+        "outputs that are received tensors are overwritten by the next mini-batch",
         "                _renew(arrived)", "                pass", EQUALITY,
     ),
     Mutant(
         "split-where-weights-are-lost", "pipert/distributed/halves.py",
-        "weights that are on no way from an input get no gradient, or a part, where B is split",
+        "if B is split, weights that no input leads to get no gradient, or a part of it",
         "return root in between and _has_one_branch_point_each(between)", "return True",
         ("tests/distributed/test_split_backward.py",),
     ),
     Mutant(
         "change-of-one-of-two-views", STAGES,
-        "what shared memory with another tensor is changed in place, and the other is not",
+        "a tensor that shared memory with another is changed in place, and the other does not "
+        "change",
         "shared = self.arriving.shared(i)", "pass", FAULTS,
     ),
     Mutant(
         "another-call-taken-for-this", AGREEMENT,
-        "a rank that calls grad_norm() alone is taken to begin the mini-batch of the others",
+        "a rank that alone calls grad_norm() seems to begin the other ranks' mini-batch",
         'self.require_same("call", [begun for begun, _, _ in reports])', "pass", FAULTS,
     ),
     Mutant(
         "arriving-leaf-changed-in-place", STAGES,
-        "a first layer that works in place gets the leaf that arrived",
+        "a first layer that works in place gets the received leaf",
         "return rebuild(order.join(order.ENTRANCE, *xs)) if xs else x", "return x", FEATURES,
     ),
     Mutant(
         "structure-of-the-first-time", BOUNDARY,
-        "what is no tensor, or comes twice, is what it was when the ranks met the shape",
+        "values that are not tensors, and which tensors occur twice, stay as they were when the "
+        "ranks first met the shape",
         "if not _equal(_frame(value), self._frames[kind]):", "if False:", FAULTS,
     ),
     Mutant(
         "consequence-told", AGREEMENT,
-        "a rank that fails on what another has failed to send raises its own error",
+        "a rank that fails because another failed to send raises its own error",
         "and failure.place == first.place", "", FAULTS,
     ),
     Mutant(
         "group-of-30-minutes", "pipert/distributed/groups.py",
-        "ranks wait for one that does not answer for as long as torch's groups do by default",
+        "ranks wait for one that does not answer as long as torch's groups do by default",
         "list(ranks), store.timeout, backend,", "list(ranks), None, backend,", FAULTS,
     ),
     Mutant(
         "gradient-in-the-bucket", GRADIENTS,
-        "what is put aside is memory of a bucket of DDP, which the mini-batch overwrites",
+        "a gradient put aside is memory of a DDP bucket, which the mini-batch overwrites",
         "dx.clone() if are_views and dx is not None else dx", "dx", REPLICAS,
     ),
     Mutant(
         "kinds-of-one-replica", PREPARED,
-        "replicas meet other micro-batches, and wait for each other's collectives",
+        "replicas meet different micro-batches, and wait for each other's collectives",
         "for each in signatures for one in each", "for each in [mine] for one in each", REPLICAS,
     ),
     Mutant(
         "forward-drops-gradients", RUNTIME,
-        "an evaluation loses the gradients that sharded parameters have",
+        "an evaluation loses the gradients of sharded parameters",
         "gradients = Gradients(list(dict.fromkeys(parameters)), is_step",
         "gradients = Gradients(list(dict.fromkeys(parameters)) if is_step else [], is_step",
         REPLICAS,
     ),
     Mutant(
         "skip-not-passed-on", ROUTES,
-        "a skip does not leave the partitions that it only passes",
+        "a skip does not leave the partitions that it only passes through",
         "if first[key] <= j < last[key]", "if first[key] == j < last[key]", FEATURES,
     ),
     Mutant(
         "seed-of-each-rank", NUMBERS,
-        "ranks other than the first forget the seed that was agreed on",
+        "ranks other than the first forget the agreed seed",
         "self._number = number\n\n    def forget(self) -> None:",
         "pass\n\n    def forget(self) -> None:", FEATURES,
     ),

@@ -1,6 +1,6 @@
-"""Mutants of a recording: its events, the streams that they are put into, and who waits for them.
+"""Lists mutants of a recording: its events, their streams, and the waits for them.
 
-Nothing but what is recorded depends on these, so nothing but times can tell.
+Only the recording depends on these, so only recorded times can show them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _RECORD = "event.record(stream or torch.cuda.current_stream(device))"
 MUTANTS = [
     Mutant("not-stamped", STAMP, "the event's place in a stream", _RECORD, "pass"),
     Mutant(
-        "stamped-on-current", STAMP, "the stream that a moment is of",
+        "stamped-on-current", STAMP, "the stream of a moment",
         _RECORD, "event.record(torch.cuda.current_stream(device))",
     ),
     Mutant(
-        "stamped-on-current-device", STAMP, "the device that a moment is of",
+        "stamped-on-current-device", STAMP, "the device of a moment",
         _RECORD, "event.record(stream or torch.cuda.current_stream())",
     ),
     Mutant(
@@ -30,58 +30,58 @@ MUTANTS = [
         "torch.cuda.Event(enable_timing=True)", "torch.cuda.Event()",
     ),
     Mutant(
-        "origin-by-its-own-clock", STAMP, "the time of the device in a date: that of the process",
+        "origin-by-its-own-clock", STAMP, "the device's time in a date: the process's instead",
         "milliseconds: float = event.elapsed_time(moment)", "milliseconds = 0.0",
     ),
     Mutant(
-        "origin-while-busy", STAMP, "the beginning waits until devices are idle",
+        "origin-while-busy", STAMP, "the beginning's wait until devices are idle",
         "torch.cuda.synchronize(device)", "pass",
     ),
     Mutant(
-        "origin-not-awaited", STAMP, "the beginning waits for its event",
+        "origin-not-awaited", STAMP, "the beginning's wait for its event",
         "event.synchronize()", "pass",
     ),
     Mutant(
-        "moment-not-awaited", STAMP, "dating waits for the event",
+        "moment-not-awaited", STAMP, "the wait for an event before it is dated",
         "moment.synchronize()", "pass",
     ),
     Mutant(
-        "begin-on-current", RECORDER, "the stream that a span begins on",
+        "begin-on-current", RECORDER, "the stream on which a span begins",
         "stamp(clock, on) if", "stamp(clock) if",
     ),
     Mutant(
-        "end-on-current", RECORDER, "the stream that a span ends on",
+        "end-on-current", RECORDER, "the stream on which a span ends",
         "span.end = stamp(span.clock, on)", "span.end = stamp(span.clock)",
     ),
     Mutant(
-        "during-ends-on-current", RECORDER, "the stream that a span around a block ends on",
+        "during-ends-on-current", RECORDER, "the stream on which a span around a block ends",
         "raise\n        self.end(span, on)", "raise\n        self.end(span)",
     ),
     Mutant(
-        "during-begins-on-current", RECORDER, "the stream that a span around a block begins on",
+        "during-begins-on-current", RECORDER, "the stream on which a span around a block begins",
         "span = self.begin(kind, i, j, device, clock, on)\n        try",
         "span = self.begin(kind, i, j, device, clock)\n        try",
     ),
     Mutant(
-        "node-ends-on-current", BACKWARD, "the stream that a node's span ends on",
+        "node-ends-on-current", BACKWARD, "the stream on which a node's span ends",
         "span.end = stamp(span.clock, on)", "span.end = stamp(span.clock)",
     ),
     Mutant(
-        "copy-stamped-on-current", STAGE, "the stream that a copy is stamped on",
+        "copy-stamped-on-current", STAGE, "the stream on which a copy is stamped",
         "with self._recorder.during(COPY, i, j, device, clock, on) as span",
         "with self._recorder.during(COPY, i, j, device, clock) as span",
     ),
     Mutant(
-        "gradient-begins-on-current", STAGE, "the stream that a gradient's copy begins on",
+        "gradient-begins-on-current", STAGE, "the stream on which a gradient's copy begins",
         "self._recorder.begin(COPY, i, to, home, clock_back, on_back)",
         "self._recorder.begin(COPY, i, to, home, clock_back, None)",
     ),
     Mutant(
-        "gradient-ends-on-current", STAGE, "the stream that a gradient's copy ends on",
+        "gradient-ends-on-current", STAGE, "the stream on which a gradient's copy ends",
         "watch_node(moved, begin_gradient, on_back)", "watch_node(moved, begin_gradient, None)",
     ),
     Mutant(
-        "copy-stamped-at-target", STAGE, "the device that is read, whose clock a copy has",
+        "copy-stamped-at-target", STAGE, "the source device, whose clock times a copy",
         "for device, on in (source, target):", "for device, on in (target, source):",
     ),
     Mutant(
@@ -101,7 +101,7 @@ MUTANTS = [
         "                return self._transport.wait",
     ),
     Mutant(
-        "compute-unknown", STAGE, "the compute stream, by which a wait is known",
+        "compute-unknown", STAGE, "the compute stream that identifies a wait",
         "compute = streams.compute_stream(self._place.device)", "compute = None",
     ),
     Mutant(
@@ -155,21 +155,22 @@ MUTANTS = [
         "event = stamp(device)", 'event = stamp(torch.device("cuda", 0))',
     ),
     Mutant(
-        "recorded-wait-lost", STAGE, "the wait itself, where it is recorded",
+        "recorded-wait-lost", STAGE, "the wait itself, if it is recorded",
         "return self._transport.wait(i, x, waiter, awaited)\n        y", "return x\n        y",
     ),
     Mutant(
-        "recorded-copy-swapped", STAGE, "source and target of a copy that is recorded: swapped",
+        "recorded-copy-swapped", STAGE, "source and target of a recorded copy: swapped",
         "moved = self._transport.copy(i, tensors, source, target, origin)",
         "moved = self._transport.copy(i, tensors, target, source, origin)",
     ),
     Mutant(
-        "gradient-begins-by-the-process", STAGE, "the clock that a gradient's copy begins by",
+        "gradient-begins-by-the-process", STAGE,
+        "the device's clock for the begin of a gradient's copy",
         "self._recorder.begin(COPY, i, to, home, clock_back, on_back)",
         "self._recorder.begin(COPY, i, to, home, _CPU)",
     ),
     Mutant(
-        "unrecorded-wait-lost", STAGE, "the wait itself, where its backward is recorded",
+        "unrecorded-wait-lost", STAGE, "the wait itself, if its backward is recorded",
         "y = self._transport.wait(i, x, waiter, awaited)", "y = x",
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mutants of the stages: of what each asks of streams, in a call and in a step."""
+"""Lists mutants of the stages' use of streams, in a call and in a step."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ _LET_COPY = "streams.wait(self.stream(i), streams.compute_stream(self._device))"
 
 OF_COPIES = [
     Mutant(
-        "skips-are-not-copied", COPIES, "the copy's wait where only a skip is copied from",
+        "skips-are-not-copied", COPIES, "the copy's wait if only a skip is copied from the device",
         _READERS, "readers = [*range(len(run.devices))[j + 1 : j + 2]]",
     ),
     Mutant(
-        "values-are-not-copied", COPIES, "the copy's wait where only the value is copied from",
+        "values-are-not-copied", COPIES,
+        "the copy's wait if only the value is copied from the device",
         _READERS, "readers = [*(k for _, k in skips.leaving)]",
     ),
     Mutant(
@@ -48,15 +49,15 @@ OF_COPIES = [
         "return self._run.streams.get(self._device, i + 1)",
     ),
     Mutant(
-        "target-is-compute", COPIES, "the copy stream that values are written on",
+        "target-is-compute", COPIES, "the copy stream on which values are written",
         "target = self.stream(i)", "target = streams.compute_stream(home)",
     ),
     Mutant(
-        "source-is-compute", COPIES, "the copy stream that values are read on",
+        "source-is-compute", COPIES, "the copy stream on which values are read",
         "source = self._run.streams.get(device, i)", "source = streams.compute_stream(device)",
     ),
     Mutant(
-        "read-and-not-noted", COPIES, "the note of what is read of the caller's",
+        "read-and-not-noted", COPIES, "the note of which of the caller's tensors are read",
         "self._run.sources[device, i] = source", "pass",
     ),
     Mutant(
@@ -81,12 +82,12 @@ OF_COPIES = [
         "tuple(skips)), copied or target", "tuple(skips)), copied",
     ),
     Mutant(
-        "arguments-not-awaited", COPIES, "the copy of arguments waits for the caller",
+        "arguments-not-awaited", COPIES, "the wait of the arguments' copy for the caller",
         "moving = self.transport.wait(i, moving, source, compute)", "pass",
     ),
     Mutant(
         "arguments-await-own-device", COPIES,
-        "the device of the arguments, whose caller is awaited",
+        "the arguments' device, on which the caller is waited for",
         "compute = streams.compute_stream(device)", "compute = streams.compute_stream(home)",
     ),
     Mutant(
@@ -101,7 +102,7 @@ OF_COPIES = [
         "moved = self.transport.copy(i, moving, target, source, origin)",
     ),
     Mutant(
-        "step-copy-not-after-compute", COPIES, "copies of a step wait for compute",
+        "step-copy-not-after-compute", COPIES, "the wait of a step's copies for compute",
         _LET_COPY, "pass",
     ),
     Mutant(
@@ -110,28 +111,28 @@ OF_COPIES = [
     ),
     Mutant(
         "step-copy-of-another-waits", COPIES,
-        "the copy stream of this micro-batch, to wait for compute",
+        "the copy stream of this micro-batch, which waits for compute",
         _LET_COPY, "streams.wait(self.stream(i + 1), streams.compute_stream(self._device))",
     ),
     Mutant(
         "step-outputs-are-not-copied", COPIES,
-        "the copy's wait where only outputs are copied from",
+        "the copy's wait if only outputs are copied from the device",
         "if self.go_out or self.come_in:", "if self.come_in:",
     ),
     Mutant(
         "step-gradients-are-not-copied", COPIES,
-        "the copy's wait where only gradients are copied from",
+        "the copy's wait if only gradients are copied from the device",
         "if self.go_out or self.come_in:", "if self.go_out:",
     ),
 ]  # fmt: skip
 
 OF_CALLS = [
     Mutant(
-        "compute-not-after-copy", IN_GRAPH, "compute waits for the copies of a task's inputs",
+        "compute-not-after-copy", IN_GRAPH, "compute's wait for the copies of a task's inputs",
         "return x if copied is None else self._wait_for(i, copied, x)", "return x",
     ),
     Mutant(
-        "compute-not-after-weights", IN_GRAPH, "compute waits for copies of borrowed weights",
+        "compute-not-after-weights", IN_GRAPH, "compute's wait for copies of borrowed weights",
         "(copy,) = self._wait_for(i, copied, (copy,))", "pass",
     ),
     Mutant(
@@ -150,7 +151,7 @@ OF_CALLS = [
         "i, x, copied, streams.compute_stream(self._device))",
     ),
     Mutant(
-        "copy-not-after-compute", IN_GRAPH, "the copy of an output waits for compute",
+        "copy-not-after-compute", IN_GRAPH, "the wait of an output's copy for compute",
         _COPY_WAITS, "pass",
     ),
     Mutant(
@@ -161,11 +162,11 @@ OF_CALLS = [
     ),
     Mutant(
         "copy-of-another-waits", IN_GRAPH,
-        "the copy stream of this micro-batch, to wait for compute",
+        "the copy stream of this micro-batch, which waits for compute",
         "copying = self.copies.stream(i)", "copying = self.copies.stream(i + 1)",
     ),
     Mutant(
-        "no-wait-without-graph", COPIES, "waits for values that need no gradient",
+        "no-wait-without-graph", COPIES, "the waits for values that need no gradient",
         "                return rebuild(transfer.wait(xs, waiter, awaited))\n"
         "        streams.wait(waiter, awaited)\n",
         "                return rebuild(transfer.wait(xs, waiter, awaited))\n",
@@ -189,11 +190,11 @@ OF_CALLS = [
 
 OF_STEPS = [
     Mutant(
-        "step-not-after-weights", CUT, "compute waits for copies of borrowed weights",
+        "step-not-after-weights", CUT, "compute's wait for copies of borrowed weights",
         "streams.wait(streams.compute_stream(self._place.device), copied)", "pass",
     ),
     Mutant(
-        "step-input-not-after-copy", CUT, "compute waits for the copies of a task's inputs",
+        "step-input-not-after-copy", CUT, "compute's wait for the copies of a task's inputs",
         _INPUT_WAITS, "pass",
     ),
     Mutant(
@@ -203,15 +204,15 @@ OF_STEPS = [
         "i, x, copied, streams.compute_stream(self._place.device))",
     ),
     Mutant(
-        "loss-not-after-target", CUT, "the loss waits for the copy of the target",
+        "loss-not-after-target", CUT, "the loss's wait for the copy of the target",
         _LOSS_WAITS, "pass",
     ),
     Mutant(
-        "output-not-after-compute", CUT, "the copy of an output waits for compute",
+        "output-not-after-compute", CUT, "the wait of an output's copy for compute",
         "self.copies.let_others_copy(i)\n        ys, rebuild", "ys, rebuild",
     ),
     Mutant(
-        "backward-not-after-copy", CUT, "the backward waits for the copy of its gradient",
+        "backward-not-after-copy", CUT, "the backward's wait for the copy of its gradient",
         _GRADIENT_WAITS, "pass",
     ),
     Mutant(
@@ -221,11 +222,11 @@ OF_STEPS = [
         "i, moved, copied, streams.compute_stream(self._place.device))",
     ),
     Mutant(
-        "gradient-not-after-compute", BACKWARD, "the copy of a gradient waits for compute",
+        "gradient-not-after-compute", BACKWARD, "the wait of a gradient's copy for compute",
         "cut.let_others_copy(i)  # before the sums: the copy needs none of them", "pass",
     ),
     Mutant(
-        "step-no-wait", COPIES, "compute waits for copies: of values, targets and gradients",
+        "step-no-wait", COPIES, "compute's waits for copies: of values, targets and gradients",
         "-> Value:\n        streams.wait(waiter, awaited)\n", "-> Value:\n",
     ),
     Mutant(

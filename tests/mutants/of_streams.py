@@ -1,4 +1,4 @@
-"""Mutants of the streams, of the copies on them and of the waits in the graph."""
+"""Lists mutants of the streams, of the copies on them and of the waits in the graph."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _STREAMS = "with torch.cuda.stream(source), torch.cuda.stream(target):"
 
 MUTANTS = [
     Mutant(
-        "no-copy-streams", STREAM, "streams of their own for copies",
+        "no-copy-streams", STREAM, "the separate streams for copies",
         _OWN, "stream = torch.cuda.current_stream(device)",
     ),
     Mutant(
-        "copy-stream-elsewhere", STREAM, "the device that a copy stream is made on",
+        "copy-stream-elsewhere", STREAM, "the device on which a copy stream is made",
         _OWN, "stream = torch.cuda.Stream()",
     ),
     Mutant(
-        "one-copy-stream", STREAM, "a copy stream for each micro-batch",
+        "one-copy-stream", STREAM, "the separate copy stream of each micro-batch",
         "self._streams.get((device, i))", "self._streams.get((device, 0))",
     ),
     Mutant(
-        "compute-is-default", STREAM, "the caller's stream: computing is on the default one",
+        "compute-is-default", STREAM,
+        "the caller's stream for computation: the default one instead",
         "return torch.cuda.current_stream(device) if",
         "return torch.cuda.default_stream(device) if",
     ),
@@ -36,16 +37,17 @@ MUTANTS = [
         "if default(device) != default(device)",
     ),
     Mutant(
-        "copies-follow-nobody", STREAM, "copies of a run wait for the caller's streams",
+        "copies-follow-nobody", STREAM, "the wait of a run's copies for the caller's streams",
         "copying.wait_event(events[device])", "pass",
     ),
     Mutant(
-        "new-copy-stream-follows-nobody", STREAM, "a new copy stream waits for the caller's",
+        "new-copy-stream-follows-nobody", STREAM,
+        "the wait of a new copy stream for the caller's stream",
         "stream.wait_event(begun or torch.cuda.current_stream(device).record_event())", "pass",
     ),
     Mutant(
         "copies-follow-default-streams", STREAM,
-        "the caller's streams, which copies of a run wait for: default ones instead",
+        "the caller's streams that a run's copies wait for: default ones instead",
         "torch.cuda.current_stream(device).record_event() for",
         "torch.cuda.default_stream(device).record_event() for",
     ),
@@ -58,19 +60,19 @@ MUTANTS = [
         "waiter.wait_stream(awaited)", "awaited.wait_stream(waiter)",
     ),
     Mutant(
-        "copies-never-block", STREAM, "blocking from and to the CPU",
+        "copies-never-block", STREAM, "the blocking of copies from and to the CPU",
         "tensor.to(device)", "tensor.to(device, non_blocking=True)",
     ),
     Mutant(
-        "copy-not-on-source", STREAM, "the source's copy stream: read on the current one",
+        "copy-not-on-source", STREAM, "the source's copy stream: a copy reads on the current one",
         _STREAMS, "with torch.cuda.stream(target):",
     ),
     Mutant(
-        "copy-not-on-target", STREAM, "the target's copy stream: written on the current one",
+        "copy-not-on-target", STREAM, "the target's copy stream: a copy writes on the current one",
         _STREAMS, "with torch.cuda.stream(source):",
     ),
     Mutant(
-        "source-not-recorded", STREAM, "record_stream of what is copied",
+        "source-not-recorded", STREAM, "record_stream of a copied tensor",
         "_stored(tensor).record_stream(source)", "pass",
     ),
     Mutant(
@@ -86,7 +88,7 @@ MUTANTS = [
         "reader = reader or compute_stream(device)", "reader = reader or target",
     ),
     Mutant(
-        "shared-gradient-copied", TRANSFER, "memory of its own for a gradient that others add to",
+        "shared-gradient-copied", TRANSFER, "the separate memory for a gradient that others add to",
         "any(map(_is_shared, given))", "False",
     ),
     Mutant(
@@ -103,17 +105,17 @@ MUTANTS = [
         _BACK, "ctx.back = (home, source, target, streams.compute_stream(home))",
     ),
     Mutant(
-        "gradient-read-on-compute", TRANSFER, "the copy stream that a gradient is read on",
+        "gradient-read-on-compute", TRANSFER, "the copy stream on which a gradient is read",
         _BACK,
         "ctx.back = (home, streams.compute_stream(device), source, streams.compute_stream(home))",
     ),
     Mutant(
-        "gradient-written-on-compute", TRANSFER, "the copy stream that a gradient is written on",
+        "gradient-written-on-compute", TRANSFER, "the copy stream on which a gradient is written",
         _BACK,
         "ctx.back = (home, target, streams.compute_stream(home), streams.compute_stream(home))",
     ),
     Mutant(
-        "handed-out-from-copy-stream", TRANSFER, "memory of the compute stream, for .grad",
+        "handed-out-from-copy-stream", TRANSFER, "memory of the compute stream for .grad",
         "ctx.back = (home, target, ctx.back[3], ctx.back[3])", "pass",
     ),
     Mutant(
@@ -121,15 +123,16 @@ MUTANTS = [
         _BACK, "ctx.back = (home, target, source)",
     ),
     Mutant(
-        "no-wait-in-graph", TRANSFER, "the wait of the forward, in the graph",
+        "no-wait-in-graph", TRANSFER, "the forward's wait in the graph",
         "streams.wait(waiter, awaited)\n        return", "return",
     ),
     Mutant(
-        "gradients-not-returned", TRANSFER, "the caller waits for gradients of his to be read",
+        "gradients-not-returned", TRANSFER, "the caller's wait until his gradients have been read",
         "_at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))", "pass",
     ),
     Mutant(
-        "gradients-returned-too-soon", TRANSFER, "that wait is at the end, in the caller",
+        "gradients-returned-too-soon", TRANSFER,
+        "the place of that wait, at the end, in the caller",
         "_at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))",
         "_wait_in_caller(given[0].device, reader)",
     ),
@@ -139,7 +142,8 @@ MUTANTS = [
         "streams.wait(reader, streams.compute_stream(device))",
     ),
     Mutant(
-        "gradients-not-copied-back", TRANSFER, "the streams of the copy back: the current ones",
+        "gradients-not-copied-back", TRANSFER,
+        "the streams of the copy back: the current ones instead",
         "moved = streams.copy(given, *ctx.back)",
         "home = ctx.back[0]\n"
         "        on = [streams.compute_stream(k) for k in (given[0].device, home)]\n"
@@ -159,11 +163,11 @@ MUTANTS = [
         "streams.wait(target, streams.compute_stream(tensor.device))",
     ),
     Mutant(
-        "no-wait-in-backward", TRANSFER, "the wait of the backward",
+        "no-wait-in-backward", TRANSFER, "the wait in the backward",
         "streams.wait(*ctx.back)", "pass",
     ),
     Mutant(
-        "backward-waits-forwards", TRANSFER, "the direction of the wait of the backward",
+        "backward-waits-forwards", TRANSFER, "the direction of the wait in the backward",
         "ctx.back = (awaited, waiter)", "ctx.back = (waiter, awaited)",
     ),
 ]  # fmt: skip

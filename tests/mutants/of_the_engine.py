@@ -1,7 +1,7 @@
-"""Breakages of what runs a mini-batch: workers' loops, runs, steps, schedules, observers.
+"""Lists breakages of the engine: workers' loops, runs, steps, schedules, observers.
 
-Each sentence says what is broken in terms of the contract, so that it can be anchored anew
-when the code that kept it has moved.
+Each description is in terms of the contract, so that the breakage can be moved along when the code
+that keeps the contract moves.
 """
 
 from __future__ import annotations
@@ -39,23 +39,21 @@ OF_WORKERS = [
 OF_RUNS = [
     Mutant(
         "untrusted-worker-goes-on", STAGE,
-        "a worker that was hit by an exception while it put the caller's context on, or took it "
-        "off, goes on, and autocast may be on in its next tasks (W4)",
+        "a worker hit by an exception while it entered or left the caller's context goes on, and "
+        "autocast may be on in its next tasks (W4)",
         "            self._fail(error)\n            raise\n",
         "            return self._fail(error)\n",
         ("tests/faults/test_dying_workers.py",),
     ),
     Mutant(
         "first-error-in-time", "pipert/stage/outcome.py",
-        "of several failures the one that came first in time is raised, and not the first one of "
-        "the schedule (R3)",
+        "of several failures the earliest in time is raised, not the first in schedule order (R3)",
         "errors[min(errors)] if errors", "errors[next(iter(errors))] if errors",
         ("tests/contract/test_first_error.py",),
     ),
     Mutant(
         "tasks-start-after-a-failure", STAGE,
-        "tasks that come after a failed one in the schedule are executed all the same if they "
-        "have their input (R4)",
+        "tasks after a failed one in the schedule are still executed if they have their input (R4)",
         """\
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
@@ -84,8 +82,8 @@ OF_RUNS = [
     ),
     Mutant(
         "except-last-of-those-asked-for", "pipert/pipes/pipelined.py",
-        "`except_last` counts the chunks that were asked for: with fewer rows the last "
-        "micro-batch is recomputed, too",
+        "`except_last` counts the requested chunks: with fewer rows the last micro-batch is "
+        "recomputed, too",
         "recomputed(self.checkpoint, len(inputs))",
         "min(len(inputs), recomputed(self.checkpoint, self._chunks))",
         ("tests/test_microbatch.py", "tests/layers/test_call.py"),
@@ -95,7 +93,7 @@ OF_RUNS = [
 OF_STEPS = [
     Mutant(
         "gradients-of-a-failed-step", RUNTIME,
-        "a step that fails delivers the gradients that it has summed up by then to `.grad`",
+        "a step that fails adds the gradients summed so far to `.grad`",
         "            self._execute(run, stages, threads, timeout)\n            try:",
         """\
             try:
@@ -108,7 +106,7 @@ OF_STEPS = [
     ),
     Mutant(
         "hooks-see-parts", STEP,
-        "gradients of a step are delivered one by one: the hook of a parameter that partitions "
+        "gradients of a step are delivered separately: the hook of a parameter that partitions "
         "share sees the share of each",
         "for end in [delivery(arriving) for arriving in turns if arriving]:",
         "for end in [delivery([one]) for arriving in turns for one in arriving]:",
@@ -116,39 +114,41 @@ OF_STEPS = [
     ),
     Mutant(
         "losses-count-alike", "pipert/stage/loss.py",
-        "the mean of a mini-batch is that of its micro-batches' means, though they differ in rows",
+        "the loss of a mini-batch is the unweighted mean over its micro-batches, though these "
+        "differ in rows",
         "size / rows for size in sizes", "1 / len(sizes) for size in sizes",
         ("tests/step/test_equals_plain.py",),
     ),
     Mutant(
         "counts-not-corrected", STEP,
-        "gradients of sums stay divided by the count that was expected when the first went back",
+        "gradients of sums stay divided by the count that was expected when the first micro-batch "
+        "went backward",
         "correction = self.loss.counts.correction()", "correction = None",
         ("tests/step/test_sums_and_counts.py",),
     ),
     Mutant(
         "caller-s-graph-freed", "pipert/stage/backward.py",
-        "the first micro-batch that goes back through a graph of the caller's frees it",
+        "the first micro-batch that goes backward through a graph of the caller's frees it",
         "retain = bool(behind.others)", "retain = False",
         ("tests/step/test_graphs_of_the_caller.py",),
     ),
     Mutant(
         "failed-after-its-tasks", RUNTIME,
-        "a step whose gradients cannot be delivered counts as one that succeeded",
+        "a step whose gradients cannot be delivered counts as successful",
         'told.outcome = "failed"  # but no task has, so none is reported to observers',
         'told.outcome = "succeeded"',
         ("tests/step/test_step_seen.py",),
     ),
     Mutant(
         "1f1b-keeps-more", "pipert/schedules/one_f_one_b.py",
-        "under 1F1B every partition keeps n micro-batches, and not n - j of them",
+        "under 1F1B every partition keeps n micro-batches, not n - j",
         "_keeping(m, [n - j for j in range(n)], placement)",
         "_keeping(m, [n for j in range(n)], placement)",
         ("tests/properties/test_any_plan.py", "tests/schedules/test_plan.py"),
     ),
     Mutant(
         "failing-observer-stays", "pipert/seeing/told.py",
-        "an observer that raises is told everything after that, too, and fills the log",
+        "an observer that raises still gets every later event, and fills the log",
         "                self._observers.pop(id(observer), None)\n", "",
         ("tests/test_observe.py",),
     ),

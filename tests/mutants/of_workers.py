@@ -1,4 +1,4 @@
-"""Mutants of what surrounds a task: current streams and devices, generators, and measuring."""
+"""Lists mutants around a task: current streams and devices, generators, and measuring."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MUTANTS = [
         "with modes(self._functions, self._dispatches):",
     ),
     Mutant(
-        "streams-left-on", THREAD, "streams are put back after a task",
+        "streams-left-on", THREAD, "putting streams back after a task",
         "_set_streams(before, device)", "pass",
     ),
     Mutant(
@@ -42,7 +42,8 @@ MUTANTS = [
         "_set_streams(streams, device)\n    try", "try",
     ),
     Mutant(
-        "default-streams-put-back", THREAD, "the streams of before: default ones are put back",
+        "default-streams-put-back", THREAD,
+        "the previous streams: default ones are put back instead",
         "before = [torch.cuda.current_stream(stream.device) for stream in streams]",
         "before = [torch.cuda.default_stream(stream.device) for stream in streams]",
     ),
@@ -51,7 +52,7 @@ MUTANTS = [
         "torch.cuda.set_stream(stream)", "continue",
     ),
     Mutant(
-        "device-left-on", THREAD, "the worker's device, after streams of others are put on",
+        "device-left-on", THREAD, "the worker's device, after streams of other devices are put on",
         "torch.cuda.set_device(device)", "pass",
     ),
     Mutant(
@@ -68,35 +69,36 @@ MUTANTS = [
         "on_cuda.update(devices_with_own_streams())", "pass",
     ),
     Mutant(
-        "run-follows-nobody", RUNTIME, "a run's copies come after what the caller did before it",
+        "run-follows-nobody", RUNTIME, "the wait of a run's copies for the caller's earlier work",
         "self._streams.follow_the_caller(on_cuda)", "pass",
     ),
     Mutant(
-        "nothing-returned", RUNTIME, "the caller waits for what has been read of his, after a run",
+        "nothing-returned", RUNTIME, "the caller's wait, after a run, for reads of his tensors",
         "run.return_what_was_read()", "pass",
     ),
     Mutant(
-        "returned-without-wait", RUN, "the wait for what has been read of the caller's",
+        "returned-without-wait", RUN, "the wait for reads of the caller's tensors",
         "wait(compute_stream(device), source)", "pass",
     ),
     Mutant(
-        "returned-reversed", RUN, "the direction of the wait for what has been read",
+        "returned-reversed", RUN, "the direction of the wait for reads of the caller's tensors",
         "wait(compute_stream(device), source)", "wait(source, compute_stream(device))",
     ),
     Mutant(
-        "device-generator-not-given", GENERATORS, "a task's own generator of its device",
+        "device-generator-not-given", GENERATORS, "a task's own generator for its device",
         _DEVICES, 'if device.type != "cpu" or is_traced():',
     ),
     Mutant(
-        "time-while-busy", "pipert/balance/by_time.py", "times are read when a device is idle",
+        "time-while-busy", "pipert/balance/by_time.py",
+        "waiting until a device is idle before the time is read",
         "torch.cuda.synchronize(device)", "pass",
     ),
     Mutant(
-        "probe-moves-generator", "pipert/balance/probe.py", "the device's generator is put back",
+        "probe-moves-generator", "pipert/balance/probe.py", "putting the device's generator back",
         "torch.random.fork_rng(generators)", "torch.random.fork_rng([])",
     ),
     Mutant(
-        "dry-run-moves-generator", "pipert/model/calls.py", "the device's generator is put back",
+        "dry-run-moves-generator", "pipert/model/calls.py", "putting the device's generator back",
         "torch.random.fork_rng(indices)", "torch.random.fork_rng([])",
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every trial on simulated GPUs begins with: these, and then torch, which is to find them."""
+"""Preloads every trial on simulated GPUs: starts the simulation, then imports torch."""
 
 from __future__ import annotations
 

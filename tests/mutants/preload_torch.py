@@ -1,7 +1,7 @@
-"""What every trial begins with, done once: torch and pytest.
+"""Preloads torch and pytest, once for all trials.
 
-The process that trials are forked from imports this. No autograd has run in it, nor is pipert
-imported: a child can still do both as if it had been started for that.
+The process from which trials are forked imports this. It has not run autograd and not imported
+pipert, so a child can do both like a fresh process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics  # noqa: F401
 import pytest  # noqa: F401
 import sympy  # type: ignore[import-untyped]  # noqa: F401  torch imports it late
 import torch  # noqa: F401
-import torch._dynamo  # noqa: F401  so does each optimizer
+import torch._dynamo  # noqa: F401  each optimizer imports it late
 import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The tables as Markdown: what was taken out or broken, and who has noticed."""
+"""Formats the tables as Markdown: what was removed or broken, and which test noticed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEADER_OF_BREAKAGES = """\
 
 
 def row(mutant: Mutant, verdict: Verdict) -> str:
-    """What was taken out, and who has noticed, by what."""
+    """Formats what was removed, which test noticed, and how."""
     kind = verdict.by if verdict else ""
     return (
         f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} "
@@ -28,7 +28,7 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def row_of_breakage(mutant: Mutant, verdict: Verdict) -> str:
-    """What was broken, who has noticed, and how long all runs of the tests took."""
+    """Formats what was broken, which test noticed, and how long all runs of the tests took."""
     by = verdict.how if verdict.failed == "-" else _noticed_by(verdict)
     return (
         f"| {mutant.name} | {mutant.what} | {mutant.file.removeprefix('pipert/')} "
@@ -37,7 +37,7 @@ def row_of_breakage(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """How many were noticed."""
+    """Describes how many were noticed."""
     reports = sum(verdict.by == "report" for verdict in verdicts)
     survivors = sum(not verdict for verdict in verdicts)
     of_reports = f", {reports} of them by a report of the simulation" if reports else ""

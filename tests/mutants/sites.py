@@ -23,7 +23,7 @@ ANYWHERE = {
     "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
     "_at_end_of_backward", "_let_autograd_read",
 }  # fmt: skip
-"""Names that say it, whatever they are called on."""
+"""Functions and methods that count as such a place, whatever they are called on."""
 
 OF = {
     "streams": {"get", "wait", "copy"},
@@ -40,7 +40,7 @@ OF = {
     "_recorder": {"begin", "end", "during"},
     "told": {"recorded"},
 }
-"""Names that say it when they are called on a module or a variable of this name."""
+"""Methods that count as such a place if called on a module or variable of the given name."""
 
 REASONS = {
     (
@@ -61,16 +61,16 @@ REASONS = {
     ): "as that of a layer in seeing/recorder.py, which has a mutant",
     ("pipert/stage/cut.py", "self.copies.let_others_copy(i)"): "what calls it has a mutant",
 }
-"""Why a place needs no mutant."""
+"""The places that need no mutant, with the reason."""
 
 
 class Site(NamedTuple):
-    """One call."""
+    """A call in the source."""
 
     file: str
     line: int
     call: str
-    """In full: ``stream.wait(waiter, awaited)``."""
+    """The whole call, as in ``stream.wait(waiter, awaited)``."""
     span: Span
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class Site(NamedTuple):
 
 
 def sites(root: Path = ROOT) -> list[Site]:
-    """All of the package's."""
+    """Returns all sites in the package."""
     found: list[Site] = []
     for path in sorted((root / "pipert").rglob("*.py")):
         found += _sites_in(path.read_text(), str(path.relative_to(root)))
@@ -90,14 +90,14 @@ def _sites_in(source: str, file: str) -> Iterator[Site]:
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and _asks(node.func):
+        if isinstance(node, ast.Call) and _is_site(node.func):
             assert node.end_lineno is not None and node.end_col_offset is not None
             begin = starts[node.lineno - 1] + node.col_offset
             end = starts[node.end_lineno - 1] + node.end_col_offset
             yield Site(file, node.lineno, ast.unparse(node), (begin, end))
 
 
-def _asks(called: ast.expr) -> bool:
+def _is_site(called: ast.expr) -> bool:
     if isinstance(called, ast.Name):
         return called.id in ANYWHERE
     if not isinstance(called, ast.Attribute):
@@ -108,7 +108,7 @@ def _asks(called: ast.expr) -> bool:
 
 
 def without_mutant(mutants: Iterable[Mutant], root: Path = ROOT) -> list[Site]:
-    """The sites that no mutant changes."""
+    """Returns the sites that no mutant changes."""
     changed: dict[str, list[Span]] = {}
     for mutant in mutants:
         changed.setdefault(mutant.file, []).append(mutant.changed(root))

@@ -1,7 +1,7 @@
-"""What a mutant is tried against: the options of pytest, and tests in stages.
+"""Selects the options of pytest and the tests, in stages, that a mutant is tried against.
 
-Mutants of waits are noticed on simulated GPUs alone. Breakages of anything else must be noticed
-without: most machines that the tests run on have no GPU and build no simulation.
+Only simulated GPUs show mutants of waits. Breakages of anything else must show without them: most
+machines that run the tests have no GPU and build no simulation.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Stages = Sequence[Sequence[str]]
 
 
 class Suite(NamedTuple):
-    """One way to run the tests."""
+    """A way to run the tests."""
 
     options: Sequence[str]
-    """Of pytest."""
+    """Options of pytest."""
     preload: str
-    """The module that the process has imported which trials are forked from."""
+    """The module that is imported in the process from which trials are forked."""
     stages: Callable[[Mutant], Stages]
-    """The tests for a mutant: those of a stage run if none of the one before has noticed."""
+    """Returns the tests for a mutant; a stage runs if no test of the previous one noticed."""
 
 
 TELLING = (
@@ -32,7 +32,7 @@ TELLING = (
     "tests/cuda/test_copies_overlap.py", "tests/cuda/test_written_after_use.py",
     "tests/cuda/test_read_on_other_streams.py", "tests/cuda/test_streams_are_put_back.py",
 )  # fmt: skip
-"""What is made for mutants, and notices most of them within a second."""
+"""The tests made for mutants, which notice most of them within a second."""
 
 FIRST = {
     "pipert/stage/recorded.py": ("tests/cuda/test_copies_overlap.py",),
@@ -44,7 +44,7 @@ FIRST = {
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/generators.py": ("tests/cuda/test_cuda.py",),
 }
-"""What comes before that for a mutant of some files: nothing else can see it."""
+"""The tests that run first for mutants of some files, since no others can notice them."""
 
 LIKELY = (
     "tests/step/test_step_streams.py",
@@ -60,14 +60,16 @@ LIKELY = (
     "tests/skip/test_skips_on_cuda.py",
     "tests/workers/test_context.py",
 )
-"""What else looks at streams. Then come all others."""
+"""Other tests that look at streams, for the second stage. The third runs all tests."""
 
 NOT_SLOW = ("-m", "not slow")
 ALL = ("tests",)
 
 
 def _on_simulated_gpus(mutant: Mutant) -> Stages:
-    first = [test for of, some in FIRST.items() if mutant.file.startswith(of) for test in some]
+    first = [
+        test for path, tests in FIRST.items() if mutant.file.startswith(path) for test in tests
+    ]
     telling = [*first, *[test for test in TELLING if test not in first]]
     return telling, (*LIKELY, *NOT_SLOW), ALL
 

@@ -1,4 +1,4 @@
-"""Both tables: of waits, and of everything else."""
+"""Joins the lists of mutants into two tables: of waits, and of everything else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MUTANTS = [
     *of_workers.MUTANTS,
     *of_check.MUTANTS,
 ]
-"""Of what is asked of streams, events and devices: noticed on simulated GPUs."""
+"""Mutants of the uses of streams, events and devices, which simulated GPUs show."""
 
 BREAKAGES = [
     *of_foundations.BREAKAGES,
@@ -33,4 +33,4 @@ BREAKAGES = [
     *of_the_engine.BREAKAGES,
     *of_ranks.BREAKAGES,
 ]
-"""Of the rest of what pipert promises: noticed on the CPU."""
+"""Breakages of pipert's other guarantees, which the CPU shows."""

@@ -30,30 +30,30 @@ _processes = multiprocessing.get_context("forkserver")
 
 
 class Verdict(NamedTuple):
-    """What became of the tests."""
+    """The result of the tests."""
 
     failed: str
-    """The first test that failed; empty if they have not noticed."""
+    """The first test that failed; empty if none noticed."""
     how: str
-    """Its message, in a line."""
+    """Its message, in one line."""
     seconds: float
 
     @property
     def by(self) -> str:
-        """A report of the simulation, a value that the test compares, or an error."""
+        """The kind of failure: a report of the simulation, a compared value, or an error."""
         if self.how.startswith(("RACE", "ALLOC", "USE")):
             return "report"
         return "value" if self.how.startswith(("assert", "AssertionError")) else "error"
 
     def __bool__(self) -> bool:
-        """Whether the tests have noticed."""
+        """Whether a test noticed."""
         return bool(self.failed)
 
 
 class Tree:
-    """A copy of the repository, where one mutant after the other is tried.
+    """A copy of the repository, in which one mutant after the other is tried.
 
-    Without the tests of the mutants themselves, which would notice every one.
+    It lacks the tests of the mutants themselves, which would notice every one.
     """
 
     def __init__(self, root: Path, suite: Suite) -> None:
@@ -67,7 +67,7 @@ class Tree:
         shutil.copytree(ROOT, root, ignore=ignored, dirs_exist_ok=True)
 
     def try_out(self, mutant: Mutant, once: bool = False) -> Verdict:
-        """Run the tests of each stage until one notices; believe it ``once`` or look again."""
+        """Runs the tests of each stage until one notices; runs that again unless ``once``."""
         path = self._root / mutant.file
         seconds = 0.0
         verdict = Verdict("", "", 0.0)
@@ -84,7 +84,7 @@ class Tree:
     def _first_to_notice(
         self, tests: Sequence[str], path: Path, mutated: str, once: bool
     ) -> Verdict:
-        """The first test that fails, fails again alone, and does not without the mutant."""
+        """Finds the first test that fails, fails again alone, and passes without the mutant."""
         passed_over: list[str] = []
         seconds = 0.0
         while True:
@@ -102,7 +102,7 @@ class Tree:
             passed_over.append(verdict.failed)
 
     def _write(self, path: Path, source: str) -> None:
-        """With a date of its own, by which Python tells that what it has compiled is old."""
+        """Writes a file with a new date, so that Python sees that its compiled file is old."""
         path.write_text(source)
         self._written += 1
         os.utime(path, (self._written, self._written))
@@ -126,7 +126,7 @@ class Tree:
         if process.exitcode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
             return Verdict("", "", seconds)
         if not report.exists() and "Timeout" in output.read_text():
-            return Verdict("-", "a test hung", seconds)  # pytest-timeout has ended the process
+            return Verdict("-", "a test hung", seconds)  # pytest-timeout ended the process
         if process.exitcode != 1:
             raise RuntimeError(
                 f"pytest ended with {process.exitcode}: {' '.join(arguments)}\n"
@@ -136,10 +136,10 @@ class Tree:
 
 
 def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
-    """In a process of its own: the tests of the copy in ``root`` against the package there."""
+    """Runs the tests of the copy in ``root`` against its package. Called in a new process."""
     os.chdir(root)
-    os.environ["PYTHONPATH"] = str(root)  # of the processes that tests start
-    sys.dont_write_bytecode = False  # most files are those of the trial before
+    os.environ["PYTHONPATH"] = str(root)  # for the processes that tests start
+    sys.dont_write_bytecode = False  # most files are unchanged since the previous trial
     sys.path[:] = [str(root), *[path for path in sys.path if Path(path or ".").resolve() != ROOT]]
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
@@ -152,7 +152,7 @@ def _pytest(root: Path, output: Path, arguments: list[str]) -> None:
 
 
 def _failure(report: Path) -> tuple[str, str]:
-    """The first test that failed, and how, in a line."""
+    """Returns the first test that failed, and its message in one line."""
     for case in ElementTree.parse(report).iter("testcase"):
         for child in case:
             if child.get("message") == "collection failure":
@@ -163,7 +163,7 @@ def _failure(report: Path) -> tuple[str, str]:
 
 
 def _node_id(case: ElementTree.Element) -> str:
-    """``tests/cuda/test_waits.py::test_name[case]``."""
+    """Returns the node id, as in ``tests/cuda/test_waits.py::test_name[case]``."""
     file = case.get("classname", "").replace(".", "/") + ".py"
     return f"{'' if file.startswith('tests') else 'tests/'}{file}::{case.get('name')}"
 

@@ -1,4 +1,4 @@
-"""Eight simulated GPUs: torch's CUDA devices, with every missing wait reported.
+"""Simulates eight GPUs as torch's CUDA devices, and reports every missing wait.
 
 ::
 
@@ -9,9 +9,9 @@
     for report in gpus.reports():          # races, and memory reused too early
         print(report)
 
-README.md in this folder says what is modelled, and what cannot be seen. Run an
-unmodified program by ``python -m tests.simulated_gpus program.py``, and the tests by
-``python -m pytest --simulated-gpus``.
+README.md in this folder says what is modelled, and what cannot be seen. ``python -m
+tests.simulated_gpus program.py`` runs an unmodified program, and ``python -m pytest
+--simulated-gpus`` the tests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ _running: list[Simulation] = []
 
 
 def start(devices: int = 8) -> Simulation:
-    """Make torch believe in ``devices`` GPUs, for the rest of the process.
+    """Gives torch ``devices`` simulated GPUs, for the rest of the process.
 
-    Builds the library on first use, which takes half a minute. A second call returns the first's.
+    The first use builds the library, which takes half a minute. Later calls return the first
+    call's simulation.
 
     Raises:
         RuntimeError: if torch has been imported before, or there is no g++.
@@ -42,7 +43,7 @@ def start(devices: int = 8) -> Simulation:
 
 
 def load(devices: int = 8) -> None:
-    """The first half of ``start``: load the library, which torch asks for devices when it loads.
+    """Does the first half of ``start``: loads the library, before torch looks for devices.
 
     Raises:
         RuntimeError: as ``start``.
@@ -56,12 +57,12 @@ def load(devices: int = 8) -> None:
 
 
 def pretend_loaded() -> None:
-    """The second half: import torch, and give it what a build without CUDA has no functions for."""
+    """Does the second half: imports torch, and adds the functions that its CPU build lacks."""
     from tests.simulated_gpus.pretend import pretend
 
     pretend(_running[0])
 
 
 def running() -> Simulation | None:
-    """The simulation of this process, if there is one."""
+    """Returns the simulation of this process, if there is one."""
     return _running[0] if _running else None

@@ -10,7 +10,7 @@ from tests import simulated_gpus
 
 
 def main() -> int:
-    """Run the program; print the reports, and return 1 if there are any."""
+    """Runs the program and prints the reports; returns 1 if there are any."""
     if len(sys.argv) < 2:
         print(f"usage: {__doc__}", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""Builds the library with g++ on first use; keeps it by torch's version and the sources' hash."""
+"""Builds the library with g++ on first use, and caches it by torch's version and a source hash."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FLAGS = "-std=c++20 -O1 -fPIC -fvisibility=hidden -shared -w".split()
 
 
 def why_not() -> str | None:
-    """What is missing to build the library, in one line; ``None`` if nothing is."""
+    """Returns why the library cannot be built, in one line; ``None`` if it can."""
     if shutil.which("g++") is None:
         return "simulated GPUs need g++: install it (Debian: apt install g++)"
     return None
 
 
 def library() -> Path:
-    """The library for this torch, built if it is not in the cache. Imports no torch.
+    """Returns the library for this torch, and builds it if it is not cached. Imports no torch.
 
     Raises:
         RuntimeError: if there is no g++, or it fails.
@@ -40,7 +40,7 @@ def library() -> Path:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "simulated_gpus.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of one test run may want it at once
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes of a test run may need it at once
         if not path.exists():
             _build(torch, path)
     return path
@@ -54,7 +54,7 @@ def _torch() -> Path:
 
 
 def _version(torch: Path) -> str:
-    """torch's version, and a hash of everything that the library is made from."""
+    """Returns torch's version and a hash of everything that the library is built from."""
     found = hashlib.sha256(" ".join([*FLAGS, str(torch)]).encode())
     for file in sorted(SOURCES.iterdir()):
         found.update(file.read_bytes())

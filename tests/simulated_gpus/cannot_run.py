@@ -1,4 +1,4 @@
-"""The tests that need a real GPU even where there are simulated ones, by name and with the reason.
+"""Lists the tests that cannot run on simulated GPUs, with the reason of each.
 
 ``tests/simulated_gpus/test_cannot_run.py`` keeps the list true: each pattern matches a test, and no
 other test marked ``cuda`` or ``multi_gpu`` is skipped.
@@ -11,15 +11,15 @@ from fnmatch import fnmatchcase
 __all__ = ["CANNOT_RUN", "matches", "reason"]
 
 RESERVED = (
-    "about what torch's caching allocator keeps reserved: the simulated one gives each block back "
-    "when it is freed, so there is nothing to see in its 300 steps"
+    "about memory that torch's caching allocator keeps reserved: the simulated one returns each "
+    "block when it is freed, so its 300 steps would show nothing"
 )
 PROCESSES = (
-    "processes on GPUs talk by NCCL, which a build of torch without CUDA has not, and whose gloo "
-    "takes the CPU's memory alone"
+    "processes on GPUs communicate by NCCL, which a build of torch without CUDA does not have; its "
+    "gloo takes tensors on the CPU only"
 )
 
-CTC = "on a GPU the loss asks cuDNN first, of which a build of torch without CUDA has no function"
+CTC = "on a GPU the loss asks cuDNN first, whose functions a build of torch without CUDA lacks"
 
 CANNOT_RUN: dict[str, str] = {
     "tests/any_model/test_families_on_gpus.py::test_*[wav2vec2, ctc-*": CTC,
@@ -31,10 +31,10 @@ CANNOT_RUN: dict[str, str] = {
 
 
 def matches(pattern: str, nodeid: str) -> bool:
-    """Whether a pattern means this test. Brackets are those of the node id."""
+    """Whether a pattern matches this test. A bracket in the pattern stands for itself."""
     return fnmatchcase(nodeid, pattern.replace("[", "[[]"))
 
 
 def reason(nodeid: str) -> str | None:
-    """Why a test cannot run on simulated GPUs; ``None`` if it can."""
+    """Returns why a test cannot run on simulated GPUs; ``None`` if it can."""
     return next((why for pattern, why in CANNOT_RUN.items() if matches(pattern, nodeid)), None)

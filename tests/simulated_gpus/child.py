@@ -1,4 +1,4 @@
-"""Starts the simulation in a program that a test runs, once the program imports torch."""
+"""Starts the simulation in a program run by a test, when the program imports torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ REPORTS = "SIMULATED_GPUS_REPORTS"
 
 
 def environment(reports: Path) -> dict[str, str]:
-    """What a child's environment needs: it appends its reports to the file."""
-    here = str(Path(__file__).parent / "in_children")
-    others = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": f"{here}:{others}" if others else here, REPORTS: str(reports)}
+    """Returns the environment in which a child simulates, and appends its reports to the file."""
+    folder = str(Path(__file__).parent / "in_children")
+    path = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": f"{folder}:{path}" if path else folder, REPORTS: str(reports)}
 
 
 def start_with_torch() -> None:
-    """Start the simulation as soon as torch is imported: most programs of tests never do so."""
+    """Starts the simulation when torch is imported: most programs of tests never import it."""
     sys.meta_path.insert(0, _Finder())
 
 
 class _Finder:
-    """Finds torch, once, and lets it be loaded with the simulation before it and after it."""
+    """An import hook that loads the two halves of the simulation before and after torch, once."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -53,7 +53,7 @@ class _Finder:
 
 
 def leave_reports() -> None:
-    """Append the reports to the parent's file: at exit, or before ``os._exit``, which has none."""
+    """Appends the reports to the parent's file, at exit or, by hand, before ``os._exit``."""
     gpus = simulated_gpus.running()
     file = os.environ.get(REPORTS)
     if gpus is None or file is None:

@@ -1,4 +1,4 @@
-"""The simulation for its own tests, which are skipped on real GPUs and without any."""
+"""Provides the simulation for its own tests, which are skipped if GPUs are real or missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.simulated_gpus.simulation import Simulation
 
 @pytest.fixture
 def gpus() -> Iterator[Simulation]:
-    """The simulated devices, as they are at the beginning of a process."""
+    """The simulated devices, with the rates that they have when a process starts."""
     simulation = simulated_gpus.running()
     if simulation is None:
         pytest.skip("is about the simulation: python -m pytest --simulated-gpus")
@@ -22,7 +22,7 @@ def gpus() -> Iterator[Simulation]:
 
 @pytest.fixture
 def kinds(gpus: Simulation) -> Callable[[], list[str]]:
-    """Take the reports that there are: the kind of each, so that they do not fail the test."""
+    """A function that takes the reports, so that they do not fail the test; returns their kinds."""
 
     def take() -> list[str]:
         found = [report.kind for report in gpus.reports()]

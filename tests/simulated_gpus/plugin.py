@@ -1,11 +1,11 @@
-"""``python -m pytest --simulated-gpus``: CUDA is simulated, and a report fails its test.
+"""Adds ``--simulated-gpus``, with which CUDA is simulated, and a report fails its test.
 
-A test with a report is rerun with a Python stack for each operation, which would slow
-down every test in the first run; the second run's reports are shown. ``--simulated-stacks``
-keeps stacks from the start, for reports that do not recur.
+A test with a report is rerun with a Python stack for each operation, which would slow down every
+test in the first run; the second run's reports are shown. ``--simulated-stacks`` keeps stacks from
+the start, for reports that do not recur.
 
-Work of a test's threads after its end belongs to it, too: it is found when the next test begins,
-and logged as an error of the previous one.
+Operations of a test's threads after its end count for that test, too: their reports are found when
+the next test begins, and logged as an error of the previous one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests import simulated_gpus
 from tests.simulated_gpus import build, child
 from tests.simulated_gpus.simulation import Report, Simulation
 
-MOST = 6  # reports that are shown of one test
+MOST = 6  # reports shown per test
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,13 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run the tests marked cuda and multi_gpu on eight simulated GPUs (needs g++)",
     )
     parser.addoption(
-        "--simulated-stacks", action="store_true", help="with it: keep Python stacks always"
+        "--simulated-stacks", action="store_true", help="keep Python stacks from the start"
     )
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]:
-    """Before any conftest imports torch, and before output is captured: the build shows."""
+    """Starts the simulation before a conftest imports torch or output, the build's, is captured."""
     options = early_config.known_args_namespace
     if options.simulated_gpus:
         missing = build.why_not()
@@ -52,7 +52,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> Iterator[None]
 
 
 class _Skip:
-    """Skips what needs devices, for the reason that there can be none."""
+    """Skips the tests that need devices, because the library cannot be built."""
 
     def __init__(self, missing: str) -> None:
         self.missing = missing
@@ -68,21 +68,21 @@ class _Skip:
 
 
 class _Watch:
-    """Fails the tests that make reports."""
+    """Fails the tests that cause reports."""
 
     def __init__(self, gpus: Simulation, stacks: bool) -> None:
         self.gpus = gpus
         self.stacks = stacks
-        self.reported = False  # whether the test that runs has made reports
+        self.reported = False  # whether the running test has caused reports
         self.last: pytest.Item | None = None
-        self.tests = {0: "no test"}  # by the era that began with each
+        self.tests = {0: "no test"}  # node ids, by the era in which each test began
         self.folder = tempfile.TemporaryDirectory(prefix="simulated_gpus")
         self.by_children = Path(self.folder.name) / "reports"
         os.environ.update(child.environment(self.by_children))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
-        """Run the test as pytest does, and once more if it makes reports."""
+        """Runs the test as pytest does, and once more if it causes reports."""
         self._log_late_reports()
         hook, where = item.ihook, item.location
         hook.pytest_runtest_logstart(nodeid=item.nodeid, location=where)
@@ -103,7 +103,7 @@ class _Watch:
         self.reported = False
         self.tests[self.gpus.begin_era()] = item.nodeid
         phases: list[pytest.TestReport] = runtestprotocol(item, nextitem=nextitem, log=False)
-        self.gpus.begin_era()  # the next test's operations come after this one's
+        self.gpus.begin_era()  # orders the next test's operations after this one's
         return phases
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -132,7 +132,7 @@ class _Watch:
         return result
 
     def _take(self) -> str:
-        """The reports since the last call, as text; empty if there are none."""
+        """Takes the reports since the last call, as text; empty if there are none."""
         reports = self.gpus.reports()
         self.gpus.clear()
         lines = [self._show(report) for report in reports[:MOST]]
@@ -140,7 +140,7 @@ class _Watch:
         if self.by_children.exists():
             lines.append(self.by_children.read_text())
             self.by_children.unlink()
-            count += lines[-1].count("in process ")  # none, if the child wrote an empty file
+            count += lines[-1].count("in process ")  # zero if the child wrote an empty file
         self.reported |= count > 0
         return f"simulated GPUs report {count}:\n" + "\n".join(lines) if count else ""
 

@@ -1,4 +1,4 @@
-"""The Python side of torch's CUDA: functions that a build without CUDA lacks."""
+"""Adds the Python side of torch's CUDA: the functions that a build without CUDA lacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ C: Any = torch._C
 MEMORY = 80 << 30
 
 
-class _Properties:  # hashable, since torch.compile looks things up by what they are
+class _Properties:  # hashable, because torch.compile uses the properties as a key
     name = "simulated GPU"
     major, minor = 9, 0
     total_memory = MEMORY
@@ -29,7 +29,7 @@ class _Properties:  # hashable, since torch.compile looks things up by what they
 
 
 def pretend(simulation: Simulation) -> None:
-    """Let ``torch.cuda`` say that the simulated devices are there."""
+    """Makes ``torch.cuda`` work with the simulated devices."""
     _classes(simulation)
     _functions(simulation)
     _module(simulation)
@@ -52,8 +52,8 @@ def _classes(simulation: Simulation) -> None:
                 return torch.Stream.__new__(
                     cls, stream_id=stream_id, device_index=device_index, device_type=device_type
                 )
-            here = torch.device("cuda", simulation.c.sim_current_device())
-            return torch.Stream.__new__(cls, device=here, priority=priority)
+            current = torch.device("cuda", simulation.c.sim_current_device())
+            return torch.Stream.__new__(cls, device=current, priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
         priority = property(lambda self: -1 if self.stream_id > 32 else 0)
@@ -72,7 +72,7 @@ def _classes(simulation: Simulation) -> None:
 
         cuda_event = property(lambda self: self.event_id)
 
-        def elapsed_time(self, other: Any) -> float:  # torch.Event's takes no subclass
+        def elapsed_time(self, other: Any) -> float:  # torch.Event's refuses a subclass
             return simulation.elapsed_ms(self.event_id, other.event_id)
 
     C._CudaStreamBase, C._CudaEventBase = StreamBase, EventBase
@@ -86,8 +86,8 @@ def _functions(simulation: Simulation) -> None:
     kind = int(C._autograd.DeviceType.CUDA)
 
     def current(device: int | None) -> tuple[int, int, int]:
-        here = c.sim_current_device() if device is None or device < 0 else device
-        stream = torch.accelerator.current_stream(here)
+        index = c.sim_current_device() if device is None or device < 0 else device
+        stream = torch.accelerator.current_stream(index)
         return stream.stream_id, stream.device_index, kind
 
     def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
@@ -114,7 +114,7 @@ def _functions(simulation: Simulation) -> None:
         found |= {name: nothing for name in ("oversize_allocations", "oversize_segments")}
         return found | {"num_ooms": m["refusals"], "num_alloc_retries": 0}
 
-    # Functions of Python's, not of ctypes': torch.compile hashes them.
+    # Python functions instead of ctypes functions, because torch.compile hashes them.
     functions: dict[str, Any] = dict(
         _cuda_getDeviceCount=lambda: simulation.devices,
         _cuda_init=lambda: None,
@@ -137,7 +137,7 @@ def _functions(simulation: Simulation) -> None:
     )
     for name, function in functions.items():
         setattr(C, name, function)
-    # torch._dynamo.reset() imports what CUDA graphs need, wherever CUDA is said to be there.
+    # torch._dynamo.reset() imports what CUDA graphs need if CUDA seems to be available.
     C._cuda_CUDAAllocator_AllocatorState = type("AllocatorState", (), {})
     C._has_cuda = True
 
@@ -158,7 +158,7 @@ def _module(simulation: Simulation) -> None:
     properties = _Properties()
     replaced: dict[str, Any] = dict(
         _exchange_device=exchange,
-        _maybe_exchange_device=lambda device: exchange(device),  # dynamo wants two functions
+        _maybe_exchange_device=lambda device: exchange(device),  # for dynamo, another function
         _lazy_init=lambda: None,
         _initialized=True,
         _is_in_bad_fork=lambda: False,
@@ -186,7 +186,7 @@ def _module(simulation: Simulation) -> None:
 
 
 def _storages(simulation: Simulation) -> None:
-    """``torch.UntypedStorage(n, device="cuda")`` is compiled out of a build without CUDA."""
+    """Adds storages on CUDA, which a build without CUDA cannot make by ``torch.UntypedStorage``."""
 
     def storage(size: int, device: Any) -> torch.UntypedStorage:
         return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()

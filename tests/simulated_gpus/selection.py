@@ -16,17 +16,17 @@ MARKED = "cuda or multi_gpu"
 
 
 class Selection:
-    """Runs the tests that need a GPU, but for those that need a real one; counts what they did.
+    """Selects the tests that need a GPU, except those that need a real one, and counts results.
 
-    As ``-m "cuda or multi_gpu"`` does. Who gives a ``-m`` of his own chooses himself; paths and
-    ``-k`` choose among these.
+    The default is ``-m "cuda or multi_gpu"``, which the user's own ``-m`` replaces; paths and
+    ``-k`` choose among the selected tests.
     """
 
     def __init__(self) -> None:
         self.unmatched: set[str] = set()
-        """The patterns of CANNOT_RUN that match no test of the files that were collected."""
+        """The patterns of CANNOT_RUN that match no test of the collected files."""
         self.skipped: list[str] = []
-        """The tests that were skipped so far, but for those of CANNOT_RUN."""
+        """The tests skipped so far, except those of CANNOT_RUN."""
         self.ran = 0
         self.reports = 0
 
@@ -46,7 +46,7 @@ class Selection:
                 item.add_marker(pytest.mark.skip(reason=f"cannot run on simulated GPUs: {why}"))
         self.unmatched -= {p for p in CANNOT_RUN if any(matches(p, i.nodeid) for i in items)}
         yield
-        items.sort(key=lambda item: "test_cannot_run.py" in item.nodeid)  # the last one sees all
+        items.sort(key=lambda item: "test_cannot_run.py" in item.nodeid)  # last: it looks at all
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":

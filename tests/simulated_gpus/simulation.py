@@ -1,4 +1,4 @@
-"""The simulation's API for tests and benchmarks, through ctypes: reports, time and memory."""
+"""Gives tests and benchmarks access to the simulation, by ctypes: reports, time and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Two accesses to one piece of memory that nothing orders."""
+    """Two accesses to the same memory that nothing orders."""
 
     kind: str
     """``RACE``, ``ALLOC-RACE``, ``USE-AFTER-FREE`` or ``HOST-RACE``."""
@@ -38,13 +38,13 @@ class Report(NamedTuple):
     device: int
     """-1 for pinned memory of the host."""
     size: int
-    """Bytes of the allocation."""
+    """The bytes of the allocation."""
     era: int
-    """In which the memory was allocated (``begin_era``)."""
+    """The era in which the memory was allocated (``begin_era``)."""
     now: Operation
     before: Operation
     memory: Operation
-    """What allocated the memory, or freed it."""
+    """The operation that allocated the memory, or freed it."""
 
     def __str__(self) -> str:
         where = "pinned memory" if self.device < 0 else f"cuda:{self.device}"
@@ -90,11 +90,12 @@ class Simulation:
     # Order ----------------------------------------------------------------------------------------
 
     def detect(self, on: bool = True, *, stacks: bool = False, trace: bool = False) -> None:
-        """Choose whether to look for races, keep Python stacks, keep the trace of operations."""
+        """Sets whether to look for races, keep Python stacks, and keep a trace of operations."""
         self.c.sim_detect(int(on), int(stacks), int(trace))
 
     def reports(self) -> list[Report]:
-        """What was found since the last ``clear``; without ``stacks`` each kind of pair once."""
+        """Returns the reports since the last ``clear``; without ``stacks`` each kind of pair once.
+        """
         return [
             Report(
                 r["kind"], r["how"], r["device"], r["size"],
@@ -105,15 +106,15 @@ class Simulation:
         ]  # fmt: skip
 
     def clear(self) -> None:
-        """Forget the reports."""
+        """Drops the reports."""
         self.c.sim_clear()
 
     def begin_era(self) -> int:
-        """Wait for all devices, so that what follows cannot race with what was; number the era."""
+        """Waits for all devices, so that nothing races across it; returns the new era's number."""
         return int(self.c.sim_begin_era())
 
     def counts(self) -> dict[str, int]:
-        """How many operations, allocations, synchronisations, waits, reports and streams."""
+        """Returns the numbers of operations, allocations, waits, reports and the like so far."""
         names = ("operations", "allocations", "synchronisations", "waits", "reports", "streams")
         return {name: self.c.sim_count(k) for k, name in enumerate(names)}
 
@@ -128,38 +129,37 @@ class Simulation:
         tflops: float,
         host_us: float = 0.0,
     ) -> None:
-        """Say how fast every device is: an operation takes the longest of what it needs.
+        """Sets the rates of every device. An operation takes the longest of the times it needs.
 
         Args:
-            launch_us: what each operation takes beside its bytes and floating-point operations.
-            memory_gbps: bytes that an operation reads and writes, in 1e9 a second.
-            link_gbps: bytes from one device to another, or between a device and the host, in 1e9 a
-                second. The way out of a device carries one copy after the other, and so does the
-                way into it.
-            tflops: floating-point operations of matrix products and convolutions, in 1e12 a second.
-            host_us: what it costs the host to launch an operation, on one clock for all threads,
-                since they share the interpreter's lock. An operation begins after its launch.
+            launch_us: extra time of each operation, beside its bytes and floating-point operations.
+            memory_gbps: rate of an operation's reads and writes, in 1e9 bytes per second.
+            link_gbps: rate of copies between two devices, or a device and the host, in 1e9 bytes
+                per second. Each device sends one copy at a time, and receives one at a time.
+            tflops: rate of matrix products and convolutions, in 1e12 operations per second.
+            host_us: time of the host to launch an operation, on one clock for all threads, since
+                they share the interpreter's lock. An operation begins after its launch.
         """
         self.c.sim_rates(launch_us, memory_gbps, link_gbps, tflops, host_us)
 
     def reset_time(self) -> None:
-        """Wait for all devices, and begin at zero."""
+        """Waits for all devices, and resets their clocks to zero."""
         self.c.sim_reset_time()
 
     def time(self, device: int) -> float:
-        """When the last operation of ``device`` ends, in microseconds of virtual time."""
+        """Returns when the last operation of ``device`` ends, in virtual microseconds."""
         return float(self.c.sim_time(device))
 
     def host_time(self) -> float:
-        """What the host's clock shows, in microseconds of virtual time."""
+        """Returns the time of the host's clock, in virtual microseconds."""
         return float(self.c.sim_host_time())
 
     def makespan(self) -> float:
-        """When the last operation of any device ends, in microseconds of virtual time."""
+        """Returns when the last operation of any device ends, in virtual microseconds."""
         return max(self.time(device) for device in range(self.devices))
 
     def elapsed_ms(self, start: int, end: int) -> float:
-        """Milliseconds of virtual time from one event to another, given by their addresses."""
+        """Returns the virtual milliseconds between two events, given by their addresses."""
         elapsed = ctypes.c_double()
         message = self._text(self.c.sim_elapsed_ms(start, end, ctypes.byref(elapsed)))
         if message is not None:
@@ -167,40 +167,40 @@ class Simulation:
         return elapsed.value
 
     def trace(self) -> list[Span]:
-        """Each operation since ``reset_time``, if ``detect(trace=True)``."""
+        """Returns each operation since ``reset_time``; needs ``detect(trace=True)``."""
         return [Span(*span) for span in self._read(self.c.sim_trace)]
 
     # Memory ---------------------------------------------------------------------------------------
 
     def limit_memory(self, device: int, bytes: int) -> None:
-        """Let allocations beyond so many live bytes raise ``torch.OutOfMemoryError``; 0: never."""
+        """Makes allocations beyond so many live bytes raise ``OutOfMemoryError``; 0 for never."""
         self.c.sim_limit(device, bytes)
 
     def fail_allocation(self, device: int, number: int) -> None:
-        """Let one allocation raise ``torch.OutOfMemoryError``, counted from now on; 0: none."""
+        """Makes one allocation raise ``OutOfMemoryError``, counted from now on; 0 for none."""
         self.c.sim_fail_allocation(device, number)
 
     def allocations(self, device: int) -> int:
-        """How many there have been since ``fail_allocation``; those of no bytes do not count."""
+        """Counts the non-empty allocations since ``fail_allocation``."""
         return int(self.c.sim_allocations(device))
 
     def live_bytes(self, device: int) -> int:
-        """The bytes that are allocated now."""
+        """Returns the bytes that are allocated now."""
         return self.memory(device)["live"]
 
     def peak_bytes(self, device: int) -> int:
-        """The most there have been since ``torch.cuda.reset_peak_memory_stats``."""
+        """Returns the most live bytes since ``torch.cuda.reset_peak_memory_stats``."""
         return self.memory(device)["peak"]
 
     def memory(self, device: int) -> dict[str, int]:
-        """The account of a device: bytes, and numbers of allocations, live blocks and refusals."""
+        """Returns a device's bytes, and its numbers of allocations, live blocks and refusals."""
         names = ("live", "peak", "limit", "allocations", "blocks", "refusals")
         values = (ctypes.c_size_t * len(names))()
         self.c.sim_memory(device, values)
         return dict(zip(names, values, strict=True))
 
     def resize_storage(self, storage: int, size: int) -> None:
-        """Give a ``torch.UntypedStorage``, by its address, memory of another size."""
+        """Resizes a ``torch.UntypedStorage``, given by its address."""
         message = self._text(self.c.sim_resize_storage(storage, size))
         if message is not None:
             raise RuntimeError(message)
@@ -209,7 +209,7 @@ class Simulation:
         return json.loads(self._text(function()) or "")
 
     def _text(self, address: int | None) -> str | None:
-        """The text that a function of the library gives away."""
+        """Reads and frees a text that a function of the library returned."""
         if address is None:
             return None
         try:

@@ -16,7 +16,7 @@ from pipert.stage.loss import Loss
 from pipert.stage.step import Step
 from pipert.workers.worker import NOT_RUN
 from tests.layers import Apply
-from tests.stages import Driven, do, nobody
+from tests.stages import Driven, do, do_nothing
 
 TIMEOUT = 3.0  # s
 
@@ -109,7 +109,7 @@ def test_a_task_knows_how_long_its_layers_took_if_it_called_any() -> None:
     took = {}
     for action in run.plan:
         task = run.task(action)
-        task.send(task.execute(task.receive(nobody)))
+        task.send(task.execute(task.receive(do_nothing)))
         took[action.kind] = task.layers_took
     assert took["F"] is not None and took["R"] is not None and took["B"] is None
 

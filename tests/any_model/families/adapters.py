@@ -1,4 +1,4 @@
-"""Models that another library has changed: adapters on a frozen base, checkpoints inside."""
+"""Lists models that another library has changed: adapters on a frozen base, own checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _adapted() -> Made:
     transformers, peft = library("transformers"), library("peft")
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
     lora = peft.LoraConfig(r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
-    with warnings.catch_warnings():  # it calls what transformers is going to rename
+    with warnings.catch_warnings():  # peft calls a function that transformers will rename
         warnings.simplefilter("ignore", FutureWarning)
         adapted = peft.get_peft_model(llama, lora)
     return made(adapted, labelled())

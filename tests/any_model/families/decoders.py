@@ -1,4 +1,4 @@
-"""Decoders of text: each token is predicted from those before it."""
+"""Lists decoders of text, which predict each token from those before it."""
 
 from __future__ import annotations
 

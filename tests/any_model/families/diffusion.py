@@ -1,4 +1,4 @@
-"""Models of ``diffusers``."""
+"""Lists models of ``diffusers``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _dit() -> Made:
         num_embeds_ada_norm=10, norm_num_groups=4,
     )  # fmt: skip
     rows = torch.arange(ROWS)
-    # Labels that are dropped for guidance are drawn: with the probability of zero none is.
+    # Training drops random labels, for guidance; with a probability of zero it drops none.
     for block in dit.transformer_blocks:
         block.norm1.emb.class_embedder.dropout_prob = 0.0
     return made(dit, {"hidden_states": pixels(4, 4), "timestep": rows, "class_labels": rows})

@@ -1,4 +1,4 @@
-"""Encoder and decoder, with cuts in both."""
+"""Lists models with an encoder and a decoder, with cuts in both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoders of text."""
+"""Lists encoders of text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIED = "the decoder has the embedding's weight"
 
 
 def with_positions() -> dict[str, Any]:
-    """Of one row, for all."""
+    """Draws tokens, with positions that have one row for all."""
     return tokens() | {"position_ids": Whole(torch.arange(6)[None])}
 
 

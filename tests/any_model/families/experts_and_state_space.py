@@ -1,4 +1,4 @@
-"""Mixtures of experts, and models whose layers are recurrent."""
+"""Lists mixtures of experts, and models with recurrent layers."""
 
 from __future__ import annotations
 

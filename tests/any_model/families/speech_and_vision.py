@@ -1,4 +1,4 @@
-"""Models of ``transformers`` for speech, for images, and for images with text."""
+"""Lists models of ``transformers`` for speech, for images, and for images with text."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def pairs() -> dict[str, Any]:
 
 
 def described() -> dict[str, Any]:
-    """Each row has one image of four patches, in the place of its first four tokens."""
+    """Draws rows in which one image of four patches replaces the first four tokens."""
     batch = tokens(8)
     batch["input_ids"] = batch["input_ids"].clamp(max=VOCABULARY - 2)
     batch["input_ids"][:, :4] = VOCABULARY - 1

@@ -1,4 +1,4 @@
-"""Image models as torchvision and timm have them, written out: they need nothing but torch."""
+"""Lists image models of torchvision and timm, written out here so that they need only torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def convolution(inputs: int, outputs: int, stride: int = 1, groups: int = 1) -> 
 
 
 class ResNet(nn.Module):
-    """Four stages of two blocks; each ReLU works in place, on what was added to the shortcut."""
+    """A ResNet of four stages of two blocks; each ReLU works in place, after the shortcut too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Its one ReLU is called twice."""
+    """A residual block that calls its one ReLU twice."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class BasicBlock(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """With a class token and positions that are parameters of the model itself."""
+    """A vision transformer whose class token and positions are the model's own parameters."""
 
     def __init__(self, width: int = 16, depth: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class VisionTransformer(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """Stages of a list by turns with what makes images smaller."""
+    """A ConvNeXt whose list of stages alternates with a list of downsampling layers."""
 
     def __init__(self, widths: tuple[int, ...] = (4, 8, 12)) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """Inverted bottlenecks with squeeze and excitation; its activations work in place."""
+    """Inverted bottlenecks with squeeze and excitation, and in-place activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class MBConv(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Each layer gets the outputs of all before it, from earlier partitions as well."""
+    """A DenseNet: each layer gets the outputs of all layers before it, across partitions too."""
 
     def __init__(self, growth: int = 4) -> None:
         super().__init__()

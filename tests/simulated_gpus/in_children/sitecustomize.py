@@ -1,8 +1,8 @@
-"""Python imports this when it starts, if it is on the path: the process gets the simulated GPUs.
+"""Gives a process simulated GPUs: Python imports this when it starts, if it is on the path.
 
 ``python -m pytest --simulated-gpus`` puts this folder on PYTHONPATH, for the programs that tests
-start. What such a program's operations give rise to is appended to the file that the environment
-variable ``SIMULATED_GPUS_REPORTS`` names, and fails the test.
+start. The reports of such a program are appended to the file named by the environment variable
+``SIMULATED_GPUS_REPORTS``, and fail the test.
 """
 
 import runpy
@@ -16,7 +16,7 @@ from tests.simulated_gpus.child import start_with_torch  # noqa: E402
 
 start_with_torch()
 
-# Only the first of this name on the path is imported: run the next one, too (tests/switching).
+# Python imports only the first sitecustomize on the path: run the next one, too (tests/switching).
 for folder in sys.path:
     file = Path(folder or ".").resolve() / "sitecustomize.py"
     if file.parent != HERE and file.exists():
