@@ -154,7 +154,7 @@ class Again:
         self._tensors, self._versions, given = [], [], []
         for tensor in tensors:
             self._tensors.append(tensor.detach())
-            self._versions.append(version(tensor))
+            self._versions.append(-1 if tensor.is_inference() else tensor._version)
             given.append(tensor.clone())
         return given
 

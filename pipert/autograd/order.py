@@ -22,9 +22,9 @@ The engine sums gradients, such as those of a weight that several partitions use
 which nodes run. Among ready nodes it runs the one with the highest sequence number, and each thread
 numbers its own nodes: the order of two workers' nodes would depend on everything they have ever
 done. Where one thread runs the backward of all partitions, a task therefore takes its *turn* at its
-fork: the fork's number is that of the micro-batch, lower than those of all other nodes. So a task
-that has begun ends before the next one begins, the caller's operations on the outputs run before
-the first task, and of two tasks that could begin, that of the later micro-batch does.
+fork: the fork's number is that of the micro-batch, lower than those of all nodes but forks. So a
+task that has begun ends before the next one begins, the caller's operations on the outputs run
+before the first task, and of two tasks that could begin, that of the later micro-batch does.
 
 Outputs are detached tensors rather than the inputs themselves: torch forbids in-place operations
 on inputs that a function returns, and the next layer may work in place.

@@ -75,7 +75,8 @@ def _let_autograd_read(moved: Tensors, target: Stream) -> None:
 def _wait_in_caller(device: torch.device, reader: Stream) -> None:
     """Make the caller wait for ``reader`` (D1).
 
-    The caller may write next to a gradient that it passed in, and that a layer handed on unchanged.
+    A gradient that the caller passed in may be handed on unchanged by a layer, and the caller may
+    overwrite it next.
     """
     streams.wait(streams.compute_stream(device), reader)
 

@@ -32,7 +32,7 @@ ORDINARY = frozenset(
         torch.dtype, torch.device, torch.Size,
     }  # fmt: skip
 )
-"""The types of leaves that neither are containers nor hide tensors."""
+"""The types of leaves that are no mappings and hide no other tensors."""
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)
 
@@ -44,7 +44,8 @@ def _is_size(value: Any) -> bool:
 def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
     """Returns the leaves of ``value``, and the spec for ``pytree.tree_unflatten``.
 
-    Each mapping that torch does not know adds a leaf: itself, with ``None`` for each of its values.
+    Each mapping that torch does not know adds a leaf: itself, with ``None`` for each of its values,
+    or an empty ``MappingProxyType``.
     Containers for which ``is_leaf`` is true are leaves as well.
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf)

@@ -55,7 +55,7 @@ change. Set in a recomputation, and in runs inside it."""
 T = TypeVar("T")
 
 _COUNTER = "num_batches_tracked"
-_FORWARD = _BatchNorm.forward  # unless somebody has replaced it
+_FORWARD = _BatchNorm.forward  # as it is now: others may replace it later
 
 
 def _register(keeping: Key) -> None:
@@ -191,7 +191,7 @@ class Buffers:
     def keep_during(self, call: Callable[[], T]) -> T:
         """Return the result of ``call``, a recomputation, and leave the buffers as they are.
 
-        It must run in a copy of the caller's context variables.
+        Sets a context variable for good, so it must run in a copy of the caller's.
 
         Raises:
             RecomputationError: ``call`` changes a buffer.

@@ -132,7 +132,8 @@ class Layers:
             value: the input.
         """
         if checkpointed:
-            self.take_snapshot()
+            if self._snapshot is None:
+                self.take_snapshot()
             _checkpointing.set(True)
         store = None
         if self._skips is not None:
@@ -216,6 +217,7 @@ class Layers:
                     with context.on_any_thread():
                         y = context.variables.copy().run(self._compute_again, begin)
                 check(y)
+                del y  # before it is said that the recomputation has ended
             except BaseException as error:
                 self._place.note(error, action)
                 raise

@@ -145,7 +145,7 @@ def _stash_none(name: str) -> None:
     _stash_counted(name, None)
 
 
-_remove = getattr(_C, "_remove_obj_from_tls", _stash_none)  # torch 2.13 has the first
+_remove = getattr(_C, "_remove_obj_from_tls", _stash_none)  # torch 2.13 has this function
 
 
 def _counts_references() -> bool:

@@ -46,7 +46,7 @@ class RunSeed:
     def __init__(self) -> None:
         self._outer: Stream | None = stashed() if DRAWING.is_included() else None
         self._number: int | None = None
-        self._before: torch.Tensor | None = None  # the generator's state when it was advanced
+        self._before: torch.Tensor | None = None  # the generator's state before it was advanced
         self.used = False
 
     def get(self) -> int:

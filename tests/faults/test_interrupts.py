@@ -62,8 +62,8 @@ wanted = expected()
 began = time.perf_counter()
 for _ in range(5):
     step(pipe)
-longest = 2e-4 + 0.2 * (time.perf_counter() - began)  # as long as a step
-wrong = halves = interrupted = 0
+longest = 2e-4 + 0.2 * (time.perf_counter() - began)  # about as long as a step
+wrong = halves = interrupted = attempts = 0
 due = []
 
 def interrupt(*_):
@@ -72,7 +72,8 @@ def interrupt(*_):
         raise KeyboardInterrupt
 
 signal.signal(signal.SIGALRM, interrupt)
-for k in range(100):
+while interrupted < 50 and attempts < 1000:
+    attempts += 1
     torch.set_grad_enabled(True)  # torch.no_grad does not put it back when it is interrupted
     pipe.zero_grad()
     found = None
@@ -81,16 +82,17 @@ for k in range(100):
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-4, longest))
         found = train(pipe)
         due.clear()
-    except KeyboardInterrupt:
-        interrupted += 1
+    except KeyboardInterrupt as error:
+        interrupted += error.__traceback__.tb_next.tb_frame.f_code is train.__code__
+    longest *= 1.1 if found is None else 0.9  # so that half come in time, whatever the load
     there = {{grad is not None for grad in grads(pipe)}}
     halves += HOW != "call" and len(there) == 2
     if found is not None or HOW != "call" and there == {{True}}:
         wrong += not right((found or []) + grads(pipe), wanted)
-print(wrong, halves, interrupted > 20, is_right(pipe))
+print(wrong, halves, interrupted, is_right(pipe))
 pipe.close()
 """
-    assert ends(script, how) == (0, "0 0 True True\n", "")
+    assert ends(script, how) == (0, "0 0 50 True\n", "")
 
 
 @strides
