@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from _layer_costs import Bytes, Times, layer_bytes, layer_times
-from _measure import Row, cell, header, report
+from _measure import Row, cell, header, one_thread_everywhere, report
 from _models import Model
 from _paper import Setting
 from _predict import Link, Prediction, best_balance, calibrated, predict
@@ -104,6 +104,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     arguments = parser.parse_args(argv)
     if not (arguments.bandwidth > 0 and arguments.latency >= 0):
         parser.error("--bandwidth must be above 0 and --latency 0 or more")
+    if argv is None:
+        one_thread_everywhere()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(header(), hardware(arguments.devices[0]), sep="\n", end="\n\n")

@@ -5,7 +5,8 @@ in one process and alternate call by call, swapping their order in each round, a
 two medians counts. A bar missed under ``--check`` is measured again, up to ``ATTEMPTS`` times in
 all, and the output says so each time.
 
-PyTorch computes with one intra-op thread: on layers this small a second one adds only noise.
+PyTorch computes with one intra-op thread, on every thread of both products: on layers this small a
+second one adds only noise, and costs torchgpipe most, which makes new threads in each call.
 
 Depending on what else is in a thread's arena, glibc now and then returns freed memory to the system
 and faults it in again. So it is set to keep freed memory, as the allocator of a GPU does.
@@ -17,6 +18,7 @@ import argparse
 import ctypes
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -62,10 +64,26 @@ def start(argv: Sequence[str] | None, description: str | None) -> argparse.Names
     parser.add_argument("--short", action="store_true", help="fewer repeats, for CI")
     parser.add_argument("--slack", type=float, default=1.0, help="multiplies the bars of times")
     arguments = parser.parse_args(argv)
+    if argv is None:
+        one_thread_everywhere()
     torch.set_num_threads(1)
     _keep_memory()
     print(header(), end="\n\n")
     return arguments
+
+
+def one_thread_everywhere() -> None:
+    """Start this program anew if threads that it makes would have several intra-op threads.
+
+    ``torch.set_num_threads`` is for the current thread, and torchgpipe makes new ones in each call.
+    """
+    if os.environ.get(_THREADS) != "1":
+        sys.stdout.flush()
+        os.environ[_THREADS] = "1"
+        os.execv(sys.executable, sys.orig_argv)
+
+
+_THREADS = "OMP_NUM_THREADS"
 
 
 def _keep_memory() -> None:
