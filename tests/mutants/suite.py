@@ -43,10 +43,12 @@ FIRST = {
     "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/generators.py": ("tests/cuda/test_cuda.py",),
+    "pipert/driven/": ("tests/any_model/test_on_gpus.py",),
 }
 """The tests that run first for mutants of some files, since no others can notice them."""
 
 LIKELY = (
+    "tests/any_model/test_on_gpus.py",
     "tests/step/test_step_streams.py",
     "tests/test_stream.py",
     "tests/autograd/test_transfer.py",
