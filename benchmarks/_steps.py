@@ -1,4 +1,7 @@
-"""Measures real training steps: pipert and torchgpipe alternate over the same model."""
+"""Measures real training steps: pipert and torchgpipe alternate over the same model.
+
+pipert takes part twice: called, with ``loss.backward()``, and by ``forward_backward`` under 1F1B.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from _malloc import bytes_in_use, check_counter
@@ -23,12 +27,21 @@ from tqdm import tqdm
 from pipert import Pipe
 from pipert.balance import balance_by_time
 
-__all__ = ["measured", "one_peak", "one_step"]
+__all__ = ["Runner", "by_autograd", "measured", "one_peak", "one_step"]
 
 # On CPU: the most micro-batches, and the samples in each. Scales below a tenth use the tiny values.
 CPU_CHUNKS, CPU_ROWS = 8, 2
 TINY_CHUNKS, TINY_ROWS = 2, 1
 MIB = 2**20
+
+NAMES = ("pipert", "1f1b", "torchgpipe")
+
+
+class Runner(NamedTuple):
+    """A model, and a function that computes the gradients of its parameters for a mini-batch."""
+
+    model: nn.Module
+    differentiate: Callable[[Tensor], object]
 
 
 def measured(
@@ -41,25 +54,27 @@ def measured(
     """Measures the settings for which there are enough devices; prints and returns the figures."""
     found = []
     todo = [(model, setting) for model, setting in pairs if setting.n <= len(devices)]
-    names = ("pipert", "torchgpipe")
     with tqdm(total=len(todo), desc="measuring steps", unit="setting", file=sys.stderr) as bar:
         for model, setting in todo:
             found.append(_measure(model, setting, devices[: setting.n], scale, steps))
             bar.update()
     table = []
     for figures in found:
-        speeds = [figures.get(name, {}).get("throughput") for name in names]
-        peaks = [figures.get(name, {}).get("peak") for name in names]
-        ratio = speeds[0] / speeds[1] if all(speeds) else None
-        cells = [figures["setting"], str(figures["batch"]), str(figures["m"])]
-        cells += [cell(speed, 2) for speed in speeds] + [cell(ratio, 2)]
+        speeds = [figures.get(name, {}).get("throughput") for name in NAMES]
+        peaks = [figures.get(name, {}).get("peak") for name in NAMES]
+        *ours, peer = speeds
+        ratios = [speed / peer if speed and peer else None for speed in ours]
+        cells = [str(figures[key]) for key in ("setting", "batch", "m", "checkpoint")]
+        cells += [cell(figure, 2) for figure in (*speeds, *ratios)]
         cells += [cell(peak and peak / MIB, 0) for peak in peaks]
         table.append(Row(tuple(cells)))
-    columns = ("setting", "batch", "m", "pipert, samples/s", "torchgpipe", "ratio", "pipert, MiB")
-    where = ", ".join(map(str, devices))
-    report(f"{title}: measured on {where}", (*columns, "torchgpipe, MiB"), table)
+    columns = (
+        *("setting", "batch", "m", "recomputed", "pipert, samples/s", "1f1b", "torchgpipe"),
+        *("pipert / torchgpipe", "1f1b / torchgpipe", "pipert, MiB", "1f1b", "torchgpipe"),
+    )
+    report(f"{title}: measured on {', '.join(map(str, devices))}", columns, table)
     for figures in found:
-        for name in names:
+        for name in NAMES:
             if figures.get(name, {}).get("failed"):
                 print(f"{figures['setting']}, {name}: {figures[name]['failed']}", end="\n\n")
     return found
@@ -74,7 +89,8 @@ def _measure(
         chunks = min(chunks, most)
         batch = rows * (chunks if setting.m else most)
     x = torch.rand(batch, *model.image(scale)).to(devices[0])
-    figures: dict[str, Any] = {"setting": setting.name, "batch": batch, "m": chunks}
+    about = {"setting": setting.name, "batch": batch, "m": chunks}
+    figures: dict[str, Any] = {**about, "checkpoint": setting.mode}
     module = model.at_width(scale)
     balance = setting.balance or tuple(balance_by_time(setting.n, module, x[:CPU_ROWS].cpu()))
     counting = not check_counter(MIB) if devices[0].type == "cpu" else True
@@ -100,10 +116,10 @@ def _runners(
     balance: Sequence[int],
     devices: Sequence[torch.device],
     chunks: int,
-) -> Iterator[dict[str, nn.Module]]:
+) -> Iterator[dict[str, Runner]]:
     """Yields both products over equal modules, or the plain module under the name of pipert."""
     if setting.m is None:
-        yield {"pipert": module.to(devices[0])}
+        yield {"pipert": by_autograd(module.to(devices[0]))}
         return
     converted = for_torchgpipe(deepcopy(module))
     mode = setting.checkpoint
@@ -111,10 +127,24 @@ def _runners(
     with Pipe(
         module, balance, devices=devices, chunks=chunks, checkpoint=mode, deferred_batch_norm=False
     ) as pipe:
-        yield {"pipert": pipe, "torchgpipe": peer}
+        of_schedule = partial(pipe.forward_backward, loss_fn=_loss, schedule="1f1b")
+        yield {
+            "pipert": by_autograd(pipe),
+            "1f1b": Runner(pipe, of_schedule),
+            "torchgpipe": by_autograd(peer),
+        }
 
 
-def _failure(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> str:
+def by_autograd(model: nn.Module) -> Runner:
+    """Returns a runner that calls ``model``, and ``backward`` on the loss."""
+    return Runner(model, lambda x: torch.autograd.backward(_loss(model(x))))
+
+
+def _loss(y: Tensor, _: object = None) -> Tensor:
+    return y.square().mean()
+
+
+def _failure(runner: Runner, x: Tensor, devices: Sequence[torch.device]) -> str:
     """Takes a step; returns why it failed, or an empty string."""
     try:
         one_step(runner, x, devices)
@@ -125,17 +155,15 @@ def _failure(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> s
     return ""
 
 
-def one_step(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> float:
+def one_step(runner: Runner, x: Tensor, devices: Sequence[torch.device]) -> float:
     """Takes one training step with SGD, without loading data; returns its seconds."""
     begin = _now(devices)
-    out = runner(x)
-    loss = out.square().mean()
-    loss.backward()
+    runner.differentiate(x)
     with torch.no_grad():
-        for parameter in runner.parameters():
+        for parameter in runner.model.parameters():
             if parameter.grad is not None:
                 parameter.sub_(parameter.grad, alpha=1e-3)
-    runner.zero_grad(set_to_none=True)
+    runner.model.zero_grad(set_to_none=True)
     return _now(devices) - begin
 
 
@@ -146,13 +174,13 @@ def _now(devices: Sequence[torch.device]) -> float:
     return perf_counter()
 
 
-def one_peak(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> float:
+def one_peak(runner: Runner, x: Tensor, devices: Sequence[torch.device]) -> float:
     """Takes one step; returns the highest number of bytes on all devices together.
 
     It is the size of the parameters and the mini-batch plus the rise in memory during the step,
     because the other product holds memory too. On CPU the memory is read after each layer.
     """
-    at_rest = float(x.nbytes + sum(parameter.nbytes for parameter in runner.parameters()))
+    at_rest = float(x.nbytes + sum(parameter.nbytes for parameter in runner.model.parameters()))
     gc.collect()
     if devices[0].type == "cuda":
         distinct = set(devices)
@@ -163,7 +191,7 @@ def one_peak(runner: nn.Module, x: Tensor, devices: Sequence[torch.device]) -> f
         return at_rest + sum(map(torch.cuda.max_memory_allocated, distinct)) - before
     readings: list[int] = []
     read: Callable[..., None] = lambda *_: readings.append(bytes_in_use())  # noqa: E731
-    layers: list[nn.Module] = list(runner)  # type: ignore[call-overload]
+    layers: list[nn.Module] = list(runner.model)  # type: ignore[call-overload]
     handles = [layer.register_forward_hook(read) for layer in layers]
     before = bytes_in_use()
     one_step(runner, x, devices)

@@ -31,7 +31,7 @@ from _models import UNET
 from _paper import ABLATION, UNET_SPEED
 from _predict import Link, Prediction, best_balance, predict
 from _simulator import Simulation
-from _steps import one_peak, one_step
+from _steps import by_autograd, one_peak, one_step
 
 from pipert import Event, Pipe, Timeline
 from pipert.balance import balance_by_time
@@ -113,8 +113,8 @@ def here(arguments: argparse.Namespace) -> tuple[dict[str, dict[str, float]], di
         for name, pipe in pipes.items():
             with only(pipe, PARTS[name]):
                 with pipe.record() as timelines[name]:
-                    one_step(pipe, x, devices)
-                peak = one_peak(pipe, x, devices)
+                    one_step(by_autograd(pipe), x, devices)
+                peak = one_peak(by_autograd(pipe), x, devices)
             figures[name] = {
                 "throughput": batch / median(times[name]),
                 "utilisation": 1 - timelines[name].report().bubble,
@@ -138,7 +138,7 @@ def _step_of(
     pipes: dict[str, Pipe], x: torch.Tensor, devices: Sequence[torch.device], name: str
 ) -> float:
     with only(pipes[name], PARTS[name]):
-        return one_step(pipes[name], x, devices)
+        return one_step(by_autograd(pipes[name]), x, devices)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
