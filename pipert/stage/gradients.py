@@ -30,6 +30,8 @@ from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
+_SMALL = 4096  # elements
+
 Arriving = list[tuple[Tensor, Tensor]]
 """Tensors, each with the gradient to deliver to it."""
 
@@ -40,6 +42,19 @@ class _Sum:
     total: Tensor
     is_own: bool = False
     """Whether nobody else holds the total."""
+
+    @property
+    def is_small(self) -> bool:
+        """Whether a strided gradient may be added by ``total + gradient``.
+
+        The result is laid out as the total, and needs little memory beside it.
+        """
+        total = self.total
+        return (
+            total.layout == torch.strided
+            and total.numel() <= _SMALL
+            and total.stride() == self.weight.stride()
+        )
 
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
@@ -67,7 +82,7 @@ class Gradients:
             for weight, gradient in zip(weights, gradients, strict=True):
                 self.add((weight,), (gradient,))
             return
-        totals, added = list[Tensor](), list[Tensor]()
+        own, small = list[tuple[_Sum, Tensor]](), list[tuple[_Sum, Tensor]]()
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
@@ -75,12 +90,20 @@ class Gradients:
             if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
             elif entry.is_own and gradient.layout == torch.strided:
-                totals.append(entry.total)
-                added.append(gradient)
+                own.append((entry, gradient))
+            elif entry.is_small and gradient.layout == torch.strided:
+                small.append((entry, gradient))
             else:
                 entry.add(gradient)  # one by one: a single call would hold all sums twice
-        if totals:
-            torch._foreach_add_(totals, added)  # for small tensors a call each would dominate
+        # For small tensors, a call each would dominate.
+        if own:
+            torch._foreach_add_([entry.total for entry, _ in own], [added for _, added in own])
+        if small:
+            totals = torch._foreach_add(
+                [entry.total for entry, _ in small], [added for _, added in small]
+            )
+            for (entry, _), total in zip(small, totals, strict=True):
+                entry.total, entry.is_own = total, True
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all sums by ``factor``, in place where nobody else holds them."""
