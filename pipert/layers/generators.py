@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipert.layers import forward_mode
 from pipert.layers.dispatch_keys import Key, is_traced, operations, stashed
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 
@@ -47,6 +48,7 @@ def _register(drawing: Key) -> None:
     for op, _ in operations(_might_need_default):
         if _needs_default(op):
             drawing.register(op, _lending_generator(op))
+    forward_mode.register(drawing)
 
 
 DRAWING = Key("TESTING_ONLY_GenericMode", _register)
