@@ -113,8 +113,8 @@ class TransformError(PipertError):
     These apply only to the thread that began them, not to the workers. Use ``backward`` or
     ``torch.autograd.grad``; compile each layer, then wrap the layers.
 
-    Also raised for a layer that differentiates in forward mode while another thread does: torch has
-    one level of it for the whole process. Use ``torch.func.jacrev`` or ``vjp``, or a lock around it.
+    Also raised for a layer that differentiates in forward mode while another thread does, as torch
+    has one level for the whole process. Use ``torch.func.jacrev`` or ``vjp``, or a lock around it.
     """
 
 

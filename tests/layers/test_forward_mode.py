@@ -1,4 +1,4 @@
-"""Forward-mode differentiation in several tasks at once is refused; one after the other it works."""
+"""Forward-mode differentiation works in one task at a time, and is refused in several."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Directional(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with self.block:
-            _, tangent = torch.func.jvp(self.square, (x,), (torch.ones_like(x),))
+            tangent: Tensor = torch.func.jvp(self.square, (x,), (torch.ones_like(x),))[1]
         return tangent
 
     def square(self, x: Tensor) -> Tensor:
