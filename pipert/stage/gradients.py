@@ -30,8 +30,6 @@ from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
-_SMALL = 4096  # elements
-
 Arriving = list[tuple[Tensor, Tensor]]
 """Tensors, each with the gradient to deliver to it."""
 
@@ -43,18 +41,25 @@ class _Sum:
     is_own: bool = False
     """Whether nobody else holds the total."""
 
-    @property
-    def is_small(self) -> bool:
-        """Whether a strided gradient may be added by ``total + gradient``.
-
-        The result is laid out as the total, and needs little memory beside it.
-        """
-        total = self.total
-        return (
-            total.layout == torch.strided
-            and total.numel() <= _SMALL
-            and total.stride() == self.weight.stride()
+    def has_become_own(self) -> bool:
+        """Whether nobody holds the first gradient any more, which is laid out as the weight."""
+        self.is_own = (
+            type(self.total) is Tensor
+            and self.total.layout == torch.strided
+            and self.total.stride() == self.weight.stride()
+            and self.total.untyped_storage().nbytes() == self.total.nbytes
+            and self.holders() in _NOBODY_ELSE
+            and ONE_THREAD_AT_A_TIME
         )
+        return self.is_own
+
+    def holders(self) -> tuple[int, ...]:
+        """Count who holds the total, its memory, and the tensor of which it is a view."""
+        total, storage, base = self.total, self.total.untyped_storage(), self.total._base
+        of_total = getrefcount(total), _use_count(total)
+        of_storage = getrefcount(storage), _storage_use_count(storage._cdata)
+        of_base = () if base is None else (getrefcount(base), _use_count(base))
+        return *of_total, *of_storage, *of_base
 
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
@@ -82,28 +87,20 @@ class Gradients:
             for weight, gradient in zip(weights, gradients, strict=True):
                 self.add((weight,), (gradient,))
             return
-        own, small = list[tuple[_Sum, Tensor]](), list[tuple[_Sum, Tensor]]()
+        totals, added = list[Tensor](), list[Tensor]()
         for weight, gradient in zip(weights, gradients, strict=True):
             if gradient is None:
                 continue
             entry = self._sums.get(id(weight))
             if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
-            elif entry.is_own and gradient.layout == torch.strided:
-                own.append((entry, gradient))
-            elif entry.is_small and gradient.layout == torch.strided:
-                small.append((entry, gradient))
+            elif gradient.layout == torch.strided and (entry.is_own or entry.has_become_own()):
+                totals.append(entry.total)
+                added.append(gradient)
             else:
                 entry.add(gradient)  # one by one: a single call would hold all sums twice
-        # For small tensors, a call each would dominate.
-        if own:
-            torch._foreach_add_([entry.total for entry, _ in own], [added for _, added in own])
-        if small:
-            totals = torch._foreach_add(
-                [entry.total for entry, _ in small], [added for _, added in small]
-            )
-            for (entry, _), total in zip(small, totals, strict=True):
-                entry.total, entry.is_own = total, True
+        if totals:
+            torch._foreach_add_(totals, added)  # for small tensors a call each would dominate
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all sums by ``factor``, in place where nobody else holds them."""
@@ -186,7 +183,21 @@ def _unshared_references() -> int:
 
 _UNSHARED_REFERENCES = _unshared_references()
 _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _grad: Any = Tensor.grad
+
+
+def _nobody_else() -> set[tuple[int, ...]]:
+    """Count the holders of totals that nobody else holds, one of which is a view."""
+    with torch.inference_mode(False):
+        weight = torch.empty(0, device="cpu")
+        return {
+            _Sum(weight, torch.empty(1, 2, device="cpu")).holders(),
+            _Sum(weight, torch.empty(1, 2, device="cpu").t()).holders(),
+        }
+
+
+_NOBODY_ELSE = _nobody_else()
 
 
 class _Deliver(torch.autograd.Function):

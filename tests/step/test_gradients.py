@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipert import Pipe
+from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 from pipert.stage.gradients import Arriving, Gradients, delivery, give, split_off
 
 META = torch.device("meta")
@@ -30,6 +31,57 @@ def test_the_first_gradient_is_never_changed() -> None:
         sums.add([weight], [gradient])
     assert first.tolist() == [1.0, 1.0]
     assert [total.tolist() for _, total in sums.take()] == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    "share",
+    [
+        lambda memory: memory.view(2, 2),
+        lambda memory: memory.view(2, 2).t().t(),
+        lambda memory: memory.detach().view(2, 2),
+        lambda memory: memory.data.set_(memory.untyped_storage(), 0, (2, 2)),
+        lambda memory: memory[:1].expand(2, 2),
+        lambda memory: memory[:2].expand(2, 2),
+    ],
+)
+def test_memory_shared_with_the_first_gradient_is_never_changed(
+    share: Callable[[Tensor], Tensor],
+) -> None:
+    memory, weight = torch.ones(4), torch.ones(2, 2, requires_grad=True)
+    sums = Gradients()
+    sums.add([weight], [share(memory)])
+    for _ in range(2):
+        sums.add([weight], [torch.ones(2, 2)])
+    assert memory.eq(1).all()
+    ((_, total),) = sums.take()
+    assert total.eq(3).all()
+
+
+def test_memory_held_without_a_tensor_is_never_changed() -> None:
+    weight, storage = torch.ones(4, requires_grad=True), torch.ones(4).untyped_storage()
+    sums = Gradients()
+    sums.add([weight], [torch.empty(0).set_(storage)])
+    sums.add([weight], [torch.ones(4)])
+    assert torch.empty(0).set_(storage).eq(1).all()
+
+
+def test_a_sum_keeps_no_larger_memory_alive() -> None:
+    weight, sums = torch.ones(4, requires_grad=True), Gradients()
+    for _ in range(2):
+        sums.add([weight], [torch.ones(100)[:4]])
+    ((_, total),) = sums.take()
+    assert total.untyped_storage().nbytes() == total.nbytes
+
+
+@pytest.mark.skipif(not ONE_THREAD_AT_A_TIME, reason="references are not counted at once")
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_first_gradient_that_nobody_else_holds_becomes_the_sum(*, is_view: bool) -> None:
+    weight, sums = torch.ones(2, 3, requires_grad=True), Gradients()
+    sums.add([weight], [torch.ones(6).view(2, 3) if is_view else torch.ones(2, 3)])
+    address = sums._sums[id(weight)].total.data_ptr()
+    sums.add([weight], [torch.ones(2, 3)])
+    ((_, total),) = sums.take()
+    assert total.data_ptr() == address and total.eq(2).all()
 
 
 @pytest.mark.parametrize("of_first", [torch.channels_last, torch.contiguous_format])
