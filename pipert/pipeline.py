@@ -36,7 +36,7 @@ __all__ = ["ModulePipe", "pipeline"]
 class ModulePipe(Pipelined):
     """Runs any ``nn.Module`` over several devices. Made by :func:`pipeline`.
 
-    Calls, steps, settings and closing work as in :class:`Pipe`, except as that describes.
+    Calls, steps, settings and closing are as in :class:`Pipe`, unless that function says otherwise.
     """
 
     module: nn.Module
@@ -119,7 +119,7 @@ class ModulePipe(Pipelined):
         self._release.atexit = False
         return model
 
-    def _normalised_together(self) -> Sequence[nn.Module]:
+    def _batch_norm_groups(self) -> Sequence[nn.Module]:
         return [self.module]  # a layer may be called in any partition
 
     def _entry_module(self) -> nn.Module:

@@ -65,7 +65,9 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
             )
         if len(column) == 1 and first.dim() > 0:
             return first
-        with torch.set_grad_enabled(torch.is_grad_enabled() or _require_grad(column)):
+        # The last layer may have enabled gradients itself.
+        has_graph = any(leaf.requires_grad for leaf in column)
+        with torch.set_grad_enabled(torch.is_grad_enabled() or has_graph):
             return torch.stack(column) if first.dim() == 0 else torch.cat(column)
     _refuse_hidden_output(column, outputs, k)
     for i, leaf in enumerate(column[1:], start=1):
@@ -76,11 +78,6 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
                 "tensor to have one value for each micro-batch"
             )
     return first
-
-
-def _require_grad(column: list[Tensor]) -> bool:
-    """Return whether there is a graph to keep: the last layer may enable gradients itself."""
-    return any(leaf.requires_grad for leaf in column)
 
 
 def _require_rows(

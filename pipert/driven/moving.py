@@ -94,7 +94,7 @@ class Moves:
         return tensor
 
     def latest(self, tensor: Tensor) -> Tensor:
-        """Return the same, with changes by the current partition taken into account."""
+        """Like :meth:`current`, but for changes by the current partition as well."""
         tensor = self.current(tensor)
         known = self._copies.get(id(tensor))
         return known.copy if known is not None and known.has_changed() else tensor
@@ -133,7 +133,7 @@ class Moves:
         return moved
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor that no earlier partition made here, as ``Tensor.to`` does."""
+        """Copy ``tensor``, which no earlier partition made, to this device by ``Tensor.to``."""
         refuse_to_move(tensor)
         return tensor.to(self._stage.place.device)
 

@@ -169,8 +169,8 @@ class Call(Again):
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_earlier", "_from", "_note", "_retaining", "_watched",
-        "has_callers_tensors", "is_used", "outputs",
+        "_around", "_autocast", "_compute", "_earlier", "_note", "_origins", "_retaining",
+        "_watched", "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -187,8 +187,9 @@ class Call(Again):
         self._note = note
         self._earlier = earlier
         self._autocast: Autocast = get_autocast()
-        self._from: list[tuple[Call, int] | None] = []  # of each argument, if it is an output
-        self._watched: list[tuple[Tensor, int]] = []
+        self._origins: list[tuple[Call, int] | None] = []
+        """The call that made each argument, and the output's index; ``None`` for others."""
+        self._watched: list[tuple[Tensor, int]] = []  # the arguments, with their versions
         self._retaining: list[tuple[int, Tensor]] = []  # arguments that retain their gradients
         self.outputs: Tensors | None = None
         """The outputs of the current repetition."""
@@ -235,7 +236,7 @@ class Call(Again):
         return super().fresh(partial(begin_again, begin, self._retaining))
 
     def connections(self, xs: Tensors) -> Tensors:
-        origins = [self._from[k] for k in self._wanting]
+        origins = [self._origins[k] for k in self._wanting]
         return tuple(
             [x if origin is None else proxy_of(x) for x, origin in zip(xs, origins, strict=True)]
         )
@@ -249,9 +250,9 @@ class Call(Again):
             now = version(tensor)
             if found is not None and found.tensor() is tensor and found.version == now:
                 found.call.is_used = True
-                self._from.append((found.call, found.k))
+                self._origins.append((found.call, found.k))
             else:
-                self._from.append(None)
+                self._origins.append(None)
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
             leaf = tensor.is_leaf and tensor.requires_grad
@@ -263,7 +264,7 @@ class Call(Again):
     def _kept(self) -> list[Tensor]:
         stored = zip(self._tensors, self._versions, strict=True)
         kept = []
-        for origin in self._from:
+        for origin in self._origins:
             if origin is None:
                 tensor, before = next(stored)
                 refuse_changed(tensor, before)

@@ -44,9 +44,9 @@ def recomputed(checkpoint: str, m: int) -> int:
 def whole(number: Any, what: str, advice: str = "") -> int:
     """Return ``number`` as an integer; refuse it unless it is whole."""
     try:
-        whole = int(number)
-        if isinstance(number, str) or whole == number:
-            return whole
+        integer = int(number)
+        if isinstance(number, str) or integer == number:
+            return integer
     except (TypeError, ValueError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{what} must be a whole number, got {number!r}{advice}") from None

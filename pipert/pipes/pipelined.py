@@ -45,7 +45,7 @@ class Pipelined(Placed):
 
     _own = Placed._own | {"_runtime", "_stop"}
 
-    is_pipe = True  # tells a pipe around this one that the skips and statistics in it are not its
+    is_pipe = True  # tells an enclosing pipe that skips and statistics in here are not its own
 
     @abstractmethod
     def _model(self) -> Model:
@@ -55,8 +55,8 @@ class Pipelined(Placed):
     def _entry_module(self) -> nn.Module | None:
         """Return the module that receives the arguments of a call."""
 
-    def _normalised_together(self) -> Sequence[nn.Module]:
-        """Return the parts of the model whose running statistics are noted by one worker each."""
+    def _batch_norm_groups(self) -> Sequence[nn.Module]:
+        """Return the parts of the model whose running statistics are each noted by one worker."""
         return self._partitions
 
     def _start(self) -> None:
@@ -103,7 +103,7 @@ class Pipelined(Placed):
             return args[0]
         inputs, sizes = scatter_with_sizes(args, kwargs, self._chunks)
         deferred = self._deferred_batch_norm and not is_recomputing()
-        stats = DeferredStats(self._normalised_together()) if deferred else None
+        stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         checkpointed = recomputed(self.checkpoint, len(inputs))
         outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds), sizes)
         if stats is not None:
@@ -240,8 +240,7 @@ class Pipelined(Placed):
         checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(loss, return_outputs)
-        deferred = self._deferred_batch_norm
-        stats = DeferredStats(self._normalised_together()) if deferred else None
+        stats = DeferredStats(self._batch_norm_groups()) if self._deferred_batch_norm else None
         total = self._runtime.step(inputs, planned, step, stats, seconds)
         if stats is not None:
             stats.commit()

@@ -27,7 +27,7 @@ __all__: list[str] = []
 class _Traced(Observer):
     """An observer that records ``calls`` calls of one pipe after the first ``skip``.
 
-    It records until the next call begins, so their backwards as well. It references no pipe.
+    It records until the next call begins, so that backwards are included. It references no pipe.
     """
 
     def __init__(self, pipe: Pipelined, skip: int, calls: int) -> None:
