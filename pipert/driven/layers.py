@@ -22,7 +22,7 @@ class Layer(NamedTuple):
     name: str
     """The name that errors show."""
     partition: int
-    """Its home. It stays on that device unless its first call is in another partition."""
+    """Its home: it is on that partition's device, unless its first call is in another one."""
     begins: int
     """The partition that its first call begins, if it is a cut; else 0."""
     is_in_place: bool

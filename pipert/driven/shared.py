@@ -87,8 +87,8 @@ class Inspection:
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
         self._before: dict[_Key, Any] = {}
-        self._kept: dict[_Key, Any] = {}
-        self._found: dict[_Key, None] = {}
+        self._set: dict[_Key, Any] = {}  # by the first micro-batch, with fingerprints
+        self._set_again: dict[_Key, None] = {}  # by other micro-batches
 
     def begin(self, j: int) -> None:
         """Note the state before the first micro-batch runs partition ``j``, which ends at a cut."""
@@ -100,13 +100,13 @@ class Inspection:
         state = self._state(j)
         for key in before.keys() | state.keys():
             if not _same(before.get(key, _ABSENT), state.get(key, _ABSENT)):
-                self._kept.setdefault(key, state.get(key, _ABSENT))
+                self._set.setdefault(key, state.get(key, _ABSENT))
 
     def compare(self) -> None:
-        """Compare when another micro-batch arrives at a cut or at its end."""
-        for (module, name), kept in _items(self._kept):
-            if not _same(kept, _fingerprint(_get(module, name), _MAX_DEPTH)):
-                self._found[module, name] = None
+        """Note what has been set again, when another micro-batch arrives at a cut or its end."""
+        for (module, name), first in _items(self._set):
+            if not _same(first, _fingerprint(_get(module, name), _MAX_DEPTH)):
+                self._set_again[module, name] = None
 
     def warn(self) -> None:
         """Warn about attributes set again, once the last micro-batch has left the model.
@@ -115,7 +115,7 @@ class Inspection:
             SharedStateWarning: once for each attribute. Where warnings are errors, in each run.
         """
         warned = self._shared.warned
-        found = [k for k in self._found if k not in warned and not _is_made_for_use(*k)]
+        found = [k for k in self._set_again if k not in warned and not _is_made_for_use(*k)]
         if found:
             self._shared.warn(found)
 

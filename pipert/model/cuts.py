@@ -143,7 +143,7 @@ def lookup(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether ``module`` can be called at all: a ``ModuleList`` has no ``forward``."""
+    """Return whether ``module`` can be called at all: a ``ModuleList`` has no ``forward``."""
     # Compares functions, since libraries such as accelerate put a bound forward on the object.
     return getattr(getattr(module, "forward", None), "__func__", 0) is not nn.Module.forward
 
