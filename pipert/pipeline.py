@@ -36,11 +36,11 @@ __all__ = ["ModulePipe", "pipeline"]
 class ModulePipe(Pipelined):
     """Runs any ``nn.Module`` over several devices. Made by :func:`pipeline`.
 
-    Calls, steps, settings and closing are as with :class:`Pipe`, except for what is said there.
+    Calls, steps, settings and closing are as in :class:`Pipe`, unless that function says otherwise.
     """
 
     module: nn.Module
-    """The model, on its devices. Its parameters are the pipe's. Call on it whatever surrounds
+    """The model, on its devices. Its parameters are the pipe's. Use it for whatever surrounds
     training, such as ``save_pretrained``."""
 
     _own = Pipelined._own | {"_cuts", "module"}
@@ -98,7 +98,7 @@ class ModulePipe(Pipelined):
         if any(unit for partition in self._partitions for unit in declarations(partition)):
             raise TypeError(
                 "the model has layers that stash and pop skips, which are for an nn.Sequential; "
-                "pass the tensors as the model's own code can, or make a Pipe"
+                "pass the tensors in the model's own code, or make a Pipe"
             )
         place(self._partitions, self._devices)
         for path, j in glue_homes(module, layers, cuts, home_of).items():
@@ -119,7 +119,7 @@ class ModulePipe(Pipelined):
         self._release.atexit = False
         return model
 
-    def _normalised_together(self) -> Sequence[nn.Module]:
+    def _batch_norm_groups(self) -> Sequence[nn.Module]:
         return [self.module]  # a layer may be called in any partition
 
     def _entry_module(self) -> nn.Module:
@@ -133,7 +133,7 @@ class ModulePipe(Pipelined):
             model = self._runtime.model
             assert isinstance(model, DrivenModel)
             model.drivers.stop()
-            self._release()  # runs only once, even if it was interrupted
+            self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other drivers may be waiting for this layer
             model.drivers.join(seconds)
 
@@ -183,7 +183,7 @@ def pipeline(
     deferred_batch_norm: bool | None = None,
     timeout: float | None = None,
 ) -> ModulePipe:
-    """Make a pipe of any module, without rewriting it.
+    """Make a pipe from any module, without rewriting it.
 
     The model's own ``forward`` runs once for each micro-batch. The calls of the modules where it is
     cut are intercepted, and what follows runs on the next device.
@@ -219,13 +219,13 @@ def pipeline(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, Pipelined):
-        raise TypeError("model is a pipe already; make another one of pipe.module")
+        raise TypeError("model is a pipe already; make another one from pipe.module")
     mapped: Iterable[Device] | None = None  # the devices of the device map
     if cuts is None and partitions is None:
         if not has_device_map(model):
             raise ValueError(
                 "give cuts, names of modules with which the partitions after the first begin; or "
-                "partitions, how many, and example, arguments to measure the model with"
+                "partitions, their number, and example, arguments to measure the model with"
             )
         cuts, mapped = cuts_of_device_map(model)
     elif cuts is not None and partitions is not None:
@@ -236,8 +236,8 @@ def pipeline(
         assert partitions is not None
         if example is None:
             raise ValueError(
-                "partitions are found by measuring the model; give example, arguments such as a "
-                "micro-batch has"
+                "partitions are found by measuring the model; give example, arguments like those "
+                "of a micro-batch"
             )
         cuts = choose_cuts(model, partitions, example)
     return ModulePipe(

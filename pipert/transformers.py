@@ -41,7 +41,7 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
 
     Args:
         model: the pipe.
-        args: as in ``Trainer``. The batch size per device is that of the whole pipe.
+        args: as in ``Trainer``. The whole pipe counts as one device in the batch size per device.
         schedule: the schedule of a training step, as in :meth:`pipert.Pipe.forward_backward`.
         **others: as in ``Trainer``. A ``compute_loss_func`` gets the outputs and labels of a
             micro-batch, and returns a sum divided by ``num_items_in_batch``.
@@ -61,11 +61,11 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
     ) -> None:
         if not isinstance(model, ModulePipe):
             raise TypeError(
-                f"model must be a pipe, got {type(model).__qualname__}; make one by "
+                f"model must be a pipe, got {type(model).__qualname__}; make one with "
                 "pipert.pipeline(model, ...)"
             )
         if args is None:
-            args = TrainingArguments("tmp_trainer")  # as Trainer has it
+            args = TrainingArguments("tmp_trainer")  # as Trainer does
         _check(args)
         if args.n_gpu > 1:
             args._n_gpu = 1  # else Trainer would copy the model to all GPUs
@@ -131,7 +131,7 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         if "labels" not in labels:
             raise ValueError(
                 "compute_loss_func needs a tensor 'labels', which is split like the batch, got "
-                f"only {sorted(inputs)}; name it so"
+                f"only {sorted(inputs)}; rename the one that holds them"
             )
         return {name: value for name, value in inputs.items() if name != "labels"}, labels
 
@@ -159,7 +159,7 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         return loss_fn
 
     def _count(self, labels: Mapping[str, Tensor]) -> Tensor:
-        """Return the number of labels that the model's loss is the mean of."""
+        """Return the number of labels over which the model's loss is averaged."""
         if "shift_labels" in labels:
             found = labels["shift_labels"]
         else:
@@ -201,13 +201,13 @@ def _check(args: TrainingArguments) -> None:
 _LOMO = ("lomo", "adalomo")
 _LABELS = ("labels", "shift_labels")
 _REFUSED = {
-    "label_smoothing_factor": "pass compute_loss_func, which smooths",
+    "label_smoothing_factor": "pass a compute_loss_func that smooths the labels",
     "torch_compile": "compile layers of the model",
-    "fp16_full_eval": "make the pipe of a model in that precision",
-    "bf16_full_eval": "make the pipe of a model in that precision",
+    "fp16_full_eval": "make the pipe from a model in that precision",
+    "bf16_full_eval": "make the pipe from a model in that precision",
     "deepspeed": "a pipe is one process",
     "fsdp": "a pipe is one process",
-    "auto_find_batch_size": "find it by per_device_train_batch_size",
+    "auto_find_batch_size": "choose per_device_train_batch_size yourself",
 }
 _IGNORED = -100  # among labels, in all of transformers
 

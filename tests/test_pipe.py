@@ -796,7 +796,7 @@ def test_a_replaced_layer_runs_and_is_in_the_state_dict() -> None:
 
 
 def test_a_module_that_is_no_layer_is_refused_as_an_attribute(pipe: Pipe) -> None:
-    with pytest.raises(ValueError, match="'extra' is none of its layers"):
+    with pytest.raises(ValueError, match="'extra' is not one of its layers"):
         pipe.extra = nn.ReLU()
 
 

@@ -304,15 +304,15 @@ def test_predictions_are_those_of_the_plain_trainer(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"must be a pipe, got LlamaForCausalLM; make one by"):
+    with pytest.raises(TypeError, match=r"must be a pipe, got LlamaForCausalLM; make one with"):
         PipeTrainer(build(), arguments(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("label_smoothing_factor", 0.1, "pass compute_loss_func"),
-        ("bf16_full_eval", True, "of a model in that precision"),
+        ("label_smoothing_factor", 0.1, "pass a compute_loss_func"),
+        ("bf16_full_eval", True, "from a model in that precision"),
         ("torch_compile", True, "compile layers"),
     ],
 )

@@ -1,9 +1,9 @@
 """Finds tensors and arrays hidden in objects that torch cannot flatten.
 
 Hidden tensors cannot be split, joined, moved to another device or cut out of their graph. The
-search goes breadth-first through attributes, slots, and the built-in containers in them, their
-views and iterators, up to a limit. It does not enter modules and types, nor call anything, such as
-properties; it enters functions only on request.
+search goes breadth-first through attributes, slots, and the built-in containers in them, with their
+views and iterators, up to a limit. It does not enter modules and types, and enters functions only
+on request. It calls nothing, so it does not see properties.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from pipert.batch.trees import ORDINARY
 
 __all__: list[str] = []
 
-_LIMIT = 10_000  # parts of objects
+_LIMIT = 10_000  # parts visited in one search
 
 CLOSED_TO_GRAPHS = (type, nn.Module, ModuleType, Tensor)
-"""Types that hide no tensor of a graph. Functions may, in closures and bound objects."""
+"""Types that hide no tensor of a graph. Functions may hide one in a closure or a bound object."""
 
 CLOSED = (*CLOSED_TO_GRAPHS, FunctionType, BuiltinFunctionType, MethodType)
-"""Types that are not searched by default. The tensors of a function need not be rows."""
+"""Types that are not searched by default: tensors that a function holds need not be rows."""
 
 
 def has_rows(value: Any) -> bool:
-    """Whether ``value`` is a tensor or an array with at least one dimension."""
+    """Return whether ``value`` is a tensor or an array with at least one dimension."""
     if isinstance(value, Tensor):
         return value.dim() > 0
     if type(value) in ORDINARY or isinstance(value, CLOSED):
@@ -51,10 +51,10 @@ def has_rows(value: Any) -> bool:
 
 
 def registered(leaf: Any) -> str:
-    """Returns what the user can do so that the tensors in an object are found."""
+    """Return advice on how to make the tensors in an object visible, for an error message."""
     if type(leaf).__module__.startswith("transformers.cache"):
         return "leave it out, by use_cache=False"
-    if isinstance(leaf, (*CLOSED, Iterator, MappingView)):  # not the user's classes, but Python's
+    if isinstance(leaf, (*CLOSED, Iterator, MappingView)):  # Python's own classes
         return "put its tensors into a tuple, list or dict"
     if dataclasses.is_dataclass(leaf):
         return "register its class with torch.export.register_dataclass"
@@ -64,7 +64,7 @@ def registered(leaf: Any) -> str:
 def find(
     value: Any, wanted: Callable[[Any], bool], closed: tuple[type, ...] = CLOSED
 ) -> str | None:
-    """Returns the path to a ``wanted`` part of an object, such as ``.pair[0]``; ``None`` if none.
+    """Return the path to a ``wanted`` part of an object, such as ``.pair[0]``, or ``None``.
 
     Instances of the ``closed`` types are not searched.
     """
@@ -86,7 +86,7 @@ def find(
 
 
 def versions(value: Any) -> list[tuple[Tensor, int]]:
-    """Returns the tensors hidden in an object, each with its version."""
+    """Return the tensors hidden in an object, each with its version."""
     found: list[tuple[Tensor, int]] = []
 
     def note(part: Any) -> bool:
@@ -106,7 +106,7 @@ def _parts(item: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{k}]", part) for k, part in enumerate(list(item)))
     elif isinstance(item, set | frozenset):
         yield from (("{...}", part) for part in list(item))
-    elif isinstance(item, Iterator | MappingView):  # to iterate over it would use it up
+    elif isinstance(item, Iterator | MappingView):  # iterating would use it up
         yield from (("{...}", part) for part in gc.get_referents(item))
     elif isinstance(item, FunctionType | MethodType | BuiltinFunctionType):
         yield from _bound(item)

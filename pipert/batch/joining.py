@@ -1,4 +1,4 @@
-"""Joins the outputs of the micro-batches to the output of the mini-batch."""
+"""Joins the outputs of the micro-batches into the output of the mini-batch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__: list[str] = []
 
 
 def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
-    """Joins the outputs of the micro-batches, whose structure must be the same.
+    """Join the outputs of the micro-batches, whose structure must be the same.
 
     Tensors are concatenated along dimension 0, 0-dimensional ones stacked to shape ``(m,)``; other
-    leaves must be equal and are returned once. ``sizes`` are the numbers of rows of the
-    micro-batches; each output must have as many rows, or the same multiple of them.
+    leaves must be equal and are returned once. ``sizes`` are the micro-batches' numbers of rows: in
+    all of them, an output must have the same multiple of that number.
     """
     first = outputs[0]
     if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
@@ -65,7 +65,9 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
             )
         if len(column) == 1 and first.dim() > 0:
             return first
-        with torch.set_grad_enabled(torch.is_grad_enabled() or _require_grad(column)):
+        # The last layer may have enabled gradients itself.
+        has_graph = any(leaf.requires_grad for leaf in column)
+        with torch.set_grad_enabled(torch.is_grad_enabled() or has_graph):
             return torch.stack(column) if first.dim() == 0 else torch.cat(column)
     _refuse_hidden_output(column, outputs, k)
     for i, leaf in enumerate(column[1:], start=1):
@@ -78,11 +80,6 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
     return first
 
 
-def _require_grad(column: list[Tensor]) -> bool:
-    """Return whether there is a graph to keep: the last layer may enable grad by itself."""
-    return any(leaf.requires_grad for leaf in column)
-
-
 def _require_rows(
     column: list[Tensor], outputs: list[Value], k: int, sizes: Sequence[int]
 ) -> None:
@@ -91,7 +88,7 @@ def _require_rows(
     if rest or rows != [each * size for size in sizes]:
         raise ValueError(
             f"{_path(outputs[0], k)} must have as many rows (dimension 0) as the micro-batch, or "
-            f"so many times as many, but has {rows} in micro-batches of {list(sizes)} rows; "
+            f"a fixed multiple of that, but has {rows} in micro-batches of {list(sizes)} rows; "
             "transpose it in the last layer if its rows are another dimension, and return a "
             "0-dimensional tensor to have one value for each micro-batch"
         )
@@ -126,6 +123,6 @@ def _equal(first: Any, other: Any) -> bool:
 
 
 def _path(output: Value, k: int) -> str:
-    """Returns the path to the ``k``-th leaf as a user writes it, such as ``output[0]['mask']``."""
+    """Return the path to the ``k``-th leaf as a user writes it, such as ``output[0]['mask']``."""
     keys = keys_of(output, k)
     return f"leaf {k} of the output" if keys is None else "output" + pytree.keystr(keys)

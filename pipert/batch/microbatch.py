@@ -7,7 +7,7 @@ kind:
 * a 0-dimensional tensor, a number, a string, ``None`` and the like go to each micro-batch as is;
 * ``Replicate(x)`` sends any ``x`` whole to each micro-batch;
 * an object that hides rows, such as a NumPy array, or one that holds tensors but is not registered
-  as a pytree, is refused: each micro-batch would silently get the rows of all.
+  as a pytree, is refused: each micro-batch would silently get the rows of all micro-batches.
 
 There are ``min(chunks, batch size)`` micro-batches, whose sizes differ by at most one.
 """
@@ -58,7 +58,7 @@ class Replicate:
 
 
 class _Scatter(torch.autograd.Function):
-    """A split of a tensor, whose backward concatenates the gradients of the slices once.
+    """Splits a tensor; its backward concatenates the gradients of the slices once.
 
     ``Tensor.split`` would forbid in-place operations on its results, and the backward of slicing
     would make a tensor of the whole batch for each micro-batch.
@@ -93,7 +93,7 @@ def scatter(args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int) -> list[
 def scatter_with_sizes(
     args: tuple[Any, ...], kwargs: dict[str, Any], chunks: int
 ) -> tuple[list[Value], list[int]]:
-    """Like :func:`scatter`, but also returns each micro-batch's rows: 1 if there is no tensor."""
+    """Like :func:`scatter`; also return each micro-batch's number of rows: 1 without tensors."""
     leaves, spec = flatten((args, kwargs), is_whole)
     batch: int | None = None
 
@@ -136,7 +136,7 @@ def scatter_with_sizes(
 
 
 def as_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Value:
-    """Returns the first layer's input: its only positional argument, or :class:`Arguments`."""
+    """Return the first layer's input: its only positional argument, or :class:`Arguments`."""
     return args[0] if len(args) == 1 and not kwargs else Arguments(args, kwargs)
 
 
@@ -151,11 +151,11 @@ def _split(leaf: Any, sizes: list[int]) -> list[Any]:
 
 
 def _own_versions(parts: tuple[Tensor, ...]) -> list[Tensor]:
-    """Gives each part but the last its own version counter.
+    """Give each part but the last a version counter of its own.
 
     With a shared counter, a first layer that works in place on one micro-batch would invalidate
     what autograd saved of the others. The last part, which may not be checkpointed, keeps the
-    tensor's counter. So autograd still notices when the tensor changes between forward and
+    tensor's counter, so autograd still notices when the tensor changes between forward and
     backward, and when the first layer changes what other code has saved.
     """
     return [*[part.data for part in parts[:-1]], parts[-1].detach()]
@@ -187,7 +187,7 @@ def _refuse_layout(path: Callable[[int], str], k: int, tensor: Tensor) -> None:
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else tensor.layout
         raise TypeError(
-            f"{path(k)} is a tensor whose layout is {layout}, of which pipert cannot take rows for "
-            "each micro-batch; make it dense, wrap it in Replicate(...) if it belongs whole to "
+            f"{path(k)} is a tensor whose layout is {layout}, which pipert cannot split into "
+            "micro-batches; make it dense, wrap it in Replicate(...) if it belongs whole to "
             "each, or use one chunk"
         )

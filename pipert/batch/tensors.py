@@ -1,8 +1,8 @@
 """Accesses the tensors inside a value, which is any pytree.
 
-A tensor that occurs twice in a value counts once: whatever is done to the tensors of a value, such
-as copying them to another device, the result again has one tensor in both places, so that a layer
-that changes it in place changes both, as in the plain module. Each skip is a value of its own.
+A tensor that occurs twice in a value counts once. Whatever is done to the tensors of a value, such
+as copying them to another device, the result again has one tensor in both places, so a layer that
+changes it in place changes both, as in the plain module. Each skip is a value of its own.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Carried(NamedTuple):
 def select(
     value: Value, wanted: Callable[[Tensor], bool]
 ) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """Returns the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
+    """Return the ``wanted`` tensors of ``value``, and a function that rebuilds it with others."""
     if isinstance(value, Tensor):
         return ((value,), _only) if wanted(value) else ((), lambda _: value)
     if isinstance(value, Carried):
         return _select_each(value, wanted)
     leaves: list[Any]
     unflatten: Callable[[list[Any]], Value]
-    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # many tasks pass here
+    if type(value) is tuple and ORDINARY.issuperset(map(type, value)):  # common, so fast
         leaves, unflatten = list(value), tuple
     else:
         leaves, spec = flatten(value)
@@ -83,19 +83,19 @@ def _select_each(
 
 
 def differentiable(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """Selects the tensors that require grad; see :func:`select`."""
-    if isinstance(value, Tensor):  # by far the most common case, on the path of every task
+    """Select the tensors that require grad; see :func:`select`."""
+    if isinstance(value, Tensor):  # by far the most common case, in every task
         return ((value,), _only) if value.requires_grad else ((), lambda _: value)
     return select(value, lambda tensor: tensor.requires_grad)
 
 
 def tensors_of(value: Value) -> tuple[Tensors, Callable[[Tensors], Value]]:
-    """Selects all tensors; see :func:`select`."""
+    """Select all tensors; see :func:`select`."""
     return ((value,), _only) if isinstance(value, Tensor) else select(value, lambda _: True)
 
 
 def describe(value: Value) -> str:
-    """Formats a value for errors: tensors by dtype and shape, the rest by structure and type."""
+    """Format a value for errors: tensors by dtype and shape, the rest by structure and type."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, tuple | list):
@@ -107,7 +107,7 @@ def describe(value: Value) -> str:
 
 
 def version(tensor: Tensor | None) -> int:
-    """Returns a tensor's version, which counts in-place changes; -1 if it has none."""
+    """Return a tensor's version, which counts in-place changes; -1 if it has none."""
     return -1 if tensor is None or tensor.is_inference() else tensor._version
 
 
@@ -127,11 +127,11 @@ class Versions:
         self._before += map(_version, versioned)
 
     def are_current(self) -> bool:
-        """Whether no tensor was modified in place since it was added."""
+        """Return whether no tensor has been modified in place since it was added."""
         return list(map(_version, self._tensors)) == self._before
 
     def changed(self) -> list[Tensor]:
-        """Return the tensors that were modified since."""
+        """Return the tensors that have been modified since they were added."""
         if self.are_current():
             return []
         now = zip(self._tensors, self._before, strict=True)

@@ -1,10 +1,10 @@
 """Flattens values: any pytree, including mappings that torch takes for leaves.
 
-torch knows containers by their exact type. So it takes a ``UserDict``, such as the batches that
-tokenizers return, a ``MappingProxyType`` or an instance of a subclass of ``dict`` for a leaf. Here
-each of them is a node and is rebuilt as its own type: a copy with new items, and with the other
-attributes it had. These types are not added to torch's registry, which other code uses, too: a
-mapping is replaced by a node of pipert's own type before it is flattened.
+torch recognises containers by their exact type. So it takes a ``UserDict``, such as the batches
+that tokenizers return, a ``MappingProxyType`` or an instance of a subclass of ``dict`` for a leaf.
+Here each of them is a node and is rebuilt as its own type: a copy with new items that keeps its
+other attributes. These types are not added to torch's registry, which other code also uses:
+instead, a mapping is replaced by a node of pipert's own type before it is flattened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ORDINARY = frozenset(
         torch.dtype, torch.device, torch.Size,
     }  # fmt: skip
 )
-"""The types of leaves that are no mappings and hide no other tensors."""
+"""Types of leaves that are not mappings and hide no other tensors."""
 
 _MAPPINGS = (dict, UserDict, MappingProxyType)
 
@@ -42,11 +42,10 @@ def _is_size(value: Any) -> bool:
 
 
 def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
-    """Returns the leaves of ``value``, and the spec for ``pytree.tree_unflatten``.
+    """Return the leaves of ``value``, and the spec for ``pytree.tree_unflatten``.
 
-    Each mapping that torch does not know adds a leaf: itself, with ``None`` for each of its values,
-    or an empty ``MappingProxyType``.
-    Containers for which ``is_leaf`` is true are leaves as well.
+    Each mapping that torch does not know adds a leaf: its copy with ``None`` for each value, or an
+    empty ``MappingProxyType``. Containers for which ``is_leaf`` is true are leaves as well.
     """
     leaves, spec = pytree.tree_flatten(value, is_leaf)
     if not ORDINARY.issuperset(map(type, leaves)) and any(map(_is_mapping, leaves)):
@@ -55,14 +54,14 @@ def flatten(value: Value, is_leaf: Callable[[Any], bool] = _is_size) -> Leaves:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a container is a leaf, as it holds no rows or would be rebuilt as another type."""
+    """Return whether a container is a leaf: it has no rows, or would change its type if rebuilt."""
     return type(value) in (torch.Size, PackedSequence)
 
 
 def keys_of(value: Value, k: int) -> Any:
-    """Returns the path to the ``k``-th leaf of ``flatten(value, is_whole)``.
+    """Return the path to the ``k``-th leaf of ``flatten(value, is_whole)``.
 
-    ``None`` if it is below a type registered without names.
+    ``None`` if a type above it is registered without names.
     """
     try:
         opened = _opened(value, is_whole)
@@ -72,7 +71,7 @@ def keys_of(value: Value, k: int) -> Any:
 
 
 class _MappingNode:
-    """A mapping as a node. Its first child is the mapping without its values, for the type."""
+    """A mapping as a node. Its first child is a template: the mapping with ``None`` values."""
 
     __slots__ = ("children", "keys")
 
@@ -85,7 +84,7 @@ class _MappingNode:
 
 
 def _opened(value: Value, is_leaf: Callable[[Any], bool]) -> Value:
-    """Returns ``value`` with each mapping that torch takes for a leaf replaced by a node."""
+    """Return ``value`` with each mapping that torch takes for a leaf replaced by a node."""
 
     def opened(leaf: Any) -> Any:
         return _MappingNode(leaf, is_leaf) if _is_mapping(leaf) else leaf

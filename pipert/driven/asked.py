@@ -1,8 +1,8 @@
-"""Refuses gradients that a model asks for inside its ``forward`` and a step cannot compute.
+"""Refuses gradients that a model requests inside its ``forward`` and that a step cannot compute.
 
-In a step the graph is cut where partitions begin, so ``torch.autograd.grad`` and ``backward`` find
-nothing of earlier partitions: torch would raise an error, return ``None`` where that is allowed, or
-return a part of a sum. So a request that goes through an earlier partition is refused.
+In a step the graph is cut where partitions begin, so ``torch.autograd.grad`` and ``backward`` do
+not reach earlier partitions: torch would raise an error, return ``None`` (with ``allow_unused``),
+or return part of a sum. So a request that leads through an earlier partition is refused.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ def refuse_going_back(
         inputs: the tensors to differentiate by; ``None`` for all leaves of the graph.
         bring: returns the tensor that replaces a tensor in the current partition.
         entrances: the first nodes of the graphs of partitions, each with the edge of the earlier
-            partition at which the graph was cut; ``None`` for an input of the model.
+            partition at which the graph was cut, or ``None`` for an input of the model.
 
     Raises:
-        RuntimeError: an input is beyond such a cut; or ``inputs`` is ``None``, and there is a cut.
+        RuntimeError: an input is beyond such a cut; or ``inputs`` is ``None``, and the graph of the
+            outputs leads to such a node.
     """
     wanted = set(_nodes(inputs or ()))
     found = _reachable(_nodes(map(bring, outputs)), stop=_nodes(map(bring, inputs or ())))
@@ -65,19 +66,26 @@ def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> 
     children = [child for node in ends for child, _ in node.next_functions if child is not None]
     if not _reachable(children, stop=()).isdisjoint((*ends, *_nodes(leaves))):
         raise RuntimeError(
-            "a custom autograd function or compiled code, or a layer that is given it in an object "
-            "or a closure, uses a tensor that an earlier partition has made, where a step of a "
-            "pipe does not see it, and the same partition uses another such tensor, or a "
-            "parameter, that this one was computed from; pass tensor.clone(), or the tensor "
-            "itself, or register the object's class (torch.utils._pytree.register_dataclass), or "
-            "call the pipe and loss.backward()"
+            "a partition uses a tensor that an earlier one has made, where a step of a pipe does "
+            "not see it (in a custom autograd function, in compiled code, or in an object or a "
+            "closure that a layer is given), and also uses another such tensor, or a parameter, "
+            "from which it was computed; pass tensor.clone(), or the tensor itself, or register "
+            "the object's class (torch.utils._pytree.register_dataclass), or call the pipe and "
+            "loss.backward()"
         )
 
 
 def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
-    """Their nodes in the graph. A transform of torch.func has one of its own, which ends there."""
-    wanting = [tensor for tensor in tensors if tensor.requires_grad]
-    return [get_gradient_edge(one).node for one in wanting if not is_functorch_wrapped_tensor(one)]
+    """Return the nodes of those that require grad.
+
+    Tensors that a transform of torch.func wraps are left out: they are in a graph of its own, which
+    ends with the transform.
+    """
+    return [
+        get_gradient_edge(tensor).node
+        for tensor in tensors
+        if tensor.requires_grad and not is_functorch_wrapped_tensor(tensor)
+    ]
 
 
 def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
@@ -94,6 +102,6 @@ def _reachable(roots: Iterable[Node], stop: Iterable[Node]) -> set[Node]:
 
 _GOES_BACK = (
     "torch.autograd.grad or backward in a model's own code goes back into an earlier partition, or "
-    "to the inputs of the model, which a step of a pipe does when all is computed; call the pipe "
-    "and loss.backward(), or cut elsewhere"
+    "to the inputs of the model, which a step of a pipe can do only after the loss is computed; "
+    "call the pipe and loss.backward(), or cut elsewhere"
 )

@@ -1,17 +1,17 @@
 """Brings tensors from partition to partition, wherever the model uses them.
 
-Nothing lists what a partition passes to a later one: arguments of layers, of course, but also what
-the model's own code between them (its *glue*) has kept in a variable. So a tensor is inspected when
-it is used: in the arguments of an intercepted call, and in those of each torch function that glue
-calls. All nodes of a micro-batch are made by one thread, which numbers them. So a tensor whose node
-is numbered below those of the current partition was made by an earlier one, and *crosses*:
+Nothing lists what a partition passes to a later one: arguments of layers, but also whatever the
+model's own code between them (its *glue*) has kept in a variable. So tensors are inspected when
+they are used: in the arguments of an intercepted call, and in those of each torch function that
+glue calls. One thread makes and numbers all nodes of a micro-batch. So a tensor whose node has a
+lower number than those of the current partition was made by an earlier one, and *crosses*:
 
 * In a step the graph is cut there. A *stand-in* is used, with the tensor's values but not its
-  graph; its gradient from ``B[i,j]`` waits for the ``B`` of the partition that made the tensor.
-* If it is on another device it is copied, over the copy streams of both devices; in a call, inside
+  graph; ``B[i,j]`` keeps its gradient for the ``B`` of the partition that made the tensor.
+* If it is on another device, it is copied over the copy streams of both devices; in a call, inside
   the graph.
 
-A tensor crosses once into a partition, however often it is used there.
+A tensor crosses into a partition once, however often it is used there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.asked import refuse_going_back
-from pipert.driven.glue import ABOUT, ABOUT_DEVICES, ASKING, OutsideOfGlue
+from pipert.driven.glue import DEVICE_METADATA, GRADIENT_REQUESTS, METADATA, OutsideOfGlue
 from pipert.driven.hooked import GradientHooks, hooks_for
 from pipert.driven.moving import Moves
 from pipert.driven.stand_ins import StandIns, refuse_old_base
@@ -49,14 +49,14 @@ __all__: list[str] = []
 
 @dataclass(slots=True, eq=False)
 class Source:
-    """A tensor that later partitions have used, and the gradients that they have sent back."""
+    """A tensor that later partitions use, and the gradients that they have sent back."""
 
     edge: GradientEdge | None
     """The tensor's place in the graph; ``None`` for an input of the model."""
     hooks: GradientHooks | None = None
     """The hooks of its stand-ins."""
     gradients: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Each with the partition that has sent it."""
+    """Each with the partition that sent it."""
 
 
 class Part:
@@ -66,23 +66,23 @@ class Part:
 
     def __init__(self, first: int) -> None:
         self.first = self.last = first
-        """The range of the numbers of its nodes; ``last`` is excluded."""
+        """The nodes of the part are numbered ``range(first, last)``."""
         self.entries: list[tuple[GradientEdge, Source]] = []
-        """The edge at which each tensor of an earlier partition has entered."""
+        """The edge at which each tensor of an earlier partition entered, and its source."""
         self.sources: dict[tuple[Node, int], Source] = {}
-        """The tensors that it has made and later partitions have used, by place in the graph."""
+        """The tensors made in the part and used by later ones, by place in the graph."""
         self.loss: Tensor | None = None
 
 
 class Crossing(TorchFunctionMode):
     """The crossings of one micro-batch: a function mode that sees the torch functions of glue.
 
-    Used by the driver of the micro-batch, and later by the worker that carries out its ``B``.
+    Used by the driver of the micro-batch, and later by the workers that carry out its ``B[i,j]``.
 
     Args:
         cuts: whether the graph is cut, as in a step.
-        moves: brings tensors to other devices; ``None`` if there is one device.
-        lends: returns the stand-in for a parameter, or itself; ``None`` if none has a stand-in.
+        moves: brings tensors to other devices; ``None`` if all devices are the CPU.
+        lends: returns a parameter's stand-in, or itself; ``None`` if no parameter has one.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class Crossing(TorchFunctionMode):
         super().__init__()
         self._moves = moves
         self._lends = lends
-        self._about = ABOUT if moves is None else ABOUT - ABOUT_DEVICES
+        self._not_inspected = METADATA if moves is None else METADATA - DEVICE_METADATA
         self.parts: dict[int, Part] = {}
         self._cuts = cuts
-        self._starts: list[int] = []
-        self._order: list[int] = []  # the partition of each start
+        self._starts: list[int] = []  # the number of the first node of each partition entered
+        self._order: list[int] = []  # the partitions entered
         self._start = 0
         self._part: Part = Part(0)
         self._stand_ins = StandIns()
         self.is_glue = True
         self.mark = object()
-        """Marks the first nodes of the graphs of partitions as this micro-batch's."""
+        """Marks the nodes at which partitions' graphs begin as this micro-batch's."""
 
     def begin(self, stage: Stage, tape: Tape | None) -> None:
         """Begin a partition whose calls of layers are recorded on ``tape``."""
@@ -113,7 +113,7 @@ class Crossing(TorchFunctionMode):
             self._moves.begin(stage, tape)
 
     def end(self) -> None:
-        """End the partition: its stand-ins are used no more, and only ``B`` needs its graph."""
+        """End the partition: its stand-ins are not used again, and only ``B`` needs its graph."""
         self._part.last = node_count()
         self._part = Part(0)
         self._stand_ins.end(self._start)
@@ -148,7 +148,7 @@ class Crossing(TorchFunctionMode):
             if number >= self._start:
                 if tensor._is_view():
                     refuse_old_base(tensor, range(self._starts[0], self._start))
-            elif number >= self._starts[0]:  # else the caller has made it
+            elif number >= self._starts[0]:  # else the caller made it
                 return self._stand_in(tensor, node, number)
         return tensor if self._moves is None else self._with_its_graph(tensor)
 
@@ -173,7 +173,7 @@ class Crossing(TorchFunctionMode):
         source = made_in.sources.get(key)
         if source is None:
             source = made_in.sources[key] = Source(order.edge_of(tensor), hooks_for(tensor))
-        with torch.enable_grad():  # the model may use it again where gradients are enabled
+        with torch.enable_grad():  # the model may use it again with gradients enabled
             (entered,) = self._mark(order.enter((self._on_device(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
         assert source.hooks is not None
@@ -181,7 +181,7 @@ class Crossing(TorchFunctionMode):
         return entered
 
     def _on_device(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the partition's device; in a step a copy has no graph."""
+        """Return ``tensor`` on the partition's device. In a step a copy has no graph."""
         moves = self._moves
         if moves is None:
             return tensor
@@ -189,14 +189,14 @@ class Crossing(TorchFunctionMode):
         return moves.bring(tensor) if moves.is_elsewhere(tensor) else tensor
 
     def _with_its_graph(self, tensor: Tensor) -> Tensor:
-        """Return the same for a tensor that no earlier partition has made, with its graph."""
+        """Return ``tensor``, made by no earlier partition, on the current device with its graph."""
         moves = self._moves
         if moves is None or not tensor.requires_grad or not moves.is_elsewhere(tensor):
             return self._on_device(tensor)
         return moves.bring_in_graph(tensor)
 
     def _with_whole_gradient(self, tensor: Tensor) -> Tensor:
-        """Return the tensor whose gradient is the sum from all partitions, not one stand-in's."""
+        """Return the tensor whose gradient is summed over all partitions, not a stand-in."""
         if self._cuts:
             return self._stand_ins.latest(tensor)
         return tensor if self._moves is None else self._moves.latest(tensor)
@@ -208,13 +208,13 @@ class Crossing(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # for all micro-batches: no tensor crosses
+        if torch.compiler.is_dynamo_compiling():  # once for all micro-batches: nothing crosses
             return func(*args, **kwargs or {})
-        if func in self._about or not self.is_glue:
+        if func in self._not_inspected or not self.is_glue:
             return func(*args, **kwargs or {})
-        if func in ASKING:
-            ask = self._to_retain if func is Tensor.retain_grad else self._to_go_back
-            args, kwargs = ask(*args, **kwargs or {})
+        if func in GRADIENT_REQUESTS:
+            prepare = self._to_retain if func is Tensor.retain_grad else self._to_go_back
+            args, kwargs = prepare(*args, **kwargs or {})
         else:
             args, kwargs = self.bring_all(args, kwargs or {})
         result = func(*args, **kwargs)
@@ -222,12 +222,12 @@ class Crossing(TorchFunctionMode):
         return result
 
     def _to_retain(self, tensor: Tensor) -> Any:
-        """Return arguments that retain the gradient of the tensor, and not of a stand-in."""
+        """Return the arguments of ``retain_grad``, with no stand-in in place of the tensor."""
         find = self.bring if isinstance(tensor, nn.Parameter) else self._with_whole_gradient
         return (find(tensor),), {}
 
     def _to_go_back(self, outputs: Any, inputs: Any = None, **kwargs: Any) -> Any:
-        """Return arguments that ask for gradients by the tensors, and not by copies of them."""
+        """Return the arguments of a backward, with ``inputs`` that its graph contains."""
         if self._cuts:
             entries = [entry for part in self.parts.values() for entry in part.entries]
             cut = {edge.node: source.edge for edge, source in entries}
@@ -238,16 +238,16 @@ class Crossing(TorchFunctionMode):
         return (outputs,), {**kwargs, "inputs": inputs}
 
     def settle(self, value: Value) -> None:
-        """Let others copy what has just been made, on whatever device."""
+        """Let other partitions copy ``value``, which was just computed, on whatever device."""
         if self._moves is not None:
             self._moves.settle(value)
 
     def finish(self, loss: Tensor | None) -> None:
-        """Keep the loss, once the micro-batch has come to the end of the last partition."""
+        """Keep the loss, computed at the end of the last partition."""
         self._part.loss = loss
 
     def _mark(self, entered: Tensors) -> Tensors:
-        entered[0].grad_fn.of = self.mark  # type: ignore[union-attr]
+        entered[0].grad_fn.mark = self.mark  # type: ignore[union-attr]
         return entered
 
     def enter_unseen(
@@ -258,19 +258,19 @@ class Crossing(TorchFunctionMode):
         They do so through custom autograd functions, compiled code, objects and closures.
 
         Args:
-            part: the part that goes backward.
+            part: the part to go backward.
             others: the nodes of its graph that were not made in it.
             nodes: all nodes of its graph.
 
         Returns:
-            The edges where the graph is cut now; they are added to the entries of the part.
+            The edges where the graph is now cut; they are added to the entries of the part.
 
         Raises:
-            RuntimeError: the graph goes on in that of another micro-batch or call, or a stand-in
+            RuntimeError: the graph leads into that of another micro-batch or call, or a stand-in
                 for such a tensor was changed in place.
         """
         for node in nodes:
-            if type(node) is ENTERED and getattr(node, "of", self.mark) is not self.mark:
+            if type(node) is ENTERED and getattr(node, "mark", self.mark) is not self.mark:
                 raise RuntimeError(_KEPT)
         numbers = range(self._starts[0], part.first)
         earlier = {node for node in others if node._sequence_nr() in numbers}

@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 class Driver(WorkerThread):
-    """A thread that executes one passage after the other."""
+    """A thread that executes one passage after another."""
 
     def __init__(self, number: int) -> None:
         name = f"pipert-driver-{number}"
@@ -54,7 +54,7 @@ class Drivers:
         self._stopped: list[bool] = []
         # Not a method of this object: a finalizer must not keep the object alive.
         weakref.finalize(self, _stop, self._stopped, self._threads).atexit = False
-        self._pid = os.getpid()  # last: a thread that sees it takes no lock
+        self._pid = os.getpid()  # last: a thread that sees it skips the lock
 
     def start(self, passage: Passage) -> None:
         """Hand ``passage`` to an idle driver, or to a new one. Thread-safe."""
@@ -93,7 +93,7 @@ class Drivers:
             if old.in_queue.is_closed() and not old.is_alive() and old in self._threads:
                 self._threads.remove(old)
         driver = Driver(next(self._numbers))
-        self._threads.append(driver)  # before it starts: nothing else would stop it
+        self._threads.append(driver)  # before it starts, so that it is always stopped
         driver.start()
         if self._stopped:
             driver.stop()
@@ -115,7 +115,7 @@ class Drivers:
         _stop(self._stopped, self._threads)
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the stopped drivers have ended, except the one that calls this."""
+        """Wait until the stopped drivers have ended, except for the calling one."""
         deadline = None if timeout is None else time.monotonic() + timeout
         for thread in list(self._threads) if self._pid == os.getpid() else ():
             if thread.is_alive() and thread is not threading.current_thread():

@@ -1,4 +1,4 @@
-"""Glue: a model's own code between its layers, and which of its calls need no inspection."""
+"""Glue, a model's own code between its layers: which of its calls are inspected, and when."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import _C, Tensor
 __all__: list[str] = []
 
 
-ABOUT = frozenset(
+METADATA = frozenset(
     getattr(Tensor, name).__get__
     for name in (
         "shape", "device", "dtype", "layout", "requires_grad", "grad_fn", "is_leaf", "ndim",
@@ -21,31 +21,31 @@ ABOUT = frozenset(
     Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point,
     Tensor.is_complex, Tensor.__len__, Tensor.is_contiguous, Tensor.get_device,
 }  # fmt: skip
-"""Functions that read a tensor's metadata and not its values."""
+"""Functions that read only a tensor's metadata, so their calls need no inspection."""
 
-ABOUT_DEVICES = frozenset(
+DEVICE_METADATA = frozenset(
     getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu")
 ) | {Tensor.get_device}
-"""Those of them whose result depends on the device on which the tensor is used."""
+"""Those of them whose result depends on the device of the partition that uses the tensor."""
 
-ASKING = frozenset({
+GRADIENT_REQUESTS = frozenset({
     Tensor.retain_grad, torch.autograd.grad, torch.autograd.backward, Tensor.backward,
 })  # fmt: skip
-"""Functions that ask for gradients. All but the first run a backward at once."""
+"""Functions that request gradients. All but the first run a backward at once."""
 
 
-class Looking(Protocol):
-    """A function mode that inspects the calls of glue, which is what runs while ``is_glue``."""
+class Inspector(Protocol):
+    """A function mode that inspects calls while ``is_glue`` is true."""
 
     is_glue: bool
 
 
 class OutsideOfGlue:
-    """A block in which a crossing inspects nothing. A class, since each call enters one."""
+    """A block in which a crossing inspects nothing. A class for speed: each call enters one."""
 
     __slots__ = ("_crossing", "_was_glue", "_was_on_top")
 
-    def __init__(self, crossing: Looking) -> None:
+    def __init__(self, crossing: Inspector) -> None:
         self._crossing = crossing
 
     def __enter__(self) -> None:

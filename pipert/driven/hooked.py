@@ -1,12 +1,12 @@
-"""Lets the hooks that a layer registers on its argument see the whole gradient, once.
+"""Makes hooks that a layer registers on its arguments see the whole gradient, once.
 
 A layer may get a stand-in for a tensor of an earlier partition. The gradient of the stand-in is
-only a part of the tensor's, since other partitions may use the tensor, too. ``register_hook`` adds
-the hook to a dict of its tensor, which autograd knows. So the stand-ins of one tensor share a dict
-that autograd does not know, and it is tied to the tensor's own node later: in a step, before that
-node goes backward; in a call, when the partition ends.
+only part of the tensor's, since other partitions may use the tensor, too. ``register_hook`` adds
+the hook to a dict of the tensor, which autograd knows. So the stand-ins of one tensor share a dict
+that autograd does not know. It is tied to the tensor's own node later: in a step, before that node
+goes backward; in a call, when the partition ends.
 
-A recomputed layer registers its hooks again. Only those of its first computation are called.
+A recomputed layer registers its hooks again; only those of its first computation are called.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class GradientHooks(OrderedDict[int, Hook]):
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self.edge: GradientEdge | None = order.edge_of(tensor)
-        """The position of the tensor in its graph; ``None`` once the hooks are tied to it."""
+        """The tensor's place in its graph; ``None`` once the hooks are tied to it."""
         self._tensor = weakref.ref(tensor)
         self._stand_ins: list[weakref.ref[Tensor]] = []
 
@@ -63,7 +63,7 @@ class GradientHooks(OrderedDict[int, Hook]):
         node._register_hook_dict(carrier)
 
     def _retain(self) -> None:
-        """If a stand-in retains its gradient, give the whole gradient to all, as to one tensor."""
+        """If a stand-in retains its gradient, let each, and the tensor, retain the whole one."""
         tensor, alive = self._tensor(), [weak() for weak in self._stand_ins]
         unchanged = [x for x in alive if x is not None and _hooks_of(x) is self]
         if any(stand_in.retains_grad for stand_in in unchanged):
@@ -90,13 +90,13 @@ def begin_again(
     retaining: Iterable[tuple[int, Tensor]],
     tensors: Tensors,
 ) -> Tensors:
-    """Begin the graph of a recomputed layer, whose hooks are those of its first computation.
+    """Begin the graph of a recomputed layer. Hooks that the layer registers now are not called.
 
     Args:
         begin: begins a graph with tensors; ``None`` makes them leaves.
         retaining: arguments of the first computation that retain their gradients, each with the
-            number of its counterpart among ``tensors``.
-        tensors: the arguments of the recomputation that want a gradient.
+            index of its counterpart among ``tensors``.
+        tensors: the differentiable arguments of the recomputation.
     """
     begun = tuple([x.requires_grad_() for x in tensors]) if begin is None else begin(tensors)
     for tensor in begun:
@@ -113,8 +113,9 @@ def _hooks_of(tensor: Tensor) -> Any:
 def copy_gradient(source: Tensor, target: Tensor) -> None:
     """Set ``target.grad`` to the gradient of ``source`` when that is computed.
 
-    This happens after all hooks, even those registered later: a layer may be recomputed before a
-    later partition has run. A node at which a graph begins is never executed, so it takes a hook.
+    A pre-hook of the node runs after all hooks of the tensor, even those registered later: a layer
+    may be recomputed before a later partition has run. A node at which a graph begins is never
+    executed, so there it must be a hook of the tensor.
     """
     hooks, weak = _hooks_of(source), weakref.ref(target)
     edge = hooks.edge if isinstance(hooks, GradientHooks) else order.edge_of(source)

@@ -1,4 +1,4 @@
-"""The layers of a driven model, and the partition in which each has its parameters: its home."""
+"""The layers of a driven model, and the *home* of each: the partition that it is placed in."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Layer(NamedTuple):
     name: str
     """The name that errors show."""
     partition: int
-    """Its home: the partition it is registered in, whose device it is on until called elsewhere."""
+    """Its home: it is on that partition's device, unless its first call is in another one."""
     begins: int
-    """The partition that its call begins if it is a cut; else 0."""
+    """The partition that its first call begins, if it is a cut; else 0."""
     is_in_place: bool
-    """Whether it declares that it changes its argument in place. The graph knows of the change only
-    if it has the operation itself, so this layer is not recomputed."""
+    """Whether it declares that it changes its argument in place. It is not recomputed then: the
+    argument's graph must contain the in-place operation itself."""
 
 
 class Layers(dict[nn.Module, Layer]):
@@ -38,9 +38,8 @@ class Layers(dict[nn.Module, Layer]):
     than its home is moved to the device of that partition, for good.
 
     Args:
-        partitions: the layers of each partition, by name; except in partition 0, the first is the
-            cut.
-        cuts: the names of the cuts.
+        partitions: the layers of each partition, by name.
+        cuts: the names of the layers that partitions begin with, except partition 0.
     """
 
     def __init__(self, partitions: Sequence[nn.Sequential], cuts: Sequence[str]) -> None:
@@ -59,9 +58,9 @@ class Layers(dict[nn.Module, Layer]):
         self._used: set[int] = set()  # ids of the parameters and buffers of called layers
 
     def move_on_first_call(self, layer: Layer, stage: Stage) -> None:
-        """Move a layer to the device of ``stage``, if this is its first call ever.
+        """Move a layer to the device of ``stage`` before its first call ever.
 
-        The first micro-batch comes first, in the turn of that partition's worker.
+        That call is normally made by micro-batch 0, before others enter the partition.
         """
         if layer.module in self._called:
             return

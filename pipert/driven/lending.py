@@ -1,7 +1,7 @@
 """Replaces parameters that live on another device, or that have hooks in a step.
 
-As with tied weights (``layers.tied``) each is copied once for a run and partition; in a call,
-inside the graph. A layer that uses one gets the copy in each torch function that it calls.
+As with tied weights (``layers.tied``), each is copied once per run and partition; in a call, inside
+the graph. The torch functions that a layer calls get the copy in its place.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__: list[str] = []
 
 
 class Lending:
-    """The stand-ins for parameters in one run. Those of a partition belong to its worker.
+    """The stand-ins for parameters in one run. Those of a partition are used only in its turns.
 
     Args:
         module: the model.
         is_step: whether the run is a step, so that hooks must see whole gradients.
-        moves: whether there are several devices.
+        moves: whether tensors may have to move between devices.
     """
 
     def __init__(self, module: nn.Module, is_step: bool, moves: bool) -> None:
         self._is_step = is_step
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        self._layers: dict[tuple[Any, ...], Substitute | None] = {}
+        self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
         self.is_needed = moves or (is_step and _has_hooks(module))
         """Whether any parameter may need a stand-in, as far as the caller can tell."""
         weights = module.parameters() if self.is_needed else ()
@@ -47,7 +47,7 @@ class Lending:
         )
 
     def stand_in_for(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
-        """Return the stand-in for a parameter in the partition of ``stage``, or itself."""
+        """Return the stand-in for ``weight`` in the partition of ``stage``, or itself."""
         if not self._is_replaced(stage, weight):
             return weight
         key = stage.place.j, id(weight)
@@ -62,25 +62,29 @@ class Lending:
     ) -> Callable[..., Any]:
         """Return ``call``, made to use the stand-ins for parameters of ``layers``.
 
-        ``layers`` are the called layer and the modules among its arguments.
+        Args:
+            stage: the stage of the current partition.
+            i: the micro-batch.
+            layers: the called layer, and the modules among its arguments.
+            call: calls the layer.
 
         Raises:
             ValueError: the layer is compiled, so its parameters cannot be replaced.
         """
         key = stage.place.j, *layers
-        if key not in self._layers:
+        if key not in self._substitutes:
             all_weights = dict.fromkeys(w for layer in layers for w in layer.parameters())
             weights = tuple(w for w in all_weights if self._is_replaced(stage, w))
             if weights and is_compiled(layers[0]):
                 raise ValueError(
                     "a compiled or scripted layer uses a parameter that lives on another device or "
-                    "has a hook, so it cannot receive what stands for it; choose cuts that put the "
+                    "has a hook, and cannot be given a copy in its place; choose cuts that put the "
                     "layers that share it on one device, or leave this layer uncompiled"
                 )
             copies = [self.stand_in_for(stage, i, weight) for weight in weights]
             before = [self._versions[id(weight)] for weight in weights]
-            self._layers[key] = Substitute(weights, copies, before) if weights else None
-        substitute = self._layers[key]
+            self._substitutes[key] = Substitute(weights, copies, before) if weights else None
+        substitute = self._substitutes[key]
         return call if substitute is None else partial(substitute.during, call)
 
 

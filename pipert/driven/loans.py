@@ -1,11 +1,11 @@
 """Loans: a worker lends its turn to a driver and waits; the driver computes and returns the turn.
 
-A thread that hands over a turn waits from then on, so its core is about to be free. The operating
+A thread that hands over a turn is about to wait, so its core is about to be free. The operating
 system does not know that: it wakes the other thread on the core where it last ran, busy or not, and
-moves it only after milliseconds. Where there are as many workers as cores, two threads of a pipe
-share one core meanwhile, and the other core idles. So on Linux a thread is bound to the core of the
-one that wakes it, and the first thing it does is to allow itself all cores of its worker again. No
-code of the user's runs while a thread is bound.
+moves it only after milliseconds. If there are as many workers as cores, two threads of a pipe share
+one core meanwhile, and another core idles. So on Linux a thread is bound to the core of the thread
+that wakes it, and the first thing it does is to allow itself all of its worker's cores again. No
+user code runs while a thread is bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Sent(enum.Enum):
 
 
 SENT = _Sent.SENT
-"""Returned with a turn in place of a value: the driver itself has told the next stage."""
+"""Returned with a turn in place of a value, when the driver itself has told the next stage."""
 
 _Answer = tuple[Value, BaseException | None]
 _Returned = SimpleQueue[_Answer]
@@ -55,14 +55,14 @@ class Loans:
         self._lent: SimpleQueue[Stage | None] = SimpleQueue()
         self._returned = [_Returned() for _ in range(n)]
         self._cores: set[int] | None = None
-        """The cores of the worker that has bound the driver, until the driver is allowed them."""
+        """The cores of the worker that has bound the driver, which is to allow itself these."""
         self._workers: dict[int, tuple[int, set[int]]] = {}
-        """Where threads are bound: the waiting worker of each partition's turn, and its cores."""
+        """If threads are bound: the worker that waits for each turn, and its cores."""
 
     # On a worker.
 
     def bind(self, driver: threading.Thread) -> None:
-        """Bind ``driver``, which waits and is woken next, to the core of the current thread."""
+        """Bind ``driver``, which waits and is about to be woken, to the current thread's core."""
         assert driver.native_id is not None, "it has been started"
         if self._binds:
             cores = allowed_cores()
@@ -76,7 +76,7 @@ class Loans:
             is_lost: tells whether the turn can no longer be returned.
 
         Returns:
-            The value that the turn is returned with. If it is an error, the error is raised.
+            The value that the turn is returned with. An error that it is returned with is raised.
         """
         j, cores = stage.place.j, allowed_cores() if self._binds else set()
         try:
@@ -84,7 +84,7 @@ class Loans:
                 self._workers[j] = threading.get_native_id(), cores
             self._lent.put(stage)
             value, error = self._wait(self._returned[j], is_lost)
-        finally:  # in any case: a driver may have bound this thread
+        finally:  # even after an error: a driver may have bound this thread
             if self._workers.pop(j, None) is not None:
                 allow(cores)
         if error is None:
@@ -133,7 +133,7 @@ class Loans:
         if waiting is not None and os.getpid() == self._pid:
             worker, cores = waiting
             bind(worker)
-            if j not in self._workers:  # it has stopped waiting meanwhile
+            if j not in self._workers:  # the worker has stopped waiting meanwhile
                 allow(cores, worker)
         if tell is not None:
             tell()
@@ -180,7 +180,7 @@ if sys.platform == "linux":
 else:
 
     def allowed_cores() -> set[int]:
-        """Return no cores: this platform does not tell."""
+        """Return no cores: this platform does not tell them."""
         return set()
 
     def bind(thread: int) -> bool:

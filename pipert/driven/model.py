@@ -1,4 +1,4 @@
-"""A model that keeps its own ``forward``: its layers, their homes, and its drivers."""
+"""Assembles the stages of a model that keeps its own ``forward``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 class DrivenModel:
-    """A model whose own ``forward`` a pipe runs.
+    """A model whose own ``forward`` a pipe runs: its layers, their homes, and its drivers.
 
     Args:
         module: the model.

@@ -1,16 +1,16 @@
 """Copies tensors to the device of the partition that uses them.
 
-Whatever glue or a layer of partition *j* uses that is on the device of another partition is copied,
-once for the partition, over the copy streams of both devices (section 3.2.3 of the paper):
+A tensor that glue or a layer of partition *j* uses, and that is on the device of another partition
+*k*, is copied once for partition *j*, over the copy streams of both devices (section 3.2.3 of the
+paper):
 
-* In a call the copy is part of the graph. In the backward ``B[i,k]`` begins after it, on the other
-  device, so a fork there takes the turn of the micro-batch (``autograd.order``).
-* If the tensor is from the partition before, that partition recomputes first, while the gradient is
-  still being copied. A tensor that skips partitions triggers no recomputation: its gradient may
-  arrive long before.
+* In a call the copy is part of the graph. In the backward, ``B[i,k]`` begins after the gradient has
+  been copied back, so a fork there takes the turn of the micro-batch (``autograd.order``).
+* If *k* is the partition before, it recomputes first, while the gradient is still being copied. A
+  tensor that skips partitions triggers no recomputation: its gradient may arrive long before.
 * When a partition ends, the copy stream of its device waits for what it has computed, so a copy
   waits for that and not for what the device computes later.
-* Parameters are lent: copied once for the run, like tied weights.
+* Parameters are lent instead: copied once per run and partition, like tied weights.
 
 A tensor that is on no device of the pipe, such as lengths on the CPU, stays there.
 """
@@ -60,11 +60,11 @@ class Moves:
         self._devices = list(dict.fromkeys(run.devices))
         self._lending = lending
         self._copies: dict[int, _Copy] = {}  # of the current partition, by the id of the original
-        self._changed: dict[int, _Copy] = {}  # those that earlier partitions have changed
+        self._changed: dict[int, _Copy] = {}  # copies that earlier partitions have changed
         self._hooks: list[GradientHooks] = []  # of the copies
         self._stage: Stage
         self._start = 0
-        self._nodes_before = range(0)  # of the partition before
+        self._nodes_before = range(0)  # the numbers of the nodes of the partition before
         self._tape: Tape | None = None  # of the current partition
         self._checkpoint_before: weakref.ref[Checkpoint] | None = None  # of the partition before
 
@@ -94,7 +94,7 @@ class Moves:
         return tensor
 
     def latest(self, tensor: Tensor) -> Tensor:
-        """Return the same, counting changes by the current partition."""
+        """Like :meth:`current`, but for changes by the current partition as well."""
         tensor = self.current(tensor)
         known = self._copies.get(id(tensor))
         return known.copy if known is not None and known.has_changed() else tensor
@@ -104,7 +104,7 @@ class Moves:
         device = tensor.device
         if device == self._stage.place.device or device not in self._devices:
             return False
-        # A 0-dimensional CPU tensor works with tensors of any device, and lengths stay on the CPU.
+        # 0-dimensional CPU tensors, such as a length, work with tensors of any device.
         return device.type != "cpu" or tensor.dim() > 0
 
     def enter_inputs(self, x: Value) -> Value:
@@ -113,7 +113,7 @@ class Moves:
             return self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """Return a copy of ``tensor`` here, made once for the partition; in a step, detached."""
+        """Return the partition's copy of ``tensor`` on its device; in a step, detached."""
         if isinstance(tensor, nn.Parameter):
             return self._lending.stand_in_for(self._stage, self._i, tensor)
         known = self._copies.get(id(tensor))
@@ -123,7 +123,7 @@ class Moves:
             refuse_to_move(tensor)
             with outside_of_transforms():
                 return self.bring(tensor)
-        # The model may use it again where it has enabled gradients, so the copy is in the graph.
+        # Enables gradients: the model may use the copy again in a block that enables them.
         with torch.inference_mode(tensor.is_inference()):
             moved = self._copy(tensor)
         if moved.requires_grad:
@@ -133,12 +133,12 @@ class Moves:
         return moved
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:
-        """Bring a tensor here whose graph is not an earlier partition's, as ``Tensor.to`` does."""
+        """Copy ``tensor``, which no earlier partition made, to this device by ``Tensor.to``."""
         refuse_to_move(tensor)
         return tensor.to(self._stage.place.device)
 
     def settle(self, value: Value) -> None:
-        """Let others copy what this partition has made on another device, as by a factory."""
+        """Let other partitions copy tensors that this one has made on another device."""
         for tensor in tensors_of(value)[0]:
             if self.is_elsewhere(tensor):
                 source = self._run.streams.get(tensor.device, self._i)

@@ -2,7 +2,7 @@
 
 A recomputed call would find the object changed and change it again: attention would see each key
 twice. So a layer that changes one is refused when it first does so. Lists and dicts may change: the
-recomputation gets others, as they were before the call.
+recomputation gets copies of them from before the call.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Objects:
             if not _are_alike(before, versions(value)):
                 raise RuntimeError(
                     f"a layer changes its argument, a {type(value).__qualname__}, and would do so "
-                    "again when it is recomputed; leave that out (a model of transformers takes "
+                    "again when it is recomputed; avoid that (models of transformers take "
                     "use_cache=False), or use checkpoint='never'"
                 )
 

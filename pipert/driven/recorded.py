@@ -1,7 +1,7 @@
 """Records a passage, and shows it to profilers: each ``F[i,j]``, and in a call each ``B[i,j]``.
 
 In a call ``B[i,j]`` is autograd's own walk through the nodes that were made in ``F[i,j]``. They are
-known by their numbers, since one driver makes all nodes of a micro-batch, partition by partition.
+identified by their numbers: one driver makes all nodes of a micro-batch, partition by partition.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Recording:
         self._called: list[tuple[nn.Module, Stamp]] = []
         self._told = told
         self._starts: list[int] = []
-        self._places: list[tuple[int, torch.device]] = []
+        self._places: list[tuple[int, torch.device]] = []  # the partitions begun, in order
         self._block = ExitStack()
         self._span: Span | None = None
 
@@ -77,7 +77,7 @@ class Recording:
             number = node._sequence_nr()
             k = bisect_right(self._starts, number) - 1
             if not 0 <= k < len(outputs) or number >= last:
-                continue  # a node of the caller's, or a leaf
+                continue  # the caller's node, or a leaf's
             if k < user:
                 outputs[k].add(node)
             if node not in seen:

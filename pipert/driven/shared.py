@@ -1,13 +1,13 @@
 """Detects attributes that a ``forward`` sets before a cut and other micro-batches set again.
 
 All micro-batches of a run are inside one model. What one of them sets in partition *j*, the next
-may set again before the first reads it in *j + 1*: values would be wrong, depending on timing. Who
-reads an attribute cannot be observed. So the first micro-batch shows what is set on the way to a
-cut, the others compare that with what they find at their cuts, and at the end of the run a warning
+may set again before the first reads it in *j + 1*: values would be wrong, depending on timing.
+Reads of attributes cannot be observed. So the first micro-batch shows what is set on the way to a
+cut, the others compare it with what they find at their cuts, and at the end of the run a warning
 names what differed.
 
-Not detected are in-place changes of tensors, and changes inside objects other than lists, tuples,
-dicts and sets, or inside those with more than a thousand items.
+In-place changes of tensors are not detected, nor are changes inside objects other than lists,
+tuples, dicts and sets, or inside those with more than a thousand items.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SharedState:
 
     def warn(self, found: list[_Key]) -> None:
         """Warn about ``found``, once."""
-        self._runs = 0  # where the warning is an error, the next run raises it again
+        self._runs = 0  # if the warning is an error, the next run is inspected and raises it again
         warnings.warn_explicit(self._message(found), SharedStateWarning, *_location(self.module))
         self._runs = 1
         self.warned.update(found)
@@ -74,10 +74,10 @@ class SharedState:
         more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return (
             f"forward sets {', '.join(map(repr, names[:_MAX_NAMES]))}{more} of the model before a "
-            "cut, and so does the next micro-batch, while the first has gone on behind that cut. "
-            "What is read there may be another micro-batch's. Keep it in a local variable, return "
-            "it from the layer, or let a ContextVar hold it. If nothing behind the cut reads it, "
-            "ignore pipert.SharedStateWarning by warnings.filterwarnings"
+            "cut, and the next micro-batch sets it again when the first is past that cut. Code "
+            "there may read another micro-batch's value. Keep it in a local variable, return it "
+            "from the layer, or hold it in a ContextVar. If nothing behind the cut reads it, "
+            "ignore pipert.SharedStateWarning with warnings.filterwarnings"
         )
 
 
@@ -87,43 +87,43 @@ class Inspection:
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared
         self._before: dict[_Key, Any] = {}
-        self._kept: dict[_Key, Any] = {}
-        self._found: dict[_Key, None] = {}
+        self._set: dict[_Key, Any] = {}  # by the first micro-batch, with fingerprints
+        self._set_again: dict[_Key, None] = {}  # by other micro-batches
 
     def begin(self, j: int) -> None:
         """Note the state before the first micro-batch runs partition ``j``, which ends at a cut."""
         self._before = self._state(j)
 
     def end(self, j: int) -> None:
-        """Note what has changed when it arrives at that cut."""
+        """Note what has changed when the first micro-batch arrives at that cut."""
         before, self._before = self._before, {}
         state = self._state(j)
         for key in before.keys() | state.keys():
             if not _same(before.get(key, _ABSENT), state.get(key, _ABSENT)):
-                self._kept.setdefault(key, state.get(key, _ABSENT))
+                self._set.setdefault(key, state.get(key, _ABSENT))
 
     def compare(self) -> None:
-        """Compare when another micro-batch arrives at a cut or at its end."""
-        for (module, name), kept in _items(self._kept):
-            if not _same(kept, _fingerprint(_get(module, name), _MAX_DEPTH)):
-                self._found[module, name] = None
+        """Note what has been set again, when another micro-batch arrives at a cut or its end."""
+        for (module, name), first in _items(self._set):
+            if not _same(first, _fingerprint(_get(module, name), _MAX_DEPTH)):
+                self._set_again[module, name] = None
 
     def warn(self) -> None:
-        """Warn about what was set again, once the last micro-batch has gone through the model.
+        """Warn about attributes set again, once the last micro-batch has left the model.
 
         Warns:
             SharedStateWarning: once for each attribute. Where warnings are errors, in each run.
         """
         warned = self._shared.warned
-        found = [k for k in self._found if k not in warned and not _is_made_for_use(*k)]
+        found = [k for k in self._set_again if k not in warned and not _is_made_for_use(*k)]
         if found:
             self._shared.warn(found)
 
     def _state(self, j: int) -> dict[_Key, Any]:
         """Take fingerprints of all attributes, except those of layers of earlier partitions.
 
-        Other micro-batches are in those by now: what they set for a while and put back was not set
-        by the first.
+        Other micro-batches may be in those layers: what they set temporarily must not be taken for
+        a change by the first one.
         """
         homes = self._shared.homes
         return {
@@ -148,13 +148,13 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _items(mapping: Any) -> list[tuple[Any, Any]]:
-    # Copied in one go, since another micro-batch may be adding to it. An OrderedDict's own items()
-    # would call methods of its keys.
+    # Copied in one go, since another micro-batch may be adding to it. dict.items also serves an
+    # OrderedDict, whose own items() would call methods of its keys.
     return list(dict.items(mapping) if isinstance(mapping, dict) else mapping.items())
 
 
 def _fingerprint(value: Any, depth: int) -> Any:
-    """Return what identifies a value, for :func:`_same`; keeps it alive only where it must."""
+    """Return what :func:`_same` compares of a value. Keeps the value alive only if it must."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -185,7 +185,7 @@ def _reference(value: Any) -> Any:
 def _is_made_for_use(module: nn.Module, name: str) -> bool:
     """Return whether a hook sets the attribute right before the module reads it.
 
-    As the hooks of torch's weight norm and pruning do, which keep the attribute's name.
+    The hooks of torch's weight norm and pruning do so. They hold the attribute's name.
     """
     hooks = list(module._forward_pre_hooks.values())
     names = [getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")]

@@ -9,11 +9,11 @@ done to ``s``::
 
 1. In the partition that has changed it, ``x`` is still replaced by ``s``.
 2. In a later partition ``x`` is replaced by a stand-in for ``s``, as the change has left it.
-3. A tensor that shares the memory under *another* name, such as a view, knows nothing of ``s``: if
-   it is used after the change, it is refused. Without a pipe autograd would know, because there
-   ``x`` itself is changed.
+3. The graph of *another* tensor that shares the memory, such as a view, knows nothing of ``s``: if
+   it is used after the change, it is refused. Without a pipe, autograd would track the change,
+   because it is made to ``x`` itself.
 4. If that tensor was brought into the partition before the change, the change is refused: a layer
-   may have both.
+   may hold both.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Key = tuple[Node, int]
 
 
 class _StandIn:
-    """A stand-in in the current partition: when it was made, and when it was last used."""
+    """A stand-in, with its version and node when it was made and when it was last used."""
 
     __slots__ = (
         "first_node", "first_version", "last_node", "last_version", "memory", "since", "tensor",
@@ -51,47 +51,47 @@ class _StandIn:
 
 
 class StandIns:
-    """The stand-ins of one micro-batch: the current partition's, and those changed before."""
+    """The stand-ins of one micro-batch."""
 
     def __init__(self) -> None:
-        self._now: dict[Key, _StandIn] = {}
-        self._later: dict[Key, _StandIn] = {}
-        self._changed: dict[int, int] = {}  # first node of the partition that changed each memory
+        self._current: dict[Key, _StandIn] = {}  # the current partition's
+        self._changed: dict[Key, _StandIn] = {}  # those that earlier partitions have changed
+        self._changes: dict[int, int] = {}  # first node of the partition that changed each memory
 
     def find(self, key: Key) -> Tensor | None:
-        """Return the stand-in that a tensor has already in this partition (rule 1)."""
-        one = self._now.get(key)
-        if one is None:
+        """Return the stand-in that a tensor already has in this partition (rule 1)."""
+        found = self._current.get(key)
+        if found is None:
             return None
-        tensor = one.tensor
-        if tensor._version != one.last_version:
-            if tensor.grad_fn is one.last_node:
+        tensor = found.tensor
+        if tensor._version != found.last_version:
+            if tensor.grad_fn is found.last_node:
                 raise _another_name()
-            one.last_node, one.last_version = tensor.grad_fn, tensor._version
+            found.last_node, found.last_version = tensor.grad_fn, tensor._version
         return tensor
 
     def changed(self, key: Key) -> Tensor | None:
         """Return the stand-in that an earlier partition has changed, if any (rule 2)."""
-        one = self._later.get(key)
-        return None if one is None else one.tensor
+        found = self._changed.get(key)
+        return None if found is None else found.tensor
 
     def latest(self, tensor: Tensor) -> Tensor:
         """Return the stand-in that holds the tensor's latest change, or the tensor itself."""
         while (node := tensor.grad_fn) is not None:
             key = node, tensor.output_nr
-            one = self._now.get(key) or self._later.get(key)
-            if one is None or not one.has_changed():
+            found = self._current.get(key) or self._changed.get(key)
+            if found is None or not found.has_changed():
                 break
-            tensor = one.tensor
+            tensor = found.tensor
         return tensor
 
     def refuse_unseen(self, key: Key, user: Node) -> None:
-        """Refuse a node that has used a tensor unseen, in place of its changed stand-in.
+        """Refuse a node that used a tensor unseen when it had a stand-in that was changed.
 
-        Even if the change came after that use, as long as the stand-in was there before it.
+        It is refused even if the change came after the use.
         """
-        one = self._later.get(key)
-        if one is not None and user._sequence_nr() > one.since:
+        found = self._changed.get(key)
+        if found is not None and user._sequence_nr() > found.since:
             raise RuntimeError(
                 "a tensor that one partition has made is changed in place in a later one, and used "
                 "in a custom autograd function or compiled code, where a step of a pipe does not "
@@ -100,49 +100,49 @@ class StandIns:
 
     def refuse_stale(self, tensor: Tensor, number: int) -> None:
         """Refuse a tensor whose node has this number, if its memory was changed later (rule 3)."""
-        if not (self._now or self._changed):
+        if not (self._current or self._changes):
             return
         memory = _memory(tensor)
-        if number < self._changed.get(memory, 0) or any(
-            one.memory == memory and one.has_changed() for one in self._now.values()
+        if number < self._changes.get(memory, 0) or any(
+            one.memory == memory and one.has_changed() for one in self._current.values()
         ):
             raise _another_name()
 
     def add(self, key: Key, tensor: Tensor, stand_in: Tensor) -> None:
-        """Let ``stand_in`` stand for ``tensor``."""
-        self._now[key] = _StandIn(tensor, stand_in)
+        """Replace ``tensor`` by ``stand_in`` from now on."""
+        self._current[key] = _StandIn(tensor, stand_in)
 
     def end(self, start: int) -> None:
         """End the partition, whose nodes are numbered from ``start``."""
         self._refuse_overlapping()
-        for key, one in self._now.items():
+        for key, one in self._current.items():
             if one.has_changed():
-                self._changed[one.memory] = start
+                self._changes[one.memory] = start
                 if one.tensor.grad_fn is not one.first_node:
-                    self._later[key] = one
-        self._now.clear()
+                    self._changed[key] = one
+        self._current.clear()
 
     def _refuse_overlapping(self) -> None:
         """Refuse a change of one of two stand-ins that share memory (rule 4)."""
-        ours = [one for one in self._now.values() if one.has_changed()]
-        for one in ours:
+        changed = [one for one in self._current.values() if one.has_changed()]
+        for one in changed:
             if one.tensor.grad_fn is one.first_node:
-                continue  # changed by another name, or in a way that the graph does not know
-            for other in ours:
+                continue  # changed through another tensor, or in a way that the graph does not know
+            for other in changed:
                 if other is not one and overlap(one.tensor, other.tensor):
                     raise RuntimeError(
                         f"two tensors of an earlier partition, {describe(one.tensor)} and "
                         f"{describe(other.tensor)}, share memory, and one was changed in place: "
-                        "the plain module changes both, and here they are apart. Change a copy "
-                        "(inplace=False), or let the earlier partition make a clone of one"
+                        "the plain module changes both, but a step of a pipe only that one. Change "
+                        "a copy (inplace=False), or let the earlier partition clone one of them"
                     )
 
 
 def refuse_old_base(view: Tensor, numbers: range) -> None:
     """Refuse a view whose base has a node with one of ``numbers``, those of earlier partitions.
 
-    The view was made in an earlier partition, and autograd has made its graph anew, because its
-    memory has changed since (rule 3).
+    The view was made in an earlier partition, and autograd has since rebuilt its graph, because its
+    memory was changed (rule 3).
     """
     base = view._base
     node = None if base is None else base.grad_fn
@@ -160,6 +160,6 @@ def _memory(tensor: Tensor) -> int:
 def _another_name() -> RuntimeError:
     return RuntimeError(
         "a tensor that one partition has made is changed in place in a later one, and used under "
-        "another name, such as a view: a step of a pipe does not follow that; change a clone, or "
+        "another name, such as a view: a step of a pipe cannot follow that; change a clone, or "
         "make the view after the change"
     )

@@ -1,4 +1,4 @@
-"""Replacing tensors in the arguments of a call."""
+"""Replaces tensors in the arguments of a call."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _swap_in(
 
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
-    """Return the same for a registered pytree, or a mapping other than a dict."""
+    """Do the same for a registered pytree, or a mapping other than a dict."""
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
@@ -59,4 +59,4 @@ def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
 
 
 _without_tensors: set[type] = set()
-"""Types that torch cannot flatten, so that no tensors are found in them."""
+"""Types that torch cannot flatten, so their tensors are not found."""

@@ -2,14 +2,14 @@
 
 The standard way is to run the forward again. A ``forward`` whose stack spans all partitions cannot
 be run from the middle, so the calls of layers are recomputed instead: ``R[i,j]`` repeats those of
-partition *j* in order, and the glue between them keeps what it saves, as without checkpointing. An
-argument that is the unchanged output of an earlier call in the same partition is not kept, but
-taken from the repetition of that call. So a chain of layers keeps what a partition of an
+partition *j* in order. The glue between them keeps the tensors it saves, as without checkpointing.
+An argument that is the unchanged output of an earlier call in the same partition is not kept, but
+taken from the repetition of that call. So a chain of layers keeps only what a partition of an
 ``nn.Sequential`` keeps: its first input.
 
 A layer that changes its argument in place cannot be repeated. One that declares so (by
 ``inplace=True``, or an ``nn.Sequential`` that begins with such a layer) is not recorded, and keeps
-what it saves, like glue. Others are refused.
+the tensors it saves, like glue. Others are refused.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tape:
     """The recorded calls of layers in partition *j*, of a checkpointed micro-batch.
 
     Owned by the graph; references neither the run nor a queue. Calls reference earlier calls, and
-    checkpoints the tape, so there is no cycle.
+    checkpoints reference the tape, so there is no cycle.
 
     Args:
         layers: the layers of the partition.
@@ -88,7 +88,7 @@ class Tape:
         objects = Objects((*args, *kwargs.values()))
 
         def first_time(value: Value) -> Value:
-            # With the caller's own lists and dicts, to which the layer may add.
+            # With the caller's own lists and dicts, since the layer may add to them.
             return call.call_layer(given if call.has_callers_tensors else value)
 
         with checkpointing():
@@ -105,7 +105,7 @@ class Tape:
         self._outputs = None
 
     def first(self) -> Checkpoint | None:
-        """Return the checkpoint that goes backward last: while it is alive, the others are too."""
+        """Return the checkpoint that goes backward last: as long as it lives, the others do."""
         calls = ((call, weak()) for call, weak in self._calls)
         return next((found for call, found in calls if found is not None and call.saves), None)
 
@@ -114,7 +114,7 @@ class Tape:
         self._recompute(self._refill, on_worker)
 
     def one(self, again: Again, compute: Callable[[], T]) -> T:
-        """Let ``compute`` recompute one call, after the earlier calls whose outputs are used."""
+        """Recompute one call by ``compute``, after the earlier calls whose outputs are used."""
         calls = [call for call, _ in self._calls]
         before = calls[: calls.index(again)]  # type: ignore[arg-type]
         found: list[T] = []
@@ -169,8 +169,8 @@ class Call(Again):
     """
 
     __slots__ = (
-        "_around", "_autocast", "_compute", "_earlier", "_from", "_note", "_retaining", "_watched",
-        "has_callers_tensors", "is_used", "outputs",
+        "_around", "_autocast", "_compute", "_earlier", "_note", "_origins", "_retaining",
+        "_watched", "has_callers_tensors", "is_used", "outputs",
     )  # fmt: skip
 
     def __init__(
@@ -187,15 +187,16 @@ class Call(Again):
         self._note = note
         self._earlier = earlier
         self._autocast: Autocast = get_autocast()
-        self._from: list[tuple[Call, int] | None] = []  # of each argument, if it is an output
-        self._watched: list[tuple[Tensor, int]] = []
+        self._origins: list[tuple[Call, int] | None] = []
+        """The call that made each argument, and the output's index; ``None`` for others."""
+        self._watched: list[tuple[Tensor, int]] = []  # the arguments, with their versions
         self._retaining: list[tuple[int, Tensor]] = []  # arguments that retain their gradients
         self.outputs: Tensors | None = None
         """The outputs of the current repetition."""
         self.is_used = False
-        """Whether a later call takes one of them as an argument."""
+        """Whether a later call takes an output as an argument."""
         self.has_callers_tensors = True
-        """Whether the layer gets the caller's tensors themselves, and no copy of a leaf."""
+        """Whether the layer gets the given tensors themselves, as none is a leaf to be cloned."""
 
     def call_layer(self, value: Value) -> Value:
         """Call the layer, with ``value`` as its arguments."""
@@ -204,7 +205,7 @@ class Call(Again):
             return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
-        """Refuse a layer that has changed an argument in place, which its graph does not show."""
+        """Refuse a layer that has changed an argument in place, and note which retain gradients."""
         watched, self._watched = self._watched, []
         for k, number in enumerate(self._wanting):
             if watched[number][0].retains_grad:
@@ -222,7 +223,7 @@ class Call(Again):
     ) -> None:
         value = get_value()
         try:
-            with autocast(self._autocast, False):  # which glue may have switched for this call
+            with autocast(self._autocast, False):  # glue may have switched it for this call
                 y = self.call_layer(value)
         except BaseException as error:
             add_note(error, partial(self._note, *_arguments(value)))
@@ -235,7 +236,7 @@ class Call(Again):
         return super().fresh(partial(begin_again, begin, self._retaining))
 
     def connections(self, xs: Tensors) -> Tensors:
-        origins = [self._from[k] for k in self._wanting]
+        origins = [self._origins[k] for k in self._wanting]
         return tuple(
             [x if origin is None else proxy_of(x) for x, origin in zip(xs, origins, strict=True)]
         )
@@ -249,9 +250,9 @@ class Call(Again):
             now = version(tensor)
             if found is not None and found.tensor() is tensor and found.version == now:
                 found.call.is_used = True
-                self._from.append((found.call, found.k))
+                self._origins.append((found.call, found.k))
             else:
-                self._from.append(None)
+                self._origins.append(None)
                 self._tensors.append(tensor.detach())
                 self._versions.append(now)
             leaf = tensor.is_leaf and tensor.requires_grad
@@ -263,7 +264,7 @@ class Call(Again):
     def _kept(self) -> list[Tensor]:
         stored = zip(self._tensors, self._versions, strict=True)
         kept = []
-        for origin in self._from:
+        for origin in self._origins:
             if origin is None:
                 tensor, before = next(stored)
                 refuse_changed(tensor, before)

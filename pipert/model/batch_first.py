@@ -1,4 +1,4 @@
-"""Warns of layers whose dimension 0 is time: a pipe splits along dimension 0."""
+"""Warns about layers that take dimension 0 for time: a pipe splits along dimension 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 def warn_if_not_batch_first(module: nn.Module) -> None:
-    """Warn of the layers in ``module`` that have torch's default, ``batch_first=False``."""
+    """Warn about layers in ``module`` that have torch's default, ``batch_first=False``."""
     found = [_described(name, layer) for name, layer in module.named_children()]
     names = [name for name in found if name]
     if names:
@@ -21,8 +21,8 @@ def warn_if_not_batch_first(module: nn.Module) -> None:
         warnings.warn(
             f"layers with batch_first=False, which take dimension 0 for time: {some}. A pipe "
             "splits along dimension 0, so each micro-batch would be a part of the sequence. Make "
-            "them with batch_first=True, and let rows be dimension 0. If they get what your own "
-            "layer has transposed, all is well: ignore pipert.NotBatchFirstWarning by "
+            "them with batch_first=True, and pass rows in dimension 0. If a layer of your own "
+            "transposes their input, all is well: ignore pipert.NotBatchFirstWarning with "
             "warnings.filterwarnings",
             NotBatchFirstWarning,
             stacklevel=4,  # Partitioned, Pipe, and the code that makes one

@@ -1,8 +1,8 @@
 """Runs a model once, unchanged, to find the order in which it calls its modules.
 
-Only a forward can show it: modules may be called in another order than they are registered, twice,
-or not at all. Calls are intercepted as in a pipe, so hooks run as usual, and a compiled module need
-not be compiled again for one more hook.
+Only a forward can show it: modules may be called twice, not at all, or in another order than they
+are registered in. Calls are intercepted as in a pipe, so hooks run as usual, and a compiled module
+need not be compiled again because of another hook.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ def order_of_calls(
     """Return the names of those ``layers`` that the model calls, in the order of first calls.
 
     Runs one forward without gradients, in the model's current mode and on its device. Buffers and
-    torch's random state are put back; anything else that the model keeps of a call stays.
+    torch's random state are restored; anything else that the model keeps from a call stays.
 
     Args:
         model: the model; the example moves to the device of its first parameter.
         layers: modules of the model, by name.
-        example: the arguments, see :func:`arguments_of`. The forward gets it whole, so give as few
-            rows as the model works with.
+        example: the arguments, see :func:`arguments_of`. It is not split, so a few rows suffice.
 
     Raises:
         ValueError: a parameter is not initialised.
@@ -72,8 +71,8 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return model(*args, **kwargs)
     except Exception as error:
         error.add_note(
-            "while the model was called with the example; it is a dict of keyword arguments, a "
-            "tuple of positional ones, or the only one"
+            "while the model was called with the example: a dict of keyword arguments, a tuple of "
+            "positional ones, or a single argument"
         )
         raise
 
@@ -81,7 +80,7 @@ def call_model(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def arguments_of(example: Value) -> Arguments:
     """Return the arguments that an example stands for.
 
-    A mapping has keyword arguments, a tuple positional ones; anything else is the only argument.
+    A mapping holds keyword arguments, a tuple positional ones; anything else is the only argument.
     """
     if isinstance(example, Arguments):
         return example
@@ -100,14 +99,14 @@ def check_initialised(model: nn.Module) -> None:
     """Refuse lazy parameters, which a trial call would initialise."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(f"{name!r} is not initialised; call the model once before")
+            raise ValueError(f"{name!r} is not initialised; call the model once first")
 
 
 @contextlib.contextmanager
 def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iterator[None]:
     """Pass the calls of ``layers`` on this thread to ``interceptor``.
 
-    It also gets the calls of layers of any pipe.
+    It also receives the calls of layers that any pipe intercepts.
     """
     before = here.interceptor
     intercept(layers)
@@ -121,7 +120,7 @@ def intercepted(layers: Collection[nn.Module], interceptor: Interceptor) -> Iter
 
 @contextlib.contextmanager
 def unchanged(model: nn.Module, *devices: torch.device) -> Iterator[None]:
-    """Put back the model's buffers, and torch's random state on its devices and on ``devices``."""
+    """Restore the model's buffers, and torch's random state on its devices and on ``devices``."""
     registries = [b for b in (m._buffers for m in modules_of(model)) if isinstance(b, dict)]
     before = [(buffers, dict(buffers)) for buffers in registries]
     copies = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
@@ -135,6 +134,6 @@ def unchanged(model: nn.Module, *devices: torch.device) -> Iterator[None]:
                 buffers.clear()
                 buffers.update(old)
             for buffer, copy in copies:
-                # Not by version, which norms do not count up; and torch compares no sparse tensors.
+                # Not by version, which norms do not change. torch cannot compare sparse tensors.
                 if buffer.layout != torch.strided or not torch.equal(buffer, copy):
                     buffer.detach().copy_(copy)

@@ -4,8 +4,8 @@ Layers are found, placed and intercepted when the pipe is made. A module that re
 such as an adapter around it, would be called unseen: in the partition before it, on whatever device
 it is, and without recomputation. So it is refused. The inside of layers may change at will.
 
-To find layers takes a walk through all modules. Each call therefore only compares the children of
-the few modules around the layers, in C.
+Finding layers takes a walk through all modules, so each call only compares the children of the few
+modules around the layers, in C.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ class Changes:
         if compiled := [layer for layer in self._layers if is_unseen(layer)]:
             names = [name for name, module in self._model.named_modules() if module in compiled]
             raise RuntimeError(
-                f"the layers {names} were compiled after the pipe was made, which does not see "
-                "their calls any more; compile layers first, then make the pipe again"
+                f"the layers {names} were compiled after the pipe was made, so it no longer sees "
+                "their calls; compile layers first, then make the pipe again"
             )
         if self._children is not None and all(
             module._modules == children for module, children in self._children
         ):
             return
         known = {name: cut for name, cut in self._cuts.items() if lookup(self._model, name) is cut}
-        others = [
+        added = [
             name
             for name, layer in layers_of(self._model, known).items()
             if layer not in self._layers and next(layer.parameters(), None) is not None
         ]
-        if found := [*(name for name in self._cuts if name not in known), *others]:
+        if found := [*(name for name in self._cuts if name not in known), *added]:
             raise RuntimeError(
-                f"the modules {found} are others than when the pipe was made, which would neither "
-                "place nor recompute them, nor begin a partition there; put adapters and other "
-                "layers into the model first, and make the pipe again: "
+                f"the modules {found} were replaced or added after the pipe was made, so it would "
+                "neither place nor recompute them, nor begin a partition there; put adapters and "
+                "other layers into the model first, and make the pipe again: "
                 "pipert.pipeline(pipe.module, cuts, ...)"
             )
         inside = {part for layer in self._layers for part in modules_of(layer)}

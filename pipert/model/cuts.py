@@ -1,4 +1,4 @@
-"""Finds the layers of a model that is cut, and the partition in which each of them lives.
+"""Finds the layers of a model that is cut, and the partition in which each layer lives.
 
 A *cut* is a module: the first call of cut *j* begins partition *j + 1*. Partition 0 begins with
 the model. A partition consists of *layers*: the maximal modules that are called and have no cut
@@ -8,7 +8,7 @@ a ``ModuleList``.
 
 A layer's *home* is the partition in which it is called first. Its parameters live there, wherever
 it is called again. Models need not call modules in the order of registration (rotary embeddings are
-registered last and called first), so homes follow the calls of a dry run if there was one.
+registered last and called first), so homes follow the calls of a dry run, if there was one.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Cuts(tuple[str, ...]):
 
     Raises:
         TypeError: ``names`` is not an iterable of strings.
-        ValueError: a name is no module's or is given twice, or no partition can begin there.
+        ValueError: a name belongs to no module or is given twice, or no partition can begin there.
     """
 
     __slots__ = ()
 
     def __new__(cls, model: nn.Module, names: Iterable[str]) -> Cuts:
-        """Check ``names``, which are as in ``model.named_modules()``."""
+        """Check ``names``, which are those of ``model.named_modules()``."""
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise TypeError(
                 f"cuts must be an iterable of names of modules, got {names!r}; give a list of them"
@@ -75,7 +75,7 @@ def _mistakes(model: nn.Module, names: Sequence[str]) -> list[str]:
             )
         elif not is_called(module):
             found.append(
-                f"the cut {name!r} is {_a(module)}, which is never called; "
+                f"the cut {name!r} is {_with_article(module)}, which is never called; "
                 + _instead(name, module)
             )
     if found:
@@ -93,7 +93,7 @@ def _advice(name: str, known: Iterable[str]) -> str:
     return "; did you mean " + " or ".join(map(repr, close)) + "?"
 
 
-def _a(module: nn.Module) -> str:
+def _with_article(module: nn.Module) -> str:
     kind = type(module).__qualname__
     return f"an {kind}" if kind[0] in "AEIOU" else f"a {kind}"
 
@@ -134,7 +134,7 @@ def _compiled(model: nn.Module, name: str) -> list[str]:
 
 
 def lookup(model: nn.Module, name: str) -> nn.Module | None:
-    """Return the module of that name, which may be any of its names; ``None`` if none has it."""
+    """Return the module that has ``name`` as one of its names; ``None`` if there is none."""
     module: nn.Module | None = model
     for part in name.split(".") if name else ():
         children = {} if module is None else dict(module._modules.items())  # no dict if scripted
@@ -143,7 +143,7 @@ def lookup(model: nn.Module, name: str) -> nn.Module | None:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether ``module`` can be called at all: a ``ModuleList`` has no ``forward``."""
+    """Return whether ``module`` can be called at all: a ``ModuleList`` has no ``forward``."""
     # Compares functions, since libraries such as accelerate put a bound forward on the object.
     return getattr(getattr(module, "forward", None), "__func__", 0) is not nn.Module.forward
 
@@ -151,7 +151,7 @@ def is_called(module: nn.Module) -> bool:
 def layers_of(model: nn.Module, cuts: Iterable[str]) -> dict[str, nn.Module]:
     """Return the maximal modules that are called and have no cut strictly inside, by name.
 
-    They are in the order of registration, each once under its first name. Without cuts the only
+    They are in the order of registration, each once under its first name. Without cuts, the only
     layer is the model, named ``''``.
 
     Args:
@@ -193,7 +193,7 @@ def homes(
     Args:
         layers: the layers, from :func:`layers_of`.
         cuts: the cuts that were given to it.
-        order: the names of layers in the order of their first calls. A layer that the dry run has
+        order: the names of layers in the order of their first calls in a dry run. A layer that was
             not called lives with the one registered before it (if there is none, with the next
             that was called). ``None`` takes the order of registration: a layer lives in the
             partition of the last cut up to it.
@@ -246,9 +246,9 @@ def glue_homes(
 ) -> dict[str, int]:
     """Return the partition of each parameter and buffer that belongs to no layer, by its name.
 
-    They belong to containers, such as a model's own ``pos_embed``, and are used by glue at an
-    unknown time. So their home is the partition that is current when their container is called,
-    which is 0 for the model; other partitions can use copies.
+    They belong to containers, such as a model's own ``pos_embed``, and it is unknown when glue uses
+    them. So their home is the partition that is current when their container is called, which is 0
+    for the model; other partitions can use copies.
 
     Args:
         model, layers, cuts: as in :func:`layers_of` and its result.

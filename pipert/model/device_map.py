@@ -1,10 +1,10 @@
 """Derives cuts and devices from a model's ``device_map``, and removes accelerate's hooks.
 
 ``from_pretrained(device_map="auto")`` spreads a model over devices. It leaves a map from names of
-modules to devices, and hooks that copy the arguments of each module to its parameters' device. Then
-one device computes while the others wait. The map says where to cut; the hooks have to go, since
-they would copy on their own. Neither accelerate nor transformers is imported here: if a model has
-hooks, the module that removes them is imported already.
+modules to devices, and hooks that copy each module's arguments to the device of its parameters, so
+that one device computes while the others wait. The map says where to cut; the hooks must go, since
+they would make copies of their own. Neither accelerate nor transformers is imported here: if a
+model has hooks, the module that removes them is imported already.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAP = "hf_device_map"
 
 
 def has_device_map(model: nn.Module) -> bool:
-    """Whether the model, or a module inside it, was loaded with a ``device_map``."""
+    """Return whether the model, or a module inside it, was loaded with a ``device_map``."""
     return any(vars(module).get(_MAP) for module in model.modules())
 
 
@@ -47,7 +47,7 @@ def cuts_of_device_map(model: nn.Module) -> tuple[list[str], list[torch.device]]
     prefix, owner = _owner(model)
     given: Mapping[str, Device] = getattr(owner, _MAP)
     _refuse_offloading(given)
-    known = dict(model.named_modules())  # has a shared module under its first name only
+    known = dict(model.named_modules())  # lists a shared module under its first name only
     placed = [entry for entry in _entries(prefix, owner, prefix, given, None) if entry[0] in known]
     if missing := [name for name, device in placed if device is None]:
         raise ValueError(f"the device map has no device for {missing}; add them, or pass cuts")
@@ -69,13 +69,13 @@ def _owner(model: nn.Module) -> tuple[str, nn.Module]:
 def _refuse_offloading(given: Mapping[str, Device]) -> None:
     offloaded = {name: device for name, device in given.items() if str(device) in ("cpu", "disk")}
     if len(offloaded) == len(given) and set(map(str, given.values())) == {"cpu"}:
-        return  # the whole model is on CPU, and computed there
+        return  # the whole model is on the CPU, and is computed there
     if offloaded:
         names = ", ".join(f"{name!r} to {str(device)!r}" for name, device in offloaded.items())
         raise ValueError(
             f"the device map offloads {names}, but a pipe computes each layer where it is kept; "
             "load the model without a device_map and pass devices with enough memory together, or "
-            "load it with max_memory that has no 'cpu'"
+            "load it with a max_memory without 'cpu'"
         )
 
 
@@ -120,7 +120,7 @@ def remove_hooks(model: nn.Module) -> None:
             if type(one) is not accelerate.AlignDevicesHook or one.offload:
                 raise ValueError(
                     f"{type(module).__qualname__} has the hook {one!r}, which a pipe would have to "
-                    "take off, and which does more than to move arguments; remove it before by "
+                    "remove, but which does more than move arguments; remove it yourself with "
                     "accelerate.hooks.remove_hook_from_module(model, recurse=True)"
                 )
     accelerate.remove_hook_from_module(model, recurse=True)

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 
 def default_devices(partitions: int) -> list[torch.device]:
-    """Returns the CUDA devices in order or, without CUDA, one logical CPU device per partition."""
+    """Return the CUDA devices in order or, without CUDA, one logical CPU device per partition."""
     if torch.cuda.is_available():
         return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [torch.device("cpu")] * partitions
@@ -60,13 +60,13 @@ def _parse(device: Device) -> torch.device:
     if index is None or index >= count:
         raise ValueError(
             f"devices names {parsed}, but {count} CUDA devices are available; name others, or "
-            "leave devices out to take those available"
+            "leave devices out to use those available"
         )
     return torch.device("cuda", index)
 
 
 def where_tensors_are(devices: Iterable[torch.device]) -> list[torch.device]:
-    """Return the devices as torch names them: all logical CPU devices are ``cpu``."""
+    """Return the devices as torch knows them: all logical CPU devices are ``cpu``."""
     return [torch.device("cpu") if device.type == "cpu" else device for device in devices]
 
 

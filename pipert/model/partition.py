@@ -15,8 +15,8 @@ class Partition(nn.Sequential):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise RuntimeError(
             "a hook of a partition would never be called: a pipe calls its layers, for each "
-            "micro-batch. Register it on the layers, such as pipe.partitions[j][0] for what comes "
-            "in and pipe.partitions[j][-1] for what goes out, or on the pipe for whole calls"
+            "micro-batch. Register it on the layers, such as pipe.partitions[j][0] for the input "
+            "and pipe.partitions[j][-1] for the output, or on the pipe for whole calls"
         )
 
     register_forward_pre_hook = register_forward_hook = _refuse

@@ -1,7 +1,7 @@
 """``Partitioned``: an ``nn.Sequential`` that is split and placed, and still looks like one.
 
 This is the part of a pipe that runs nothing: layers, devices, hooks, and the state that it shares
-with the module it was made of.
+with the module it was made from.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
 
-# Attributes of the wrapped module with hooks that a call of the pipe must run.
+# Attributes of the wrapped module that hold its hooks, which the pipe must run as well.
 _SHARED_WITH_MODULE = (
     "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called",
     "_forward_hooks_with_kwargs", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
@@ -72,7 +72,7 @@ class Partitioned(Placed):
         self.__dict__["_hooked"] = module
 
     def _layers_changed(self) -> None:
-        """Take note that a layer was replaced; overridden by the pipe."""
+        """Called after a layer was replaced; overridden by the pipe."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A layer may be named like a setting, and must not shadow it.
@@ -105,10 +105,10 @@ class Partitioned(Placed):
                 SyncBatchNorm.
         """
         if name in self._modules and isinstance(module, nn.Module):
-            whole = sequential({**self._modules, name: module}, self.training)
-            verify_skippables(whole)
+            changed = sequential({**self._modules, name: module}, self.training)
+            verify_skippables(changed)
             check_batch_norm(module, self._deferred_batch_norm)
-            partitions = split(whole, self._balance)
+            partitions = split(changed, self._balance)
             place(partitions, self._devices)  # all, since a shared parameter's home may change
             for partition in self._partitions:
                 if name in partition._modules:
@@ -117,13 +117,13 @@ class Partitioned(Placed):
             return
         self._refuse_removal(name)
         raise ValueError(
-            f"a layer of a Pipe can be replaced by another, but {name!r} is none of its layers "
+            f"a layer of a Pipe can be replaced by another, but {name!r} is not one of its layers "
             f"{list(self._modules)}; add layers to the Sequential and make a new Pipe"
         )
 
     @property
     def _is_full_backward_hook(self) -> bool | None:
-        """Whether backward hooks of the pipe or the module are full ones; ``None`` without any."""
+        """Whether the pipe's or the module's backward hooks are full ones; ``None`` without any."""
         own: bool | None = self.__dict__["_full_backward_hook"]
         module = self.__dict__.get("_hooked")
         return own if own is not None or module is None else module._is_full_backward_hook

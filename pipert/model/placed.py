@@ -18,7 +18,7 @@ __all__: list[str] = []
 class Placed(nn.Module):
     """A model that is split and placed: the part of a pipe that runs nothing."""
 
-    # Attributes that are set on the object itself, since they are no layers.
+    # Attributes that are set on the object itself, since they are not layers.
     _own = frozenset(
         {
             "_balance", "_checkpoint", "_chunks", "_deferred_batch_norm", "_devices", "_partitions",
@@ -34,7 +34,7 @@ class Placed(nn.Module):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The device of each partition, as torch names it: logical CPU devices are ``cpu``."""
+        """The device of each partition, as torch knows it: logical CPU devices are ``cpu``."""
         return list(self._devices)
 
     @property
@@ -76,7 +76,7 @@ class Placed(nn.Module):
         return self._deferred_batch_norm
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Implements ``to``, ``half``, ``cuda``, ``to_empty`` and similar methods."""
+        """Implement ``to``, ``half``, ``cuda``, ``to_empty`` and similar methods."""
         for device in set(self._devices):
             moved = fn(torch.empty(0, device=device)).device
             if moved != device:
@@ -89,7 +89,7 @@ class Placed(nn.Module):
         return self
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse ``torch.jit.script``, which calls this before it compiles."""
+        """Refuse ``torch.jit.script``, which calls this first."""
         raise not_traced("torch.jit.script")
 
     def extra_repr(self) -> str:

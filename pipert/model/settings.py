@@ -1,4 +1,4 @@
-"""Checks the settings of a pipe and of its calls when they are given."""
+"""Checks the settings of a pipe and of its calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MODES = ("always", "except_last", "never")
 
 
 def check_chunks(chunks: Any) -> int:
-    """Return the number of micro-batches; refuse it unless it is positive and whole."""
+    """Return ``chunks`` as an integer; refuse anything but a positive whole number."""
     number = whole(chunks, "chunks", _ADVICE)
     if number < 1:
         raise ValueError(f"chunks must be a positive number of micro-batches, got {chunks!r}")
@@ -30,7 +30,7 @@ _ADVICE = (
 
 
 def check_checkpoint(checkpoint: Any) -> str | None:
-    """Return the checkpoint mode, or ``None`` for no choice; refuse anything else."""
+    """Return the checkpoint mode, or ``None`` if none was chosen; refuse anything else."""
     if checkpoint is not None and str(checkpoint) not in _MODES:
         raise ValueError(f"checkpoint must be one of {_MODES}, got {checkpoint!r}")
     return None if checkpoint is None else str(checkpoint)
@@ -44,9 +44,9 @@ def recomputed(checkpoint: str, m: int) -> int:
 def whole(number: Any, what: str, advice: str = "") -> int:
     """Return ``number`` as an integer; refuse it unless it is whole."""
     try:
-        whole = int(number)
-        if isinstance(number, str) or whole == number:
-            return whole
+        integer = int(number)
+        if isinstance(number, str) or integer == number:
+            return integer
     except (TypeError, ValueError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"{what} must be a whole number, got {number!r}{advice}") from None
@@ -54,7 +54,7 @@ def whole(number: Any, what: str, advice: str = "") -> int:
 
 
 def check_timeout(timeout: Any) -> float | None:
-    """Return the time limit in seconds; ``None`` for none, or for more than a lock can wait."""
+    """Return the limit in seconds; ``None`` if there is none, or a lock cannot wait that long."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
@@ -84,5 +84,5 @@ def refuse_keywords_of(
             raise TypeError(
                 f"{name}=... belongs to the call, but the first layer takes a keyword of that name,"
                 " too, and would not get it. Pass the layer's by position, or give it another name"
-                + ("; or set pipe.timeout" if name == "timeout" else "")
+                + (", or set pipe.timeout" if name == "timeout" else "")
             )

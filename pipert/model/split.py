@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 
 def check_module(module: Any) -> None:
-    """Refuse anything but an ``nn.Sequential`` that adds nothing of its own to its layers."""
+    """Refuse anything but an ``nn.Sequential`` that adds nothing to its layers."""
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
@@ -42,7 +42,7 @@ def check_module(module: Any) -> None:
 
 
 def require_balance(balance: Any) -> Iterable[int]:
-    """Return the balance, which is required; refuse anything that cannot be one."""
+    """Return ``balance``; refuse ``None`` and anything that is not iterable."""
     if balance is None:
         raise ValueError(
             "balance is required: how many layers each partition takes, one entry for each "
@@ -72,7 +72,7 @@ def check_balance(module: nn.Sequential, balance: Sequence[int], devices: int) -
 
 
 def balance_advice(partitions: int) -> str:
-    """Explains how to obtain a balance, as the end of an error message."""
+    """Return advice on how to obtain a balance, to end an error message with."""
     return (
         ". To have the layers measured:\n\n"
         "    from pipert.balance import balance_by_time\n"
@@ -83,7 +83,7 @@ def balance_advice(partitions: int) -> str:
 
 
 def split(module: nn.Sequential, balance: Sequence[int]) -> tuple[nn.Sequential, ...]:
-    """Returns the partitions, without moving anything."""
+    """Return the partitions, without moving anything."""
     named = list(module._modules.items())
     partitions = []
     start = 0
@@ -99,7 +99,7 @@ def sequential(
     training: bool = True,
     kind: type[nn.Sequential] = nn.Sequential,
 ) -> nn.Sequential:
-    """Makes a ``kind`` of Sequential with these layers under these names."""
+    """Make a Sequential of class ``kind`` with these layers under these names."""
     module = kind()
     # add_module refuses names that are attributes, such as a layer called 'train'.
     module._modules.update(layers)  # type: ignore[arg-type]
@@ -115,17 +115,17 @@ def place(partitions: Sequence[nn.Sequential], devices: Sequence[torch.device]) 
     _check_shared_buffers(partitions, devices)
     _check_shared_norms(partitions)
     weights = borrowed(partitions, devices)
-    for partition, others in zip(partitions, weights, strict=True):
-        check_borrowers(partition, others)
-    for partition, device, others in zip(partitions, devices, weights, strict=True):
-        if others:
-            _move_all_but(others, partition, device)
+    for partition, staying in zip(partitions, weights, strict=True):
+        check_borrowers(partition, staying)
+    for partition, device, staying in zip(partitions, devices, weights, strict=True):
+        if staying:
+            _move_all_but(staying, partition, device)
         else:
             partition.to(device)
 
 
 def move(module: nn.Module, name: str, device: torch.device) -> None:
-    """Move a parameter, with its gradient, or a buffer that belongs to ``module`` itself."""
+    """Move a parameter and its gradient, or a buffer, that belongs to ``module`` itself."""
     parameter = module._parameters.get(name)
     if parameter is None:
         buffer = module._buffers[name]

@@ -37,7 +37,7 @@ __all__: list[str] = []
 _log = logging.getLogger("pipert")
 
 when_made: list[Callable[[Pipelined], None]] = []
-"""Called with each new pipe, for programs that run others, such as ``traced_script``."""
+"""Functions to call with each new pipe; for programs that run others, such as ``traced_script``."""
 
 
 class Pipelined(Placed):
@@ -45,7 +45,7 @@ class Pipelined(Placed):
 
     _own = Placed._own | {"_runtime", "_stop"}
 
-    is_pipe = True  # tells a pipe around this one that skips and statistics in here are not its own
+    is_pipe = True  # tells an enclosing pipe that skips and statistics in here are not its own
 
     @abstractmethod
     def _model(self) -> Model:
@@ -53,15 +53,15 @@ class Pipelined(Placed):
 
     @abstractmethod
     def _entry_module(self) -> nn.Module | None:
-        """Return the module that gets the arguments of a call."""
+        """Return the module that receives the arguments of a call."""
 
-    def _normalised_together(self) -> Sequence[nn.Module]:
-        """Return the parts of the model whose running statistics are noted by one worker each."""
+    def _batch_norm_groups(self) -> Sequence[nn.Module]:
+        """Return the parts of the model whose running statistics are each noted by one worker."""
         return self._partitions
 
     def _start(self) -> None:
         self._runtime = Runtime(self._model(), self._devices, self._workers)
-        # The pool's own method: a finalizer must not keep alive the object that it waits for.
+        # The pool's method: a finalizer must not reference the object that it is for.
         self._stop = weakref.finalize(self, self._runtime.pool.stop)
         self._stop.atexit = False
         for tell in when_made:
@@ -74,7 +74,7 @@ class Pipelined(Placed):
             *args: arguments of the first layer, any pytrees, on any device; each later layer gets
                 the output of the one before. Tensors with at least one dimension are split along
                 dimension 0 into ``min(chunks, rows)`` micro-batches, whose sizes differ by at most
-                one. Everything else, and what is wrapped in :class:`Replicate`, goes to each.
+                one. Everything else, and what is wrapped in :class:`Replicate`, goes whole to each.
             **kwargs: likewise.
             timeout: seconds that this call may take, in place of the pipe's limit; ``math.inf`` for
                 no limit. Not passed to the first layer.
@@ -103,7 +103,7 @@ class Pipelined(Placed):
             return args[0]
         inputs, sizes = scatter_with_sizes(args, kwargs, self._chunks)
         deferred = self._deferred_batch_norm and not is_recomputing()
-        stats = DeferredStats(self._normalised_together()) if deferred else None
+        stats = DeferredStats(self._batch_norm_groups()) if deferred else None
         checkpointed = recomputed(self.checkpoint, len(inputs))
         outputs = gather(self._runtime.call(inputs, checkpointed, stats, seconds), sizes)
         if stats is not None:
@@ -190,8 +190,8 @@ class Pipelined(Placed):
         >>> optimizer.step()  # doctest: +SKIP
 
         Gradients are added to ``.grad`` once all tasks have succeeded: a step that fails changes
-        none, unless what fails is a parameter's hook while they are added. Hooks see the whole
-        gradient, once. Inputs that require grad get their gradients through the caller's graph.
+        none, unless a parameter's hook fails while they are added. Hooks see the whole gradient,
+        once. Inputs that require grad get their gradients through the caller's graph.
 
         Which micro-batches are recomputed depends on :attr:`checkpoint`. If that was never chosen,
         none are; but with ``'gpipe'`` and your own schedules, all except the last.
@@ -209,8 +209,8 @@ class Pipelined(Placed):
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
                 loss is that of the mini-batch, however it was split. Where rows count differently,
                 as with ``ignore_index``, return the pair. ``'sum'`` adds the losses up.
-            loss_scale: a factor for the loss that is differentiated, or the ``GradScaler`` that has
-                it. Default: not scaled.
+            loss_scale: a factor by which the loss is multiplied before the backward, or the
+                ``GradScaler`` that holds it. Default: not scaled.
             return_outputs: whether to return the outputs as well; default: no.
             timeout: as in :meth:`forward`.
 
@@ -240,8 +240,7 @@ class Pipelined(Placed):
         checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(loss, return_outputs)
-        deferred = self._deferred_batch_norm
-        stats = DeferredStats(self._normalised_together()) if deferred else None
+        stats = DeferredStats(self._batch_norm_groups()) if self._deferred_batch_norm else None
         total = self._runtime.step(inputs, planned, step, stats, seconds)
         if stats is not None:
             stats.commit()

@@ -1,6 +1,6 @@
 """``python -m pipert trace script.py ...``, or ``-m module ...``: records an unmodified script.
 
-The pipes that it makes are recorded from outside, and a report is printed when the script ends.
+The pipes that the script makes are recorded from outside, and a report is printed when it ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__: list[str] = []
 class _Traced(Observer):
     """An observer that records ``calls`` calls of one pipe after the first ``skip``.
 
-    It records until the next call begins, and so their backwards as well. It references no pipe.
+    It records until the next call begins, so that backwards are included. It references no pipe.
     """
 
     def __init__(self, pipe: Pipelined, skip: int, calls: int) -> None:
@@ -81,7 +81,7 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
 
 
 def _check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse up front what cannot be read now, or written at the end."""
+    """Refuse up front what cannot be run now, or written at the end."""
     if arguments.is_module:
         if not _is_module(arguments.script):
             parser.error(f"there is no module {arguments.script}")
@@ -107,7 +107,7 @@ def _is_module(name: str) -> bool:
 
 
 def _numbered(path: Path, number: int) -> Path:
-    """Return the file name for the pipe of this number, in this process of a launcher."""
+    """Return ``path`` with the pipe's number, and the rank if a launcher has started the script."""
     rank = os.environ.get("RANK")
     stem = path.stem if rank is None else f"{path.stem}-rank{rank}"
     return path.with_stem(stem if number == 0 else f"{stem}-{number}")

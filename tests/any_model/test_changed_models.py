@@ -1,4 +1,4 @@
-"""Models whose modules are others than when their pipe was made."""
+"""Models whose modules are replaced or added after their pipe was made."""
 
 from __future__ import annotations
 

@@ -205,6 +205,6 @@ def test_hooks_that_do_something_else_are_refused() -> None:
         model = Model()
         hooks.add_hook_to_module(model.head, hooks.AlignDevicesHook("cpu"))
         hooks.add_hook_to_module(model.head, hook, append=True)
-        with pytest.raises(ValueError, match="Linear has the hook .*does more than to move"):
+        with pytest.raises(ValueError, match="Linear has the hook .*does more than move"):
             remove_hooks(model)
         assert "_hf_hook" in vars(model.head)
