@@ -136,7 +136,7 @@ class Runtime:
         for k, (j, module) in enumerate(self.modules.items()):
             place = Place(j, self._n, len(batch.sizes), self.site.device, self.before[j])
             about = module, place, batch.context, self.skips[j], batch.told
-            draws_loss = j == self._n - 1 and batch.loss is not None and batch.loss.draws
+            draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
             layers = Layers(*about)
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)

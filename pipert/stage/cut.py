@@ -75,7 +75,7 @@ class Cut:
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
         self.stand_ins: dict[Tensor, Tensor] = {}  # from a leaf to the tensor that it stands for
-        self._is_last = place.j == place.n - 1
+        self._is_last = place.is_last
         self._place = place
         self._recomputed = run.plan.recomputed
         self._hooks = run.context.saved_tensor_hooks

@@ -105,7 +105,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.outcome = self.run.outcome
         self.cut = cut = self.ends if isinstance(self.ends, Cut) else None
-        self.loss = cut.compute_loss if cut and self.place.j == self.place.n - 1 else None
+        self.loss = cut.compute_loss if cut and self.place.is_last else None
         self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
         self._versions = [version(weight) for weight in self.borrowed]
 
