@@ -7,7 +7,7 @@ later partitions have sent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -50,18 +50,6 @@ def actions(journey: Journey) -> Actions:
     return {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
 
 
-@contextlib.contextmanager
-def _watched(stage: Stage, action: Action) -> Iterator[None]:
-    """Tell observers and the recorder that the block carries out ``action``."""
-    told, device = stage.run.told, stage.place.device
-    with contextlib.ExitStack() as stack:
-        if told.is_observed:
-            stack.enter_context(told.observed(action, device))
-        if told.recorder is not None:
-            stack.enter_context(told.recorded(action, device))
-        yield
-
-
 def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
     if not stage.run.told.is_observed:
         return journey.lend(stage, i, x)
@@ -86,8 +74,8 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
-    watched = _watched(stage, Action(BACKWARD, i, j)) if stage.run.told.is_watched else _NOTHING
-    with watched:
+    told, action = stage.run.told, Action(BACKWARD, i, j)
+    with told.watched(action, stage.place.device) if told.is_watched else _NOTHING:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
 
