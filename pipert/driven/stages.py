@@ -26,7 +26,7 @@ from pipert.stage.actions import Actions
 from pipert.stage.backward import alone, gradients_of, refuse_hooked
 from pipert.stage.cut import Cut
 from pipert.stage.links import NOWHERE
-from pipert.stage.stage import How, Stage
+from pipert.stage.stage import How, Stage, observed
 
 __all__: list[str] = []
 
@@ -35,7 +35,8 @@ def actions(journey: Journey) -> Actions:
     """Return how the stages of ``journey`` carry out each kind of action."""
 
     def forward(stage: Stage) -> How:
-        body, send = partial(_forward, journey), partial(_send, stage.links.y.send)
+        body = observed(stage, FORWARD, journey.lend)
+        send = partial(_send, stage.links.y.send)
         return How(stage.links.x.receive, stage.run.context.on_worker, body, send)
 
     def recompute(stage: Stage) -> How:
@@ -48,13 +49,6 @@ def actions(journey: Journey) -> Actions:
         return How(stage.links.dy.receive, context, body, stage.links.dx.send)
 
     return {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
-
-
-def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
-    if not stage.run.told.is_observed:
-        return journey.lend(stage, i, x)
-    with stage.run.told.observed(Action(FORWARD, i, stage.place.j), stage.place.device):
-        return journey.lend(stage, i, x)
 
 
 def _send(send: Callable[[int, Value], None], i: int, y: Value) -> None:

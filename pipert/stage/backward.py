@@ -19,7 +19,7 @@ from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
-from pipert.stage.stage import How, Stage
+from pipert.stage.stage import How, Stage, observed
 
 __all__: list[str] = []
 
@@ -28,14 +28,9 @@ Gradients = Sequence[Tensor | None]
 
 def backward(stage: Stage) -> How:
     """Return how ``stage`` carries out ``B``."""
-    body = _observed if stage.run.told.is_observed else _backward
+    body = observed(stage, BACKWARD, _backward)
     context = stage.run.context.going_back_on_worker
     return How(stage.links.dy.receive, context, body, stage.links.dx.send)
-
-
-def _observed(stage: Stage, i: int, dy: Gradients) -> Gradients:
-    with stage.run.told.observed(Action(BACKWARD, i, stage.place.j), stage.place.device):
-        return _backward(stage, i, dy)
 
 
 def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
