@@ -113,8 +113,7 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
     if j == 0:
         cut.step.input_gradients[i] = inputs
     cut.let_others_copy(i)
-    weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves] if cut.stand_ins else leaves
-    cut.gradients.add(weights, found[len(xs) :])
+    cut.gradients.add(leaves, found[len(xs) :])
 
 
 def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:

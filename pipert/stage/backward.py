@@ -87,10 +87,7 @@ def _differentiate_graph(
     refuse_hooked(cut, leaves)
     found = gradients_of((*graph.xs, *leaves), ys, given, behind)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    weights = leaves
-    if cut.stand_ins:
-        weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
-    return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
+    return dxs, partial(cut.gradients.add, leaves, found[len(graph.xs) :])
 
 
 def gradients_of(
@@ -115,7 +112,7 @@ def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
         RuntimeError: a leaf has hooks, and nothing stands in for it.
     """
     for leaf in leaves:
-        if leaf._backward_hooks and leaf not in cut.stand_ins:
+        if leaf._backward_hooks and leaf not in cut.gradients.stand_ins:
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
                 "its gradient for each micro-batch: nothing can stand in for what loss_fn or "
