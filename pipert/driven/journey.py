@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
-from pipert.workers.context import is_transformed
+from pipert.workers.context import NOTHING, is_transformed
 
 __all__: list[str] = []
 
@@ -99,14 +98,14 @@ class Journey:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Put a passage into its context, from its beginning to its end."""
-        notes = _NOTHING if self.stats is None else self.stats.collecting()
+        notes = NOTHING if self.stats is None else self.stats.collecting()
         try:
             # Glue may draw random numbers. Inside a layer that another pipe recomputes, buffers
             # stay as they are.
-            keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
+            keeping = NOTHING if kept_counters.get() is None else KEEPING.included()
             # Gradients that glue asks for make nodes on this thread, with its numbers, on GPUs too.
             cuts = self.step is not None and self._moves
-            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else _NOTHING
+            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
             with DRAWING.included(), keeping, notes, numbers:
                 yield
         finally:
@@ -229,7 +228,7 @@ class Journey:
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
         # On drivers operations that draw take the stream's generator anyway (around).
-        with Stream(self.run.seed, number) if self.draws else _NOTHING:
+        with Stream(self.run.seed, number) if self.draws else NOTHING:
             return call(*args, **kwargs)
 
     # In the caller.
@@ -264,6 +263,3 @@ class _Drawing:
     def __exit__(self, *error: Any) -> None:
         self._key.__exit__(*error)
         self._stream.__exit__(*error)
-
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -6,9 +6,7 @@ later partitions have sent.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,6 +25,7 @@ from pipert.stage.backward import alone, gradients_of, refuse_hooked
 from pipert.stage.cut import Cut
 from pipert.stage.links import NOWHERE
 from pipert.stage.stage import How, Stage, observed
+from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
 
@@ -69,7 +68,7 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     if part is None:
         return ()
     told, action = stage.run.told, Action(BACKWARD, i, j)
-    with told.watched(action, stage.place.device) if told.is_watched else _NOTHING:
+    with told.watched(action, stage.place.device) if told.is_watched else NOTHING:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
 
@@ -123,6 +122,3 @@ def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None
         (moved,) = cut.bring_gradients(i, [gradient], origin)
         total = moved if total is None else total + moved  # type: ignore[operator]
     return total
-
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
