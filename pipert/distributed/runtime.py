@@ -31,7 +31,7 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import GivenSeed
+from pipert.layers.random_numbers import RunSeed
 from pipert.model.settings import recomputed
 from pipert.schedules.plan import plan, plan_call
 from pipert.seeing.counters import Counters
@@ -122,7 +122,7 @@ class Runtime:
         return MiniBatch(
             first.sizes,
             0 if step is None else recomputed(settings.checkpoint, m),
-            GivenSeed(first.seed), told, context, loss,
+            RunSeed(first.seed), told, context, loss,
             keep_outputs=step is None or step.keep_outputs,
             is_wrapped=any(self.wrapped[j] is not part for j, part in self.modules.items()),
             is_sharded=self._is_sharded,
