@@ -32,6 +32,7 @@ from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.nested_checkpoint import is_in_checkpoint
+from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
@@ -165,14 +166,13 @@ class Journey:
             passage.crossing.begin(stage, passage.tape)
         if passage.recording is not None:
             passage.recording.begin(stage)
-        inspection, j = self._inspection, stage.place.j
-        if inspection is not None and passage.i == 0 and j < self.n - 1:
-            inspection.begin(j)
+        if self._inspection is not None and passage.i == 0 and not stage.place.is_last:
+            self._inspection.begin(stage.place.j)
 
     def end(self, passage: Passage) -> None:
         """End the partition whose turn is about to be returned."""
         if self._inspection is not None:
-            self._inspect(self._inspection, passage.i, passage.stage.place.j)
+            self._inspect(self._inspection, passage.i, passage.stage.place)
         if passage.recording is not None:
             passage.recording.end()
         if passage.tape is not None:
@@ -182,13 +182,13 @@ class Journey:
             with passage.crossing.outside_of_glue():
                 passage.crossing.end()
 
-    def _inspect(self, inspection: Inspection, i: int, j: int) -> None:
+    def _inspect(self, inspection: Inspection, i: int, place: Place) -> None:
         if i > 0:
             inspection.compare()
-            if (i, j) == (self.run.plan.m - 1, self.n - 1):
+            if place.is_last and i == place.m - 1:
                 inspection.warn()
-        elif j < self.n - 1:
-            inspection.end(j)
+        elif not place.is_last:
+            inspection.end(place.j)
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
