@@ -12,18 +12,11 @@ from pipert._typing import Device
 from pipert.balance.by_calls import choose_cuts
 from pipert.driven.model import DrivenModel
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.buffers import KEEPING
-from pipert.layers.generators import DRAWING
 from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.calls import order_of_calls
 from pipert.model.cuts import Cuts, glue_homes, homes, layers_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
-from pipert.model.devices import (
-    assign_workers,
-    default_devices,
-    parse_devices,
-    where_tensors_are,
-)
+from pipert.model.devices import default_devices, parse_devices
 from pipert.model.partition import Partition
 from pipert.model.settings import check_timeout
 from pipert.model.split import move, place, sequential
@@ -69,13 +62,9 @@ class ModulePipe(Pipelined):
                 f"each partition needs a device, but {n - 1} cuts make {n} partitions and there "
                 f"are {len(parsed)} devices; use fewer cuts, or name devices (one may appear twice)"
             )
-        self._workers = assign_workers(parsed[:n])
-        self._devices = where_tensors_are(parsed[:n])
+        self._live_on(parsed[:n], deferred_batch_norm)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)
-        self._deferred_batch_norm = bool(deferred_batch_norm)
-        DRAWING.prepare()
-        KEEPING.prepare()
         self.__dict__["module"] = module
         for name in _SHARED_WITH_MODULE:
             self.__dict__[name] = module.__dict__[name]

@@ -128,7 +128,7 @@ class Pipe(nn.Module):
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
         self.training = module.training
         self._elsewhere = module._modules.keys() - self._modules.keys()
-        self._runtime = Runtime(site, parts.modules, wrapped, parts.skips, parts.before, tied)
+        self._runtime = Runtime(site, parts, wrapped, tied)
 
     @property
     def chunks(self) -> int:
@@ -142,7 +142,7 @@ class Pipe(nn.Module):
     @property
     def partitions(self) -> tuple[nn.Sequential, ...]:
         """The partitions of this rank."""
-        return tuple(self._runtime.modules.values())
+        return tuple(self._runtime.parts.modules.values())
 
     def forward(self, *args: Any, **kwargs: Any) -> Value:
         """Run a mini-batch forward without a graph, for evaluation.
@@ -274,7 +274,7 @@ class Pipe(nn.Module):
 
     def __repr__(self) -> str:
         lines = [f"Pipe of {len(self._runtime.site.homes)} partitions, of which here:"]
-        for j, part in self._runtime.modules.items():
+        for j, part in self._runtime.parts.modules.items():
             shown = f"partition {j} on {self._runtime.site.device}: {part!r}"
             lines.append("  " + shown.replace("\n", "\n  "))
         return "\n".join(lines)

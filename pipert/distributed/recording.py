@@ -98,7 +98,8 @@ def record(runtime: Runtime, chunks: int) -> Iterator[Timeline]:
         yield timeline
     finally:
         runtime.counters.stop_recording(recording)
-    layers = {j: recording.layer_seconds(j, len(part)) for j, part in runtime.modules.items()}
+    partitions = runtime.parts.modules
+    layers = {j: recording.layer_seconds(j, len(part)) for j, part in partitions.items()}
     met = [recording.origin.date(moment, _CPU) for moment in met]
     own = _Part(recording.events(), layers, recording.steps, recording.failed, met)
     parts = site.control.agree(own, to="the end of record()")

@@ -25,19 +25,19 @@ from pipert.batch.tensors import differentiable
 from pipert.distributed.agreement import RankError
 from pipert.distributed.asked import Brought, Settings, Site, Step, bring, check
 from pipert.distributed.gradients import Gradients, Tied
+from pipert.distributed.parts import Parts
 from pipert.distributed.prepared import Prepared, Shapes, attached
-from pipert.distributed.stages import MiniBatch, Running, StageModule
+from pipert.distributed.stages import MiniBatch, Running
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place
-from pipert.layers.random_numbers import GivenSeed
+from pipert.layers.random_numbers import RunSeed
 from pipert.model.settings import recomputed
 from pipert.schedules.plan import plan, plan_call
 from pipert.seeing.counters import Counters
 from pipert.seeing.told import Told
 from pipert.skip import store
-from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import leaf_inputs
 from pipert.stage.loss import loss_of
 from pipert.stage.step import without_grad
@@ -51,21 +51,16 @@ class Runtime:
     """Runs mini-batches on this rank's partitions. All ranks call its methods together."""
 
     site: Site
-    modules: dict[int, StageModule]
-    """This rank's partitions, by number."""
+    parts: Parts
     wrapped: dict[int, nn.Module]
-    """The modules that torch's stages call in their place."""
-    skips: Sequence[PartitionSkips]
-    """The skips of each partition of the model."""
-    before: Sequence[str]
-    """For each partition, the description of the layer before it, for errors."""
+    """The modules that torch's stages call in place of this rank's partitions."""
     tied: Sequence[Tied]
     """The parameters that this rank shares with others."""
 
     def __post_init__(self) -> None:
         self.counters = Counters()
         self._n = len(self.site.homes)
-        layers = [layer for part in self.modules.values() for layer in part.modules()]
+        layers = [layer for part in self.parts.modules.values() for layer in part.modules()]
         self._is_sharded = any(isinstance(layer, FSDPModule) for layer in layers)
         self._shapes = Shapes(self.site, self.wrapped)
 
@@ -79,7 +74,7 @@ class Runtime:
         """
         with self.site.control.agreeing("a mini-batch") as brought:
             given = args, kwargs, settings, step
-            own, step, inputs, targets = bring(self.site, self.modules, *given, self.tied)
+            own, step, inputs, targets = bring(self.site, self.parts.modules, *given, self.tied)
             brought.append(own)
         check(self.site, brought)
         first = brought[self.site.ends[self.site.number][0]]
@@ -88,7 +83,7 @@ class Runtime:
         with self.counters.open(planned) as told:
             try:
                 batch = self._batch(first, settings, step, targets, told)
-                stats = DeferredStats(list(self.modules.values())) if settings.deferred else None
+                stats = DeferredStats([*self.parts.modules.values()]) if settings.deferred else None
                 leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
                 running = self._running(batch, leaves, stats)
                 prepared = self._shapes.prepare(brought, running, settings, step is not None)
@@ -113,7 +108,7 @@ class Runtime:
     ) -> MiniBatch:
         m, device = len(first.sizes), self.site.device
         loss = None
-        if step is not None and self._n - 1 in self.modules:
+        if step is not None and self._n - 1 in self.parts.modules:
             targets = targets if len(targets) == m else targets * m  # a target without rows
             scale: Any = step.scale
             loss = loss_of(step.loss_fn, targets, first.sizes, step.reduction, scale)
@@ -122,9 +117,9 @@ class Runtime:
         return MiniBatch(
             first.sizes,
             0 if step is None else recomputed(settings.checkpoint, m),
-            GivenSeed(first.seed), told, context, loss,
+            RunSeed(first.seed), told, context, loss,
             keep_outputs=step is None or step.keep_outputs,
-            is_wrapped=any(self.wrapped[j] is not part for j, part in self.modules.items()),
+            is_wrapped=any(self.wrapped[j] is not part for j, part in self.parts.modules.items()),
             is_sharded=self._is_sharded,
         )  # fmt: skip
 
@@ -133,15 +128,15 @@ class Runtime:
     ) -> dict[int, Running]:
         """Make the objects that run this rank's partitions in this mini-batch."""
         running = {}
-        for k, (j, module) in enumerate(self.modules.items()):
-            place = Place(j, self._n, len(batch.sizes), self.site.device, self.before[j])
-            about = module, place, batch.context, self.skips[j], batch.told
-            draws_loss = j == self._n - 1 and batch.loss is not None and batch.loss.draws
+        for k, (j, module) in enumerate(self.parts.modules.items()):
+            place = Place(j, self._n, len(batch.sizes), self.site.device, self.parts.before[j])
+            about = module, place, batch.context, self.parts.skips[j], batch.told
+            draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
             layers = Layers(*about)
             if draws_loss or draws(module):
                 layers = RandomLayers(batch.seed, *about)
             own_stats = None if stats is None else stats.partitions[k]
-            rest = batch, self.skips[j], inputs, own_stats
+            rest = batch, self.parts.skips[j], inputs, own_stats
             running[j] = Running(module, self.wrapped[j], place, layers, *rest)
         return running
 
@@ -154,7 +149,7 @@ class Runtime:
             The loss of a step, and the outputs.
         """
         control = self.site.control
-        parameters = [p for part in self.modules.values() for p in part.parameters()]
+        parameters = [p for part in self.parts.modules.values() for p in part.parameters()]
         are_views = any(
             getattr(called, "gradient_as_bucket_view", False) for called in self.wrapped.values()
         )

@@ -13,7 +13,7 @@ a message that never comes. When all ranks have finished the schedule, all raise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import detached
 from pipert.stage.loss import Loss
 from pipert.stage.shared_memory import Shared, compute_watching
-from pipert.workers.context import CallerContext
+from pipert.workers.context import NOTHING, CallerContext
 
 __all__: list[str] = []
 
@@ -148,7 +148,7 @@ class Running:
             x = entered(self.arriving.unpack(i, tensors))
             shared = self.arriving.shared(i)
         with self._observed(action) as after_layer:
-            with nullcontext() if self.stats is None else self.stats.collecting():
+            with NOTHING if self.stats is None else self.stats.collecting():
                 recomputed = i < self.batch.recomputed
                 compute = partial(self.compute, i, checkpointed=recomputed, after_layer=after_layer)
                 # Which tensors share memory behind it was found when the ranks met this shape.
@@ -226,15 +226,10 @@ class Running:
     @contextmanager
     def _observed(self, action: Action) -> Iterator[AfterLayer]:
         """Compute ``action`` in the block, seen by recordings and observers."""
-        told, after_layer = self.batch.told, None
         self.batch.last = action
-        with ExitStack() as stack:
-            if told.recorder is not None:
-                span = stack.enter_context(told.recorded(action, self.place.device))
-                after_layer = told.recorder.after_layer(span)
-            if told.is_observed:
-                stack.enter_context(told.observed(action, self.place.device))
-            yield after_layer
+        told = self.batch.told
+        with told.watched(action, self.place.device) as span:
+            yield told.recorder.after_layer(span) if told.recorder and span else None
 
 
 # torch wraps each error of a backward in one that prints all of its inputs, which may be long.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,12 @@ from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash
 from pipert.layers.generators import DRAWING
 from pipert.layers.nested_checkpoint import is_in_checkpoint
+from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
-from pipert.workers.context import is_transformed
+from pipert.workers.context import NOTHING, is_transformed
 
 __all__: list[str] = []
 
@@ -99,14 +99,14 @@ class Journey:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Put a passage into its context, from its beginning to its end."""
-        notes = _NOTHING if self.stats is None else self.stats.collecting()
+        notes = NOTHING if self.stats is None else self.stats.collecting()
         try:
             # Glue may draw random numbers. Inside a layer that another pipe recomputes, buffers
             # stay as they are.
-            keeping = _NOTHING if kept_counters.get() is None else KEEPING.included()
+            keeping = NOTHING if kept_counters.get() is None else KEEPING.included()
             # Gradients that glue asks for make nodes on this thread, with its numbers, on GPUs too.
             cuts = self.step is not None and self._moves
-            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else _NOTHING
+            numbers = torch.autograd.set_multithreading_enabled(False) if cuts else NOTHING
             with DRAWING.included(), keeping, notes, numbers:
                 yield
         finally:
@@ -166,14 +166,13 @@ class Journey:
             passage.crossing.begin(stage, passage.tape)
         if passage.recording is not None:
             passage.recording.begin(stage)
-        inspection, j = self._inspection, stage.place.j
-        if inspection is not None and passage.i == 0 and j < self.n - 1:
-            inspection.begin(j)
+        if self._inspection is not None and passage.i == 0 and not stage.place.is_last:
+            self._inspection.begin(stage.place.j)
 
     def end(self, passage: Passage) -> None:
         """End the partition whose turn is about to be returned."""
         if self._inspection is not None:
-            self._inspect(self._inspection, passage.i, passage.stage.place.j)
+            self._inspect(self._inspection, passage.i, passage.stage.place)
         if passage.recording is not None:
             passage.recording.end()
         if passage.tape is not None:
@@ -183,13 +182,13 @@ class Journey:
             with passage.crossing.outside_of_glue():
                 passage.crossing.end()
 
-    def _inspect(self, inspection: Inspection, i: int, j: int) -> None:
+    def _inspect(self, inspection: Inspection, i: int, place: Place) -> None:
         if i > 0:
             inspection.compare()
-            if (i, j) == (self.run.plan.m - 1, self.n - 1):
+            if place.is_last and i == place.m - 1:
                 inspection.warn()
-        elif j < self.n - 1:
-            inspection.end(j)
+        elif not place.is_last:
+            inspection.end(place.j)
 
     def call(
         self, passage: Passage, layer: Layer, call: Callable[..., Any], args: Any, kwargs: Any
@@ -229,7 +228,7 @@ class Journey:
             around = partial(_Drawing, self.run.seed, number) if self.draws else None
             return tape.call(layer.name, call, around, args, kwargs)
         # On drivers operations that draw take the stream's generator anyway (around).
-        with Stream(self.run.seed, number) if self.draws else _NOTHING:
+        with Stream(self.run.seed, number) if self.draws else NOTHING:
             return call(*args, **kwargs)
 
     # In the caller.
@@ -264,6 +263,3 @@ class _Drawing:
     def __exit__(self, *error: Any) -> None:
         self._key.__exit__(*error)
         self._stream.__exit__(*error)
-
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

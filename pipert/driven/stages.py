@@ -6,9 +6,7 @@ later partitions have sent.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,8 @@ from pipert.stage.actions import Actions
 from pipert.stage.backward import alone, gradients_of, refuse_hooked
 from pipert.stage.cut import Cut
 from pipert.stage.links import NOWHERE
-from pipert.stage.stage import How, Stage
+from pipert.stage.stage import How, Stage, observed
+from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
 
@@ -35,7 +34,8 @@ def actions(journey: Journey) -> Actions:
     """Return how the stages of ``journey`` carry out each kind of action."""
 
     def forward(stage: Stage) -> How:
-        body, send = partial(_forward, journey), partial(_send, stage.links.y.send)
+        body = observed(stage, FORWARD, journey.lend)
+        send = partial(_send, stage.links.y.send)
         return How(stage.links.x.receive, stage.run.context.on_worker, body, send)
 
     def recompute(stage: Stage) -> How:
@@ -48,25 +48,6 @@ def actions(journey: Journey) -> Actions:
         return How(stage.links.dy.receive, context, body, stage.links.dx.send)
 
     return {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
-
-
-@contextlib.contextmanager
-def _watched(stage: Stage, action: Action) -> Iterator[None]:
-    """Tell observers and the recorder that the block carries out ``action``."""
-    told, device = stage.run.told, stage.place.device
-    with contextlib.ExitStack() as stack:
-        if told.is_observed:
-            stack.enter_context(told.observed(action, device))
-        if told.recorder is not None:
-            stack.enter_context(told.recorded(action, device))
-        yield
-
-
-def _forward(journey: Journey, stage: Stage, i: int, x: Value) -> Value:
-    if not stage.run.told.is_observed:
-        return journey.lend(stage, i, x)
-    with stage.run.told.observed(Action(FORWARD, i, stage.place.j), stage.place.device):
-        return journey.lend(stage, i, x)
 
 
 def _send(send: Callable[[int, Value], None], i: int, y: Value) -> None:
@@ -86,8 +67,8 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
-    watched = _watched(stage, Action(BACKWARD, i, j)) if stage.run.told.is_watched else _NOTHING
-    with watched:
+    told, action = stage.run.told, Action(BACKWARD, i, j)
+    with told.watched(action, stage.place.device) if told.is_watched else NOTHING:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
 
@@ -131,8 +112,7 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
     if j == 0:
         cut.step.input_gradients[i] = inputs
     cut.let_others_copy(i)
-    weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves] if cut.stand_ins else leaves
-    cut.gradients.add(weights, found[len(xs) :])
+    cut.gradients.add(leaves, found[len(xs) :])
 
 
 def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:
@@ -142,6 +122,3 @@ def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None
         (moved,) = cut.bring_gradients(i, [gradient], origin)
         total = moved if total is None else total + moved  # type: ignore[operator]
     return total
-
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -14,7 +14,6 @@ the tensors it saves, like glue. Others are refused.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -34,6 +33,7 @@ from pipert.driven.hooked import begin_again
 from pipert.driven.objects import Objects
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
+from pipert.workers.context import NOTHING
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
 
 __all__: list[str] = []
@@ -201,7 +201,7 @@ class Call(Again):
     def call_layer(self, value: Value) -> Value:
         """Call the layer, with ``value`` as its arguments."""
         args, kwargs = _arguments(value)
-        with _NOTHING if self._around is None else self._around():
+        with NOTHING if self._around is None else self._around():
             return self._compute(*args, **kwargs)
 
     def refuse_changes(self) -> None:
@@ -284,6 +284,3 @@ class Call(Again):
 
 def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:
     return value if isinstance(value, Arguments) else (value, {})
-
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from functools import partial
 from time import perf_counter
@@ -32,7 +31,7 @@ from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.seeing.told import Told
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
-from pipert.workers.context import CallerContext
+from pipert.workers.context import NOTHING, CallerContext
 
 __all__ = ["is_checkpointing", "is_recomputing"]
 
@@ -41,8 +40,6 @@ _checkpointing: ContextVar[bool] = ContextVar("pipert_checkpointing", default=Fa
 _recomputing: ContextVar[bool] = ContextVar("pipert_recomputing", default=False)
 
 AfterLayer = Callable[[], None] | None
-
-_NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 
 def is_checkpointing() -> bool:
@@ -209,7 +206,7 @@ class Layers:
         """Like :meth:`recompute`, but ``begin`` returns the function that computes the output."""
         told, context, action = self._told, self._context, Action(RECOMPUTE, i, self._place.j)
         told.count_recomputation()
-        with told.recomputing(action, self._place.device) if told.is_watched else _NOTHING:
+        with told.recomputing(action, self._place.device) if told.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
                     y = self._compute_again(begin)
@@ -278,7 +275,7 @@ class RandomLayers(Layers):
         self._is_recomputed = kept_counters.get() is not None
 
     def forward(self, i: int, checkpointed: bool, after_layer: AfterLayer, value: Value) -> Value:
-        keeping = KEEPING.included() if self._is_recomputed else _NOTHING
+        keeping = KEEPING.included() if self._is_recomputed else NOTHING
         with Stream(self._seed, self._place.number(i)), DRAWING.included(), keeping:
             return super().forward(i, checkpointed, after_layer, value)
 

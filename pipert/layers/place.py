@@ -24,6 +24,11 @@ class Place(NamedTuple):
     before: str = ""
     """The layer that its input comes from, as named in errors; empty if it is the caller's."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last partition."""
+        return self.j == self.n - 1
+
     def number(self, i: int) -> int:
         """Return the number of ``F[i,j]``, unique in the run, from which it gets its seed."""
         return (i + self.j) * self.n + self.j

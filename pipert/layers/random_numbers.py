@@ -38,14 +38,17 @@ _compile_lock = CompileLock()
 class RunSeed:
     """The seed of one run, drawn when first needed.
 
-    Made by the caller. A run inside a task of another run draws from that task's generator.
+    Made by the caller. A run inside a task of another run draws from that task's generator. If
+    ``given`` was agreed on with other processes, it is the seed for good; the generator advances
+    all the same.
     """
 
-    __slots__ = ("_before", "_number", "_outer", "used")
+    __slots__ = ("_before", "_is_given", "_number", "_outer", "used")
 
-    def __init__(self) -> None:
+    def __init__(self, given: int | None = None) -> None:
         self._outer: Stream | None = stashed() if DRAWING.is_included() else None
-        self._number: int | None = None
+        self._number = given
+        self._is_given = given is not None
         self._before: torch.Tensor | None = None  # the generator's state before it was advanced
         self.used = False
 
@@ -78,8 +81,8 @@ class RunSeed:
                     _draw(torch.default_generator)
 
     def forget(self) -> None:
-        """Forget the number if nothing has been drawn with it."""
-        if not self.used:
+        """Forget the number if nothing has been drawn with it, so that another may be drawn."""
+        if not self.used and not self._is_given:
             self._number = None
             if self._outer is not None:
                 self._outer.forget()
@@ -155,19 +158,6 @@ def next_seed() -> int:
     """Return the seed that the next run will have, without advancing the generator."""
     with _draw_lock.current:
         return RunSeed().get()
-
-
-class GivenSeed(RunSeed):
-    """A seed agreed on with other processes. Drawing still advances the generator."""
-
-    __slots__ = ()
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self._number = number
-
-    def forget(self) -> None:
-        """Keep the number, since this process cannot choose another."""
 
 
 def _draw(generator: torch.Generator) -> int:

@@ -13,15 +13,8 @@ from torch import nn
 
 from pipert._typing import Device
 from pipert.layers.batchnorm import check_batch_norm
-from pipert.layers.buffers import KEEPING
-from pipert.layers.generators import DRAWING
 from pipert.model.batch_first import warn_if_not_batch_first
-from pipert.model.devices import (
-    assign_workers,
-    default_devices,
-    parse_devices,
-    where_tensors_are,
-)
+from pipert.model.devices import default_devices, parse_devices
 from pipert.model.placed import Placed
 from pipert.model.settings import whole
 from pipert.model.split import check_balance, check_module, place, sequential, split
@@ -55,13 +48,9 @@ class Partitioned(Placed):
         n = len(self._balance)
         parsed = default_devices(n) if devices is None else parse_devices(devices)
         check_balance(module, self._balance, len(parsed))
-        self._workers = assign_workers(parsed[:n])
-        self._devices = where_tensors_are(parsed[:n])
+        self._live_on(parsed[:n], deferred_batch_norm)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)
-        DRAWING.prepare()
-        KEEPING.prepare()
-        self._deferred_batch_norm = bool(deferred_batch_norm)
         self._partitions = split(module, self._balance)
         place(self._partitions, self._devices)
         self.training = module.training

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert.autograd.leaves import begin_numbers
+from pipert.layers.buffers import KEEPING
 from pipert.layers.compiling import not_traced
+from pipert.layers.generators import DRAWING
+from pipert.model.devices import assign_workers, where_tensors_are
 from pipert.model.settings import check_checkpoint, check_chunks, check_timeout
 
 __all__: list[str] = []
@@ -31,6 +34,14 @@ class Placed(nn.Module):
     _workers: list[int]
     _partitions: tuple[nn.Sequential, ...]
     _deferred_batch_norm: bool
+
+    def _live_on(self, devices: list[torch.device], deferred_batch_norm: bool | None) -> None:
+        """Note the device of each partition, and prepare the process for layers on workers."""
+        self._workers = assign_workers(devices)
+        self._devices = where_tensors_are(devices)
+        self._deferred_batch_norm = bool(deferred_batch_norm)
+        DRAWING.prepare()
+        KEEPING.prepare()
 
     @property
     def devices(self) -> list[torch.device]:

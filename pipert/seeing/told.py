@@ -96,6 +96,17 @@ class Told:
                 yield span
 
     @contextlib.contextmanager
+    def watched(self, action: Action, device: torch.device) -> Iterator[Span | None]:
+        """Observe and record the block, a task, for whoever is told."""
+        with contextlib.ExitStack() as stack:
+            if self.is_observed:
+                stack.enter_context(self.observed(action, device))
+            span = None
+            if self.recorder is not None:
+                span = stack.enter_context(self.recorded(action, device))
+            yield span
+
+    @contextlib.contextmanager
     def recomputing(self, action: Action, device: torch.device) -> Iterator[None]:
         """Record and observe a recomputation; in a call, tell of its failure, too."""
         try:
@@ -104,9 +115,7 @@ class Told:
                     # So that no backward recorded on this thread takes this time for its own.
                     interrupt(device)
                     stack.callback(interrupt, device)
-                    stack.enter_context(self.recorded(action, device))
-                if self.is_observed:
-                    stack.enter_context(self.observed(action, device))
+                stack.enter_context(self.watched(action, device))
                 yield
         except BaseException as error:
             if self.is_observed and not self._is_step:

@@ -97,7 +97,7 @@ def assemble(
 def _layers(
     run: Run, partition: nn.Sequential, place: Place, skips: PartitionSkips, step: Step | None
 ) -> Layers:
-    draws_loss = step is not None and place.j == place.n - 1 and step.loss.draws
+    draws_loss = step is not None and place.is_last and step.loss.draws
     if draws_loss or draws(partition) or kept_counters.get() is not None:
         return RandomLayers(run.seed, partition, place, run.context, skips, run.told)
     return Layers(partition, place, run.context, skips, run.told)
@@ -124,7 +124,7 @@ def _ends(run: Run, place: Place, copies: Copies, step: Step | None) -> InGraph 
         in_turn = len(set(run.devices)) == 1
         # The last micro-batch goes backward first. It needs a turn where its nodes compete with
         # others: with the caller's in the last partition, with its own where there are no joins.
-        forks_last = in_turn and (place.m == 1 or place.j == place.n - 1)
+        forks_last = in_turn and (place.m == 1 or place.is_last)
         return InGraph(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
     return Cut(step, run, place, copies)
 

@@ -19,7 +19,7 @@ from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
-from pipert.stage.stage import How, Stage
+from pipert.stage.stage import How, Stage, observed
 
 __all__: list[str] = []
 
@@ -28,14 +28,9 @@ Gradients = Sequence[Tensor | None]
 
 def backward(stage: Stage) -> How:
     """Return how ``stage`` carries out ``B``."""
-    body = _observed if stage.run.told.is_observed else _backward
+    body = observed(stage, BACKWARD, _backward)
     context = stage.run.context.going_back_on_worker
     return How(stage.links.dy.receive, context, body, stage.links.dx.send)
-
-
-def _observed(stage: Stage, i: int, dy: Gradients) -> Gradients:
-    with stage.run.told.observed(Action(BACKWARD, i, stage.place.j), stage.place.device):
-        return _backward(stage, i, dy)
 
 
 def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
@@ -92,10 +87,7 @@ def _differentiate_graph(
     refuse_hooked(cut, leaves)
     found = gradients_of((*graph.xs, *leaves), ys, given, behind)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    weights = leaves
-    if cut.stand_ins:
-        weights = [cut.stand_ins.get(leaf, leaf) for leaf in leaves]
-    return dxs, partial(cut.gradients.add, weights, found[len(graph.xs) :])
+    return dxs, partial(cut.gradients.add, leaves, found[len(graph.xs) :])
 
 
 def gradients_of(
@@ -120,7 +112,7 @@ def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
         RuntimeError: a leaf has hooks, and nothing stands in for it.
     """
     for leaf in leaves:
-        if leaf._backward_hooks and leaf not in cut.stand_ins:
+        if leaf._backward_hooks and leaf not in cut.gradients.stand_ins:
             raise RuntimeError(
                 f"a tensor of shape {tuple(leaf.shape)} has a hook that would see a part of "
                 "its gradient for each micro-batch: nothing can stand in for what loss_fn or "

@@ -67,15 +67,14 @@ class Cut:
 
     __slots__ = (
         "_again", "_callers", "_entered", "_first", "_hooks", "_is_last", "_place",
-        "_recomputed", "_seed", "copies", "gradients", "kept", "stand_ins", "step",
+        "_recomputed", "_seed", "copies", "gradients", "kept", "step",
     )  # fmt: skip
 
     def __init__(self, step: Step, run: Run, place: Place, copies: Copies) -> None:
         self.step = step
         self.gradients = Gradients()
         self.kept: dict[int, Kept] = {}
-        self.stand_ins: dict[Tensor, Tensor] = {}  # from a leaf to the tensor that it stands for
-        self._is_last = place.j == place.n - 1
+        self._is_last = place.is_last
         self._place = place
         self._recomputed = run.plan.recomputed
         self._hooks = run.context.saved_tensor_hooks
@@ -143,7 +142,7 @@ class Cut:
             compute = streams.compute_stream(device)
             self.copies.transport.wait(i, target, compute, copied)
         originals = differentiable(step_loss.targets[i])[0]
-        self.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
+        self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
         try:
             loss = step_loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
         except BaseException as error:
@@ -169,7 +168,7 @@ class Cut:
                 if copied is not None:
                     streams.wait(streams.compute_stream(self._place.device), copied)
                 leaves.append(copy.requires_grad_(weight.requires_grad))
-        self.stand_ins.update(zip(leaves, weights, strict=True))
+        self.gradients.stand_ins.update(zip(leaves, weights, strict=True))
         return leaves
 
     def bring_gradients(

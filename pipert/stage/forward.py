@@ -10,29 +10,20 @@ from torch import Tensor
 from pipert._typing import Value
 from pipert.batch.tensors import Carried
 from pipert.layers.call import AfterLayer
-from pipert.schedules.action import FORWARD, Action
+from pipert.schedules.action import FORWARD
 from pipert.stage.shared_memory import compute_watching
-from pipert.stage.stage import How, Stage
+from pipert.stage.stage import Execute, How, Stage, observed
 
 __all__: list[str] = []
 
-Compute = Callable[[Stage, int, Value], Value]
 
-
-def forward(stage: Stage, compute: Compute) -> How:
+def forward(stage: Stage, compute: Execute) -> How:
     """Return how ``stage`` carries out ``F``; ``compute`` is or wraps :func:`compute_layers`."""
-    body = partial(_observed if stage.run.told.is_observed else _forward, compute)
+    body = observed(stage, FORWARD, partial(_forward, compute))
     return How(stage.links.x.receive, stage.run.context.on_worker, body, stage.links.y.send)
 
 
-def _observed(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
-    # Observers are told in here, so that their calls of the pipe are refused, as its layers' are.
-    action = Action(FORWARD, i, stage.place.j)
-    with stage.run.told.observed(action, stage.place.device):
-        return _forward(compute, stage, i, x)
-
-
-def _forward(compute: Compute, stage: Stage, i: int, x: Value) -> Value:
+def _forward(compute: Execute, stage: Stage, i: int, x: Value) -> Value:
     """Enter the stage, compute, and leave; receive arriving skips and send leaving ones."""
     if stage.borrowed:
         stage.borrow(i)

@@ -76,13 +76,17 @@ class _Sum:
 class Gradients:
     """The sums of one partition. Used by its worker, and by the caller after the run."""
 
-    __slots__ = ("_sums",)
+    __slots__ = ("_sums", "stand_ins")
 
     def __init__(self) -> None:
+        self.stand_ins: dict[Tensor, Tensor] = {}  # from a leaf to the tensor that it stands for
         self._sums: dict[int, _Sum] = {}  # by id: the hash of a tensor is a call in Python
 
-    def add(self, weights: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        """Add the gradients of one micro-batch; ``None`` for a weight that was not used."""
+    def add(self, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Add the gradients of one micro-batch; ``None`` for a leaf that was not used."""
+        weights = leaves
+        if self.stand_ins:
+            weights = [self.stand_ins.get(leaf, leaf) for leaf in leaves]
         if len({*map(id, weights)}) < len(weights):  # a weight is used beside its stand-in
             for weight, gradient in zip(weights, gradients, strict=True):
                 self.add((weight,), (gradient,))

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipert._typing import Value
@@ -48,6 +49,9 @@ from pipert.workers.worker import NOT_RUN
 __all__: list[str] = []
 
 
+Execute = Callable[["Stage", int, Value], Value]
+
+
 class How(NamedTuple):
     """How a stage carries out one kind of action."""
 
@@ -55,7 +59,7 @@ class How(NamedTuple):
     """Takes the micro-batch and a function to call before blocking; returns the action's input."""
     context: AbstractContextManager[None]
     """The context of ``execute``, beside the caller's context variables."""
-    execute: Callable[[Stage, int, Value], Value]
+    execute: Execute
     """Takes the stage, the micro-batch and the input; returns the result. Must not reference the
     stage itself, or the run would keep its tensors until the next garbage collection."""
     send: Callable[[int, Value], None]
@@ -105,7 +109,7 @@ class Stage:
     def __post_init__(self) -> None:
         self.outcome = self.run.outcome
         self.cut = cut = self.ends if isinstance(self.ends, Cut) else None
-        self.loss = cut.compute_loss if cut and self.place.j == self.place.n - 1 else None
+        self.loss = cut.compute_loss if cut and self.place.is_last else None
         self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
         self._versions = [version(weight) for weight in self.borrowed]
 
@@ -149,6 +153,19 @@ class Stage:
 
     def __repr__(self) -> str:
         return f"<Stage of {self.place}, {self.outcome!r}>"
+
+
+def observed(stage: Stage, kind: str, execute: Execute) -> Execute:
+    """Return ``execute``, told to observers as an action of ``kind`` if the run has any.
+
+    They are told in the task, so that their calls of the pipe are refused, as its layers' are.
+    """
+    return partial(_observed, kind, execute) if stage.run.told.is_observed else execute
+
+
+def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value) -> Value:
+    with stage.run.told.observed(Action(kind, i, stage.place.j), stage.place.device):
+        return execute(stage, i, received)
 
 
 class Task:

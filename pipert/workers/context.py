@@ -56,6 +56,9 @@ __all__: list[str] = []
 
 T = TypeVar("T")
 
+NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
+"""A block in which nothing is put on; to choose between it and others."""
+
 
 def is_transformed() -> bool:
     """Return whether the current thread is in a ``torch.func`` transform."""

@@ -110,7 +110,6 @@ BREAKAGES = [
     Mutant(
         "seed-of-each-rank", NUMBERS,
         "ranks other than the first forget the agreed seed",
-        "self._number = number\n\n    def forget(self) -> None:",
-        "pass\n\n    def forget(self) -> None:", FEATURES,
+        "self._number = given", "self._number = None", FEATURES,
     ),
 ]

@@ -38,7 +38,7 @@ OF = {
     "self": {"stream"},
     "recorder": {"begin", "end", "during"},
     "_recorder": {"begin", "end", "during"},
-    "told": {"recorded"},
+    "told": {"recorded", "watched"},
 }
 """Methods that count as such a place if called on a module or variable of the given name."""
 
@@ -49,11 +49,11 @@ REASONS = {
     ): "on CPU alone, by the process's clock",
     (
         "pipert/driven/stages.py",
-        "told.recorded(action, device)",
+        "told.watched(action, stage.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
         "pipert/distributed/stages.py",
-        "told.recorded(action, self.place.device)",
+        "told.watched(action, self.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
         "pipert/driven/recorded.py",
