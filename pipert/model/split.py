@@ -24,7 +24,8 @@ def check_module(module: Any) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
-            "an nn.Sequential in the order in which they run"
+            "an nn.Sequential in the order in which they run, or use pipert.pipeline, which runs "
+            "any module through its own forward"
         )
     kind = type(module)
     for name, plain in (("forward", nn.Sequential.forward), ("__call__", nn.Sequential.__call__)):
