@@ -26,7 +26,7 @@ from pipert.model.devices import (
 )
 from pipert.model.partition import Partition
 from pipert.model.settings import check_timeout
-from pipert.model.split import move, place, sequential
+from pipert.model.split import check_values, move, place, sequential
 from pipert.pipes.pipelined import Pipelined
 from pipert.skip.verify import declarations
 
@@ -71,6 +71,7 @@ class ModulePipe(Pipelined):
             )
         self._workers = assign_workers(parsed[:n])
         self._devices = where_tensors_are(parsed[:n])
+        check_values(module)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)
         self._deferred_batch_norm = bool(deferred_batch_norm)

@@ -24,7 +24,14 @@ from pipert.model.devices import (
 )
 from pipert.model.placed import Placed
 from pipert.model.settings import whole
-from pipert.model.split import check_balance, check_module, place, sequential, split
+from pipert.model.split import (
+    check_balance,
+    check_module,
+    check_values,
+    place,
+    sequential,
+    split,
+)
 from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
@@ -57,6 +64,7 @@ class Partitioned(Placed):
         check_balance(module, self._balance, len(parsed))
         self._workers = assign_workers(parsed[:n])
         self._devices = where_tensors_are(parsed[:n])
+        check_values(module)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)
         DRAWING.prepare()
