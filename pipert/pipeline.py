@@ -220,7 +220,7 @@ def pipeline(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, Pipelined):
-        raise TypeError("model is a pipe already; make another one of pipe.module")
+        raise TypeError("model is a pipe already; make another one of the module it was made of")
     mapped: Iterable[Device] | None = None  # the devices of the device map
     if cuts is None and partitions is None:
         if not has_device_map(model):

@@ -118,6 +118,14 @@ def test_module_must_be_a_sequential() -> None:
         made(nn.Linear(1, 1), [1])
 
 
+def test_module_must_not_be_a_pipe() -> None:
+    with made() as pipe:
+        with pytest.raises(TypeError, match="a pipe already; make another one of"):
+            Pipe(pipe, [1])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a pipe already; make another one of"):
+            pipert.pipeline(pipe, [])
+
+
 def test_module_must_not_override_forward() -> None:
     with pytest.raises(TypeError, match="Grows overrides forward.*make what it does a layer"):
         made(Grows(nn.ReLU()), [1])

@@ -97,11 +97,8 @@ def note_arguments(
     try:
         inspect.signature(layer.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):
-        error.add_note(_MISPLACED)
-
-
-_MISPLACED = (
-    "the first layer does not take these arguments; it gets all that forward_backward does not take"
-    " itself. Give the target by keyword, target=..., and set pipe.chunks and pipe.checkpoint "
-    "before the call"
-)
+        error.add_note(
+            f"{type(layer).__qualname__} does not take these arguments; it gets all that "
+            "forward_backward does not take itself. Give the target by keyword, target=..., and set"
+            " pipe.chunks and pipe.checkpoint before the call"
+        )

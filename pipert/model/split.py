@@ -22,6 +22,8 @@ __all__: list[str] = []
 
 def check_module(module: Any) -> None:
     """Refuse anything but an ``nn.Sequential`` that adds nothing of its own to its layers."""
+    if getattr(module, "is_pipe", False):
+        raise TypeError("module is a pipe already; make another one of the module it was made of")
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
