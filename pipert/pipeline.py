@@ -19,7 +19,7 @@ from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_h
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.partition import Partition
 from pipert.model.settings import check_timeout
-from pipert.model.split import move, place, sequential
+from pipert.model.split import check_values, move, place, sequential
 from pipert.pipes.pipelined import Pipelined
 from pipert.skip.verify import declarations
 
@@ -62,6 +62,7 @@ class ModulePipe(Pipelined):
                 f"each partition needs a device, but {n - 1} cuts make {n} partitions and there "
                 f"are {len(parsed)} devices; use fewer cuts, or name devices (one may appear twice)"
             )
+        check_values(module)
         self._live_on(parsed[:n], deferred_batch_norm)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)
@@ -208,7 +209,7 @@ def pipeline(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {model!r}")
     if isinstance(model, Pipelined):
-        raise TypeError("model is a pipe already; make another one from pipe.module")
+        raise TypeError("model is a pipe already; make another one of the module it was made of")
     mapped: Iterable[Device] | None = None  # the devices of the device map
     if cuts is None and partitions is None:
         if not has_device_map(model):

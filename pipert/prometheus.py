@@ -19,8 +19,8 @@ Nothing else in pipert imports this module.
 ``pipert_worker_task_age_seconds``     gauge      ``pipe``, ``worker``; age of the current task, 0
                                                   if none: it keeps growing if the task is stuck
 ``pipert_run_duration_seconds``        histogram  ``pipe``, ``outcome``
-``pipert_task_duration_seconds``       histogram  ``pipe``, ``partition``, ``phase``: ``forward`` or
-                                                  ``recomputation``
+``pipert_task_duration_seconds``       histogram  ``pipe``, ``partition``, ``phase``: ``forward``,
+                                                  ``recomputation`` or, in a step, ``backward``
 ``pipert_failures_total``              counter    ``pipe``, ``exception``: the name of its type
 =====================================  =========  ===============================================
 
@@ -201,11 +201,11 @@ def _families(pipes: Sequence[tuple[str, Statistics]]) -> list[Metric]:
     )
     labels = ["pipe", "worker"]
     tasks = CounterMetricFamily(
-        "pipert_worker_tasks", "Forward tasks that are over.", labels=labels
+        "pipert_worker_tasks", "Tasks that are over, of any phase.", labels=labels
     )
     busy = CounterMetricFamily("pipert_worker_busy_seconds", "Time spent on tasks.", labels=labels)
     depth = GaugeMetricFamily(
-        "pipert_worker_queue_depth", "Forward tasks posted and not begun.", labels=labels
+        "pipert_worker_queue_depth", "Tasks posted and not begun.", labels=labels
     )
     age = GaugeMetricFamily(
         "pipert_worker_task_age_seconds", "Time the current task has taken.", labels=labels

@@ -114,8 +114,16 @@ def test_checkpoint_must_be_known() -> None:
 
 
 def test_module_must_be_a_sequential() -> None:
-    with pytest.raises(TypeError, match="must be an nn.Sequential, got Linear; put the layers in"):
+    with pytest.raises(TypeError, match="an nn.Sequential, got Linear; put.*use pipert.pipeline"):
         made(nn.Linear(1, 1), [1])
+
+
+def test_module_must_not_be_a_pipe() -> None:
+    with made() as pipe:
+        with pytest.raises(TypeError, match="a pipe already; make another one of"):
+            Pipe(pipe, [1])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="a pipe already; make another one of"):
+            pipert.pipeline(pipe, [])
 
 
 def test_module_must_not_override_forward() -> None:

@@ -51,6 +51,21 @@ def test_a_pipe_that_has_not_run_has_workers_and_zeros() -> None:
     assert all(worker.doing is None and worker.busy_seconds == 0 for worker in seen.workers)
 
 
+def test_printed_they_show_the_calls_and_what_each_worker_does() -> None:
+    gate = Gate()
+    with pipe_of(linear(), Apply(gate), chunks=4) as pipe:
+        caller = threading.Thread(target=pipe, args=(X,))
+        caller.start()
+        assert gate.entered.wait(WAIT)
+        calls, _, header, first, second = str(pipe.statistics()).splitlines()
+        gate.open.set()
+        caller.join()
+    assert calls.startswith("1 calls: 0 succeeded, 0 failed, 0 cancelled, 1 in flight; 0 recomp")
+    assert header.split()[:2] == ["worker", "partition"] and header.endswith("tasks done  busy")
+    assert first.startswith("pipert-cpu-0") and second.split()[:3] == ["pipert-cpu-1", "1", "0"]
+    assert "forward" in second and str(Statistics(1, 0, 1, 0, 0, 0, ())).count("\n") == 0
+
+
 def test_runs_and_tasks_are_counted() -> None:
     with pipe_of(linear(), linear(), chunks=4) as pipe:
         pipe(X)

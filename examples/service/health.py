@@ -37,7 +37,9 @@ class Health:
             found.append(f"no step was finished for {since:.1f} s")
         for worker in self._pipe.statistics().workers:
             task = worker.doing
-            if task is not None and task.phase == "forward" and task.seconds > self._limit:
+            if task is None or task.phase == "waiting for input":
+                continue
+            if task.seconds > self._limit:
                 found.append(
                     f"{worker.name} has been at partition {task.partition}, micro-batch "
                     f"{task.micro_batch} for {task.seconds:.1f} s"

@@ -167,8 +167,8 @@ class Running:
         batch, device = self.batch, self.place.device
         result = torch.zeros(1, device=device)
         if batch.loss is not None:
-            number, target = self.place.number_of_loss(i), moved(batch.loss.targets[i], device)
-            result = batch.loss.compute(i, number, batch.seed, y, target).reshape(1)
+            target = moved(batch.loss.targets[i], device)
+            result = batch.loss.compute(i, self.place, batch.seed, y, target).reshape(1)
             batch.losses[i] = batch.loss.share_of(i, result.detach())
         if batch.keep_outputs:
             batch.outputs[i] = detached(y)

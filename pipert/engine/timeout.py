@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from pipert.errors import PipelineTimeout, WorkerBusyError
-from pipert.status import WAITING, WorkerStatistics
+from pipert.status import WAITING, WorkerStatistics, table
 
 __all__: list[str] = []
 
@@ -14,7 +14,7 @@ def timed_out(
     what: str, seconds: float, workers: Sequence[WorkerStatistics], stack: Callable[[int], str]
 ) -> PipelineTimeout:
     """Build the error that ``what`` took too long, with the ``stack`` of each executing worker."""
-    lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *_table(workers)]
+    lines = [f"{what} after {seconds:g} s. What the workers were doing:", "", *table(workers)]
     for k, worker in enumerate(workers):
         if worker.doing is not None and worker.doing.phase != WAITING:
             lines += ["", f"{worker.name} was at (most recent call last):", stack(k).rstrip()]
@@ -30,22 +30,6 @@ def still_busy(busy: Sequence[WorkerStatistics]) -> WorkerBusyError:
         f"{names} still busy with a call that was given up; a layer cannot be interrupted. Calls "
         "work again when it has returned. What the workers are doing:"
     )
-    error = WorkerBusyError("\n".join([text, "", *_table(busy)]))
+    error = WorkerBusyError("\n".join([text, "", *table(busy)]))
     error.workers = tuple(busy)
     return error
-
-
-def _table(workers: Iterable[WorkerStatistics]) -> list[str]:
-    rows = [("worker", "partition", "micro-batch", "phase", "for", "call", "tasks waiting")]
-    for worker in workers:
-        doing, queued = worker.doing, str(worker.queue_depth)
-        if doing is None:
-            rows.append((worker.name, "-", "-", "idle", "-", "-", queued))
-            continue
-        place = (str(doing.partition), str(doing.micro_batch), doing.phase)
-        rows.append((worker.name, *place, f"{doing.seconds:.3g} s", str(doing.run), queued))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

@@ -17,7 +17,14 @@ from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.placed import Placed
 from pipert.model.settings import whole
-from pipert.model.split import check_balance, check_module, place, sequential, split
+from pipert.model.split import (
+    check_balance,
+    check_module,
+    check_values,
+    place,
+    sequential,
+    split,
+)
 from pipert.skip.verify import verify_skippables
 
 __all__: list[str] = []
@@ -48,6 +55,7 @@ class Partitioned(Placed):
         n = len(self._balance)
         parsed = default_devices(n) if devices is None else parse_devices(devices)
         check_balance(module, self._balance, len(parsed))
+        check_values(module)
         self._live_on(parsed[:n], deferred_batch_norm)
         check_batch_norm(module, deferred_batch_norm)
         warn_if_not_batch_first(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -86,3 +86,19 @@ def refuse_keywords_of(
                 " too, and would not get it. Pass the layer's by position, or give it another name"
                 + (", or set pipe.timeout" if name == "timeout" else "")
             )
+
+
+def note_arguments(
+    error: BaseException, layer: nn.Module | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Note on the error of a step that the first layer does not take its arguments, if so."""
+    if layer is None:
+        return
+    try:
+        inspect.signature(layer.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError):
+        error.add_note(
+            f"{type(layer).__qualname__} does not take these arguments; it gets all that "
+            "forward_backward does not take itself. Give the target by keyword, target=..., and set"
+            " pipe.chunks and pipe.checkpoint before the call"
+        )

@@ -7,6 +7,7 @@ Layers remain the same objects under the same names, so parameters keep their id
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ __all__: list[str] = []
 
 def check_module(module: Any) -> None:
     """Refuse anything but an ``nn.Sequential`` that adds nothing to its layers."""
+    if getattr(module, "is_pipe", False):
+        raise TypeError("module is a pipe already; make another one of the module it was made of")
     if not isinstance(module, nn.Sequential):
         raise TypeError(
             f"module must be an nn.Sequential, got {type(module).__qualname__}; put the layers in "
-            "an nn.Sequential in the order in which they run"
+            "an nn.Sequential in the order in which they run, or use pipert.pipeline, which runs "
+            "any module through its own forward"
         )
     kind = type(module)
     for name, plain in (("forward", nn.Sequential.forward), ("__call__", nn.Sequential.__call__)):
@@ -38,6 +42,19 @@ def check_module(module: Any) -> None:
         raise TypeError(
             f"the module has {own} of its own, which belong to no layer and would be missing from "
             "the pipe; move them into a layer"
+        )
+
+
+def check_values(module: nn.Module) -> None:
+    """Refuse a model with tensors on the meta device: a pipe would have to move their values."""
+    tensors = chain(module.named_parameters(), module.named_buffers())
+    names = [name for name, tensor in tensors if tensor.is_meta]
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise ValueError(
+            f"the module has tensors without values, on the meta device: {names[0]!r}{more}. Give "
+            "them values first: module.load_state_dict(state, assign=True), or "
+            "module.to_empty(device='cpu') and initialise them"
         )
 
 

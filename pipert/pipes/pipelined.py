@@ -22,7 +22,12 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.placed import Placed
-from pipert.model.settings import check_timeout, recomputed, refuse_keywords_of
+from pipert.model.settings import (
+    check_timeout,
+    note_arguments,
+    recomputed,
+    refuse_keywords_of,
+)
 from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan
 from pipert.seeing.observers import Observer
 from pipert.stage.assembly import Model
@@ -240,8 +245,13 @@ class Pipelined(Placed):
         checkpointed = recomputed(chosen, m)
         planned = plan(schedule, m, n, self._runtime.workers, checkpointed)
         step = Step(loss, return_outputs)
-        stats = DeferredStats(self._batch_norm_groups()) if self._deferred_batch_norm else None
-        total = self._runtime.step(inputs, planned, step, stats, seconds)
+        deferred = self._deferred_batch_norm
+        stats = DeferredStats(self._batch_norm_groups()) if deferred else None
+        try:
+            total = self._runtime.step(inputs, planned, step, stats, seconds)
+        except TypeError as error:
+            note_arguments(error, self._entry_module(), args, kwargs)
+            raise
         if stats is not None:
             stats.commit()
         return (total, step.output) if return_outputs else total

@@ -93,7 +93,8 @@ def _checked(count: Any, device: torch.device) -> Count:
         what = " that requires grad" if isinstance(count, Tensor) and count.requires_grad else ""
         raise TypeError(
             "the count that loss_fn returns beside the sum must be a number or a tensor of one "
-            f"element without grad, got {describe(count)}{what}"
+            f"element without grad, got {describe(count)}{what}; to get the outputs as well, use "
+            "return_outputs=True"
         )
     if isinstance(count, Tensor) and count.is_cuda and device.type == "cuda":
         return count.reshape(()).to(device, torch.float64)

@@ -22,7 +22,6 @@ from pipert.autograd.leaves import begin_numbers, node_count
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, find, registered
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
-from pipert.errors import add_note
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.stage.copies import Copies
@@ -143,12 +142,7 @@ class Cut:
             self.copies.transport.wait(i, target, compute, copied)
         originals = differentiable(step_loss.targets[i])[0]
         self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
-        try:
-            loss = step_loss.compute(i, self._place.number_of_loss(i), self._seed, y, target)
-        except BaseException as error:
-            if y is None:
-                add_note(error, lambda: "the last layer returned None; does it lack a return?")
-            raise
+        loss = step_loss.compute(i, self._place, self._seed, y, target)
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
         self.step.losses[i] = step_loss.share_of(i, loss.detach())

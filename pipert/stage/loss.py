@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipert._typing import Value
 from pipert.batch.microbatch import as_value, scatter_with_sizes
 from pipert.batch.tensors import describe
+from pipert.errors import add_note
 from pipert.layers.generators import DRAWING
+from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, Stream
+from pipert.schedules.action import FORWARD, Action
 from pipert.stage.counts import Counts
 
 __all__: list[str] = []
@@ -56,6 +59,12 @@ def check_step(function: Any, reduction: Any) -> None:
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     if not callable(function):
         raise TypeError(f"loss_fn must be a function of output and target, got {function!r}")
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        name = function.__qualname__
+        raise TypeError(
+            f"loss_fn must be a function of output and target, got the class {name}; pass an "
+            f"instance of it, as loss_fn={name}()"
+        )
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise RuntimeError(
             "forward_backward computes gradients, which are disabled here; call it outside of "
@@ -132,21 +141,29 @@ class Loss:
         self.draws = not _is_functional(self._function)
         self.counts = Counts(self._shares)
 
-    def compute(self, i: int, number: int, seed: RunSeed, *args: Any) -> Tensor:
+    def compute(self, i: int, place: Place, seed: RunSeed, output: Value, target: Value) -> Tensor:
         """Compute the loss of micro-batch ``i``, or the sum of its losses.
 
-        Random numbers are those of stream ``number`` in a run with this ``seed``.
+        An error gets a note that says so. Random numbers are those of the loss at this ``place``,
+        the last partition's, in a run with this ``seed``.
 
         Raises:
             TypeError: the function returned neither a tensor of one element nor a pair of such a
                 tensor and a count, or it returned a pair for some micro-batches only.
             ValueError: the count is not valid.
         """
-        if not self.draws:
-            loss: Any = self._function(*args)
-        else:
-            with Stream(seed, number), DRAWING.included():
-                loss = self._function(*args)
+        try:
+            if not self.draws:
+                return self._checked(i, self._function(output, target))
+            with Stream(seed, place.number_of_loss(i)), DRAWING.included():
+                loss = self._function(output, target)
+            return self._checked(i, loss)
+        except BaseException as error:
+            add_note(error, partial(_note, i, place, output, target))
+            raise
+
+    def _checked(self, i: int, loss: Any) -> Tensor:
+        """Return the loss of micro-batch ``i``, and note its count."""
         count = None
         if isinstance(loss, tuple) and len(loss) == 2:
             loss, count = loss
@@ -194,8 +211,16 @@ class Loss:
         return torch.ones_like(loss).mul_(factor)
 
 
+def _note(i: int, place: Place, output: Value, target: Value) -> str:
+    where = place.describe(Action(FORWARD, i, place.j), ", loss_fn")
+    note = f"{where}, output {describe(output)}, target {describe(target)}"
+    if output is not None:
+        return note
+    return f"{note}, because the last layer returned None; does it lack a return?"
+
+
 def _is_functional(function: Any) -> bool:
     """Return whether this is one of torch's loss functions, which draw no random numbers."""
-    while isinstance(function, functools.partial):
+    while isinstance(function, partial):
         function = function.func
     return getattr(function, "__module__", "") == "torch.nn.functional"

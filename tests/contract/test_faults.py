@@ -100,7 +100,7 @@ class Case(NamedTuple):
         layer = f", layer '{self.j}' (Layer)"
         notes = {
             "forward": f"in forward F{task}{layer}{whole}",
-            "loss": f"in forward F{task}{whole}",
+            "loss": f"in forward F{task}, loss_fn{whole}",
             "recomputation": f"in recomputation R{task}{layer}{whole}",
             "stash": f"in forward F{task}, layer '0' (Stash){whole}",
             "stash in recomputation": f"in recomputation R{task}, layer '0' (Stash){whole}",

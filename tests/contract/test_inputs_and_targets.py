@@ -350,6 +350,8 @@ def test_a_loss_that_is_no_function_is_refused() -> None:
     with in_two(model(), Way("1f1b", "never")) as pipe:
         with pytest.raises(TypeError, match="loss_fn must be a function of output and target"):
             pipe.forward_backward(batch(7), loss_fn=3)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"got the class MSELoss; .* loss_fn=MSELoss\(\)"):
+            pipe.forward_backward(batch(7), loss_fn=nn.MSELoss)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -347,7 +347,7 @@ ON = distributed.RankError
 CALLS: dict[str, tuple[Any, Any, type[BaseException], type[BaseException], str]] = {
     # given on the first rank and on the last, what they raise, and what both say
     "loss_fn raises": (
-        Call(), Call(loss_fn=_loss_fails), ON, Oops, "F[0,1]: partition 1 on cpu, micro-batch 0",
+        Call(), Call(loss_fn=_loss_fails), ON, Oops, "F[0,1]: partition 1 on cpu, loss_fn",
     ),
     "loss of two elements": (Call(), Call(loss_fn=_two_elements), ON, TypeError, "one element"),
     "loss without grad": (Call(), Call(loss_fn=_no_grad), ON, RuntimeError, "not require grad"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
+import pipert
 from pipert import Pipe
 
 # What it says is what is wanted, and what no_dist=True asks for: to save in a single process.
@@ -266,6 +268,10 @@ def test_a_model_without_memory_is_assigned_and_then_put_in_a_pipe() -> None:
     with torch.device("meta"):
         module = six_layers(0)
     expected, x = six_layers(1), batches()[0]
+    makes: list[Any] = [partial(Pipe, balance=[2, 4]), partial(pipert.pipeline, cuts=["2"])]
+    for make in makes:
+        with pytest.raises(ValueError, match=r"'0.weight' and .* more.*load_state_dict\(state"):
+            make(module, devices=["cpu"] * 2)
     module.load_state_dict(expected.state_dict(), assign=True)
     with placed(module, PLACES["two devices"]) as pipe:
         same(pipe(x), expected(x))

@@ -125,7 +125,22 @@ def test_an_error_of_the_loss_says_which_task_it_was() -> None:
 
     with Steps(lambda *_: None).pipe as pipe, pytest.raises(ValueError) as caught:
         pipe.forward_backward(rows(4), loss_fn=no)
-    assert caught.value.__notes__ == ["in forward F[0,1]: partition 1 on cpu, micro-batch 0 of 4"]
+    assert caught.value.__notes__ == [
+        "in forward F[0,1]: partition 1 on cpu, loss_fn, micro-batch 0 of 4, "
+        "output float32[1, 3], target NoneType"
+    ]
+
+
+def test_a_target_given_by_position_is_named_as_what_the_first_layer_does_not_take() -> None:
+    with Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2) as pipe:
+        for args, kwargs in (([rows(4)], {}), ([], {"targets": rows(4)}), ([], {"chunks": 2})):
+            with pytest.raises(TypeError, match="Linear.forward()") as caught:
+                pipe.forward_backward(rows(4), *args, loss_fn=functional.mse_loss, **kwargs)
+            assert "Give the target by keyword" in caught.value.__notes__[-1]
+        with pytest.raises(TypeError) as caught:
+            pipe.forward_backward(rows(4), loss_fn=functional.cross_entropy)
+        (note,) = caught.value.__notes__
+        assert "loss_fn" in note and note.endswith("target NoneType")
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])

@@ -194,7 +194,7 @@ def test_hooks_of_layers_see_gradients_by_the_count_that_is_expected(
         (lambda total, count: (total, -1), ValueError, "a count of -1.0; it must be finite"),
         (lambda total, count: (total, NAN), ValueError, "a count of nan"),
         (lambda total, count: (total, "3"), TypeError, "the count that loss_fn returns.* got str"),
-        (lambda total, count: (total, total), TypeError, "without grad, got .* requires grad"),
+        (lambda total, count: (total, total), TypeError, "requires grad; .* return_outputs=True"),
         (lambda total, count: (total, torch.ones(2)), TypeError, r"one element .* float32\[2\]"),
         (lambda total, count: (count, total, 1), TypeError, "return a sum and the number"),
         (lambda total, count: (3.0, count), TypeError, "must return a tensor of one element"),
