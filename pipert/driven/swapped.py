@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +19,8 @@ __all__: list[str] = []
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.
 
-    Lists and dicts, and those derived from them, stay the same objects, since the called function
-    may add to them.
+    Lists and dicts, those derived from them, and registered dataclasses stay the same objects,
+    since the called function may change them.
     """
     if isinstance(value, Tensor):
         return bring(value)
@@ -49,13 +50,22 @@ def _swap_in(
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Return the same for a registered pytree, or a mapping other than a dict."""
+    if type(value) in SUPPORTED_NODES and is_dataclass(value) and not _is_frozen(value):
+        for name in [one.name for one in fields(value) if hasattr(value, one.name)]:
+            if (brought := swapped(getattr(value, name), bring)) is not getattr(value, name):
+                setattr(value, name, brought)
+        return value
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
             _without_tensors.add(type(value))
         return value
-    brought = tuple(map(bring, tensors))
-    return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
+    all_brought = tuple(map(bring, tensors))
+    return value if all(map(operator.is_, tensors, all_brought)) else rebuild(all_brought)
+
+
+def _is_frozen(value: Any) -> bool:
+    return bool(type(value).__dataclass_params__.frozen)
 
 
 _without_tensors: set[type] = set()

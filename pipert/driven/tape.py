@@ -31,7 +31,7 @@ from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.driven.hooked import begin_again
-from pipert.driven.objects import Objects
+from pipert.driven.objects import Objects, handed_back
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
@@ -89,7 +89,10 @@ class Tape:
 
         def first_time(value: Value) -> Value:
             # With the caller's own lists and dicts, to which the layer may add.
-            return call.call_layer(given if call.has_callers_tensors else value)
+            if call.has_callers_tensors:
+                return call.call_layer(given)
+            with handed_back((args, kwargs), _arguments(value)):
+                return call.call_layer(value)
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
