@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 from pipert.batch.tensors import tensors_of
+from pipert.batch.trees import ORDINARY
 
 __all__: list[str] = []
 
@@ -38,6 +39,18 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     elif kind not in _without_tensors:
         return _swapped_tree(value, bring)
     return value
+
+
+def same_object(value: Any, rebuilt: Any) -> Any:
+    """Return ``value`` with the tensors of ``rebuilt``, which is a copy with other tensors.
+
+    A list that a layer was given and returns stays the caller's.
+    """
+    if type(value) in ORDINARY or isinstance(value, Tensor):
+        return rebuilt
+    others = zip(tensors_of(value)[0], tensors_of(rebuilt)[0], strict=True)
+    other_of = {id(tensor): other for tensor, other in others}
+    return swapped(value, lambda tensor: other_of[id(tensor)])
 
 
 def _swap_in(

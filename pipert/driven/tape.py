@@ -32,6 +32,7 @@ from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.driven.hooked import begin_again
 from pipert.driven.objects import Objects, handed_back
+from pipert.driven.swapped import same_object
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.thread_state import Autocast, autocast, get_autocast
@@ -87,15 +88,20 @@ class Tape:
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = Objects((*args, *kwargs.values()))
 
+        returned: list[Value] = []
+
         def first_time(value: Value) -> Value:
             # With the caller's own lists and dicts, to which the layer may add.
             if call.has_callers_tensors:
-                return call.call_layer(given)
-            with handed_back((args, kwargs), _arguments(value)):
-                return call.call_layer(value)
+                returned.append(call.call_layer(given))
+            else:
+                with handed_back((args, kwargs), _arguments(value)):
+                    returned.append(call.call_layer(value))
+            return returned[0]
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
+        y = same_object(returned.pop(), y)
         call.refuse_changes()
         objects.refuse_changes()
         self._calls.append((call, weakref.ref(checkpoint)))

@@ -131,7 +131,8 @@ class Chain(nn.Module):
 
 def sum_of_pairs(value: Any) -> Tensor:
     products: list[Tensor] = [x * y for x, y in value["all"][1:]]
-    return value["kept"] + torch.stack(products).sum(0)
+    total: Tensor = value["kept"] + torch.stack(products).sum(0)
+    return total
 
 
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -167,3 +168,34 @@ def test_what_a_layer_changes_in_an_argument_of_leaves(
         pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean())
         in_step = (x.grad, *[p.grad for p in model.parameters()])
         torch.testing.assert_close(in_step, expected)
+
+
+class Returning(nn.Module):
+    """Adds to a list, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: list[Tensor]) -> list[Tensor]:
+        values.append(self.linear(values[-1]).tanh())
+        return values
+
+
+class Returned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Returning() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = values = [x * 1.0]
+        for block in self.blocks:
+            values = block(values)
+        return torch.stack([*first, *values]).sum(0)
+
+
+@each_how
+def test_a_list_that_a_layer_returns_is_the_one_it_was_given(how: How) -> None:
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("returning", lambda: Made(Returned().double(), batch), ("blocks.1", "blocks.3"))
+    assert_equal(*results(own.make(), own, how))
