@@ -108,14 +108,14 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
             y = called()
         finally:
             module.forward_micro_batch = None
-            _reshard(module)
+            reshard(module)
         if errors:
             raise errors.pop()
         return sample_of(y, handed_on)
 
 
-def _reshard(module: nn.Module) -> None:
-    """Shard parameters again that a forward has gathered: only then do they have gradients."""
+def reshard(module: nn.Module) -> None:
+    """Shard parameters again that a forward has gathered: only those of before have gradients."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

@@ -1,8 +1,8 @@
-"""Partitions that ``fully_shard`` treats as one unit, or whose weights other ranks have, too."""
+"""Partitions that ``fully_shard`` treats as one unit, or only in parts, also with tied weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,13 +42,15 @@ def layers(tied: bool) -> nn.Sequential:
     return nn.Sequential(*linears)
 
 
-def pipe_of(model: nn.Sequential, wraps: Callable[[nn.Module], bool]) -> distributed.Pipe:
+def pipe_of(
+    model: nn.Sequential, shards: Callable[[nn.Sequential], Iterable[nn.Module]]
+) -> distributed.Pipe:
     """A pipe of two ranks and two replicas, which shards what it is told to."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
 
     def wrap(part: nn.Sequential) -> None:
-        if wraps(part):
-            fully_shard(part, mesh=mesh["copies"])
+        for module in shards(part):
+            fully_shard(module, mesh=mesh["copies"])
 
     n = len(model) // 2
     return distributed.Pipe(model, [n, n], mesh=mesh, chunks=2, wrap=wrap)
@@ -63,9 +65,17 @@ def check_gradients(pipe: distributed.Pipe, plain: nn.Module) -> None:
     torch.testing.assert_close(pipe.grad_norm(), get_total_norm(gradients))
 
 
-def accumulates(rank: int, tied: bool) -> None:
-    """Steps of new shapes, with evaluations of new shapes in between."""
-    plain, pipe = layers(tied), pipe_of(layers(tied), lambda part: True)
+def whole(part: nn.Sequential) -> Iterable[nn.Module]:
+    return [part]
+
+
+def each_layer(part: nn.Sequential) -> Iterable[nn.Module]:
+    return part
+
+
+def accumulates(rank: int, tied: bool, shards: Any) -> None:
+    """Steps of new shapes, with evaluations in between."""
+    plain, pipe = layers(tied), pipe_of(layers(tied), shards)
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, pipe)]
     for k, rows in enumerate((8, 6, 4, 8, 2)):
         x, y = batch(rows)
@@ -83,13 +93,15 @@ def accumulates(rank: int, tied: bool) -> None:
                 optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
-def test_gradients_accumulate_over_new_shapes(tied: bool) -> None:
-    run(4, accumulates, tied)
+@pytest.mark.parametrize("tied, shards", [(False, whole), (True, whole), (False, each_layer)])
+def test_gradients_accumulate_over_new_shapes(tied: bool, shards: Any) -> None:
+    run(4, accumulates, tied, shards)
 
 
 def one_shards(rank: int) -> tuple[Any, str]:
-    return caught(partial(pipe_of, layers(True), lambda part: "0" in dict(part.named_children())))
+    return caught(
+        partial(pipe_of, layers(True), lambda part: [part] * ("0" in dict(part.named_children())))
+    )
 
 
 def test_a_weight_that_only_some_ranks_shard_is_refused() -> None:
