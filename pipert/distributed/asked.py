@@ -13,7 +13,7 @@ from pipert._typing import Value
 from pipert.batch.microbatch import scatter_with_sizes
 from pipert.batch.tensors import tensors_of
 from pipert.distributed.agreement import Control
-from pipert.distributed.gradients import Tied
+from pipert.distributed.gradients import Tied, differ
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import next_seed
@@ -132,13 +132,11 @@ def bring(
 def check(site: Site, brought: Sequence[Brought]) -> None:
     """Raise on all ranks if their reports do not fit together."""
     site.control.require_same("call and settings", [one.settings for one in brought])
-    numbers = {shared for one in brought for shared in one.shared}
-    for number in numbers:
-        if len({one.shared[number] for one in brought if number in one.shared}) > 1:
-            raise ValueError(
-                "a weight that several ranks share must require grad on all of them or on none; "
-                "call requires_grad_() of it on each"
-            )
+    if differ([one.shared for one in brought]):
+        raise ValueError(
+            "a weight that several ranks share must require grad on all of them or on none; "
+            "call requires_grad_() of it on each"
+        )
     counts = [len(brought[first].sizes) for first, _ in site.ends]
     if len(set(counts)) > 1:
         raise ValueError(

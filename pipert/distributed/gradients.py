@@ -7,12 +7,13 @@ them identical.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
@@ -70,6 +71,56 @@ def tie(shared: SharedParameters, control: Control) -> list[Tied]:
     return tied
 
 
+def place_of(parameter: nn.Parameter, modules: Iterable[nn.Module]) -> tuple[nn.Module, str]:
+    """Return a module that has the parameter, and its name there."""
+    return next(
+        (home, name)
+        for module in modules
+        for home in module.modules()
+        for name, own in home._parameters.items()
+        if own is parameter
+    )
+
+
+def shards_of(
+    tied: Sequence[Tied], places: Sequence[tuple[nn.Module, str]], modules: Iterable[nn.Module]
+) -> list[Tied]:
+    """Return shared parameters after wrapping: ``fully_shard`` replaces them by their shards.
+
+    Raises:
+        ValueError: a parameter is no longer there.
+    """
+    found = []
+    kept = {id(parameter) for module in modules for parameter in module.parameters()}
+    for one, (home, name) in zip(tied, places, strict=True):
+        parameter = one.parameter if id(one.parameter) in kept else home._parameters.get(name)
+        if parameter is None:
+            raise ValueError(f"wrap has removed {name!r}, which several ranks share, from {home}")
+        found.append(one._replace(parameter=parameter))
+    return found
+
+
+def check_shards(layouts: Sequence[Mapping[int, Any]]) -> None:
+    """Raise unless ranks report the same layout of each shared parameter, by its number."""
+    if differ(layouts):
+        raise ValueError(
+            "a weight that several ranks share must be sharded alike on all of them; let wrap call "
+            "fully_shard on it on each rank, or on none"
+        )
+
+
+def layouts_of(tied: Sequence[Tied]) -> dict[int, str]:
+    """Say by number how shared parameters are sharded."""
+    return {one.number: str(getattr(one.parameter, "placements", ())) for one in tied}
+
+
+def differ(reports: Sequence[Mapping[int, object]]) -> bool:
+    """Whether ranks report different things of a shared parameter, by its number."""
+    known: dict[int, object] = {}
+    pairs = [pair for report in reports for pair in report.items()]
+    return any(known.setdefault(number, about) != about for number, about in pairs)
+
+
 class Gradients:
     """The gradients from before a mini-batch, put aside while it runs.
 
@@ -116,7 +167,7 @@ class Gradients:
                     parameter.grad = torch.zeros_like(parameter)
                 elif parameter.grad.is_sparse:  # on other ranks it may be dense
                     parameter.grad = parameter.grad.to_dense()
-                dist.all_reduce(parameter.grad, group=group)
+                dist.all_reduce(_own_part(parameter.grad), group=group)
         for leaf, before in self._before:
             new = leaf.grad
             if new is not None and before is not None:
@@ -125,3 +176,7 @@ class Gradients:
                 new.mul_(factor)
             else:
                 leaf.grad = before
+
+
+def _own_part(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

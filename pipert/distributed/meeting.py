@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from pipert._typing import Tensors, Value
@@ -107,9 +108,17 @@ def _rehearse(running: Running, i: int, x: Value, shared: Shared) -> Sample:
             y = called()
         finally:
             module.forward_micro_batch = None
+            reshard(module)
         if errors:
             raise errors.pop()
         return sample_of(y, handed_on)
+
+
+def reshard(module: nn.Module) -> None:
+    """Shard parameters again that a forward has gathered: only those of before have gradients."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 @contextmanager

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipert._typing import Device
@@ -69,6 +70,12 @@ def parts_of(
             "parameters that several partitions share cannot be on the meta device, where each "
             "rank would get others; build the model on CPU"
         )
+    counts = Counter(p for home in module.modules() for p in home._parameters.values())
+    if any(count > 1 and p is not None and p.is_meta for p, count in counts.items()):
+        raise ValueError(
+            "parameters that several layers share cannot be on the meta device, where each layer "
+            "would get others; build the model on CPU"
+        )
     me = ranks.index(dist.get_rank())
     modules = {
         j: _placed(part, device) for j, part in enumerate(partitions) if placement[j] == me
@@ -80,10 +87,11 @@ def parts_of(
 
 
 def _placed(partition: nn.Sequential, device: torch.device) -> StageModule:
-    if any(p.is_meta for p in partition.parameters()):
-        partition.to_empty(device=device)
-    else:
-        partition.to(device)
+    def place(tensor: Tensor) -> Tensor:
+        on_meta = tensor.is_meta
+        return torch.empty_like(tensor, device=device) if on_meta else tensor.to(device)
+
+    partition._apply(place)  # type: ignore[no-untyped-call]
     module = sequential(partition._modules, partition.training, StageModule)
     assert isinstance(module, StageModule)
     return module

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from functools import reduce
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from pipert._typing import Device, Value
 from pipert.distributed.agreement import Control
 from pipert.distributed.asked import Settings, Site, Step
-from pipert.distributed.gradients import tie
+from pipert.distributed.gradients import check_shards, layouts_of, place_of, shards_of, tie
+from pipert.distributed.norm import norm_of_all
 from pipert.distributed.parts import device_of, parts_of
 from pipert.distributed.recording import record
 from pipert.distributed.runtime import Runtime
@@ -107,6 +105,8 @@ class Pipe(nn.Module):
                 f" got {mesh}"
             )
         replicas = mesh.mesh.reshape(mesh.mesh.size(0), -1).T.tolist()
+        if any(each != sorted(each) for each in replicas):
+            raise ValueError(f"the ranks of a pipeline must ascend, got {replicas}")
         ranks = dist.get_process_group_ranks(mesh.get_group(0))
         control = Control(mesh.mesh.flatten().tolist())
         with control.agreeing() as layouts:
@@ -124,8 +124,12 @@ class Pipe(nn.Module):
         for part in parts.modules.values():
             self._modules.update(part._modules)
         tied = tie(parts.shared, control)
-        with control.agreeing():
+        places = [place_of(one.parameter, parts.modules.values()) for one in tied]
+        with control.agreeing() as shards:
             wrapped = {j: wrap and wrap(part) or part for j, part in parts.modules.items()}
+            tied = shards_of(tied, places, parts.modules.values())
+            shards.append(layouts_of(tied))
+        check_shards(shards)
         self.training = module.training
         self._elsewhere = module._modules.keys() - self._modules.keys()
         self._runtime = Runtime(site, parts, wrapped, tied)
@@ -254,23 +258,14 @@ class Pipe(nn.Module):
 
         A parameter that several ranks share counts once. To clip:
         ``clip_grads_with_norm_(pipe.parameters(), max_norm, pipe.grad_norm())``.
+
+        Raises:
+            ValueError: ``norm_type`` is not positive, or differs between ranks.
+            RankError: another rank failed.
         """
-        site = self._runtime.site
         copies = {tied.parameter for tied in self._runtime.tied if not tied.is_first}
-        with site.control.agreeing("grad_norm()") as brought:
-            norm_type = float(norm_type)
-            grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
-            norm = get_total_norm(grads, norm_type).to(site.device)
-            brought.append((norm_type, norm.dtype if grads else None))
-        site.control.require_same("norm_type", [each for each, _ in brought])
-        dtypes = [dtype for _, dtype in brought if dtype is not None] or [norm.dtype]
-        is_max = norm_type == torch.inf
-        power = 1.0 if is_max else norm_type
-        with site.control.talking():
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            norm = norm.double() ** power  # one dtype on all ranks; a half overflows when squared
-            dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, site.group)
-        return (norm ** (1.0 / power)).to(reduce(torch.promote_types, dtypes))
+        grads = [p.grad for p in self.parameters() if p.grad is not None and p not in copies]
+        return norm_of_all(grads, norm_type, self._runtime.site)
 
     def __repr__(self) -> str:
         lines = [f"Pipe of {len(self._runtime.site.homes)} partitions, of which here:"]

@@ -25,6 +25,7 @@ from pipert.batch.tensors import differentiable
 from pipert.distributed.agreement import RankError
 from pipert.distributed.asked import Brought, Settings, Site, Step, bring, check
 from pipert.distributed.gradients import Gradients, Tied
+from pipert.distributed.meeting import reshard
 from pipert.distributed.parts import Parts
 from pipert.distributed.prepared import Prepared, Shapes, attached
 from pipert.distributed.stages import MiniBatch, Running
@@ -168,6 +169,8 @@ class Runtime:
                 batch.seed.use()
             batch.seed.settle()
             if not is_step:
+                for part in self.parts.modules.values():
+                    reshard(part)
                 gradients.restore()
                 return None, outputs
             _, dtype, last_result = reports[self.site.ends[self.site.number][1]]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
 
 from pipert.batch.tensors import tensors_of
+from pipert.batch.trees import ORDINARY
 
 __all__: list[str] = []
 
@@ -18,8 +20,8 @@ __all__: list[str] = []
 def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.
 
-    Lists and dicts, and those derived from them, stay the same objects, since the called function
-    may add to them.
+    Lists and dicts, those derived from them, and registered dataclasses stay the same objects,
+    since the called function may change them.
     """
     if isinstance(value, Tensor):
         return bring(value)
@@ -39,6 +41,18 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
+def same_object(value: Any, rebuilt: Any) -> Any:
+    """Return ``value`` with the tensors of ``rebuilt``, which is a copy with other tensors.
+
+    A list that a layer was given and returns stays the caller's.
+    """
+    if type(value) in ORDINARY or isinstance(value, Tensor):
+        return rebuilt
+    others = zip(tensors_of(value)[0], tensors_of(rebuilt)[0], strict=True)
+    other_of = {id(tensor): other for tensor, other in others}
+    return swapped(value, lambda tensor: other_of[id(tensor)])
+
+
 def _swap_in(
     value: Any, items: Iterable[tuple[Any, Any]], bring: Callable[[Tensor], Tensor]
 ) -> None:
@@ -49,13 +63,22 @@ def _swap_in(
 
 def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Do the same for a registered pytree, or a mapping other than a dict."""
+    if type(value) in SUPPORTED_NODES and is_dataclass(value) and not _is_frozen(value):
+        for name in [one.name for one in fields(value) if hasattr(value, one.name)]:
+            if (brought := swapped(getattr(value, name), bring)) is not getattr(value, name):
+                setattr(value, name, brought)
+        return value
     tensors, rebuild = tensors_of(value)
     if not tensors:
         if type(value) not in SUPPORTED_NODES and not isinstance(value, Mapping):
             _without_tensors.add(type(value))
         return value
-    brought = tuple(map(bring, tensors))
-    return value if all(map(operator.is_, tensors, brought)) else rebuild(brought)
+    all_brought = tuple(map(bring, tensors))
+    return value if all(map(operator.is_, tensors, all_brought)) else rebuild(all_brought)
+
+
+def _is_frozen(value: Any) -> bool:
+    return bool(type(value).__dataclass_params__.frozen)
 
 
 _without_tensors: set[type] = set()

@@ -30,7 +30,8 @@ from pipert.autograd.hooks import Hooks
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
 from pipert.driven.hooked import begin_again
-from pipert.driven.objects import Objects
+from pipert.driven.objects import Objects, handed_back
+from pipert.driven.swapped import same_object
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.context import NOTHING
@@ -87,12 +88,20 @@ class Tape:
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
         objects = Objects((*args, *kwargs.values()))
 
+        returned: list[Value] = []
+
         def first_time(value: Value) -> Value:
             # With the caller's own lists and dicts, since the layer may add to them.
-            return call.call_layer(given if call.has_callers_tensors else value)
+            if call.has_callers_tensors:
+                returned.append(call.call_layer(given))
+            else:
+                with handed_back((args, kwargs), _arguments(value)):
+                    returned.append(call.call_layer(value))
+            return returned[0]
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
+        y = same_object(returned.pop(), y)
         call.refuse_changes()
         objects.refuse_changes()
         self._calls.append((call, weakref.ref(checkpoint)))

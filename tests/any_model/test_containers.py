@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, UserDict, deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
 
+import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import HOWS, How, assert_equal, results
 
@@ -22,6 +26,16 @@ class Keys(list[Tensor]):
 
 class Cache(dict[int, Tensor]):
     """A dict that torch cannot flatten."""
+
+
+@dataclass
+class State:
+    """An object that torch can flatten."""
+
+    kept: Tensor
+
+
+register_dataclass(State)
 
 
 class Adding(nn.Module):
@@ -83,3 +97,105 @@ def test_an_object_that_a_layer_changes_is_refused_where_it_is_checkpointed() ->
     assert_equal(*results(own.make(), own, never))
     with pytest.raises(RuntimeError, match="a layer changes its argument, a Keys, and would do so"):
         results(own.make(), own, always)
+
+
+class Changing(nn.Module):
+    """Returns nothing: what it computes is in its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Any) -> None:
+        if isinstance(value, State):
+            value.kept = self.linear(value.kept).tanh()
+        elif isinstance(value, dict):
+            value["kept"] = self.linear(value["kept"]).tanh()
+            value["all"].append((value["all"][0], value["kept"]))
+        else:
+            value.append(self.linear(value[-1]).tanh())
+
+
+class Chain(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any], get: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Changing() for _ in range(4))
+        self.make, self.get = make, get
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.make(x)
+        for block in self.blocks:
+            block(value)
+        return self.get(value)
+
+
+def sum_of_pairs(value: Any) -> Tensor:
+    products: list[Tensor] = [x * y for x, y in value["all"][1:]]
+    total: Tensor = value["kept"] + torch.stack(products).sum(0)
+    return total
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "list": (lambda x: [x], lambda value: value[-1] + value[0]),
+    "dict": (lambda x: {"kept": x, "all": [x]}, sum_of_pairs),
+    "dataclass": (State, lambda value: value.kept),
+}
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_layer_changes_in_an_argument_of_leaves(
+    kind: str, chunks: int, checkpoint: str
+) -> None:
+    """With one micro-batch the input of the model is the caller's leaf, which layers do not get."""
+    torch.manual_seed(0)
+    plain = Chain(*KINDS[kind])
+    model = copy.deepcopy(plain)
+    x = torch.randn(6, 4, requires_grad=True)
+    y = plain(x)
+    expected = torch.autograd.grad(y.square().mean(), [x, *plain.parameters()])
+    cuts = ["blocks.1", "blocks.3"]
+    with pipert.pipeline(
+        model, cuts, devices=["cpu"] * 3, chunks=chunks, checkpoint=checkpoint
+    ) as pipe:
+        if kind == "dataclass" and checkpoint == "always":
+            with pytest.raises(RuntimeError, match="a layer changes its argument, a State"):
+                pipe(x)
+            return
+        found = torch.autograd.grad(pipe(x).square().mean(), [x, *model.parameters()])
+        torch.testing.assert_close(found, expected)
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean())
+        in_step = (x.grad, *[p.grad for p in model.parameters()])
+        torch.testing.assert_close(in_step, expected)
+
+
+class Returning(nn.Module):
+    """Adds to a list, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, values: list[Tensor]) -> list[Tensor]:
+        values.append(self.linear(values[-1]).tanh())
+        return values
+
+
+class Returned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Returning() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = values = [x * 1.0]
+        for block in self.blocks:
+            values = block(values)
+        return torch.stack([*first, *values]).sum(0)
+
+
+@each_how
+def test_a_list_that_a_layer_returns_is_the_one_it_was_given(how: How) -> None:
+    batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
+    own = Family("returning", lambda: Made(Returned().double(), batch), ("blocks.1", "blocks.3"))
+    assert_equal(*results(own.make(), own, how))

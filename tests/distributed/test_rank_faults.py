@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipert import distributed, is_recomputing
@@ -484,6 +485,8 @@ def wrong(rank: int) -> None:
             kind, text = caught(partial(make, **given if rank == bad else {}))
             assert kind is (mine if rank == bad else others), (given, kind, text)
             assert says in text, (given, text)
+    kind, text = caught(partial(make, mesh=DeviceMesh("cpu", [1, 0])))
+    assert kind is ValueError and "must ascend" in text, text
     check_works(make(chunks=4), 2)
 
 

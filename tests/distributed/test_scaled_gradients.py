@@ -153,3 +153,22 @@ def test_a_norm_is_that_of_one_process_whatever_dtypes_ranks_have() -> None:
         expected += [get_total_norm(gradients, norm_type) for norm_type in (2.0, 1.0, torch.inf)]
     for found in run(2, norms):
         torch.testing.assert_close(found, expected)
+
+
+def norms_of_nan(rank: int) -> list[bool]:
+    pipe = distributed.Pipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), [1, 1])
+    found = []
+    for bad in range(2):
+        for p in pipe.parameters():
+            p.grad = torch.full_like(p, torch.nan if rank == bad else 1.0)
+        for norm_type in (2.0, 1.0, torch.inf):
+            found.append(bool(pipe.grad_norm(norm_type).isnan()))
+    for norm_type in (0.0, -1.0, -torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="norm_type must be positive"):
+            pipe.grad_norm(norm_type)
+    return found
+
+
+def test_a_norm_with_a_nan_on_one_rank_is_nan() -> None:
+    for found in run(2, norms_of_nan):
+        assert all(found)

@@ -25,7 +25,7 @@ BREAKAGES = [
     Mutant(
         "tied-gradient-of-one-rank", GRADIENTS,
         "a rank's copy of a shared parameter gets only this rank's gradient",
-        "dist.all_reduce(parameter.grad, group=group)", "pass", FEATURES,
+        "dist.all_reduce(_own_part(parameter.grad), group=group)", "pass", FEATURES,
     ),
     Mutant(
         "accumulated-gradient-dropped", GRADIENTS,
