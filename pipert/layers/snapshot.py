@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
 from pipert.layers.buffers import Buffers, may_change_buffers
+from pipert.layers.lazy import initialise_apart
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
@@ -46,9 +47,12 @@ class Snapshot:
         self._modules.add(module)
         parts = modules_of(module)
         known = len(self._parameters)
-        for parameters in [] if _are_sharded(parts) else [part._parameters for part in parts]:
+        for part in [] if _are_sharded(parts) else parts:
+            parameters = part._parameters
             for name, parameter in parameters.items():
-                if parameter is None or not is_lazy(parameter):  # the first call initialises those
+                if parameter is not None and is_lazy(parameter):  # until the first call
+                    initialise_apart(part)
+                else:
                     is_dict = isinstance(parameters, dict)  # not that of a scripted module
                     self._dicts.append(parameters if is_dict else {name: parameter})
                     self._names.append(name)
