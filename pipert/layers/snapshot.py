@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -48,7 +49,7 @@ class Snapshot:
         parts = modules_of(module)
         known = len(self._parameters)
         for part in [] if _are_sharded(parts) else parts:
-            parameters = part._parameters
+            parameters: Any = part._parameters
             for name, parameter in parameters.items():
                 if parameter is not None and is_lazy(parameter):  # until the first call
                     initialise_apart(part)
