@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -22,15 +22,20 @@ Place = tuple[Parameters, str, nn.Parameter | None]
 
 
 class Snapshot:
-    """The parameters of a partition and their versions, and its buffers. One per stage and run.
+    """A partition's parameters and their versions, its mode and buffers. One per stage and run.
 
-    Each ``R`` compares the parameters. So the modules are walked once, and the comparison runs in
-    C.
+    Each ``R`` compares parameters and mode. So the modules are walked once, and the comparison runs
+    in C. Of the modules inside a layer the mode is not compared: a layer may set it in its forward.
     """
 
-    __slots__ = ("_dicts", "_modules", "_names", "_parameters", "_places", "_versions", "buffers")
+    __slots__ = (
+        "_dicts", "_layers", "_modes", "_modules", "_names", "_parameters", "_places", "_versions",
+        "buffers",
+    )  # fmt: skip
 
     def __init__(self, partition: nn.Module) -> None:
+        self._layers = list(partition.children())
+        self._modes = list(map(_mode, self._layers))
         self._modules: set[nn.Module] = set()
         self._dicts: list[Parameters] = []  # for each parameter, the dict it is looked up in
         self._names: list[str] = []
@@ -82,10 +87,18 @@ class Snapshot:
             )
 
     def is_current(self) -> bool:
-        """Whether the modules still have the same parameters, unmodified."""
+        """Whether the modules have the same parameters, unmodified, and the layers their mode."""
         found = map(dict.get, self._dicts, self._names)
-        same = all(map(operator.is_, found, self._parameters))
-        return same and self._versions.are_current()
+        same = all(map(operator.is_, found, self._parameters)) and self._versions.are_current()
+        return same and list(map(_mode, self._layers)) == self._modes
+
+    def changed_mode(self) -> nn.Module | None:
+        """Return the first layer whose mode has changed."""
+        each = zip(self._layers, self._modes, strict=True)
+        return next((layer for layer, mode in each if layer.training != mode), None)
+
+
+_mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
 
 
 def _are_sharded(parts: Iterable[nn.Module]) -> bool:

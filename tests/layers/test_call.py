@@ -274,6 +274,44 @@ def test_a_dropout_behind_lazy_layers_drops_the_same_when_it_is_recomputed(way: 
     assert not torch.equal(first.weight, second.weight)  # each has numbers of its own
 
 
+@pytest.mark.parametrize("mode", [True, False])
+def test_a_layer_whose_mode_changes_before_its_recomputation_is_refused(mode: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).requires_grad_(False)).train(mode)
+    with Pipe(model, [2], devices=["cpu"], checkpoint="always", deferred_batch_norm=True) as pipe:
+        y = pipe(torch.randn(4, 3))
+        pipe.train(not mode)
+        with pytest.raises(RecomputationError, match=r"mode of a layer, Linear, .* call train\(\)"):
+            y.sum().backward()
+        pipe(torch.randn(4, 3)).sum().backward()
+
+
+def test_an_evaluation_between_a_forward_and_its_recomputation_is_fine() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout())
+    with Pipe(model, [2], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        y = pipe(torch.randn(4, 3))
+        with torch.no_grad():
+            pipe.eval()(torch.randn(4, 3))
+        pipe.train()
+        y.sum().backward()
+    assert pipe[0].bias.grad.tolist() == (2 * (y != 0).sum(0)).tolist()
+
+
+def test_a_layer_may_set_the_mode_of_a_part_in_its_forward() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.norm.eval()(x)
+
+    model = nn.Sequential(nn.Linear(3, 3), Frozen())
+    with Pipe(model, [2], devices=["cpu"], checkpoint="always", deferred_batch_norm=True) as pipe:
+        pipe(torch.randn(4, 3)).sum().backward()
+    assert model[1].norm.num_batches_tracked == 0
+
+
 # Layers that change their buffers -----------------------------------------------------------------
 
 
