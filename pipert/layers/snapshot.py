@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
-from pipert.layers.buffers import Buffers, may_change_buffers
+from pipert.layers.buffers import Buffers
 from pipert.layers.lazy import initialise_apart
 from pipert.layers.modules import modules_of
 
@@ -43,7 +43,7 @@ class Snapshot:
         self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
         self.buffers: Buffers | None = None
-        """The buffers that calls might change, if any."""
+        """The buffers, if there are any."""
         self.add(partition)
 
     def add(self, module: nn.Module) -> None:
@@ -64,7 +64,7 @@ class Snapshot:
                     self._names.append(name)
                     self._parameters.append(parameter)
         self._versions.add(p for p in self._parameters[known:] if p is not None)
-        if may_change_buffers(parts):
+        if any([part._buffers for part in parts]):
             self.buffers = self.buffers or Buffers()
             self.buffers.add(module, parts)
 
