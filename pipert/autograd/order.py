@@ -80,8 +80,18 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        # The gradients of edges do not come here, so this is not the backward of a task.
+        if any(grad is not None for grad in grads):
+            raise RuntimeError(_REACHES_INPUTS)
         return (None,) * (1 + len(grads))
 
+
+_REACHES_INPUTS = (
+    "a backward() in a layer or in loss_fn, or from what a recomputation has stored, goes back to "
+    "the inputs of its partition and cannot go further, so gradients of earlier layers would be "
+    "lost. Add what it starts from to the loss, or detach the inputs; with checkpoint='never' a "
+    "call of the pipe and loss.backward() allow it"
+)
 
 ENTRANCE = torch.empty(0, device="cpu", requires_grad=True)
 """The leaf that all graphs begun by :func:`enter` lead to. It never gets a gradient."""

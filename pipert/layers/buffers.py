@@ -62,7 +62,8 @@ def _register(keeping: Key) -> None:
     for operation, schema in operations(_updates_statistics):
         names = [argument.name for argument in schema.arguments]
         places = {k for k, name in enumerate(names) if name in ("running_mean", "running_var")}
-        keeping.register(operation, _copying(operation, places))
+        flags = [k for k, name in enumerate(names) if name in ("training", "use_input_stats")]
+        keeping.register(operation, _copying(operation, places, flags))
     for operation in (torch.ops.aten.add_.Tensor, torch.ops.aten.add_.Scalar):
         keeping.register(operation, _not_counting(operation))
     keeping.register(torch.ops.aten._local_scalar_dense.default, _read_number)
@@ -76,11 +77,18 @@ def _updates_statistics(schema: Any) -> bool:
     return has_statistics and "backward" not in schema.name
 
 
-def _copying(operation: Callable[..., Any], places: set[int]) -> Callable[..., Any]:
-    """Makes a kernel that calls ``operation`` with copies of the arguments at ``places``."""
+def _copying(
+    operation: Callable[..., Any], places: set[int], flags: list[int]
+) -> Callable[..., Any]:
+    """Makes a kernel that calls ``operation`` with copies of the arguments at ``places``.
+
+    Not in evaluation mode, as one of ``flags`` says: then its result depends on the statistics.
+    """
 
     def normalise(*args: Any, **kwargs: Any) -> Any:
         with KEEPING.excluded():
+            if any(args[k] is False for k in flags if k < len(args)):
+                return operation(*args, **kwargs)
             with unused():
                 copied = [
                     x.clone() if k in places and x is not None else x for k, x in enumerate(args)
@@ -140,8 +148,8 @@ class Buffers:
     """The buffers of modules that are recomputed together, recorded before their first forward."""
 
     __slots__ = (
-        "_before", "_fingerprints", "_modules", "_norm_dicts", "_other_dicts", "_runs_compiled",
-        "_shortcuts", "_versions", "_watched",
+        "_before", "_fingerprints", "_may_change", "_modules", "_norm_dicts", "_other_dicts",
+        "_runs_compiled", "_shortcuts", "_versions", "_watched",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -152,12 +160,14 @@ class Buffers:
         self._versions = Versions()  # of the watched ones
         self._before: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._fingerprints = Fingerprints()
+        self._may_change = False  # by calls of these modules
         self._runs_compiled = False
         self._shortcuts: list[tuple[dict[str, Any], Shortcut]] = []
 
     def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
         """Record the buffers of ``parts``: a module and all modules inside it."""
         self._modules.append(module)
+        self._may_change |= any(part.training and part._buffers for part in parts)
         compiled = any(map(_runs_compiled_code, _of_each_kind(parts)))
         self._runs_compiled |= compiled
         dicts = [part._buffers for part in parts if part._buffers]
@@ -165,9 +175,11 @@ class Buffers:
         self._norm_dicts += norm_dicts
         other_dicts = [d for d in dicts if isinstance(d, dict) and _COUNTER not in d]
         self._other_dicts += other_dicts
-        self._before += [(d, name, buffer) for d in other_dicts for name, buffer in d.items()]
         for part in parts:
-            if part.training and part._buffers and _COUNTER not in part._buffers:
+            buffers = part._buffers
+            if isinstance(buffers, dict) and (_COUNTER not in buffers or not part.training):
+                self._before += [(buffers, name, buffer) for name, buffer in buffers.items()]
+            if part.training and buffers and _COUNTER not in buffers:
                 self._fingerprints.add(part)
         # Compiled code copies running statistics, which changes their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
@@ -194,8 +206,10 @@ class Buffers:
         Sets a context variable for good, so it must run in a copy of the caller's.
 
         Raises:
-            RecomputationError: ``call`` changes a buffer.
+            RecomputationError: ``call`` changes a buffer, or reads one that has changed.
         """
+        if not self._may_change and self._are_current():
+            return call()
         counters = [buffers[_COUNTER] for buffers in self._norm_dicts]
         kept_counters.set(frozenset(map(id, counters)))
         before = [(d, name, old) for d in self._other_dicts for name, old in d.items()]
@@ -218,6 +232,10 @@ class Buffers:
             for buffers, counter in zip(self._norm_dicts, counters, strict=True):
                 if buffers[_COUNTER] is not counter:  # replaced by an incremented one
                     buffers[_COUNTER] = counter
+
+    def _are_current(self) -> bool:
+        same = all([home.get(name) is old for home, name, old in self._before])
+        return same and self._versions.are_current()
 
     def _keeping_statistics(self) -> AbstractContextManager[object]:
         # Compiled code may update statistics without an operation of torch's. A function mode is
@@ -267,8 +285,3 @@ def _of_each_kind(modules: Collection[nn.Module]) -> Iterable[nn.Module]:
     by_class = {type(module): module for module in modules}
     special = [m for m in modules if "forward" in m.__dict__ or SLOT in m.__dict__]
     return (*by_class.values(), *special)
-
-
-def may_change_buffers(parts: Iterable[nn.Module]) -> bool:
-    """Whether calling these modules now might update running statistics or other buffers."""
-    return any(part.training and part._buffers for part in parts)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
-from pipert.errors import add_note
+from pipert.errors import RecomputationError, add_note
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.compiled_backward import call_compiled
 from pipert.layers.drawing import is_compiled
@@ -222,6 +222,12 @@ class Layers:
     def _compute_again(self, begin: Callable[[], Callable[[], Value]]) -> Value:
         assert self._snapshot is not None
         if not self._snapshot.is_current():
+            if (layer := self._snapshot.changed_mode()) is not None:
+                raise RecomputationError(
+                    f"the mode of a layer, {type(layer).__qualname__}, is not that of its forward "
+                    "when it is recomputed; call train() and eval() before the forward or after "
+                    "the backward, or use checkpoint='never'"
+                )
             raise RuntimeError(
                 f"a parameter of partition {self._place.j} was modified between a forward and its "
                 "recomputation, or is another tensor, as with torch.func.functional_call; call the "

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -101,10 +102,11 @@ class Stream:
         number: the task's number, unique in its run.
     """
 
-    __slots__ = ("_before", "_generators", "_number", "seed")
+    __slots__ = ("_apart", "_before", "_generators", "_number", "seed")
 
     def __init__(self, seed: RunSeed, number: int) -> None:
         self.seed = seed
+        self._apart: Stream | None = None
         self._number = number
         self._generators: dict[torch.device, torch.Generator] = {}
         self._before: Stream | None = None
@@ -140,6 +142,12 @@ class Stream:
         if drawn:
             refuse_nested_checkpoint(DRAWN)
 
+    def apart(self) -> Stream:
+        """Return the task's other stream, for numbers that its recomputation does not draw."""
+        if self._apart is None:
+            self._apart = Stream(self.seed, ~self._number)
+        return self._apart
+
     def forget(self) -> None:
         """Forget generators and seed if nothing has been drawn in the run."""
         if not self.seed.used:
@@ -152,6 +160,12 @@ class Stream:
 
     def __exit__(self, *_: object) -> None:
         stash(self._before)
+
+
+def apart() -> AbstractContextManager[None]:
+    """Let the block draw what the current task's recomputation does not, if it has a stream."""
+    stream = stashed() if DRAWING.is_included() else None
+    return contextlib.nullcontext() if stream is None else stream.apart()
 
 
 def next_seed() -> int:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
-from pipert.layers.buffers import Buffers, may_change_buffers
+from pipert.layers.buffers import Buffers
+from pipert.layers.lazy import initialise_apart
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
@@ -20,15 +22,20 @@ Place = tuple[Parameters, str, nn.Parameter | None]
 
 
 class Snapshot:
-    """The parameters of a partition and their versions, and its buffers. One per stage and run.
+    """A partition's parameters and their versions, its mode and buffers. One per stage and run.
 
-    Each ``R`` compares the parameters. So the modules are walked once, and the comparison runs in
-    C.
+    Each ``R`` compares parameters and mode. So the modules are walked once, and the comparison runs
+    in C. Of the modules inside a layer the mode is not compared: a layer may set it in its forward.
     """
 
-    __slots__ = ("_dicts", "_modules", "_names", "_parameters", "_places", "_versions", "buffers")
+    __slots__ = (
+        "_dicts", "_layers", "_modes", "_modules", "_names", "_parameters", "_places", "_versions",
+        "buffers",
+    )  # fmt: skip
 
     def __init__(self, partition: nn.Module) -> None:
+        self._layers = list(partition.children())
+        self._modes = list(map(_mode, self._layers))
         self._modules: set[nn.Module] = set()
         self._dicts: list[Parameters] = []  # for each parameter, the dict it is looked up in
         self._names: list[str] = []
@@ -36,7 +43,7 @@ class Snapshot:
         self._places: dict[nn.Module, list[Place]] = {}  # of the modules that were asked for
         self._versions = Versions()
         self.buffers: Buffers | None = None
-        """The buffers that calls might change, if any."""
+        """The buffers, if there are any."""
         self.add(partition)
 
     def add(self, module: nn.Module) -> None:
@@ -46,15 +53,18 @@ class Snapshot:
         self._modules.add(module)
         parts = modules_of(module)
         known = len(self._parameters)
-        for parameters in [] if _are_sharded(parts) else [part._parameters for part in parts]:
+        for part in [] if _are_sharded(parts) else parts:
+            parameters: Any = part._parameters
             for name, parameter in parameters.items():
-                if parameter is None or not is_lazy(parameter):  # the first call initialises those
+                if parameter is not None and is_lazy(parameter):  # until the first call
+                    initialise_apart(part)
+                else:
                     is_dict = isinstance(parameters, dict)  # not that of a scripted module
                     self._dicts.append(parameters if is_dict else {name: parameter})
                     self._names.append(name)
                     self._parameters.append(parameter)
         self._versions.add(p for p in self._parameters[known:] if p is not None)
-        if may_change_buffers(parts):
+        if any([part._buffers for part in parts]):
             self.buffers = self.buffers or Buffers()
             self.buffers.add(module, parts)
 
@@ -77,10 +87,18 @@ class Snapshot:
             )
 
     def is_current(self) -> bool:
-        """Whether the modules still have the same parameters, unmodified."""
+        """Whether the modules have the same parameters, unmodified, and the layers their mode."""
         found = map(dict.get, self._dicts, self._names)
-        same = all(map(operator.is_, found, self._parameters))
-        return same and self._versions.are_current()
+        same = all(map(operator.is_, found, self._parameters)) and self._versions.are_current()
+        return same and list(map(_mode, self._layers)) == self._modes
+
+    def changed_mode(self) -> nn.Module | None:
+        """Return the first layer whose mode has changed."""
+        each = zip(self._layers, self._modes, strict=True)
+        return next((layer for layer, mode in each if layer.training != mode), None)
+
+
+_mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
 
 
 def _are_sharded(parts: Iterable[nn.Module]) -> bool:

@@ -151,7 +151,7 @@ def split_off(arriving: Arriving) -> Arriving:
             and tensor.requires_grad
             and type(gradient) is Tensor
             and gradient.layout is strided is tensor.layout
-            and gradient.dtype is tensor.dtype
+            and gradient.dtype is tensor.dtype is tensor.grad_dtype
             and gradient.stride() == tensor.stride()
             and ONE_THREAD_AT_A_TIME
         ):

@@ -193,3 +193,55 @@ def test_what_computes_the_same_again_is_not_refused(
     layer: type[nn.Module], schedule: str
 ) -> None:
     torch.testing.assert_close(step(layer(), schedule), step(layer(), schedule, "never"))
+
+
+# In evaluation mode -------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def hooked(norm: nn.Module) -> nn.Module:
+    norm.register_forward_hook(lambda *args: None)
+    return norm
+
+
+def changed_in_place(layer: nn.Module, name: str) -> None:
+    layer.get_buffer(name).add_(1)
+
+
+def replaced(layer: nn.Module, name: str) -> None:
+    setattr(layer, name, layer.get_buffer(name) + 1)
+
+
+@pytest.mark.parametrize("change", [changed_in_place, replaced])
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (Scaled, "scale"),
+        (lambda: nn.BatchNorm1d(3), "running_mean"),
+        (lambda: hooked(nn.BatchNorm1d(3)), "running_var"),
+    ],
+    ids=["scaled", "norm", "hooked norm"],
+)
+@pytest.mark.parametrize("trained", [False, True], ids=["alone", "beside a layer in training"])
+def test_a_buffer_that_changes_before_its_recomputation_is_refused_in_evaluation_mode(
+    trained: bool, make: Callable[[], nn.Module], name: str, change: Callable[..., None]
+) -> None:
+    layer = make().eval()
+    model = nn.Sequential(nn.Linear(3, 3), layer, nn.InstanceNorm1d(3, track_running_stats=trained))
+    with Pipe(model, [3], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
+        y = pipe(torch.randn(4, 3, 3))
+        change(layer, name)
+        with pytest.raises(RecomputationError, match=f"uses its buffer '.*{name}'"):
+            y.sum().backward()
+        pipe(torch.randn(4, 3, 3)).sum().backward()

@@ -83,6 +83,35 @@ def test_a_layer_that_differentiates_cannot_be_recomputed(schedule: str) -> None
             pipe.forward_backward(batch(4), loss_fn=mean, schedule=schedule)
 
 
+def back_in_layer(y: Tensor) -> Tensor:
+    y.square().sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    return y
+
+
+def back_in_loss(y: Tensor, _: Any) -> Tensor:
+    return back_in_layer(y).sum()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("layer", "loss_fn", "checkpoint"),
+    [
+        (Apply(back_in_layer), mean, "never"),
+        (nn.Tanh(), back_in_loss, "never"),
+        (nn.Tanh(), back_in_loss, "always"),
+    ],
+    ids=["layer", "loss", "loss, recomputed"],
+)
+def test_a_backward_that_would_lose_the_gradients_of_earlier_layers_is_refused(
+    layer: nn.Module, loss_fn: Any, checkpoint: str, schedule: str
+) -> None:
+    first = linear(3, 3)
+    with piped(nn.Sequential(first, layer), [1, 1], Way(schedule, checkpoint), chunks=2) as pipe:
+        with pytest.raises(RuntimeError, match="gradients of earlier layers would be lost"):
+            pipe.forward_backward(batch(4), loss_fn=loss_fn, schedule=schedule)
+    assert first.weight.grad is None
+
+
 def with_functional_gradient(x: Tensor) -> Any:
     return x * torch.func.grad(lambda z: z.sin().sum())(x)
 

@@ -251,6 +251,12 @@ def _of_another_type() -> tuple[Any, ...]:
     return one, torch.ones_like(one, dtype=torch.float64)
 
 
+def _wanted_in_another_type() -> tuple[Any, ...]:
+    one = weight()
+    one.grad_dtype = torch.float64
+    return one, torch.ones_like(one)
+
+
 def _added() -> tuple[Any, ...]:
     one = weight()
     one.grad = torch.ones_like(one)
@@ -266,7 +272,7 @@ def _no_parameter() -> tuple[Any, ...]:
     "make",
     [
         _hooked, _hooked_after, _hooked_behind, _kept, _saved, _frozen, _laid_out_otherwise,
-        _sparse, _of_another_type, _added, _no_parameter,
+        _sparse, _of_another_type, _wanted_in_another_type, _added, _no_parameter,
     ],
 )  # fmt: skip
 def test_what_is_not_ours_alone_is_left_to_autograd(make: Callable[[], tuple[Any, ...]]) -> None:
