@@ -12,7 +12,7 @@ import torch
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
 
-# Where Python looks when an example is started as a script.
+# As when Python starts an example as a script.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
