@@ -44,7 +44,7 @@ def test_sequential_is_accepted(module: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("module", [nn.ReLU(), nn.ModuleList(), [nn.ReLU()], None], ids=str)
-def test_what_is_no_sequential_is_refused_by_type(module: object) -> None:
+def test_a_model_that_is_no_sequential_is_refused_by_type(module: object) -> None:
     with pytest.raises(TypeError, match=f"got {type(module).__name__}; put the layers in"):
         check_module(module)
 

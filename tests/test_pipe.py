@@ -84,7 +84,7 @@ def test_missing_balance_claims_nothing_about_what_is_no_sequential() -> None:
 @pytest.mark.parametrize(
     ("chunks", "kind"), [("auto", ValueError), (2.5, ValueError), (None, TypeError)]
 )
-def test_chunks_that_are_no_number_are_refused_with_what_to_do(
+def test_chunks_that_are_no_number_are_refused_with_a_remedy(
     chunks: Any, kind: type[Exception]
 ) -> None:
     message = rf"chunks must be a whole number, got {chunks!r}; .*four times the partitions"
@@ -188,7 +188,7 @@ UNKNOWN, NOT_SEQUENTIAL = "sometimes", nn.ReLU()
         ("entry of balance must be", {"balance": [0, 9]}),
     ],
 )
-def test_of_two_mistakes_the_one_higher_in_the_table_is_told(
+def test_the_first_of_two_mistakes_in_the_table_is_reported(
     first: str, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=first):
@@ -281,7 +281,7 @@ def test_index_out_of_range_is_refused(pipe: Pipe, index: int) -> None:
 @pytest.mark.parametrize(
     "part", [slice(1, 3), slice(-2, None), slice(None), slice(0, 4, 2)], ids=str
 )
-def test_slice_gives_what_the_modules_slice_has(part: slice) -> None:
+def test_a_slice_has_the_layers_of_the_modules_slice(part: slice) -> None:
     module = layers()
     with made(module) as pipe:
         assert list(pipe[part].named_children()) == list(module[part].named_children())
@@ -327,13 +327,13 @@ def test_defaults_are_one_chunk_and_except_last() -> None:
 
 
 @pytest.mark.parametrize("name", ["balance", "devices", "partitions"])
-def test_what_is_fixed_cannot_be_assigned(pipe: Pipe, name: str) -> None:
+def test_fixed_attributes_cannot_be_assigned(pipe: Pipe, name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(pipe, name, [])
 
 
 @pytest.mark.parametrize("name", ["balance", "devices"])
-def test_what_is_read_is_a_copy(pipe: Pipe, name: str) -> None:
+def test_attributes_return_copies(pipe: Pipe, name: str) -> None:
     getattr(pipe, name).clear()
     assert len(getattr(pipe, name)) == 2
 

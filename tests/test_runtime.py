@@ -475,7 +475,7 @@ def test_after_a_failure_earlier_tasks_still_run_since_they_might_fail_too(
     assert (0, 2) in started
 
 
-def test_after_an_interrupt_nothing_starts(
+def test_no_task_starts_after_an_interrupt(
     interrupt: Signal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Task] = []

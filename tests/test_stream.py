@@ -55,7 +55,7 @@ def test_a_copy_stream_is_on_its_device(fakes: None) -> None:
     assert got is not None and got.device == torch.device("cuda", 1)
 
 
-def test_a_new_copy_stream_waits_for_what_its_device_was_given(fakes: None) -> None:
+def test_a_new_copy_stream_waits_for_earlier_work_of_its_device(fakes: None) -> None:
     got: Any = CopyStreams().get(torch.device("cuda", 1), 0)
     assert [awaited.device for awaited in got.awaited] == [torch.device("cuda", 1)]
 

@@ -54,7 +54,7 @@ def test_value_without_tensors_is_rebuilt_as_it_was(value: Any) -> None:
     assert tensors_of(value)[1](()) == value
 
 
-def test_rebuild_puts_others_in_place() -> None:
+def test_rebuild_inserts_the_new_tensors() -> None:
     _, rebuild = tensors_of(Pair([PLAIN], {"k": (LEARNED, "text")}))
     assert rebuild((torch.tensor(1), torch.tensor(2))) == Pair([1], {"k": (2, "text")})
 

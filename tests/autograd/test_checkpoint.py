@@ -193,12 +193,14 @@ def test_graph_of_the_forward_holds_no_activation(way: Way) -> None:
         assert y.requires_grad and layer.alive() == 0
 
 
-def test_a_function_of_what_its_graph_begins_with_is_one_node() -> None:
+def test_a_function_of_its_graphs_leaves_is_one_node() -> None:
     weight = leaf()
     assert node_of(checkpointed(lambda x: x.sin() * weight, leaf())) == "_CheckpointBackward"
 
 
-def test_what_saves_few_tensors_keeps_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_computation_that_saves_few_tensors_keeps_the_graph(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
 
     def sines(x: Tensor, operations: int) -> Tensor:
@@ -266,7 +268,7 @@ def test_a_tensor_of_a_graph_before_keeps_the_graph_and_has_its_gradient() -> No
     same(gradient(ys[0] + ys[1], made), 3 * leaf() * leaf().exp())
 
 
-def test_under_autocast_with_its_cache_the_graph_is_kept() -> None:
+def test_the_graph_is_kept_under_autocast_with_its_cache() -> None:
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = checkpointed(lambda x: (x @ weight).sin(), leaf())
@@ -281,7 +283,7 @@ def test_backward_of_a_checkpoint_calls_no_inner_backward() -> None:
 
 
 @pytest.mark.parametrize("way_back", ["grad", "inputs"])
-def test_backward_of_a_checkpoint_computes_no_gradient_that_nobody_asks_for(way_back: str) -> None:
+def test_backward_of_a_checkpoint_computes_only_requested_gradients(way_back: str) -> None:
     weight, x, calls = leaf(), leaf(), list[str]()
 
     def compute(x: Tensor) -> Tensor:
@@ -757,7 +759,7 @@ def test_mode_may_be_assigned_between_calls() -> None:
     assert layer.recomputations == 2
 
 
-def test_mode_of_a_backward_is_that_of_its_forward() -> None:
+def test_a_backward_has_the_mode_of_its_forward() -> None:
     layer = Counter()
     with pipe_of(layer, checkpoint="always") as pipe:
         loss = pipe(rows()).sum()
@@ -792,7 +794,7 @@ def test_second_backward_of_a_pipe_recomputes_again() -> None:
     assert [layer.recomputations for layer in layers] == [4, 4]
 
 
-def test_frozen_partition_before_all_others_is_not_recomputed() -> None:
+def test_frozen_first_partition_is_not_recomputed() -> None:
     layers = Counter(), Counter()
     layers[0].requires_grad_(False)
     with pipe_of(*layers) as pipe:
@@ -854,13 +856,13 @@ def test_input_of_a_pipe_goes_with_its_graph(checkpoint: str, ending: str) -> No
         assert gone()
 
 
-def test_layer_that_is_another_the_second_time_is_refused() -> None:
+def test_layer_that_computes_something_else_in_the_recomputation_is_refused() -> None:
     with pipe_of(OfAnotherLengthEachTime()) as pipe:
         with pytest.raises(RecomputationError, match="checkpoint='never'"):
             pipe(rows()).sum().backward()
 
 
-def test_layer_that_is_another_the_second_time_is_fine_without_checkpointing() -> None:
+def test_layer_that_computes_something_else_each_time_works_without_checkpointing() -> None:
     layer = OfAnotherLengthEachTime()
     with pipe_of(layer, checkpoint="never") as pipe:
         pipe(rows()).sum().backward()
@@ -939,7 +941,7 @@ def test_parameters_changed_before_a_recomputation_are_refused(layer: int) -> No
             loss.backward()
 
 
-def test_parameters_that_are_others_in_the_recomputation_are_refused() -> None:
+def test_parameters_replaced_before_the_recomputation_are_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 3))
     with Pipe(module, [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
         others = {n: p.detach().clone().requires_grad_() for n, p in pipe.named_parameters()}

@@ -168,7 +168,7 @@ def test_autograd_alone_would_start_with_the_thread_that_counted_far() -> None:
     assert log == [0, 1]
 
 
-def test_join_makes_the_backward_of_what_was_forked_wait() -> None:
+def test_join_makes_the_backward_of_the_forked_value_wait() -> None:
     log: list[Any] = []
     (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
     second = on_new_thread(lambda: noted(log, 1, join((leaf() * 1,), token)[0]), nodes_before=0)
@@ -176,7 +176,7 @@ def test_join_makes_the_backward_of_what_was_forked_wait() -> None:
     assert log == [1, 0]
 
 
-def test_backward_of_what_was_forked_waits_for_all_that_was_joined() -> None:
+def test_backward_of_the_forked_value_waits_for_all_joined_values() -> None:
     log: list[Any] = []
     (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
 

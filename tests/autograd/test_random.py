@@ -321,14 +321,14 @@ def test_a_function_that_fails_before_it_draws_leaves_the_generator_alone(unmove
     assert bytes(torch.get_rng_state().tolist()) == unmoved
 
 
-def test_after_a_function_that_failed_other_tasks_can_draw(one_draw: bytes) -> None:
+def test_other_tasks_can_draw_after_a_function_failed(one_draw: bytes) -> None:
     with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
         with pytest.raises(RuntimeError):
             pipe(torch.ones(4, 4))
     assert state_after(nn.Dropout()) == one_draw
 
 
-def test_a_generator_of_one_s_own_is_used_as_it_is(unmoved: bytes) -> None:
+def test_an_explicit_generator_is_used_unchanged(unmoved: bytes) -> None:
     own = torch.Generator().manual_seed(5)
     drawn: list[Tensor] = []
 
@@ -583,7 +583,7 @@ INDICES = {nn.Embedding, nn.EmbeddingBag}
 
 
 @pytest.mark.parametrize("kind", sorted(_DETERMINISTIC, key=str))
-def test_a_layer_that_is_said_not_to_draw_does_not(kind: type[nn.Module]) -> None:
+def test_layers_listed_as_deterministic_do_not_draw(kind: type[nn.Module]) -> None:
     """Called plainly, in training. A layer that needs arguments gets them from the table above."""
     args, shape = deterministic.get(kind, ((), (2, 4)))
     layer = kind(*args)
@@ -594,7 +594,7 @@ def test_a_layer_that_is_said_not_to_draw_does_not(kind: type[nn.Module]) -> Non
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, nn.LSTM, nn.MultiheadAttention])
-def test_a_layer_that_holds_others_might_draw(kind: type[nn.Module]) -> None:
+def test_a_layer_with_inner_layers_might_draw(kind: type[nn.Module]) -> None:
     assert kind not in _DETERMINISTIC
 
 

@@ -92,7 +92,7 @@ def test_a_wait_for_several_tensors_waits_once_in_the_backward(
     assert waits == [("copy", "compute")]
 
 
-def test_what_has_been_waited_for_may_be_changed_in_place() -> None:
+def test_a_tensor_may_be_changed_in_place_after_the_wait() -> None:
     (y,) = transfer.wait((leaf(1, 2),), None, None)
     torch.autograd.backward(y.mul_(3).sum())
     assert y.tolist() == [3, 6]

@@ -32,7 +32,7 @@ def test_a_tensor_that_a_value_has_twice_crosses_once() -> None:
     assert floats(Apply(lambda x: (x, x)), Apply(lambda v: v[0])) == [0, 30]
 
 
-def test_a_view_crosses_with_what_it_shows() -> None:
+def test_a_view_crosses_with_its_own_elements_only() -> None:
     assert floats(Apply(lambda x: x[:2]), Apply(identity)) == [0, 6]
 
 

@@ -132,7 +132,7 @@ FROZEN: dict[str, list[int]] = {
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_is_frozen_has_no_grad_and_the_rest_the_plain_modules(
+def test_frozen_parameters_have_no_grad_and_the_others_the_plain_modules(
     chunks: int, frozen: str, requires_grad: bool, way: Way
 ) -> None:
     module = seven_layers()
@@ -207,7 +207,7 @@ class Both(nn.Module):
 
 
 @each_way
-def test_a_graph_that_is_cut_leaves_what_is_before_without_grad(way: Way) -> None:
+def test_parameters_before_a_cut_in_the_graph_get_no_grad(way: Way) -> None:
     module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(torch.detach), linear(4, 2))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
     assert module[0].weight.grad is None

@@ -151,7 +151,7 @@ def cases_of(phase: str) -> list[Case]:
     ],
     ids=str,
 )
-def test_a_fault_is_raised_as_it_is_and_changes_nothing_and_the_next_step_is_right(
+def test_a_fault_is_raised_unchanged_and_the_next_step_is_right(
     case: Case,
 ) -> None:
     setting = case.setting()

@@ -29,7 +29,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("late", [0, 1], ids=["the first fails last", "the first fails first"])
 @pytest.mark.parametrize(("one", "other", "schedule"), PAIRS)
-def test_of_two_failures_the_first_in_the_schedule_is_raised(
+def test_the_first_of_two_failures_in_schedule_order_is_raised(
     one: Task, other: Task, schedule: str, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = plan_call(M, N, range(N)) if schedule == CALL else plan(schedule, M, N)

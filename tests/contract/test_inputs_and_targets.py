@@ -68,7 +68,7 @@ def test_arguments_that_are_no_tensors_reach_each_micro_batch(way: Way) -> None:
 
 
 @each_way
-def test_one_of_two_arguments_may_want_a_gradient(way: Way) -> None:
+def test_one_of_two_arguments_may_require_a_gradient(way: Way) -> None:
     module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
     assert_equal(module, [2, 1], way, batch(7), batch(7, requires_grad=True))
 
@@ -267,7 +267,7 @@ def test_integer_targets_are_split_by_rows(way: Way) -> None:
 
 
 @ways
-def test_a_replicated_target_is_there_whole_in_each_micro_batch(way: Way) -> None:
+def test_each_micro_batch_gets_a_replicated_target_whole(way: Way) -> None:
     prototypes = torch.randn(9, 2, dtype=torch.float64)
 
     def nearest(y: Tensor, t: Any) -> Tensor:
@@ -279,7 +279,7 @@ def test_a_replicated_target_is_there_whole_in_each_micro_batch(way: Way) -> Non
 
 
 @pytest.mark.parametrize("given", [{}, {"target": None}], ids=["left out", "None"])
-def test_without_a_target_the_loss_gets_none(given: dict[str, Any]) -> None:
+def test_the_loss_gets_none_without_a_target(given: dict[str, Any]) -> None:
     seen = []
 
     def loss(y: Tensor, target: Any) -> Tensor:

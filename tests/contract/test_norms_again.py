@@ -154,7 +154,7 @@ def test_a_forward_of_its_own_is_called_again(way: Way) -> None:
 
 
 @each_way
-def test_a_dispatch_mode_sees_what_it_saw_in_the_forward(way: Way) -> None:
+def test_a_dispatch_mode_sees_the_same_operations_as_in_the_forward(way: Way) -> None:
     seen: dict[bool, list[str]] = {False: [], True: []}
 
     class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ def in_a_thread(call: Callable[[], Any]) -> None:
 
 
 @each_way
-def test_who_trains_the_norm_elsewhere_meanwhile_updates_its_statistics(way: Way) -> None:
+def test_training_the_norm_on_another_thread_meanwhile_updates_its_statistics(way: Way) -> None:
     x, norm = batch(4)[:, [0, 1, 2, 0]], norm_of()
     module = model(Calling(norm, lambda norm: in_a_thread(lambda: norm(x))))
     own = copy.deepcopy(norm)

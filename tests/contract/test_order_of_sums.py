@@ -134,7 +134,7 @@ def test_training_that_was_stopped_goes_on_bit_for_bit(way: Way) -> None:
 
 
 @each_way
-def test_one_micro_batch_is_computed_bit_for_bit_as_by_the_plain_module(way: Way) -> None:
+def test_one_micro_batch_has_the_bits_of_the_plain_module(way: Way) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 5))
     module, x = copy.deepcopy(plain), torch.randn(6, 5)

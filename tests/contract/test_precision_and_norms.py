@@ -49,7 +49,7 @@ def piped(module: nn.Sequential, way: Way, chunks: int = 3, **options: Any) -> P
 
 @half
 @each_way
-def test_under_autocast_one_micro_batch_gives_the_bits_of_the_plain_module(
+def test_one_micro_batch_under_autocast_has_the_bits_of_the_plain_module(
     dtype: torch.dtype, way: Way
 ) -> None:
     module, plain = perceptron(), perceptron()
@@ -65,7 +65,7 @@ def test_under_autocast_one_micro_batch_gives_the_bits_of_the_plain_module(
 
 @half
 @ways
-def test_under_autocast_micro_batches_give_the_gradients_of_a_forward_and_a_backward(
+def test_micro_batches_under_autocast_have_the_gradients_of_a_forward_and_a_backward(
     dtype: torch.dtype, way: Way
 ) -> None:
     module, other = perceptron(), perceptron()
@@ -325,7 +325,7 @@ def test_deferred_statistics_are_those_of_the_mini_batch(momentum: Any, way: Way
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
-def test_each_micro_batch_is_normalised_for_itself(deferred: bool, way: Way) -> None:
+def test_each_micro_batch_is_normalised_by_itself(deferred: bool, way: Way) -> None:
     module, plain, x = normalised(), normalised(), batch(8)
     with piped(module, way, 2, deferred_batch_norm=deferred) as pipe:
         take_step(pipe, way, x)

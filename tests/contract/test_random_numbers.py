@@ -106,7 +106,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> N
 
 
 @pytest.mark.parametrize("how", [CALL, "1f1b"])
-def test_recomputations_draw_what_their_forwards_drew(how: str) -> None:
+def test_recomputations_draw_the_numbers_of_their_forwards(how: str) -> None:
     found = []
     for checkpoint in MODES:
         module = dropping()
@@ -167,7 +167,7 @@ class DrawsInSecond(nn.Module):
 
 
 @ways
-def test_what_a_loss_draws_does_not_depend_on_the_order_in_which_threads_draw(way: Way) -> None:
+def test_random_numbers_of_a_loss_do_not_depend_on_thread_timing(way: Way) -> None:
     def outcome(before: bool) -> Any:
         drawn = threading.Event()
 
@@ -192,7 +192,7 @@ def test_what_a_loss_draws_does_not_depend_on_the_order_in_which_threads_draw(wa
     same(outcome(True), outcome(False), rtol=0, atol=0)
 
 
-def test_each_micro_batch_has_a_loss_that_draws_for_itself() -> None:
+def test_the_loss_of_each_micro_batch_draws_its_own_numbers() -> None:
     drawn = []
 
     def loss(y: Tensor, target: Any) -> Tensor:

@@ -134,7 +134,7 @@ def has_failed(pipe: Pipe, how: str, caller: int) -> bool:
 
 
 @pytest.mark.parametrize(("how", "phase"), [(CALL, "recomputation"), ("1f1b", "backward")])
-def test_when_all_at_once_have_failed_nothing_of_them_is_left(how: str, phase: str) -> None:
+def test_nothing_is_left_of_callers_that_all_failed_at_once(how: str, phase: str) -> None:
     fails: Fails = {(caller, phase, caller % 2): Failure() for caller in range(4)}
     layers = [Scale(j, fails) for j in range(2)]
     with Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
@@ -260,7 +260,7 @@ def test_tasks_of_asyncio_get_their_own_rows_while_some_of_them_fail(how: str) -
 @pytest.mark.layered  # counts threads
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_of_many_steps_some_of_which_fail_the_good_ones_are_the_plain_modules(seed: int) -> None:
+def test_successful_steps_among_failing_ones_equal_the_plain_modules(seed: int) -> None:
     draw = random.Random(seed)
     fails: Fails = {}
     layers = [Scale(j, fails) for j in range(3)]

@@ -46,7 +46,7 @@ def test_a_step_is_that_of_the_plain_model(model: str, balance: list[int], way: 
 @each_way
 @pytest.mark.parametrize("model", ["crossing", "popped four times"])
 @pytest.mark.parametrize(("rows", "chunks"), [(7, 1), (7, 2), (7, 7), (6, 3), (2, 3), (1, 3)])
-def test_a_step_is_that_of_the_plain_model_however_it_is_split(
+def test_a_step_equals_the_plain_models_for_every_split(
     rows: int, chunks: int, model: str, way: Way
 ) -> None:
     module, x = nn.Sequential(*MODELS[model]()), batch(rows)
@@ -56,7 +56,7 @@ def test_a_step_is_that_of_the_plain_model_however_it_is_split(
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("model", MODELS)
-def test_what_goes_through_the_layers_in_between_may_be_multiplied_away(
+def test_the_value_between_stash_and_pop_may_be_multiplied_by_zero(
     model: str, way: Way
 ) -> None:
     layers = [*MODELS[model](), Apply(lambda x: x * 0), s("z"), nn.Tanh(), p("z")]
@@ -74,7 +74,7 @@ def test_a_layer_may_be_frozen(frozen: int, way: Way) -> None:
 
 
 @each_way
-def test_in_eval_mode_a_step_is_that_of_the_plain_model(way: Way) -> None:
+def test_a_step_in_eval_mode_equals_the_plain_models(way: Way) -> None:
     layers = MODELS["nested"]()
     layers[5] = nn.Dropout()
     assert_equal(nn.Sequential(*layers).eval(), [2, 3, 2], way, batch(5))
@@ -119,7 +119,7 @@ def test_a_parametrized_layer_may_stash(way: Way) -> None:
 
 
 @each_way
-def test_a_gradient_may_come_back_by_the_skip_alone(way: Way) -> None:
+def test_a_gradient_may_come_back_through_the_skip_alone(way: Way) -> None:
     """Between the two the graph is cut."""
     module = nn.Sequential(s("a"), nn.ReLU(), Cut(), p("a"), linear(3, 2))
     assert_equal(module, [1, 1, 1, 2], way, batch(7, requires_grad=True))

@@ -81,7 +81,7 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 @each_way
 @pytest.mark.parametrize("kind", BORDERS)
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [4]], ids=len)
-def test_what_crosses_a_border_brings_its_gradient_back(
+def test_a_value_across_a_boundary_brings_its_gradient_back(
     kind: str, balance: list[int], way: Way
 ) -> None:
     assert_equal(between(*BORDERS[kind]), balance, way, batch(7, requires_grad=True))
@@ -125,7 +125,7 @@ def with_cache(make: Callable[[Tensor], Any]) -> nn.Sequential:
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1]], ids=len)
-def test_an_object_that_hides_what_wants_a_gradient_crosses_a_border_or_is_refused(
+def test_an_object_that_hides_a_differentiable_tensor_crosses_a_boundary_or_is_refused(
     balance: list[int], way: Way
 ) -> None:
     module = with_cache(lambda x: (x.sin(), Cache(x.cos())))
@@ -167,7 +167,7 @@ BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] =
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("kind", BOUND)
-def test_what_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
+def test_a_function_that_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
     kind: str, mode: str, schedule: str
 ) -> None:
     bind, use, found = BOUND[kind]
@@ -180,20 +180,20 @@ def test_what_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
 
 
 @each_way
-def test_a_function_that_has_bound_no_tensor_of_the_graph_crosses_a_border(way: Way) -> None:
+def test_a_function_that_has_bound_no_tensor_of_the_graph_crosses_a_boundary(way: Way) -> None:
     factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     module = between(lambda x: (x.sin(), lambda y: y * factor), lambda v: v[1](v[0]))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
 
 @each_way
-def test_an_object_that_hides_what_wants_no_gradient_crosses_a_border(way: Way) -> None:
+def test_an_object_that_hides_an_undifferentiable_tensor_crosses_a_boundary(way: Way) -> None:
     module = with_cache(lambda x: (x.sin(), Cache(x.detach().cos())))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
 
 @each_way
-def test_an_object_that_is_a_pytree_crosses_a_border(way: Way) -> None:
+def test_an_object_that_is_a_pytree_crosses_a_boundary(way: Way) -> None:
     module = with_cache(lambda x: (x.sin(), RegisteredCache(x.cos())))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
@@ -280,7 +280,7 @@ def test_each_of_two_values_may_be_changed_in_place(way: Way) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_the_plain_module_refuses_in_place_is_refused(schedule: str) -> None:
+def test_in_place_changes_that_the_plain_module_refuses_are_refused(schedule: str) -> None:
     """Tanh has saved what the next layer changes."""
     module = nn.Sequential(linear(3, 3), nn.Tanh(), nn.ReLU(inplace=True), linear(3, 2))
     with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
@@ -293,7 +293,7 @@ def test_what_the_plain_module_refuses_in_place_is_refused(schedule: str) -> Non
 @each_way
 @pytest.mark.parametrize("kind", ["relu", "parameter"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_the_first_layer_may_work_in_place_on_what_the_callers_graph_made(
+def test_the_first_layer_may_work_in_place_on_a_tensor_of_the_callers_graph(
     kind: str, chunks: int, way: Way
 ) -> None:
     before, module, x = linear(3, 3), nn.Sequential(IN_PLACE[kind](), linear(3, 2)), batch(7)
@@ -328,7 +328,7 @@ def test_partitions_may_have_no_parameters(way: Way) -> None:
 
 
 @each_way
-def test_a_partition_may_return_its_input_beside_what_it_makes_of_it(way: Way) -> None:
+def test_a_partition_may_return_its_input_beside_its_output(way: Way) -> None:
     module = between(lambda x: (x, x.exp()), lambda v: v[0] * v[1])
     assert_equal(module, [1, 1, 2], way, batch(7, requires_grad=True))
 
@@ -392,7 +392,7 @@ def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> 
 
 
 @each_way
-def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
+def test_two_layers_of_a_partition_may_share_a_parameter(way: Way) -> None:
     first, second = linear(3, 3), linear(3, 3)
     second.weight = first.weight
     module = nn.Sequential(first, nn.Tanh(), second, linear(3, 2))
@@ -403,7 +403,7 @@ def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) -> None:
+def test_partitions_may_share_a_parameter(chunks: int, steps: int, way: Way) -> None:
     layers = [linear(3, 3) for _ in range(4)]
     for layer in layers[1:]:
         layer.weight = layers[0].weight
@@ -413,7 +413,7 @@ def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) ->
 
 
 @each_way
-def test_a_layer_that_is_there_twice(way: Way) -> None:
+def test_a_layer_may_occur_twice(way: Way) -> None:
     layer = linear(3, 3)
     assert_equal(nn.Sequential(layer, nn.Tanh(), layer), [1, 2], way, batch(7))
 
@@ -528,7 +528,7 @@ def test_a_gradient_may_be_sparse_for_one_micro_batch_and_dense_for_another(
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
-def test_a_value_that_is_not_strided(layout: str, way: Way) -> None:
+def test_a_value_may_have_another_layout_than_strided(layout: str, way: Way) -> None:
     module = nn.Sequential(
         With(lambda x, w: getattr(x.float() * w.float(), layout)()),
         With(lambda x, w: x.to_dense() * w.float()),

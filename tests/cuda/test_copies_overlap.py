@@ -170,7 +170,7 @@ def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: 
 
 @pytest.mark.layered  # as above
 @ways
-def test_a_recorded_copy_begins_when_what_it_copies_has_been_computed(
+def test_a_recorded_copy_begins_when_its_source_has_been_computed(
     pipe: Pipe, train: Train
 ) -> None:
     with pipe.record() as timeline:

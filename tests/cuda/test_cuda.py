@@ -241,7 +241,7 @@ def test_layers_compute_on_the_current_stream_of_the_caller(checkpoint: str) -> 
 
 
 @placements
-def test_a_call_waits_for_what_the_caller_s_stream_is_still_computing(devices: list[str]) -> None:
+def test_a_call_waits_for_the_pending_work_of_the_caller_s_stream(devices: list[str]) -> None:
     with pipe_of(nn.Sequential(*[nn.Identity() for _ in devices]), devices) as pipe:
         for attempt in range(3):
             with own_streams("cuda:0"):
@@ -289,7 +289,7 @@ class SlowBackward(nn.Module):
 
 @placements
 @modes
-def test_the_backward_copies_gradients_when_they_are_there(
+def test_the_backward_copies_gradients_when_they_have_been_computed(
     devices: list[str], checkpoint: str
 ) -> None:
     x = torch.zeros(64, 1024, requires_grad=True)
@@ -471,7 +471,7 @@ def test_pitfall_29_after_a_step_no_activation_is_left(devices: list[str], check
 
 
 @placements
-def test_after_inference_no_activation_is_left(devices: list[str]) -> None:
+def test_no_activation_is_left_after_inference(devices: list[str]) -> None:
     x = torch.randn(512, 256)
     with pipe_of(wide(len(devices)), devices) as pipe, torch.no_grad():
         pipe(x)
@@ -517,7 +517,7 @@ class Greedy(nn.Module):
 
 
 @placements
-def test_after_an_out_of_memory_error_the_pipe_is_usable(devices: list[str]) -> None:
+def test_the_pipe_is_usable_after_an_out_of_memory_error(devices: list[str]) -> None:
     greedy = Greedy()
     module = wide(len(devices))
     module[-1] = greedy
@@ -530,7 +530,7 @@ def test_after_an_out_of_memory_error_the_pipe_is_usable(devices: list[str]) -> 
         assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-def test_after_an_out_of_memory_error_no_activation_is_left() -> None:
+def test_no_activation_is_left_after_an_out_of_memory_error() -> None:
     module = wide(2)
     module[-1] = Greedy()
     x = torch.randn(512, 256)

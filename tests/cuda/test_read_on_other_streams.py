@@ -69,7 +69,7 @@ def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tenso
             pipe.zero_grad()
 
 
-def test_a_gradient_that_is_dropped_between_forward_and_backward() -> None:
+def test_a_gradient_may_be_dropped_between_forward_and_backward() -> None:
     first = Hands()
     unused = nn.Sequential(Apply(lambda x: x), nn.Identity())
     unused.register_parameter("weight", first.weight)  # it lives on the first device
@@ -84,11 +84,11 @@ def test_a_gradient_that_is_dropped_between_forward_and_backward() -> None:
             y.sum().backward()
 
 
-def test_an_output_that_was_copied_last(caller: None) -> None:
+def test_an_output_that_was_copied_last_may_be_read_and_dropped(caller: None) -> None:
     read_after_each([nn.Linear(3, 3), nn.Identity()], lambda y: [y])
 
 
-def test_a_gradient_that_was_copied_last(caller: None) -> None:
+def test_a_gradient_that_was_copied_last_may_be_read_and_dropped(caller: None) -> None:
     first = Hands()
     read_after_each([first, Apply(lambda xs: xs[0] * xs[1])], lambda y: [first.weight.grad])
 

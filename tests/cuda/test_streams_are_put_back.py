@@ -58,7 +58,7 @@ def test_a_stream_that_a_layer_leaves_on_is_put_back_after_its_task() -> None:
             pipe(torch.randn(8, 4, device="cuda:0").mul(2))
 
 
-def test_what_is_put_back_is_what_was_there() -> None:
+def test_a_worker_gets_its_own_streams_back() -> None:
     new: Any = torch.cuda.Stream
     before, callers = new("cuda:0"), new("cuda:0")
     with torch.cuda.stream(callers):

@@ -296,7 +296,7 @@ class Conjugating(nn.Linear):
 @ways
 @modes
 @pytest.mark.parametrize("imaginary", [False, True], ids=["conjugate", "negative"])
-def test_what_is_computed_where_it_is_used_needs_no_synchronisation(
+def test_lazily_conjugated_tensors_need_no_synchronisation(
     imaginary: bool, train: Callable[[Pipe, Tensor], None], checkpoint: str
 ) -> None:
     module = nn.Sequential(Conjugating(imaginary), Apply(lambda y: (y * y.conj()).real))

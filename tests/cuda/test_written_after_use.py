@@ -158,7 +158,9 @@ def test_a_gradient_of_an_argument_may_be_refilled_after_a_step(devices: list[st
 
 
 @streams
-def test_what_the_first_partition_hands_on_as_it_is_may_be_refilled(own_stream: bool) -> None:
+def test_an_input_that_the_first_partition_returns_unchanged_may_be_refilled(
+    own_stream: bool
+) -> None:
     module = nn.Sequential(AddMask(), AddMask(), Add())
     with Pipe(module, [1, 2], devices=[HERE, ELSEWHERE], chunks=4) as pipe:
         with stream_of_the_caller(own_stream):
@@ -168,7 +170,7 @@ def test_what_the_first_partition_hands_on_as_it_is_may_be_refilled(own_stream: 
                 mask.fill_(SPILLED)
 
 
-def test_a_gradient_that_the_last_partition_hands_on_as_it_is_may_be_refilled() -> None:
+def test_a_gradient_that_the_last_partition_returns_unchanged_may_be_refilled() -> None:
     module = nn.Sequential(AddMask(), Add())
     with Pipe(module, [1, 1], devices=[HERE, ELSEWHERE], chunks=4) as pipe:
         x, mask, dy = late(HERE), late(HERE).requires_grad_(), late(ELSEWHERE)

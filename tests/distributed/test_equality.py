@@ -162,7 +162,7 @@ def keeps(rank: int) -> list[Any]:
     return kept if rank else []
 
 
-def test_what_has_arrived_is_not_overwritten() -> None:
+def test_received_values_are_not_overwritten() -> None:
     plain = layers()
     x = batch(8)[0]
     for k, kept in enumerate(run(2, keeps)[1]):
@@ -187,7 +187,7 @@ def thaws(rank: int) -> list[Any]:
     return [gradients, loss]
 
 
-def test_what_requires_grad_and_dtypes_change() -> None:
+def test_requires_grad_and_dtypes_may_change_between_steps() -> None:
     plain = layers()
     x, y = batch(8)
     torch.autograd.backward(F.mse_loss(plain(x), y))
@@ -240,6 +240,6 @@ def long_and_short(rank: int) -> list[list[bytes]]:
     return [control.agree(bytes([rank]) * each[rank]) for each in SIZES]
 
 
-def test_ranks_tell_one_another_what_is_longer_than_a_message() -> None:
+def test_ranks_exchange_contents_longer_than_a_message() -> None:
     expected = [[b"\0" * first, b"\1" * second] for first, second in SIZES]
     assert run(2, long_and_short) == [expected, expected]

@@ -110,7 +110,7 @@ def scales_over_ranks(rank: int, schedule: str, fails: bool) -> Any:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_is_trained_and_no_parameter_is_divided_by_the_same_count(
+def test_trained_tensors_that_are_no_parameters_are_divided_by_the_same_count(
     schedule: str, fails: bool
 ) -> None:
     model = model_of_own(False)

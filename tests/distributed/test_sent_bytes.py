@@ -33,7 +33,7 @@ def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("make", "balance"), [(u_net, [2, 1, 1, 2]), (trees, [1, 1, 1, 1])])
-def test_each_rank_sends_what_was_counted(make: Any, balance: list[int]) -> None:
+def test_each_rank_sends_the_predicted_bytes(make: Any, balance: list[int]) -> None:
     case = make()
     sizes = crossing_sizes(case.model, Arguments(case.args, case.kwargs))
     cuts = [sum(balance[:j]) for j in range(1, len(balance))]

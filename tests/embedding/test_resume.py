@@ -221,7 +221,7 @@ def test_with_the_same_chunks_a_run_goes_on_bit_for_bit(
     assert losses == uninterrupted(PLACES[before])
 
 
-def test_what_a_pipe_saves_is_byte_for_byte_what_the_plain_module_saves() -> None:
+def test_a_pipe_saves_the_same_bytes_as_the_plain_module() -> None:
     module, plain, piped = six_layers(0), io.BytesIO(), io.BytesIO()
     torch.save(module.state_dict(), plain)
     with placed(module, PLACES["three devices"]) as pipe:

@@ -39,7 +39,7 @@ def test_training_lowers_the_held_out_loss(
 
 
 @pytest.mark.usefixtures("one_measurement")
-def test_what_is_saved_are_the_adapters_which_the_plain_model_loads(
+def test_the_adapters_are_saved_and_the_plain_model_loads_them(
     example: ModuleType, tiny: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "adapter"

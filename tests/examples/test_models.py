@@ -384,7 +384,7 @@ def test_a_model_can_be_cut_anywhere(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_evaluation_a_pipe_computes_what_the_plain_model_does(name: str) -> None:
+def test_a_pipe_in_evaluation_computes_the_plain_models_output(name: str) -> None:
     model, images = MODELS[name]().double(), mini_batch()
     model(images)  # moves the running statistics
     model.eval()

@@ -91,7 +91,7 @@ def fails(rank: int) -> tuple[type[BaseException], str]:
     return error.type, str(error.value)
 
 
-def test_what_fails_in_the_first_process_is_raised_in_all() -> None:
+def test_a_failure_in_the_first_process_is_raised_in_all() -> None:
     first, second = run(2, fails)
     assert first == (ValueError, "there is no folder")
     assert second[0] is RuntimeError and "the first process has failed: ValueError" in second[1]
@@ -165,7 +165,7 @@ def test_the_program_in_one_process_and_in_two_takes_turns(alone: Folders, turns
 
 
 @pytest.mark.slow
-def test_both_stop_when_one_is_told_to(alone: Folders) -> None:
+def test_both_processes_stop_when_one_is_told_to(alone: Folders) -> None:
     told = """
 import torch.distributed as dist
 
@@ -180,7 +180,7 @@ def during(step, rows):
 
 
 @pytest.mark.slow
-def test_both_go_on_in_smaller_pieces_when_one_runs_out_of_memory(
+def test_both_processes_continue_with_smaller_micro_batches_when_one_runs_out_of_memory(
     alone: Folders, turns: Folders
 ) -> None:
     full = """

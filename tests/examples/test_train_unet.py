@@ -53,7 +53,7 @@ def test_the_picture_shows_the_photograph_with_noise_without_and_restored(
 
 
 @pytest.mark.slow
-def test_the_last_lines_say_what_was_reached_and_where_the_picture_is(
+def test_the_last_lines_show_the_result_and_the_path_of_the_picture(
     example: ModuleType, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example.main(tiny)
@@ -74,7 +74,7 @@ def test_the_result_depends_on_the_seed_and_not_on_how_the_work_is_split(
 
 
 @pytest.mark.slow
-def test_without_a_balance_the_layers_are_measured(
+def test_layers_are_measured_if_no_balance_is_given(
     example: ModuleType, small: list[str], two_devices: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = [option for option in small if option not in ("--balance", "33,32")]

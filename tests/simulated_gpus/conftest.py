@@ -22,7 +22,7 @@ def gpus() -> Iterator[Simulation]:
 
 @pytest.fixture
 def kinds(gpus: Simulation) -> Callable[[], list[str]]:
-    """Returns a function that takes the reports, so that none fails a test, and lists their kinds."""
+    """Returns a function that takes the reports, before they fail a test, and lists their kinds."""
 
     def take() -> list[str]:
         found = [report.kind for report in gpus.reports()]

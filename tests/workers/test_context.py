@@ -131,7 +131,7 @@ def test_R_sees_the_flag_for_deterministic_algorithms_as_it_is_then() -> None:
 
 
 @rows_for_backward
-def test_R_does_not_see_what_the_backward_runs_under(row: Row) -> None:
+def test_R_does_not_see_the_context_of_the_backward(row: Row) -> None:
     plain = row.see()
     with Observed(row.see) as observed:
         observed.train(contextlib.nullcontext, row.block)
@@ -181,7 +181,7 @@ def test_R_that_fails_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> 
 
 
 @rows
-def test_R_leaves_on_what_the_backward_runs_under(row: Row) -> None:
+def test_R_leaves_the_context_of_the_backward_active(row: Row) -> None:
     with Observed(row.see) as observed:
         loss = observed.pipe(torch.ones(2, 1)).sum()
         with row.block():
@@ -352,7 +352,7 @@ def test_R_saves_by_the_callers_hooks() -> None:
     assert hooks.packed > 0
 
 
-def test_what_a_checkpointed_forward_does_not_save_does_not_reach_the_callers_hooks() -> None:
+def test_tensors_not_saved_by_a_checkpointed_forward_do_not_reach_the_callers_hooks() -> None:
     module, x = whole_numbers()
     hooks = Hooks()
     with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="always") as pipe:
@@ -362,7 +362,7 @@ def test_what_a_checkpointed_forward_does_not_save_does_not_reach_the_callers_ho
 
 
 @checkpoints
-def test_all_that_the_callers_hooks_have_packed_they_unpack(checkpoint: str) -> None:
+def test_the_callers_hooks_unpack_all_that_they_packed(checkpoint: str) -> None:
     module, x = whole_numbers()
     hooks = Hooks()
     with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:

@@ -159,7 +159,7 @@ def test_later_runs_start_no_threads() -> None:
         assert workers() == after_first
 
 
-def test_callers_that_come_first_at_once_start_the_threads_once() -> None:
+def test_simultaneous_first_callers_start_the_threads_once() -> None:
     before = workers()
     together = threading.Barrier(4)
     with two(Double(), Double()) as pipe:

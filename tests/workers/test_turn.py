@@ -220,7 +220,7 @@ def test_giving_up_lets_others_take_a_turn(clock: Clock) -> None:
     assert not lock.locked()
 
 
-def test_giving_up_what_is_not_held_leaves_the_turn_of_another_alone(clock: Clock) -> None:
+def test_giving_up_without_a_turn_leaves_the_turn_of_another_alone(clock: Clock) -> None:
     lock = threading.Lock()
     one, another = Turn(lock), Turn(lock)
     settle(one)

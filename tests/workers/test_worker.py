@@ -307,7 +307,7 @@ def test_a_worker_that_was_ended_from_outside_refuses_tasks(worker: WorkerThread
 
 
 @kills
-def test_a_worker_that_is_ended_from_outside_logs_what_it_leaves(
+def test_a_worker_ended_from_outside_logs_its_abandoned_tasks(
     worker: WorkerThread,
 ) -> None:
     with TestCase().assertLogs("pipert") as logged:
