@@ -553,7 +553,7 @@ def test_a_choice_is_not_warned_about(choice: bool) -> None:
     ],
     ids=["eval", "no statistics", "other norms"],
 )
-def test_there_is_nothing_to_choose_without_running_statistics(module: nn.Sequential) -> None:
+def test_deferral_is_not_warned_of_without_running_statistics(module: nn.Sequential) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrap(module)

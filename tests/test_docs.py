@@ -102,7 +102,7 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_block_of_a_page_says_what_it_is(page: Path) -> None:
+def test_every_block_of_a_page_names_its_language(page: Path) -> None:
     """Only what is called ``python`` is run: code must not be called anything else."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
     assert {fence.strip() for fence in fences if "{" not in fence} <= KINDS
@@ -126,7 +126,7 @@ PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
-def test_what_is_public_is_in_the_reference(module: ModuleType, name: str) -> None:
+def test_public_names_are_in_the_reference(module: ModuleType, name: str) -> None:
     """If this fails: add the name to docs/api.md."""
     shown = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)", (DOCS / "api.md").read_text(), re.M)
     assert f"{module.__name__}.{name}" in shown

@@ -121,12 +121,12 @@ SPLIT = {"schedule": "InterleavedZeroBubble", "balance": [1, 2, 1, 2], "checkpoi
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip
-def test_gradients_are_the_mean(settings: dict[str, Any]) -> None:
+def test_gradients_of_replicas_are_averaged(settings: dict[str, Any]) -> None:
     rows = [(8, 4), (8, 4), (6, 6), (5, 2)]
     check(run(4, steps, ddp, rows, settings), rows)
 
 
-def test_gradients_that_are_views_of_a_bucket() -> None:
+def test_gradients_may_be_views_of_a_bucket() -> None:
     rows = [(8, 4), (6, 6), (5, 2)]
     check(run(4, steps, ddp_of_views, rows, {}), rows)
 
@@ -140,7 +140,7 @@ def test_gradients_that_are_views_of_a_bucket() -> None:
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )
-def test_sharded(settings: dict[str, Any]) -> None:
+def test_replicas_may_be_sharded(settings: dict[str, Any]) -> None:
     rows = [(8, 8), (8, 8), (6, 4)]
     check(run(4, steps, sharded, rows, settings), rows)
 
@@ -210,7 +210,7 @@ def faults(rank: int) -> None:
     assert all(torch.equal(now, then) for now, then in zip(grads(pipe), before))
 
 
-def test_a_replica_fails() -> None:
+def test_a_failing_replica_causes_no_hang() -> None:
     run(4, faults)
 
 

@@ -67,13 +67,13 @@ def check(found: list[Any], rows: list[int]) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_two_ranks(schedule: str, checkpoint: str) -> None:
+def test_a_step_on_two_ranks_equals_the_plain_modules(schedule: str, checkpoint: str) -> None:
     rows = [8, 10, 3, 8]  # alike, ragged, fewer than chunks, known
     check(run(2, step, [3, 3], schedule, checkpoint, rows), rows)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_four_ranks(schedule: str) -> None:
+def test_a_step_on_four_ranks_equals_the_plain_modules(schedule: str) -> None:
     rows = [8, 10, 2]
     check(run(4, step, [2, 2, 1, 1], schedule, "always", rows), rows)
 
@@ -90,7 +90,7 @@ def test_several_partitions_on_a_rank(schedule: str, balance: list[int]) -> None
     check(run(2, step, balance, schedule, "never", rows), rows)
 
 
-def test_one_rank() -> None:
+def test_a_step_on_one_rank_equals_the_plain_modules() -> None:
     check(run(1, step, [6], "1f1b", "always", [8, 10]), [8, 10])
 
 
@@ -104,7 +104,7 @@ def evaluate_first(rank: int) -> list[Any]:
     return [first, loss, again, pipe(batch(5)[0])]
 
 
-def test_evaluation_before_training_and_other_chunks() -> None:
+def test_evaluation_may_come_before_training_with_other_chunks() -> None:
     plain = layers()
     x, y = batch(8)
     loss = F.mse_loss(plain(x), y).detach()
@@ -222,7 +222,7 @@ def shares(rank: int) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def test_pipes_of_weights_that_some_ranks_share_and_others_not() -> None:
+def test_some_ranks_of_a_pipe_may_share_weights() -> None:
     plain = sharing()
     torch.autograd.backward(F.mse_loss(plain(torch.ones(4, 4)), torch.zeros(4, 4)))
     named = dict(plain.named_parameters(remove_duplicate=False))

@@ -316,7 +316,7 @@ def cases_and_ways() -> list[Any]:
 
 
 @pytest.mark.parametrize("case, ranks, schedule, checkpoint", cases_and_ways())
-def test_the_same_as_in_one_process(
+def test_features_work_as_in_one_process(
     case: Callable[[], Case], ranks: int, schedule: str, checkpoint: str
 ) -> None:
     found = run(ranks, on_rank, case, ranks, schedule, checkpoint)

@@ -182,7 +182,9 @@ V = ("ZBVZeroBubble", "DualPipeV")
         in_sweep(2, 4, "DualPipeV", "never"),
     ],
 )  # fmt: skip
-def test_a_layer_raises(ranks: int, n: int, schedule: str, checkpoint: str) -> None:
+def test_an_error_in_a_layer_is_raised_on_all_ranks(
+    ranks: int, n: int, schedule: str, checkpoint: str
+) -> None:
     phases = "FB" if checkpoint == "never" else "FR"
     cases = [Case(j, phase, i) for j in range(n) for phase in phases for i in (0, 2)]
     run(ranks, layers_raise, n, schedule, checkpoint, cases)
@@ -228,7 +230,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def test_a_layer_interrupts_or_exits() -> None:
+def test_an_interrupt_or_exit_in_a_layer_ends_the_step_on_all_ranks() -> None:
     run(2, interrupts)
 
 
@@ -254,7 +256,7 @@ def unspeakable(rank: int) -> None:
         check_works(pipe, 2)
 
 
-def test_an_error_cannot_say_what_it_is() -> None:
+def test_an_error_whose_message_raises_is_reported() -> None:
     run(2, unspeakable, group=5)
 
 
@@ -282,7 +284,7 @@ def _only_what_is_not_zero(x: Tensor) -> Tensor:
     return x
 
 
-def test_of_several_failures_the_first_is_told() -> None:
+def test_the_first_of_several_failures_is_raised() -> None:
     run(2, two_fail)
 
 

@@ -121,7 +121,7 @@ def nested(
 @modes
 @pytest.mark.parametrize("of_outer", MODES)
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])
-def test_after_a_failure_in_an_inner_pipe_both_are_right(
+def test_both_pipes_are_right_after_a_failure_in_an_inner_pipe(
     kind: type[BaseException], of_outer: str, checkpoint: str
 ) -> None:
     errors: list[BaseException] = [kind("inside")]
@@ -144,7 +144,7 @@ def test_after_a_failure_in_an_inner_pipe_both_are_right(
 
 @pytest.mark.parametrize("of_inner", MODES)
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, SystemExit])
-def test_after_a_failure_of_an_inner_pipe_in_a_recomputation_of_the_outer_both_are_right(
+def test_both_pipes_are_right_after_an_inner_failure_in_a_recomputation_of_the_outer(
     kind: type[BaseException], of_inner: str
 ) -> None:
     errors: list[BaseException] = [kind("inside")]
@@ -310,7 +310,7 @@ def test_a_failure_of_a_pipe_in_a_hook_of_a_backward_is_raised_by_it(
 # asyncio ------------------------------------------------------------------------------------------
 
 
-def test_a_task_of_asyncio_that_is_cancelled_disturbs_nobody() -> None:
+def test_a_cancelled_asyncio_task_does_not_disturb_other_callers() -> None:
     """Its call goes on in its thread; who awaits it is let go at once."""
     entered, go_on = threading.Event(), threading.Event()
 

@@ -20,7 +20,7 @@ from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply
 
 
-def test_the_input_goes_with_the_error(no_gc: None) -> None:
+def test_the_input_is_dropped_with_the_error(no_gc: None) -> None:
     with Stuck() as stuck:
         x = stuck.x.clone()
         gone = weakref.ref(x)

@@ -68,7 +68,7 @@ def test_each_of_two_calls_is_given_up_by_its_own_timeout() -> None:
         assert stuck.is_right()
 
 
-def test_while_an_earlier_call_is_stuck_a_later_one_says_in_whose_task() -> None:
+def test_a_later_call_names_the_stuck_task_of_an_earlier_one() -> None:
     """The table has the task that the worker is at, whoever's it is."""
     with Stuck(i=1, j=0) as stuck:
         patient = Caller(lambda: stuck.pipe(stuck.x))

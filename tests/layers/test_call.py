@@ -73,7 +73,7 @@ def test_except_last_counts_the_micro_batches_that_there_are() -> None:
     assert answers("except_last", rows=2)[0] == [CHECKPOINTED, FORWARD]
 
 
-def test_without_grad_nothing_is_checkpointed() -> None:
+def test_no_layer_is_checkpointed_without_grad() -> None:
     ask = Ask()
     with Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="always") as pipe:
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_eval_mode_changes_nothing_about_checkpointing() -> None:
     assert ask.answers == [CHECKPOINTED]
 
 
-def test_the_answers_are_those_of_the_task_in_whatever_the_layer_calls() -> None:
+def test_functions_that_the_layer_calls_get_the_same_answers() -> None:
     inner = Ask()
     model = nn.Sequential(nn.Sequential(nn.Sequential(inner)))
     with Pipe(model, balance=[1], devices=["cpu"], checkpoint="always") as pipe:
@@ -96,7 +96,7 @@ def test_the_answers_are_those_of_the_task_in_whatever_the_layer_calls() -> None
     assert inner.answers == [CHECKPOINTED, RECOMPUTED]
 
 
-def test_after_a_forward_and_a_backward_the_caller_is_told_neither() -> None:
+def test_the_caller_gets_neither_answer_after_a_forward_and_a_backward() -> None:
     answers("always")
     assert (is_checkpointing(), is_recomputing()) == FORWARD
 
@@ -125,7 +125,7 @@ def test_the_backward_of_a_layer_is_no_recomputation() -> None:
     assert heard == [False, False]
 
 
-def test_an_inner_pipe_hears_that_the_outer_one_checkpoints_and_recomputes() -> None:
+def test_an_inner_pipe_knows_whether_the_outer_one_checkpoints_and_recomputes() -> None:
     ask = Ask()
     inner = Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="never")
     model = nn.Sequential(nn.Linear(1, 1), inner)  # the first layer needs the recomputation
@@ -197,7 +197,7 @@ def test_a_note_names_the_layer_of_the_partition_before_that_returned_none() -> 
     assert "because layer '1' (Apply) returned None" in note_of(model, torch.ones(4, 3))
 
 
-def test_none_from_the_caller_is_nobodys_fault() -> None:
+def test_no_layer_is_blamed_for_a_none_from_the_caller() -> None:
     assert note_of(nn.Sequential(Apply(fail)), None).endswith("input NoneType")
 
 

@@ -201,19 +201,19 @@ def step(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", ["custom function", "hook"])
-def test_what_a_backward_draws_in_a_step_follows_from_the_seed(kind: str, schedule: str) -> None:
+def test_random_numbers_of_a_steps_backward_follow_from_the_seed(kind: str, schedule: str) -> None:
     first, again = (step(BACKWARDS[kind], schedule=schedule) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
     assert torch.equal(first[1], again[1]) and first[2] == again[2]
 
 
-def test_what_a_loss_draws_in_its_backward_follows_from_the_seed() -> None:
+def test_random_numbers_of_a_losss_backward_follow_from_the_seed() -> None:
     first, again = (step(nn.Identity, of_loss)[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_a_backward_draws_changes_no_forward(schedule: str) -> None:
+def test_draws_in_a_backward_change_no_forward(schedule: str) -> None:
     quiet = step(BACKWARDS["nothing"], schedule=schedule)
     noisy = step(BACKWARDS["custom function"], schedule=schedule)
     assert torch.equal(quiet[1], noisy[1]) and quiet[2] == noisy[2]
@@ -281,7 +281,7 @@ def test_the_generator_is_one_draw_ahead_though_a_layer_puts_it_back(one_draw: b
     assert state() == one_draw
 
 
-def test_operations_that_nobody_has_used_before_are_known() -> None:
+def test_operations_never_used_before_are_known() -> None:
     """In a process of its own: looking up an operation of torch makes it known."""
     script = """
         import torch

@@ -189,7 +189,7 @@ def test_a_buffer_that_gets_the_same_values_is_used_again_in_every_step() -> Non
 
 @pytest.mark.parametrize("layer", [Initialised, Norm])
 @schedules
-def test_what_computes_the_same_again_is_not_refused(
+def test_a_recomputation_with_the_same_result_is_not_refused(
     layer: type[nn.Module], schedule: str
 ) -> None:
     torch.testing.assert_close(step(layer(), schedule), step(layer(), schedule, "never"))

@@ -229,7 +229,7 @@ class Fragile(nn.Module):
 
 @settings(max_examples=40)
 @given(m=st.integers(1, 6), n=st.integers(1, 4), data=st.data())
-def test_of_any_failures_the_first_in_the_schedule_is_raised_and_the_next_call_is_right(
+def test_the_first_of_any_failures_in_schedule_order_is_raised_and_the_next_call_is_right(
     m: int, n: int, data: st.DataObject
 ) -> None:
     tasks = [(i, j) for _, i, j in plan_call(m, n, range(n))]

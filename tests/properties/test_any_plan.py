@@ -42,7 +42,7 @@ def test_each_action_is_there_once(schedule: Plan) -> None:
 
 
 @given(schedules())
-def test_what_an_action_needs_comes_in_an_earlier_tick(schedule: Plan) -> None:
+def test_an_action_comes_after_the_actions_it_needs(schedule: Plan) -> None:
     tick_of = {action: k for k, tick in enumerate(schedule.ticks) for action in tick}
     for action in schedule:
         assert all(tick_of[needed] < tick_of[action] for needed in schedule.needs(action))

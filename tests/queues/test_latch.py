@@ -45,25 +45,25 @@ def until_inside_wait(thread: threading.Thread) -> None:
         assert thread.is_alive()
 
 
-def test_a_latch_of_nobody_is_open() -> None:
+def test_a_latch_for_zero_arrivals_is_open() -> None:
     assert Latch(0).is_open()
 
 
-def test_it_is_shut_before_the_last_arrival() -> None:
+def test_a_latch_is_shut_before_the_last_arrival() -> None:
     latch = Latch(3)
     latch.arrive()
     latch.arrive()
     assert not latch.is_open()
 
 
-def test_the_last_arrival_opens_it() -> None:
+def test_the_last_arrival_opens_the_latch() -> None:
     latch = Latch(2)
     latch.arrive()
     latch.arrive()
     assert latch.is_open()
 
 
-def test_wait_returns_at_once_when_it_is_open() -> None:
+def test_wait_returns_at_once_if_the_latch_is_open() -> None:
     latch = Latch(1)
     latch.arrive()
     latch.wait()
@@ -90,7 +90,7 @@ def test_wait_does_not_return_before_the_last_arrival() -> None:
     assert over == [True]
 
 
-def test_a_wait_that_ends_before_the_last_arrival_says_that_it_is_shut() -> None:
+def test_a_wait_that_times_out_reports_a_shut_latch() -> None:
     latch = Latch(2)
     latch.arrive()
     assert not latch.wait(timeout=0.0)

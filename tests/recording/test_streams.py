@@ -97,7 +97,7 @@ class FakeEvent:
         return later.late - self.late
 
 
-def test_cuda_moments_are_dated_by_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_moments_have_the_devices_times(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     order: list[str] = []
     first = FakeEvent(5.0)

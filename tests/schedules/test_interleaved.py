@@ -53,7 +53,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize("published", FIGURES, ids=lambda one: f"d={one.d} v={one.v}")
-def test_the_bubble_is_that_of_the_field(published: Published) -> None:
+def test_the_bubble_has_the_published_size(published: Published) -> None:
     d, v, bubbles = published
     for m, expected in zip((8, 16, 32), bubbles, strict=True):
         assert bubble(in_turns(m, d, v)) == expected == round(100 * (d - 1) / (v * m + d - 1), 1)
@@ -61,7 +61,7 @@ def test_the_bubble_is_that_of_the_field(published: Published) -> None:
 
 @pytest.mark.parametrize(("v", "most"), [(1, 4), (2, 11), (4, 19)])
 @pytest.mark.parametrize("m", [8, 16, 32])
-def test_what_a_device_keeps_does_not_grow_with_the_number_of_micro_batches(
+def test_a_device_keeps_no_more_for_more_micro_batches(
     m: int, v: int, most: int
 ) -> None:
     """In units of what all partitions of a device keep of one: 4, 5.5 and 4.8."""
@@ -70,7 +70,7 @@ def test_what_a_device_keeps_does_not_grow_with_the_number_of_micro_batches(
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize("m", [8, 12, 32])
-def test_each_worker_keeps_what_is_promised(m: int, v: int) -> None:
+def test_each_worker_keeps_the_promised_number_of_micro_batches(m: int, v: int) -> None:
     promised = [(v - 1) * 4 + 2 * (4 - r) - 1 for r in range(4)]
     assert peaks(in_turns(m, 4, v)) == [min(kept, m * v) for kept in promised]
 
@@ -126,7 +126,7 @@ def test_a_recomputation_comes_directly_before_its_backward(
 
 @pytest.mark.parametrize("m", [1, 3, 8])
 @pytest.mark.parametrize("recomputed", [0, 1])
-def test_with_a_partition_for_each_worker_it_is_1f1b(m: int, recomputed: int) -> None:
+def test_interleaving_one_partition_per_worker_is_1f1b(m: int, recomputed: int) -> None:
     one_each = plan("interleaved", m, 4, recomputed=recomputed)
     assert one_each == plan("1f1b", m, 4, recomputed=recomputed)
 

@@ -57,7 +57,7 @@ def skipped(layer: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("name", ["__name__", "__qualname__", "__module__", "__doc__", "limit"])
-def test_a_decorated_class_has_what_the_class_has(name: str) -> None:
+def test_a_decorated_class_has_the_attributes_of_the_class(name: str) -> None:
     assert getattr(Stash, name) == getattr(Undecorated, name)
 
 

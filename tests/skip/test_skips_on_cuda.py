@@ -176,7 +176,7 @@ def test_an_output_without_grad_is_that_of_the_plain_model(
 
 
 @placements
-def test_what_is_popped_is_on_the_device_of_the_layer_that_pops_it(devices: list[str]) -> None:
+def test_a_popped_skip_is_on_the_device_of_the_popping_layer(devices: list[str]) -> None:
     found: list[torch.device] = []
 
     def look(skip: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ def test_a_copy_waits_for_the_layer_that_stashes_and_a_layer_for_the_copy_it_pop
 @placements
 @modes
 @pytest.mark.parametrize("poppers", [1, 2])
-def test_a_gradient_is_copied_back_and_added_when_it_is_there(
+def test_a_skips_gradient_is_added_after_it_was_copied_back(
     devices: list[str], checkpoint: str, poppers: int
 ) -> None:
     """With two who pop there are two gradients, to be added after both have been copied."""
@@ -261,7 +261,7 @@ def test_a_gradient_is_copied_back_and_added_when_it_is_there(
 @placements
 @pytest.mark.parametrize("poppers", [1, 2])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_too_a_copy_waits_for_what_it_copies(
+def test_a_copy_without_grad_waits_for_its_source_too(
     devices: list[str], poppers: int, mode: Callable[[], Any]
 ) -> None:
     """While a skip is fetched, the stashing GPU is busy with the next micro-batches."""
@@ -313,7 +313,7 @@ def test_reserved_memory_stays_flat(devices: list[str], checkpoint: str) -> None
 
 @placements
 @modes
-def test_after_a_step_no_skip_is_left(devices: list[str], checkpoint: str) -> None:
+def test_no_skip_is_left_after_a_step(devices: list[str], checkpoint: str) -> None:
     x = batch(requires_grad=False)
     with pipe_of(model(), devices, checkpoint=checkpoint) as pipe:
         levels = []

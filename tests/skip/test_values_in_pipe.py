@@ -94,7 +94,7 @@ def test_an_output_without_grad_is_that_of_the_plain_model_with(
 @values
 @modes
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_what_is_popped_requires_grad_as_in_the_plain_model(
+def test_a_popped_skip_requires_grad_as_in_the_plain_model(
     put: Callable[[Tensor], Any],
     take: Callable[[Tensor, Any], Tensor],
     checkpoint: str,
@@ -118,7 +118,7 @@ def test_what_is_popped_requires_grad_as_in_the_plain_model(
     assert seen == len(seen) * [expected]
 
 
-def test_what_is_popped_in_a_recomputation_is_no_part_of_the_graph_of_the_forward() -> None:
+def test_a_skip_popped_in_a_recomputation_is_no_part_of_the_forwards_graph() -> None:
     popped: list[Tensor] = []
 
     def look(x: Tensor, skip: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
 @balances
 @modes
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_is_modified_in_place_is_refused_or_popped_as_it_was_stashed(
+def test_a_skip_modified_in_place_is_refused_or_popped_as_it_was_stashed(
     balance: list[int], checkpoint: str, chunks: int
 ) -> None:
     """The latter only where the next partition works on a copy, as a checkpointed one does."""
@@ -185,7 +185,7 @@ def test_what_is_modified_in_place_is_refused_or_popped_as_it_was_stashed(
 
 
 @balances
-def test_what_is_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
+def test_a_skip_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
     with torch.no_grad(), pipe_of(modifying(), balance, chunks=2) as pipe:
         with pytest.raises(RuntimeError, match=CHANGED):
             pipe(batch())
@@ -210,7 +210,7 @@ def two_poppers() -> nn.Sequential:
 
 @balances
 @modes
-def test_what_the_first_who_pops_modifies_the_second_does_not_get(
+def test_the_second_popping_layer_does_not_get_the_first_ones_changes(
     balance: list[int], checkpoint: str
 ) -> None:
     model, x = two_poppers(), batch()
@@ -226,7 +226,7 @@ def test_what_the_first_who_pops_modifies_the_second_does_not_get(
 
 
 @balances
-def test_in_inference_mode_too_the_second_does_not_get_what_the_first_modified(
+def test_the_second_popping_layer_does_not_get_changes_in_inference_mode_either(
     balance: list[int],
 ) -> None:
     model, x = two_poppers(), batch()

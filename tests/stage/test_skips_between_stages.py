@@ -174,7 +174,7 @@ def test_gradients_of_a_skip_from_several_partitions_are_added_after_they_were_c
     assert naming.log.index("<compute cpu> waits for <copy cpu 0>") < added
 
 
-def test_in_inference_mode_what_is_copied_is_not_computed_on_the_way(
+def test_skips_in_inference_mode_are_copied_without_other_operations(
     naming: NamingStreams,
 ) -> None:
     """The copy stream has waited for the layers; a clone made since would be read too early."""

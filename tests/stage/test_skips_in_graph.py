@@ -36,7 +36,7 @@ def test_a_skip_is_sent_before_the_output(naming: NamingStreams) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])
-def test_when_a_run_is_over_and_gone_back_no_skip_is_on_its_way(
+def test_no_skip_is_in_transit_after_a_run_and_its_backward(
     naming: NamingStreams, recomputed: int
 ) -> None:
     run = run_with_skip(naming, [CPU, META, CPU, META], recomputed, pops=[2])

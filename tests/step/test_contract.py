@@ -39,14 +39,14 @@ def test_anomaly_mode_finds_nan_in_the_backward(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_a_step_is_refused(off: Any) -> None:
+def test_a_step_without_gradients_is_refused(off: Any) -> None:
     with piped(nn.Sequential(linear(3, 3), linear(3, 3)), [1, 1], Way("1f1b", "never")) as pipe:
         with off(), pytest.raises(RuntimeError, match="computes gradients, which are disabled"):
             pipe.forward_backward(batch(4), loss_fn=mean)
 
 
 @ways
-def test_in_eval_mode_a_step_is_the_plain_modules_in_eval_mode(way: Way) -> None:
+def test_a_step_in_eval_mode_equals_the_plain_modules_in_eval_mode(way: Way) -> None:
     norm = nn.BatchNorm1d(4, dtype=torch.float64)
     norm(torch.randn(9, 4, dtype=torch.float64))
     module = nn.Sequential(linear(3, 4), norm, nn.Dropout(0.5), linear(4, 2)).eval()

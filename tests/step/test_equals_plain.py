@@ -35,7 +35,7 @@ from tests.layers import Apply
 
 
 @ways
-def test_what_is_returned_has_no_graph(way: Way) -> None:
+def test_the_returned_loss_and_outputs_have_no_graph(way: Way) -> None:
     with piped(seven_layers(), [3, 4], way) as pipe:
         loss, outputs = take_step(pipe, way, batch(7), return_outputs=True)
     assert not loss.requires_grad
@@ -114,7 +114,7 @@ def test_reduction_mean_weighs_by_rows_where_micro_batches_differ(way: Way) -> N
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_without_rows_to_count_there_is_one_micro_batch(reduction: str) -> None:
+def test_arguments_without_rows_make_one_micro_batch(reduction: str) -> None:
     module = nn.Sequential(Apply(lambda x: x.expand(1, 3)), linear(3, 1))
     plain = copy.deepcopy(module)
     x = torch.tensor(2.0, dtype=torch.float64)

@@ -124,7 +124,7 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.ones(2, 3, 4, 4))
 
 
-def test_a_gradient_of_which_nobody_else_knows_is_given() -> None:
+def test_an_unshared_gradient_becomes_grad_without_a_copy() -> None:
     one, gradient = weight(), torch.ones(2, 3, 4, 4)
     address = gradient.data_ptr()
     arriving: Arriving = [(one, gradient)]
@@ -135,7 +135,7 @@ def test_a_gradient_of_which_nobody_else_knows_is_given() -> None:
     assert one.grad is not None and one.grad.data_ptr() == address
 
 
-def test_what_others_have_begun_meanwhile_is_not_overwritten() -> None:
+def test_a_grad_set_by_others_meanwhile_is_not_overwritten() -> None:
     one, two, three = weight(), weight(), weight()
     unheard = split_off([(x, torch.ones_like(x)) for x in (one, two, three)])
     one.grad = torch.zeros_like(one)
@@ -217,7 +217,9 @@ def _no_parameter() -> tuple[Any, ...]:
         _sparse, _of_another_type, _added, _no_parameter,
     ],
 )  # fmt: skip
-def test_what_is_not_ours_alone_is_left_to_autograd(make: Callable[[], tuple[Any, ...]]) -> None:
+def test_a_gradient_that_is_not_ours_alone_is_left_to_autograd(
+    make: Callable[[], tuple[Any, ...]]
+) -> None:
     one, gradient, *others = make()
     arriving: Arriving = [(one, gradient)]
     del gradient

@@ -83,7 +83,7 @@ KINDS = ["loss", "layers", "both", "loss alone", "nothing else"]
 @each_way
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("balance", [[2, 1, 2, 1], [6]], ids=len)
-def test_a_graph_of_the_caller_that_all_micro_batches_use(
+def test_all_micro_batches_may_use_a_graph_of_the_caller(
     balance: list[int], kind: str, way: Way
 ) -> None:
     """Twice: numbers of nodes are other ones then."""
@@ -125,7 +125,7 @@ def test_the_input_may_come_from_the_same_graph(way: Way) -> None:
 
 
 @ways
-def test_what_the_caller_has_computed_keeps_the_sum_of_its_gradient(way: Way) -> None:
+def test_a_tensor_computed_by_the_caller_keeps_the_sum_of_its_gradient(way: Way) -> None:
     """And a hook on it sees the part of each micro-batch, as that of any tensor in a layer."""
     learned, x, seen = Learned("loss"), batch(8), list[Tensor]()
     learned.compute()

@@ -56,7 +56,7 @@ def sum_of_squares(y: Tensor, target: Any) -> Tensor:
 
 
 @schedules
-def test_what_stands_before_the_failure_runs_and_nothing_behind_it_on_the_same_worker(
+def test_tasks_before_the_failure_run_and_none_after_it_on_the_same_worker(
     schedule: str,
 ) -> None:
     done: list[tuple[str, int, int]] = []
@@ -77,7 +77,7 @@ def test_what_stands_before_the_failure_runs_and_nothing_behind_it_on_the_same_w
     assert set(before) <= set(done)
 
 
-def test_after_the_first_task_failed_nothing_runs() -> None:
+def test_no_task_runs_after_the_first_one_failed() -> None:
     done: list[tuple[str, int, int]] = []
 
     def act(*task: Any) -> None:
@@ -187,7 +187,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_what_autograd_was_about_to_do_is_not_kept_by_a_worker_whose_backward_failed(
+def test_a_worker_whose_backward_failed_does_not_keep_autograds_pending_nodes(
     checkpoint: str, no_gc: None
 ) -> None:
     seen = Activations()
@@ -233,7 +233,7 @@ def test_a_failed_step_leaves_grad_none_where_it_was_none(schedule: str) -> None
         assert steps.x.grad is None
 
 
-def test_after_a_hook_that_raised_the_pipe_takes_steps() -> None:
+def test_the_pipe_takes_steps_after_a_hook_raised() -> None:
     def no(grad: Tensor) -> None:
         raise ValueError
 

@@ -112,7 +112,7 @@ def test_eager_1f1b_keeps_at_most_one_more_for_each_link_behind(n: int, m: int) 
 @pytest.mark.parametrize(
     ("schedule", "kept"), [("1f1b", [4, 3, 2, 1]), ("eager-1f1b", [7, 5, 3, 1])]
 )
-def test_what_is_kept_does_not_grow_with_the_number_of_micro_batches(
+def test_no_more_is_kept_for_more_micro_batches(
     schedule: str, kept: list[int]
 ) -> None:
     assert most_kept(schedule, "never", 4, 64) == kept
@@ -130,7 +130,7 @@ def test_with_checkpointing_a_partition_has_activations_of_one_micro_batch_at_on
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [("gpipe", [6, 6, 1]), ("1f1b", [3, 2, 1])])
-def test_with_checkpointing_what_a_partition_has_sent_is_kept_by_the_next_one(
+def test_a_checkpointed_partitions_output_is_kept_by_the_next_one(
     schedule: str, kept: list[int]
 ) -> None:
     assert most_kept(schedule, "always", 3, 6) == kept

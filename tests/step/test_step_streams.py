@@ -111,7 +111,7 @@ def test_a_recomputation_asks_nothing_of_streams(fake: FakeStreams) -> None:
     assert (logs["R[0,0]"], logs["R[0,1]"]) == (["R[0,0]"], ["R[0,1]"])
 
 
-def test_gradients_are_on_the_devices_of_what_they_are_of(fake: FakeStreams) -> None:
+def test_gradients_are_on_the_devices_of_their_tensors(fake: FakeStreams) -> None:
     step = two(fake)
     devices = [[dw.device for dw in step.sums(j)] for j in range(2)]
     assert devices == [[CPU], [META]]
@@ -129,7 +129,7 @@ def test_a_target_is_copied_to_the_last_device_before_the_loss(fake: FakeStreams
     ]
 
 
-def test_copies_of_gradients_are_recorded_with_where_they_come_from(fake: FakeStreams) -> None:
+def test_copies_of_gradients_are_recorded_with_their_origin(fake: FakeStreams) -> None:
     recording = Recording([CPU, META])
     two(fake, recording=recording)
     there, back = (event for event in recording.events() if event.kind == COPY)

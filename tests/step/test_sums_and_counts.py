@@ -68,7 +68,7 @@ def same(found: Any, expected: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     "ignored", [(), (0, 5), (0, 1, 2, 7), (9, 10), tuple(range(10)), tuple(range(ROWS))]
 )
-def test_loss_and_gradients_are_those_of_the_mean_of_what_counts(
+def test_loss_and_gradients_are_those_of_the_mean_over_counted_rows(
     schedule: str, checkpoint: str, ignored: tuple[int, ...]
 ) -> None:
     """Also if a whole micro-batch is ignored, the first or the last, or all of them."""

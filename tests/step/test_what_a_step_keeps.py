@@ -17,7 +17,7 @@ from tests.devices.lockstep import in_lockstep
 from tests.layers import Apply
 
 
-def test_what_no_operation_saves_of_inputs_and_outputs_is_not_kept() -> None:
+def test_inputs_and_outputs_that_no_operation_saves_are_not_kept() -> None:
     between, counts = Activations(), list[int]()
 
     def loss(y: Tensor, target: Any) -> Tensor:
