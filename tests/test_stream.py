@@ -1,4 +1,4 @@
-"""Copy streams: none on CPU, where waits and copies come down to nothing."""
+"""Tests copy streams; on CPU there are none, and waits and copies do nothing."""
 
 from __future__ import annotations
 

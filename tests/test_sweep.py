@@ -1,4 +1,4 @@
-"""What pytest runs with ``--sweep`` and without."""
+"""Tests which cases pytest runs with ``--sweep`` and without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reaching the tensors inside a pytree, and showing values in errors."""
+"""Tests selecting the tensors inside a pytree, and describing values in errors."""
 
 from __future__ import annotations
 

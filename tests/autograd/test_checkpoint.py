@@ -1,4 +1,4 @@
-"""Checkpoint and Recompute: rule by rule, alone and inside a pipe."""
+"""Tests Checkpoint and Recompute rule by rule, alone and inside a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Way = Callable[[Compute], Compute]
 
 
 class Replay:
-    """The second time of a computation: counts, and keeps what it is given."""
+    """A recomputation that counts its calls and keeps its arguments."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
@@ -48,7 +48,7 @@ class Replay:
 
 
 class Forgetful(Replay):
-    """One that keeps nothing alive."""
+    """A recomputation that keeps nothing alive."""
 
     def __call__(
         self, get_value: Callable[[], Any], check: Callable[[Any], None], on_worker: bool
@@ -59,14 +59,14 @@ class Forgetful(Replay):
 
 
 def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
-    """``compute(value)``, which is one tensor, the way a checkpointed partition computes it."""
+    """Computes ``compute(value)``, one tensor, as a checkpointed partition does."""
     checkpoint = Checkpoint(Again(replay or Forgetful(compute), None))
     (y,) = recompute_before((checkpoint.record(compute, value),), checkpoint)
     return y
 
 
 def watched_storage(tensor: Tensor) -> Callable[[], bool]:
-    """Whether the memory of ``tensor`` is gone, whatever object stands for it."""
+    """Returns a function that tells whether the memory of ``tensor`` is gone, whoever held it."""
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     expired: Callable[[], bool] = storage.expired
     return expired
@@ -82,12 +82,12 @@ def several_operations(x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair for all that can be one, however little it saves."""
+    """Makes every eligible computation one node, however little it saves."""
     monkeypatch.setattr(checkpoint, "_FEW", 0)
 
 
 def custom(compute: Compute) -> Compute:
-    """The same behind a custom function, whose graph stays as it is."""
+    """Computes the same behind a custom function, whose graph is kept."""
     return lambda x: compute(on_backward(x, lambda: None))
 
 
@@ -112,7 +112,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Watched(nn.Module):
-    """A layer that makes a tensor, saves it for the backward, and knows whether it is alive."""
+    """A layer that saves a tensor for the backward, and can tell whether it is alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _ReadsTwice(torch.autograd.Function):
 
 
 def node_of(y: Tensor) -> str:
-    """The name of the node that the recomputation comes before."""
+    """Returns the name of the node before which the recomputation runs."""
     assert y.grad_fn is not None
     node = y.grad_fn.next_functions[0][0]
     assert node is not None
@@ -319,7 +319,7 @@ def test_backward_recomputes_once_for_all_saved_tensors() -> None:
 
 
 def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_output() -> None:
-    """Rule 5: of the graph that was left to nobody else."""
+    """Rule 5: from the graph that only the checkpoint holds."""
     x, middles = leaf(), list[Tensor]()
 
     def compute(x: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def test_second_backward_gives_the_same_gradient(way: Way) -> None:
 
 
 def entered_in_the_middle(x: Tensor, replay: Replay | None = None) -> Tensor:
-    """A tensor in the middle of a checkpointed computation, as a layer may keep one."""
+    """Returns a tensor from the middle of a checkpointed computation, as a layer may keep one."""
     middles: list[Tensor] = []
 
     def compute(x: Tensor) -> Tensor:
@@ -627,7 +627,7 @@ def test_input_from_inference_mode_is_recomputed() -> None:
 
 
 def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
-    """In a graph that is kept. The graph of a recomputation has the context's."""
+    """This is so in a graph that is kept. In a recomputation's graph the context's hooks apply."""
     x, packed = leaf(), list[Tensor]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -685,7 +685,7 @@ def test_recomputation_that_saves_less_is_refused(way: Way) -> None:
 
 
 def test_a_recomputation_of_other_nodes_that_saves_the_same_is_no_other_computation() -> None:
-    """As of a compiler or of a cache, which have more to do the first time."""
+    """Compilers and caches, for example, have more to do the first time."""
     x = leaf()
 
     def warming_up(x: Tensor) -> Tensor:
@@ -916,7 +916,7 @@ def test_parameter_that_was_modified_is_refused_as_without_checkpointing() -> No
 
 
 class Scaled(nn.Module):
-    """Changes in place what the operation before has saved."""
+    """A layer that changes in place a tensor saved by the previous operation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sigmoid().mul_(3)
@@ -951,7 +951,7 @@ def test_parameters_replaced_before_the_recomputation_are_refused() -> None:
 
 
 class Force(nn.Module):
-    """The derivative of its energy, as force fields have it."""
+    """A layer that returns the derivative of its energy, as force fields do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()

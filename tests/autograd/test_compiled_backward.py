@@ -1,4 +1,4 @@
-"""Compiled functions run backward in contexts of their own."""
+"""Tests that compiled functions run backward in contexts of their own."""
 
 from __future__ import annotations
 

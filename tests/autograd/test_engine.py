@@ -1,4 +1,4 @@
-"""The door to autograd's engine: the gradients of the public one, and nothing else touched."""
+"""Tests the call of autograd's engine: the gradients of the public call, and no side effects."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_engine_does_not_touch_grad(leaf: torch.Tensor) -> None:
 
 
 def test_a_backward_for_no_inputs_does_nothing(leaf: torch.Tensor) -> None:
-    """All that were used may have been frozen since."""
+    """All parameters that were used may have been frozen since."""
     y = leaf.square()
     assert differentiate([y], [], [torch.ones(3)]) == ()
     assert leaf.grad is None

@@ -1,4 +1,4 @@
-"""Fork and Join impose their order on a backward, alone and inside a pipe."""
+"""Tests that Fork and Join order a backward, alone and inside a pipe."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ T = TypeVar("T")
 
 
 def on_new_thread(function: Callable[[], T], nodes_before: int) -> T:
-    """``function()`` on a thread that has made ``nodes_before`` nodes."""
+    """Calls ``function`` on a thread that has made ``nodes_before`` nodes."""
     results: list[T] = []
 
     def target() -> None:
@@ -220,7 +220,7 @@ def test_fork_that_takes_a_token_makes_the_fork_of_that_token_wait() -> None:
 
 
 class Step(NamedTuple):
-    """``F``, ``R`` or ``B`` of micro-batch ``i`` on partition ``j``."""
+    """The ``F``, ``R`` or ``B`` of micro-batch ``i`` on partition ``j``."""
 
     kind: str
     i: int
@@ -246,7 +246,7 @@ class Recorder(nn.Module):
 
 
 def run(n: int, m: int, checkpoint: str, differentiable: bool) -> list[Step]:
-    """One training step of ``n`` recorders on ``m`` micro-batches of two rows."""
+    """Takes a training step of ``n`` recorders on ``m`` micro-batches of two rows."""
     log: list[Step] = []
     module = nn.Sequential(*[Recorder(log, j) for j in range(n)])
     x = torch.arange(float(m)).repeat_interleave(2).unsqueeze(1).repeat(1, 2)

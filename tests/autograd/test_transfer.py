@@ -1,4 +1,4 @@
-"""Copy and Wait in the graph, without streams; and that a CPU pipe has neither."""
+"""Tests Copy and Wait in the graph, without streams, and that a CPU pipe has neither."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The devices, sources and targets of the copies asked for."""
+    """Collects the devices, sources and targets of the requested copies."""
     log: list[tuple[Any, ...]] = []
 
     def copy(

@@ -1,4 +1,4 @@
-"""Where a model is cut for the slowest partition to be the fastest."""
+"""Tests where a model is cut to make its slowest partition as fast as possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Takes(nn.Module):
-    """Takes so many seconds."""
+    """A layer that takes so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_a_wrapper_is_looked_through() -> None:
 
 
 class Block(nn.Module):
-    """Two parts without a list."""
+    """A block of two parts without a list."""
 
     def __init__(self, seconds: float = 1) -> None:
         super().__init__()
@@ -326,7 +326,7 @@ HEADS = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}
 
 
 def made(family: str) -> tuple[Any, Any]:
-    """A tiny model of transformers and an example."""
+    """Makes a tiny model of transformers and an example."""
     transformers = pytest.importorskip("transformers")
     options, example = FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(

@@ -1,4 +1,4 @@
-"""Balances from known costs: exact against every composition there is, and clear when refused."""
+"""Tests balances from known costs against every composition, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def longest(
     entries: Sequence[float] | None = None,
     exits: Sequence[float] | None = None,
 ) -> Fraction:
-    """The cost of the longest block, in fractions."""
+    """Returns the cost of the longest block, in fractions."""
     exact = [Fraction(cost) for cost in costs]
     first = [Fraction(entry) for entry in entries or [0] * len(costs)]
     last = [Fraction(leaving) for leaving in exits or [0] * len(costs)]
@@ -53,7 +53,7 @@ def longest(
 
 
 def compositions(layers: int, n: int) -> Iterator[list[int]]:
-    """Every way to write ``layers`` as ``n`` numbers from 1 up."""
+    """Yields every way to write ``layers`` as a sum of ``n`` positive numbers."""
     for cuts in combinations(range(1, layers), n - 1):
         yield [e - s for s, e in pairwise((0, *cuts, layers))]
 
@@ -64,7 +64,7 @@ def shortest(
     entries: Sequence[float] | None = None,
     exits: Sequence[float] | None = None,
 ) -> Fraction:
-    """The longest block of the best composition, found by trying all."""
+    """Finds the longest block of the best composition by trying all."""
     every = compositions(len(costs), len(speeds))
     return min(longest(counts, costs, speeds, entries, exits) for counts in every)
 
@@ -106,7 +106,7 @@ def check_optimal(
 
 
 def greedy(costs: Sequence[float], speeds: Sequence[float], limit: float) -> list[int]:
-    """What each device takes if it takes all that ``limit`` allows."""
+    """Returns how many layers each device takes if it takes all that ``limit`` allows."""
     counts, start = [], 0
     for speed in speeds:
         end = start

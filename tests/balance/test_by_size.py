@@ -1,4 +1,4 @@
-"""Sizes, counted by hand, and the balance they make."""
+"""Tests sizes against those counted by hand, and the balances made from them."""
 
 from __future__ import annotations
 

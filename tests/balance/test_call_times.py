@@ -1,4 +1,4 @@
-"""What a model takes between the first calls of its modules, by a clock that operations advance."""
+"""Tests times between the first calls of a model's modules, by a clock that operations advance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Takes(nn.Module):
-    """Takes so many seconds, forward and backward."""
+    """A layer that takes so many seconds, forward and backward."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Takes(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls its modules a, b and c as it is told."""
+    """A model that calls its modules a, b and c as the test says."""
 
     def __init__(self, how: Callable[[Any, Any], Any]) -> None:
         super().__init__()

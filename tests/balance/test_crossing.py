@@ -1,4 +1,4 @@
-"""How much crosses before each layer, counted by hand."""
+"""Tests the sizes of transfers before each layer against those counted by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT = 4  # bytes
 
 
 def floats(*layers: nn.Module, sample: Any = None, **options: Any) -> list[float]:
-    """The sizes in floats."""
+    """Returns the sizes in floats."""
     x = torch.ones(10, 3) if sample is None else sample
     return [size / FLOAT for size in crossing_sizes(nn.Sequential(*layers), x, **options)]
 

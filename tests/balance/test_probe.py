@@ -1,4 +1,4 @@
-"""Measuring leaves the module untouched, and runs each layer on its real input."""
+"""Tests that measuring leaves the module untouched, and runs each layer on its real input."""
 
 from __future__ import annotations
 

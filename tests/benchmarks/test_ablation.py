@@ -1,4 +1,4 @@
-"""What is computed is the same without each part of the runtime."""
+"""Tests that results are the same without each part of the runtime."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pop(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """Partitions of two layers: stashed in the first, popped in the third and the fifth."""
+    """Makes partitions of two layers; a skip of the first is popped in the third and the fifth."""
     layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 4)]
     layers += [nn.Tanh(), nn.Linear(4, 4), Pop(), nn.Dropout()]
     return nn.Sequential(*layers)

@@ -1,4 +1,4 @@
-"""The counts and predictions of the paper's experiments, on small known cases."""
+"""Tests the counts and predictions of the paper's experiments on small known cases."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FREE = Link(float("inf"), 0.0)
 
 
 def no_bytes(layers: int, *, inputs: int = 0) -> Bytes:
-    """Layers that keep nothing."""
+    """Returns the bytes of layers that keep nothing."""
     some = [inputs] * layers
     return Bytes([0] * layers, some, some, [{} for _ in range(layers)], [])
 

@@ -21,6 +21,6 @@ def test_each_kind_of_action_of_a_step_is_counted() -> None:
 
 
 def test_python_calls_of_the_layers_are_counted() -> None:
-    """So the numbers are of this run, not of the engine alone."""
+    """So the counts include the layers, not the engine alone."""
     plain = frames.count("call", "never")["F"]
     assert frames.count("call", "always")["F"].calls > plain.calls > plain.files > 1

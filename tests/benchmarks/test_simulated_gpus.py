@@ -29,7 +29,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(script: str, *options: str) -> str:
-    """What a script prints; it must succeed."""
+    """Runs a script, which must succeed; returns its output."""
     command = [sys.executable, str(BENCHMARKS / script), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def run(script: str, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each mode at n=4 m=8, for stages that sleep."""
+    """Returns the figures of each mode at n=4 m=8, for sleeping stages."""
     path = tmp_path_factory.mktemp("figures") / "figures.json"
     shown = run(
         *("simulated_gpus.py", "speed", "--only", "sleeping", "--short", "--check"),

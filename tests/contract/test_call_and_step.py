@@ -1,4 +1,4 @@
-"""Rows 1 and 2 of the equivalence contract, which is one for a call and for a step.
+"""Tests rows 1 and 2 of the equivalence contract, for a call and for a step.
 
 ``tests/test_equivalence.py`` has what holds for a call alone, ``tests/step`` what does for a step.
 """
@@ -187,7 +187,7 @@ def test_a_parameter_that_no_layer_uses_has_no_grad(way: Way) -> None:
 
 @each_way
 def test_a_parameter_that_the_loss_does_not_depend_on_has_no_grad(way: Way) -> None:
-    """Its partition goes backward, its layer does not."""
+    """Its partition runs backward, but its layer does not."""
     module: Any = nn.Sequential(
         linear(3, 3), Apply(lambda x: (x, x)), Both(linear(3, 2), linear(3, 4)), nn.Identity()
     )
@@ -196,7 +196,7 @@ def test_a_parameter_that_the_loss_does_not_depend_on_has_no_grad(way: Way) -> N
 
 
 class Both(nn.Module):
-    """A layer for each of two values."""
+    """A module with one layer for each of two values."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the caller has put on is put on in each task: of a call and of a step alike.
+"""Tests that each task of a call and of a step runs under the caller's context.
 
 That nothing of it is left behind is in ``tests/workers/test_context.py``.
 """
@@ -51,7 +51,7 @@ class _Notes(torch.autograd.Function):
 
 
 def notes_of(way: Way, block: Block, look: Callable[[], Any]) -> dict[str, set[Any]]:
-    """What ``look`` finds in each phase inside of ``block``, which is around the forward."""
+    """Returns what ``look`` returns in each phase; ``block`` is entered around the forward."""
     found: dict[str, set[Any]] = {}
 
     def note(phase: str) -> None:

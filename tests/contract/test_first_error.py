@@ -1,4 +1,4 @@
-"""R3: of two failures the first in the schedule is raised, in a call and in a step alike."""
+"""Tests R3: the first of two failures in schedule order is raised, in a call and in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes in: arguments, their gradients through the caller's graph, and targets of steps."""
+"""Tests arguments, their gradients through the caller's graph, and targets of steps."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_an_input_of_the_callers_graph_may_be_changed_in_place(way: Way, chunks:
 
 @each_way
 def test_hooks_of_a_parameter_that_the_callers_graph_uses_too_see_the_sum_once(way: Way) -> None:
-    """As of an embedding outside of the pipe that its last layer shares."""
+    """For example, an embedding outside the pipe whose weight the last layer shares."""
     def tied() -> Any:
         torch.manual_seed(4)
         layers = [linear(3, 3) for _ in range(3)]
@@ -377,7 +377,7 @@ def test_a_complex_loss_is_refused() -> None:
 
 @ways
 def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
-    """As where none of its rows count."""
+    """For example, if none of its rows count."""
 
     def loss(y: Tensor, counts: Tensor) -> Any:
         return y[counts].square().sum() if counts.any() else y.new_zeros(())
@@ -394,7 +394,7 @@ def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
 
 @pytest.mark.layered  # the first layer is the whole model's forward
 def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
-    """It would not get it."""
+    """The layer would not receive it."""
 
     class Takes(nn.Module):
         def forward(self, x: Tensor, target: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What observers are told of tasks and failures, and what is counted: in a call and in a step."""
+"""Tests the events and counters of tasks and failures, in a call and in a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of a weight are added up in one order, whatever the pipe has done before.
+"""Tests that a weight's gradients are summed in one order, whatever the pipe did before.
 
 In float32, where another order is another sum. Numbers of nodes, by which autograd orders what is
 ready, count up in each worker for itself, so each repeat finds them further apart.
@@ -35,7 +35,7 @@ class Head(nn.Module):
 
 
 def tied() -> nn.Sequential:
-    """Three partitions of very different sizes that use one weight, the last one twice."""
+    """Makes three very different partitions that share a weight, which the last uses twice."""
     torch.manual_seed(1)
     embedding = nn.Embedding(8, 8)
     many = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]

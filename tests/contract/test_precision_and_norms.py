@@ -1,4 +1,4 @@
-"""Autocast, loss scaling, and running statistics in a step; and what of it a call shares."""
+"""Tests autocast, loss scaling and running statistics in a step, and partly in a call."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_layers_and_the_loss_run_under_the_callers_autocast(cache: bool) -> None
 
 @ways
 def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) -> None:
-    """No cast of a weight is kept from one to the other."""
+    """No cast of a weight is kept from one step to the next."""
     module, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), rows()[0]
     with piped(module, way, chunks=2) as pipe:
         losses = []
@@ -236,7 +236,7 @@ class Descent:
 
 
 def train_scaled(module: nn.Module, poisoned: int, step: Any) -> list[float]:
-    """The scale after each of four steps; inputs of one are infinite."""
+    """Takes four steps, one with infinite inputs; returns the scale after each."""
     torch.manual_seed(6)
     optimizer: Any = Descent(module.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)

@@ -1,4 +1,4 @@
-"""Random numbers: the same from a seed, whatever the threads do and whatever is recomputed.
+"""Tests that a seed fixes the random numbers, whatever the thread timing and the recomputation.
 
 ``tests/autograd/test_random.py`` has which layers draw, and from what.
 """
@@ -32,7 +32,7 @@ PATIENCE = 5.0  # s
 
 
 class InTurn(nn.Module):
-    """Draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
+    """A layer that draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
 
     def __init__(self, j: int, first: tuple[int, int], drawn: threading.Event) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_loss_that_draws_draws_the_same_from_a_seed(kind: str, way: Way) -> No
 
 
 class DrawsInSecond(nn.Module):
-    """Draws random numbers in the second micro-batch, before or after the loss of the first."""
+    """A layer that draws in the second micro-batch, before or after the loss of the first."""
 
     def __init__(self, before: bool, drawn: threading.Event) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def test_a_step_without_random_numbers_leaves_the_generator_alone(how: str) -> N
 
 
 class Weight(nn.Module):
-    """Multiplies by a parameter."""
+    """A layer that multiplies by a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

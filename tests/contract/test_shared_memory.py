@@ -1,4 +1,4 @@
-"""Values that share memory at a boundary, of which a layer changes one in place.
+"""Tests values that share memory at a boundary, one of which a layer changes in place.
 
 One tensor twice stays one tensor. Of two that overlap, such as a base and its view, a change of one
 in place would have to be one of the other, in another task's graph: it is refused.
@@ -33,7 +33,7 @@ from tests.layers import Apply
 
 
 def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:
-    """Five layers; what the third and fourth get is up to the functions."""
+    """Makes five layers; the functions produce the inputs of the third and the fourth."""
     return nn.Sequential(linear(3, 3), Apply(make), nn.Identity(), Apply(take), linear(3, 2))
 
 

@@ -1,4 +1,4 @@
-"""What layers hand on across a border, and what they are made of: in a call and in a step.
+"""Tests the values that layers pass across a boundary, and models of all kinds, in calls and steps.
 
 Among it are the pitfalls 18 (what crosses a border and is not differentiable, or not used),
 19 (layers that work in place) and 20 (parameters in two places, and partitions without any).
@@ -37,7 +37,7 @@ from tests.layers import Apply, product
 
 
 class With(nn.Module):
-    """A layer of one parameter and a function of it."""
+    """A layer that applies a function to its input and its parameter."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any], rows: int = 1) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ cross_entropy: Any = F.cross_entropy  # torch does not type Tensor.backward
 
 
 def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:
-    """Four layers; what goes from the second to the third is up to the functions."""
+    """Makes four layers; the functions choose the value between the second and the third."""
     return nn.Sequential(linear(3, 3), Apply(make), Apply(take), linear(3, 2))
 
 
@@ -111,7 +111,7 @@ def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way:
 
 
 class Cache:
-    """No pytree, as the cache of keys and values of a language model."""
+    """An object that is no pytree, like a language model's cache of keys and values."""
 
     def __init__(self, keys: Tensor) -> None:
         self.layers = [{"keys": keys}]
@@ -199,7 +199,7 @@ def test_an_object_that_is_a_pytree_crosses_a_boundary(way: Way) -> None:
 
 
 class RegisteredCache(Cache):
-    """As transformers' ``DynamicCache`` where it has been registered."""
+    """A cache registered as a pytree, as transformers may register its ``DynamicCache``."""
 
 
 pytree.register_pytree_node(
@@ -237,7 +237,7 @@ def test_a_state_of_a_recurrent_layer_is_refused_as_an_output(way: Way) -> None:
 
 
 class AddInPlace(nn.Module):
-    """Changes its input in place, and the graph with it."""
+    """A layer that changes its input, and so the graph, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_each_of_two_values_may_be_changed_in_place(way: Way) -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_in_place_changes_that_the_plain_module_refuses_are_refused(schedule: str) -> None:
-    """Tanh has saved what the next layer changes."""
+    """Tanh has saved the tensor that the next layer changes."""
     module = nn.Sequential(linear(3, 3), nn.Tanh(), nn.ReLU(inplace=True), linear(3, 2))
     with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -499,7 +499,7 @@ def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> N
 
 
 class NowAndThenSparse(nn.Module):
-    """An embedding whose gradient is sparse for a micro-batch that begins with a token below 5."""
+    """An embedding with a sparse gradient for micro-batches that begin with a token below 5."""
 
     def __init__(self) -> None:
         super().__init__()

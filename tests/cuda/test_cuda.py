@@ -1,4 +1,4 @@
-"""On real GPUs: the same results, in the right streams, in flat memory.
+"""Tests on real GPUs: the same results, in the right streams, in flat memory.
 
 Additional proof. Tests that can run on CPU do so elsewhere; these need a device. All
 are skipped without a CUDA device, those marked ``multi_gpu`` with only one.
@@ -53,7 +53,7 @@ placements = pytest.mark.parametrize(
 
 
 class Note(nn.Module):
-    """Hands a value on; ``function`` may look at it."""
+    """A layer that returns its input after showing it to ``function``."""
 
     def __init__(self, function: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Note(nn.Module):
 
 
 def perceptron(partitions: int, width: int = 16) -> nn.Sequential:
-    """Two layers for each partition; in double precision, to be compared with the CPU's results."""
+    """Makes two layers per partition, in double precision to allow comparison with the CPU."""
     layers: list[nn.Module] = []
     for _ in range(partitions):
         layers += [nn.Linear(width, width), nn.Tanh()]
@@ -73,7 +73,7 @@ def perceptron(partitions: int, width: int = 16) -> nn.Sequential:
 
 
 def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **options: Any) -> Pipe:
-    """An equal number of layers on each device."""
+    """Makes a pipe with equally many layers on each device."""
     n = len(devices)
     balance = [len(module) // n] * n
     return Pipe(module, balance=balance, devices=devices, chunks=chunks, **options)
@@ -166,7 +166,7 @@ def test_the_default_devices_are_the_gpus() -> None:
 
 
 def threads_of(devices: list[str]) -> set[str]:
-    """The names of the threads that compute the partitions."""
+    """Returns the names of the threads that compute the partitions."""
     names: set[str] = set()
     notes = [Note(lambda x: names.add(threading.current_thread().name)) for _ in devices]
     with pipe_of(nn.Sequential(*notes), devices) as pipe, torch.no_grad():
@@ -366,7 +366,7 @@ def test_a_recomputation_leaves_the_gpu_s_generator_alone() -> None:
 
 
 def test_a_model_that_draws_on_the_gpu_alone_moves_the_cpu_s_generator_by_one_draw() -> None:
-    """The run's seed is drawn there, whatever the device: the GPU's own generator stands still."""
+    """The run's seed is drawn on the CPU for any device; the GPU's own generator does not move."""
     on_gpu = torch.cuda.get_rng_state("cuda:0")
     state = torch.get_rng_state()
     torch.empty((), dtype=torch.int64).random_()
@@ -430,7 +430,7 @@ def reserved() -> int:
 
 
 def settle(pipe: Pipe) -> None:
-    """A worker drops its last task just after its caller was let go; a tiny call makes sure."""
+    """Makes a tiny call, since a worker drops its last task just after its caller continues."""
     with torch.no_grad():
         pipe(torch.ones(1, 256))
 
@@ -503,7 +503,7 @@ def test_the_less_is_checkpointed_the_more_memory_waits_for_the_backward() -> No
 
 
 class Greedy(nn.Module):
-    """Asks for more memory than there is."""
+    """A layer that asks for more memory than there is."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The clock: what it posts to whom in which order, and who settles a task."""
+"""Tests the clock: which tasks it posts to which worker in which order, and who settles them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeRun:
 
 
 class FakeStage:
-    """Notes what is asked of it."""
+    """A stage that notes its calls."""
 
     def __init__(self, run: FakeRun, outcome: Outcome) -> None:
         self.run = run
@@ -48,7 +48,7 @@ class FakeStage:
 
 
 class Fixture:
-    """A run of 3 micro-batches in 2 partitions, and what was posted of it."""
+    """A run of 3 micro-batches in 2 partitions, and its posted tasks."""
 
     def __init__(self, workers: list[int]) -> None:
         run = FakeRun(workers)
@@ -67,7 +67,7 @@ class Fixture:
         return Task(cast(Stage, self.stages[j]), Action("F", i, j))
 
     def unsettled(self) -> int:
-        """How many tasks of the run are not settled yet; settles them."""
+        """Settles the unsettled tasks of the run; returns their number."""
         for count in range(7):
             try:
                 self.outcome.settle()

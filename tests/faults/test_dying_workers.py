@@ -115,6 +115,6 @@ def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_causes_no_hang
 def test_an_exception_thrown_into_a_worker_at_any_place_leaves_no_context_of_the_caller(
     stride: int,
 ) -> None:
-    """W4: a worker that was hit while it put the context on or took it off serves nobody more."""
+    """W4: a worker hit while it enters or leaves the context takes no more tasks."""
     script = "HOW = 'call'; sweep_of_deaths('pipert-cpu-0', lambda: torch.autocast('cpu'))"
     assert run(sweep(stride) + DEATHS + script, STEP).stdout == "True\n"

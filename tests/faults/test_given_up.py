@@ -1,4 +1,4 @@
-"""Nothing is left of a call that was abandoned, interrupted, or left by a forked child."""
+"""Tests that nothing is left of a call given up, interrupted, or left by a forked child."""
 
 from __future__ import annotations
 

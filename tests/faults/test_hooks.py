@@ -1,4 +1,4 @@
-"""R3 to R5 where hooks raise, where several tasks fail at once, and outside of the layers.
+"""Tests R3 to R5 if hooks raise, if several tasks fail at once, and outside the layers.
 
 Hooks of layers and of tensors, and the caller's saved-tensor hooks, run on pipert's
 threads and autograd's. Their errors propagate unchanged and leave nothing behind.
@@ -57,7 +57,7 @@ def forward_hook(layer: Layer) -> Callable[..., None]:
 
 
 def backward_hook(layer: Layer) -> Callable[..., None]:
-    """Autograd comes to the micro-batches from the last to the first; this counts them."""
+    """Counts its calls, one per micro-batch; autograd goes from the last to the first."""
     count = itertools.count()
     return lambda *_: layer.site.strike("hook", next(count), layer.j)
 
@@ -134,7 +134,7 @@ def test_an_error_in_a_parameters_hook_is_raised(
 
 
 class Packing:
-    """Saved-tensor hooks that raise at one of their calls; they are counted for each thread."""
+    """Saved-tensor hooks that raise at one of their calls, counted per thread."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -152,7 +152,7 @@ class Packing:
 
 
 def step_under(setting: Setting) -> Callable[[], None]:
-    """A step whose forward is under saved-tensor hooks; its backward need not be."""
+    """Returns a step whose forward, but not its backward, is under saved-tensor hooks."""
     hooks = Packing(setting.site)
 
     def run() -> None:
@@ -208,7 +208,7 @@ def test_an_error_while_unpacking_in_a_backward_is_raised(
 
 
 def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
-    """``m``, ``n`` and some tasks, in the order of the schedule: by diagonals, then by ``j``."""
+    """Draws ``m``, ``n`` and some tasks in schedule order: by diagonals, then by ``j``."""
     draw = random.Random(f"several, {seed}")
     m, n = draw.randint(2, 5), draw.randint(2, 3)
     every = [(i, j) for i in range(m) for j in range(n)]
@@ -250,7 +250,7 @@ def test_the_first_of_several_failing_recomputations_to_run_is_raised(seed: int)
 def test_an_error_in_a_task_outside_its_layers_names_the_task(
     phase: str, j: int, kind: type[BaseException]
 ) -> None:
-    """Copies, skips and user-defined pytrees fail there: out of memory, above all."""
+    """Copies, skips and user-defined pytrees can fail there, mostly for lack of memory."""
     setting = Setting(2, 3, "except_last", skips=phase == "pop", boxed=phase != "pop")
     setting.site.arm(phase, 1, j, kind("outside of layers"))
     with setting.pipe:
@@ -271,7 +271,7 @@ def test_an_error_in_a_recomputation_outside_its_layers_names_the_recomputation(
 
 
 class Forgets(nn.Module):
-    """Saves less when it runs again."""
+    """A layer that saves less in its recomputation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() if is_recomputing() else x.tanh().sigmoid()
@@ -301,14 +301,14 @@ def test_the_error_of_a_recomputation_with_a_modified_input_names_it() -> None:
 
 
 class Frozen(Exception):
-    """Takes no notes, as errors that are made by other languages or frozen dataclasses do."""
+    """An error that takes no notes, like those of other languages or frozen dataclasses."""
 
     def add_note(self, note: str) -> None:
         raise AttributeError("no notes")
 
 
 class Noted(Exception):
-    """Has notes of a form of its own."""
+    """An error whose notes have a form of their own."""
 
     __notes__: Any = ("mine",)
 
@@ -324,7 +324,7 @@ def test_an_error_that_takes_no_notes_is_raised_as_it_is(kind: type[Exception], 
 
 
 class Hides(nn.Module):
-    """Fails on a value that cannot be shown."""
+    """A layer that fails on a value that cannot be shown."""
 
     class Value:
         __slots__ = ()

@@ -1,4 +1,4 @@
-"""R2, R5: Ctrl-C in a step with recomputation, skips and deferred statistics, and more than one.
+"""Tests R2 and R5: one or more Ctrl-C in a step with recomputation, skips and deferred statistics.
 
 A whole step that is interrupted has changed no ``.grad``, or all of them: it may have been just
 over. ``tests/test_exit.py`` has Ctrl-C in a forward, and an interrupt at any place of one call.
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("how", HOWS)
 def test_the_next_steps_after_ctrl_c_are_right(how: str) -> None:
-    """And neither gradients nor running statistics have seen what was interrupted.
+    """The interrupted step has changed neither gradients nor running statistics.
 
     Of a call, the backward is the caller's own.
     """
@@ -99,7 +99,7 @@ pipe.close()
 def test_a_second_ctrl_c_at_any_place_does_not_end_a_call_before_its_layers(
     stride: int,
 ) -> None:
-    """R2: what is executing cannot be interrupted, however often one tries."""
+    """R2: an executing layer cannot be interrupted, however often the user tries."""
     script = """
 executing, problems = [], []
 first = False

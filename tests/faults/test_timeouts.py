@@ -1,4 +1,4 @@
-"""R6: a layer that never returns. A call or step ends, says where, and leaves nothing behind."""
+"""Tests R6: if a layer never returns, a call or step ends, says where, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_call_that_is_in_time_is_not_disturbed(checkpoint: str) -> None:
 
 
 def table_of(error: PipelineTimeout) -> list[str]:
-    """The lines of its table, without the stacks below."""
+    """Returns the lines of the error's table, without the stacks below."""
     return str(error).split("\n\n")[1].splitlines()
 
 
@@ -196,7 +196,7 @@ def test_the_statistics_show_the_stuck_task_too(where: str) -> None:
 
 
 def test_the_error_can_be_pickled() -> None:
-    """As the error of a process of a pool is."""
+    """As happens to errors in a pool of processes."""
     with Stuck() as stuck:
         error = stuck.times_out()
     other = pickle.loads(pickle.dumps(error))
@@ -311,7 +311,7 @@ def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
 
 
 def now(seen: dict[int, Activations]) -> dict[int, int]:
-    """How many activations are left of each micro-batch that has some left."""
+    """Returns the number of live activations of each micro-batch that has any."""
     counts = {i: activations.now() for i, activations in seen.items()}
     return {i: count for i, count in counts.items() if count}
 
@@ -330,7 +330,7 @@ def test_no_activation_of_the_call_is_left_when_the_worker_is_back(
 
 
 def test_no_activation_of_the_call_is_left_when_the_stuck_layer_raises(no_gc: None) -> None:
-    """Nobody is there to take the error, and no later call to clear it away."""
+    """No caller takes the error, and no later call clears it away."""
     seen: dict[int, Activations] = {}
 
     def fail() -> None:
@@ -367,7 +367,7 @@ def test_only_the_micro_batch_in_the_stuck_layer_of_a_step_is_kept_meanwhile(
 
 
 def test_nothing_of_later_micro_batches_is_kept_meanwhile(no_gc: None) -> None:
-    """Earlier ones are in the graph of the stuck task's input, by way of the token."""
+    """The graph of the stuck task's input holds earlier ones, through the token."""
     seen: dict[int, Activations] = {}
     with Stuck(i=1, j=1, m=4, seen=seen, checkpoint="never") as stuck:
         stuck.times_out()

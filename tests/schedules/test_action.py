@@ -1,4 +1,4 @@
-"""Actions: their text form, there and back."""
+"""Tests that actions print as text and are parsed from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock-cycle as data: its order, its text form, what it promises to the workers."""
+"""Tests the clock-cycle as data: its order, its text form, its promises to the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A skippable layer: what it yields, what it is told when it does wrong, and what its class is."""
+"""Tests a skippable layer: what it yields, the errors for mistakes, and its class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Generator[Any, Any, Any]
 
 @skippable(stash=["a"])
 class Stash(nn.Module):
-    """Stashes its input."""
+    """A layer that stashes its input."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def layer_of(
     stash: Iterable[str] | Mapping[str, int] = (),
     pop: Iterable[str] = (),
 ) -> nn.Module:
-    """A skippable layer with this ``forward(self, x)``."""
+    """Makes a skippable layer with this ``forward(self, x)``."""
     kind: type[nn.Module] = type("Layer", (nn.Module,), {"forward": forward})
     return skippable(stash=stash, pop=pop)(kind)()
 
@@ -232,7 +232,7 @@ wrong = pytest.mark.parametrize(
 
 
 def fail(forward: Callable[..., Any], declared: dict[str, Any]) -> Exception:
-    """What a layer raises that comes after one that stashes ``a`` for it."""
+    """Returns the error of a layer that follows one that stashes ``a`` for it."""
     model = nn.Sequential(Stash(), layer_of(forward, **declared))
     with pytest.raises(Exception) as caught:
         model(one())
@@ -258,7 +258,7 @@ def test_the_traceback_shows_the_yield_that_is_wrong(
 
 
 def forget(layer: Any, x: Tensor) -> Forward:
-    """Does nothing about ``b``."""
+    """A forward that does not stash or pop ``b``."""
     if "a" in layer.skip_stashes:
         yield stash("a", x)
     return x

@@ -1,4 +1,4 @@
-"""Where a stashed value is: put, taken, sent, gone. And in plain models, outside of any pipe."""
+"""Tests where stashed values are kept, taken, sent and dropped, in a pipe and in plain models."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_in_inference_mode_a_value_is_stashed_as_it_is_then(
 
 
 def test_in_inference_mode_too_the_second_to_pop_gets_what_was_stashed() -> None:
-    """Or is refused; but what the first made of it must not pass for what was stashed."""
+    """Or the pop is refused; the first one's changes must not pass for the stashed value."""
     store = Store()
     with torch.inference_mode():
         store.put(A, torch.ones(2), 2)

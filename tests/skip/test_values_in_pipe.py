@@ -1,4 +1,4 @@
-"""What may be stashed in a Pipe: any value arrives as it was stashed, wherever it is popped."""
+"""Tests that any value stashed in a Pipe arrives as it was stashed, wherever it is popped."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def modifying() -> nn.Sequential:
 
 
 def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
-    """What the model would compute if its second layer worked on a copy."""
+    """Computes the model's output as if its second layer worked on a copy."""
     first: Any = model[0]
     y: Tensor = first.before(x)
     return y.relu() * 10 + y
@@ -204,7 +204,7 @@ def change(x: Tensor, skip: Tensor) -> Tensor:
 
 
 def two_poppers() -> nn.Sequential:
-    """The first who pops changes what it has popped."""
+    """Makes a model whose first popping layer changes the popped value."""
     return nn.Sequential(stashed(torch.exp, 2), taken(change), taken(torch.add))
 
 
@@ -267,7 +267,7 @@ def set_to_zero(d: dict[str, Tensor]) -> Tensor:
 def test_a_container_that_is_changed_later_is_popped_as_it_was_stashed(
     balance: list[int], mode: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
-    """So that the result does not depend on the balance and on whether there is a graph."""
+    """So the result depends neither on the balance nor on whether there is a graph."""
 
     @skippable(stash=["a"])
     class StashDict(nn.Module):

@@ -1,4 +1,4 @@
-"""Whether stashes and pops match is known before anything runs."""
+"""Tests that mismatched stashes and pops are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Forward = Generator[Any, Any, Any]
 
 
 class Both(Skippable):
-    """Stashes and pops whatever it declares."""
+    """A layer that stashes and pops whatever it declares."""
 
     def forward(self, x: Tensor) -> Forward:
         for name in sorted(self.skip_pops):
@@ -43,7 +43,7 @@ def p(*names: str) -> Both:
 
 
 class Together(nn.Module):
-    """Runs its layers in an order of its own."""
+    """A module that runs its layers in an order of its own."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

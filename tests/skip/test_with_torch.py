@@ -1,4 +1,4 @@
-"""Skippable layers under what torch offers around layers: hooks, autocast, compile, functional."""
+"""Tests skippable layers under torch's hooks, autocast, compile and functional calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages on two devices in a call: what is copied, and which stream waits for which.
+"""Tests stages on two devices in a call: which values are copied, and which stream waits for which.
 
 The second device is ``meta``, which tensors really are copied to, with streams that only note what
 they are told.

@@ -1,4 +1,4 @@
-"""Outcome: which failure counts, which tasks may start, and when a run is over."""
+"""Tests Outcome: which failure counts, which tasks may start, and when a run is over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outcome() -> Outcome:
 
 
 class RunError(Exception):
-    """Unlike the built-in ones it can be referenced weakly."""
+    """An error that, unlike built-in ones, can be referenced weakly."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Skips of a call: what is on its way when, and the nodes that they pass through."""
+"""Tests skips of a call: which are in transit when, and the nodes that they pass through."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_skip_of_a_task_that_fails_is_not_sent() -> None:
 
 
 def test_a_skip_is_one_more_value_of_the_recomputation_and_the_fork() -> None:
-    """The backward of the stash is over before that of the micro-batch before begins."""
+    """The backward of the stash ends before that of the previous micro-batch begins."""
     run = Driven([[Stash(scale())], [Pop(scale())]], inputs_of(2), recomputed=2)
     run.do("F[0,0]", "F[1,0]")
     ys = [run.stages[0].links.y.receive(i, do_nothing) for i in range(2)]

@@ -1,4 +1,4 @@
-"""One stage: what F[i,j] sends, and when it does not run.
+"""Tests one stage: what F[i,j] sends, and when it does not run.
 
 Stages are driven by hand here, on the thread of the test.
 """

@@ -1,4 +1,4 @@
-"""What holds for ``forward`` and holds for a step: grad mode, modes of checkpoint."""
+"""Tests that a step keeps the contract of ``forward``: grad mode, modes of checkpointing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_step_in_eval_mode_equals_the_plain_modules_in_eval_mode(way: Way) -> 
 
 
 class Force(nn.Module):
-    """Minus the gradient of an energy by the input."""
+    """A layer that returns minus the gradient of an energy by the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_torch_in_a_layer_is_right_or_refused_where_it_is_reentr
 
 
 def recomputed(pipe: Pipe, **options: Any) -> int:
-    """How many of four micro-batches."""
+    """Returns how many of four micro-batches are recomputed."""
     calls.clear()
     pipe.forward_backward(batch(4), loss_fn=mean, **options)
     return len(calls)
@@ -139,7 +139,7 @@ calls: list[bool] = []
 
 
 class Counts(nn.Module):
-    """Counts its recomputations; can be pickled."""
+    """A layer that counts its recomputations and can be pickled."""
 
     def forward(self, x: Tensor) -> Tensor:
         if is_recomputing():

@@ -1,4 +1,4 @@
-"""A step is the plain module's forward and ``loss.backward()``: outputs, gradients, losses.
+"""Tests that a step equals the plain module's forward and ``loss.backward()``.
 
 ``tests/contract`` has what holds for a call as well.
 """
@@ -188,7 +188,7 @@ def test_a_frozen_model_may_have_a_loss_that_learns(way: Way) -> None:
 
 @ways
 def test_a_loss_may_use_parameters_of_the_model(way: Way) -> None:
-    """As weight decay does: some of the gradient comes from another partition than the rest."""
+    """As weight decay does. Then a gradient comes from two partitions."""
     module, x = seven_layers(), batch(7)
     plain = copy.deepcopy(module)
 
@@ -212,7 +212,7 @@ def test_a_loss_may_change_the_output_in_place(schedule: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_modes_give_the_same_bits(schedule: str, mode: str) -> None:
-    """And so do two runs."""
+    """Two runs give the same bits, too."""
 
     def gradients(checkpoint: str) -> Any:
         torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Sums of gradients: what is added to what, and where."""
+"""Tests how gradients are summed, and where."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_anomaly_detection_reads_nothing_of_a_step_on_another_stream_than_the_ca
 def test_the_sums_of_a_step_become_the_gradients_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copied, all gradients would be there twice at the end of a step."""
+    """If they were copied, all gradients would exist twice at the end of a step."""
     sums: dict[str, set[int]] = {}
 
     def noted(name: str, of: Callable[[Arriving], Any]) -> Callable[[Arriving], Any]:
@@ -160,7 +160,7 @@ def _hooked_after() -> tuple[Any, ...]:
 
 
 def _hooked_behind() -> tuple[Any, ...]:
-    """As ``DistributedDataParallel`` does."""
+    """Returns a weight, a gradient, and the accumulation node that DDP would hook."""
     one = weight()
     node = one.view_as(one).grad_fn
     assert node is not None

@@ -1,4 +1,4 @@
-"""R3 to R5 of a whole step, one fact each: which error is raised, what runs, what is left."""
+"""Tests R3 to R5 in a whole step: which error is raised, which tasks run, what is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def rows(m: int) -> Tensor:
-    """``m`` micro-batches of one row, whose first column is its number."""
+    """Makes ``m`` micro-batches of one row, whose first column is its number."""
     return torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
 
 
@@ -171,7 +171,7 @@ def test_an_error_that_is_raised_again_has_the_notes_of_both_places_once_each() 
 
 
 class Branches(nn.Module):
-    """Saves activations in two branches; the backward of one of them calls ``act``."""
+    """A layer that saves activations in two branches; one branch's backward calls ``act``."""
 
     def __init__(self, seen: Activations, act: Callable[[], None]) -> None:
         super().__init__()

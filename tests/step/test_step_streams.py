@@ -1,4 +1,4 @@
-"""Copies between devices in a step: what is copied, and what waits for what.
+"""Tests copies between devices in a step, and which stream waits for which.
 
 Stages are driven by hand, with the fake streams of ``tests/stages.py``. F[0,0] runs on ``cpu`` and
 F[0,1] on ``meta``.
@@ -25,7 +25,7 @@ from tests.stages import CPU, META, Driven, FakeStreams
 
 @pytest.fixture(scope="module")
 def meta() -> None:
-    """The first operation on the meta device imports a lot; let no test pay for that."""
+    """Runs a first operation on the meta device, whose many imports no test should pay for."""
     x = torch.ones(2, device=META, requires_grad=True)
     torch.autograd.backward((torch.zeros_like(x, device=META) * x).clone().sum())
 
@@ -36,7 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
 
 
 class DrivenStep(Driven):
-    """One micro-batch of a step; notes what each action asks of streams."""
+    """One micro-batch of a step, with a log of each action's stream operations."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DrivenStep(Driven):
             raise error
 
     def sums(self, j: int) -> list[Tensor]:
-        """The gradients of the weights of stage ``j``."""
+        """Returns the gradients of the weights of stage ``j``."""
         cut = self.stages[j].cut
         assert cut is not None
         return [total for _, total in cut.gradients.take()]

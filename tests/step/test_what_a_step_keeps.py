@@ -1,4 +1,4 @@
-"""Values that no later backward needs: a step keeps them neither where they came from nor after.
+"""Tests that a step drops values that no later backward needs, at their source and after it.
 
 On CPU, where both devices are one. ``tests/devices/test_peak_memory.py`` has the bytes of each.
 """

@@ -1,4 +1,4 @@
-"""What a report says of timelines made by hand."""
+"""Tests the reports of timelines made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trace that Perfetto reads, the picture, and the command that makes both of any script."""
+"""Tests the trace for Perfetto, the picture, and the command that makes both for any script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""P1, P2, P3 and P6 of the pool, most of them through a pipe. P4 and P5: test_exit, test_fork."""
+"""Tests P1, P2, P3 and P6 of the pool, mostly through a pipe. P4 and P5: test_exit, test_fork."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where another thread is in Python."""
+"""Tests finding out where another thread is in Python."""
 
 from __future__ import annotations
 

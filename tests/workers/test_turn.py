@@ -1,4 +1,4 @@
-"""Turns: who asks for one, how long one is kept, and that nobody ever depends on one."""
+"""Tests turns: which tasks ask for one, how long it is kept, and that none depends on one."""
 
 from __future__ import annotations
 
