@@ -1,4 +1,4 @@
-"""A warning about layers that take dimension 0 for time."""
+"""Tests the warning about layers whose dimension 0 is time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipert import NotBatchFirstWarning, Pipe
 
 
 class Block(nn.Module):
-    """A layer of the user's around one of torch's."""
+    """A user's layer around one of torch's."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_the_warning_has_its_own_category_to_ignore() -> None:
 
 
 def test_the_warning_is_justified() -> None:
-    """Along time the states of an LSTM begin anew in each micro-batch."""
+    """If time is split, the states of an LSTM begin anew in each micro-batch."""
     x, plain = torch.randn(6, 3, 4), nn.LSTM(4, 4)
 
     class First(nn.Module):

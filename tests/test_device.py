@@ -1,4 +1,4 @@
-"""Which devices a pipe runs on, and which worker serves which partition."""
+"""Tests which devices a pipe runs on, and which worker serves which partition."""
 
 from __future__ import annotations
 

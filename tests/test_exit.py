@@ -49,7 +49,7 @@ def run(
 
 
 def ends(script: str, fresh: bool = False) -> tuple[int, str]:
-    """How a script ends: its exit code and what it writes to stderr."""
+    """Runs a script; returns its exit code and stderr."""
     result = run(script, fresh=fresh, whole_end=True)
     return result.returncode, result.stderr
 

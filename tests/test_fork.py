@@ -76,7 +76,7 @@ def child(check: Callable[[], bool]) -> int:
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """A pipe that has run, and has threads."""
+    """Makes a pipe that has run, and has threads."""
     with two() as pipe:
         pipe(ROWS)
         yield pipe

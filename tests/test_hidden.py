@@ -27,7 +27,7 @@ def rows(count: int = 4) -> Tensor:
 
 
 class Tokens(UserDict[str, Any]):
-    """As transformers' ``BatchEncoding``: items are attributes, too, and it has some of its own."""
+    """A mapping like transformers' ``BatchEncoding``, with items, and others, as attributes."""
 
     def __init__(self, data: Any, kind: str) -> None:
         super().__init__(data)
@@ -41,7 +41,7 @@ class Tokens(UserDict[str, Any]):
 
 
 class Named(dict[str, Any]):
-    """A dict of a class of one's own."""
+    """A user's subclass of dict."""
 
 
 MAPPINGS: dict[str, Callable[[dict[str, Any]], Any]] = {

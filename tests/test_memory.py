@@ -1,4 +1,4 @@
-"""What keeps activations alive, and what does not. The collector of cycles is off.
+"""Tests which activations stay alive, with the garbage collector off.
 
 Counted is data, not tensor objects: what autograd saves is another object with the same data.
 """
@@ -23,7 +23,7 @@ modes = pytest.mark.parametrize("checkpoint", MODES)
 
 
 class Tanh(nn.Module):
-    """Saves what it computes for the backward, and reports it."""
+    """A layer that saves its result for the backward, and reports it."""
 
     def __init__(self, seen: Activations) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Setting:
 
 @each_way
 def test_pitfall_29_after_a_step_no_activation_is_left(way: Way) -> None:
-    """Nor is the mini-batch."""
+    """The mini-batch is not left either."""
     setting = Setting(way.checkpoint)
     batch = Activations()
     with setting.pipe as pipe:
@@ -234,7 +234,7 @@ def test_a_retained_graph_does_not_keep_recomputed_tensors() -> None:
 
 
 def test_without_grad_a_micro_batch_is_dropped_where_it_has_passed() -> None:
-    """When the last micro-batch gets to the last partition, only outputs are left of the others."""
+    """When the last micro-batch reaches the last partition, only outputs are left of the others."""
     seen = Activations()
     counts: list[int] = []
 

@@ -1,4 +1,4 @@
-"""What observers are told, on which thread, and that they cannot break a run."""
+"""Tests the events of observers, their threads, and that observers cannot break a run."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_every_pair_of_values_is_covered(cases: list[Case]) -> None:
 
 
 def test_a_subset_is_small() -> None:
-    """No choice can have fewer than the two largest parameters have pairs."""
+    """No choice can be smaller than the number of pairs of the two largest parameters."""
     assert len(pairwise(FULL["of the same size"])) <= 16
     assert len(pairwise(FULL["of different sizes"])) == 21
 

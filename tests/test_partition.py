@@ -1,4 +1,4 @@
-"""Splitting a Sequential into partitions and placing them."""
+"""Tests splitting a Sequential into partitions and placing them."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_refusal_of_a_shared_buffer_has_moved_nothing() -> None:
 
 
 class Custom(nn.Module):
-    """Nobody knows what it does."""
+    """A module whose computation is unknown to pipert."""
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2), nn.Identity()])

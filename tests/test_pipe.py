@@ -1,4 +1,4 @@
-"""``Pipe`` as a module: its errors, what it shares with the Sequential, and life around it."""
+"""Tests ``Pipe`` as a module: its errors, and what it shares with the Sequential."""
 
 from __future__ import annotations
 
@@ -691,7 +691,7 @@ def test_pitfall_25_averaged_copy_follows(pipe: Pipe) -> None:
 
 
 class Spy(nn.Module):
-    """Counts its calls."""
+    """A layer that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -811,7 +811,7 @@ def test_a_module_that_is_no_layer_is_refused_as_an_attribute(pipe: Pipe) -> Non
     ids=["deleted", "none", "parameter", "added none"],
 )
 def test_a_layer_cannot_be_removed(remove: Callable[[Pipe], None], pipe: Pipe) -> None:
-    """It would be missing in ``parameters()`` and still be computed."""
+    """It would be missing in ``parameters()`` but still be computed."""
     keys = list(pipe.state_dict())
     with pytest.raises(ValueError, match="layer '0' of a Pipe can be replaced by another, but not"):
         remove(pipe)

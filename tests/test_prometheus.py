@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: what the pipes did, held by nobody, to be read at any moment."""
+"""Tests the metrics for Prometheus, which keep no pipe alive and may be read at any moment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Gate(nn.Module):
 
 
 class Raises(nn.Module):
-    """Raises one error after the other."""
+    """A layer that raises one error after the other."""
 
     def __init__(self, *errors: BaseException) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def pipe(metrics: PipeMetrics) -> Iterator[Pipe]:
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    """What the exposition text says: ``name{label=value,...}`` to the value."""
+    """Parses the exposition text: ``name{label=value,...}`` to the value."""
     found = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:

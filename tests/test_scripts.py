@@ -1,4 +1,4 @@
-"""The process that forks the tests' scripts."""
+"""Tests the process that forks the tests' scripts."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class FakeStream:
-    """Notes what it is told to wait for."""
+    """A stream that notes the streams it is told to wait for."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class FakeStream:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of devices that are not there."""
+    """Provides fake streams of missing devices."""
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
 

@@ -51,7 +51,7 @@ def test_same_record(case): pass
 
 @functools.cache
 def collected(folder: Path, *options: str) -> dict[str, list[str]]:
-    """The cases that pytest would run of each test."""
+    """Returns the cases of each test that pytest would run."""
     (folder / "test_program.py").write_text(PROGRAM)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep\n    pairwise\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-p", "no:cacheprovider", "-q",

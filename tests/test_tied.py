@@ -1,4 +1,4 @@
-"""Tied weights: one parameter that layers of several partitions use.
+"""Tests tied weights: one parameter that layers of several partitions use.
 
 There is one real device here that can compute, so for most of these tests each partition counts as
 a device of its own, and what copies between devices is replaced by a function that copies on the

@@ -30,7 +30,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def build(kind: str = "LlamaForCausalLM") -> Any:
-    """The same tiny model each time, in double precision."""
+    """Builds the same tiny model each time, in double precision."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)
     config = model.config_class(
@@ -80,7 +80,7 @@ def losses_of(trainer: Any) -> list[float]:
 def both(
     folder: Path, make: Callable[[], Any] = build, cuts: list[str] = CUTS, **more: Any
 ) -> tuple[Any, Any]:
-    """The trainers of a pipe and of the plain model, after their trainings."""
+    """Trains a pipe and the plain model; returns both trainers."""
     func = more.pop("compute_loss_func", None)
     data = {"train_dataset": more.pop("train", rows(24)), "compute_loss_func": func}
     data |= {"eval_dataset": more.pop("eval", rows(7))}
@@ -149,7 +149,7 @@ def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_numb
 
 
 class Measures(nn.Module):
-    """Computes a loss of its rows, which have no labels."""
+    """A model that computes a loss of its rows, which have no labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_a_loss_without_labels_is_a_mean_over_rows(tmp_path: Path, accumulate: i
 
 
 def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> None:
-    """Which it has for half precision, on GPUs."""
+    """The accelerator has one for half precision on GPUs."""
     batch = torch.utils.data.default_collate(rows(6))
     grads = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
@@ -237,7 +237,7 @@ def test_after_an_evaluation_in_between_the_pipe_trains_again(tmp_path: Path) ->
 
 @pytest.mark.multi_gpu
 def test_the_model_on_gpus_is_neither_moved_nor_copied(tmp_path: Path) -> None:
-    """Trainer would move it to the first one, and then copy it to all."""
+    """Trainer would move it to the first GPU, and then copy it to all."""
     plain = transformers.Trainer(build(), arguments(tmp_path), train_dataset=rows(24))
     plain.train()
     devices = ["cuda:0", "cuda:1"]

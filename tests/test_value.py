@@ -33,7 +33,7 @@ def test_tensor_that_occurs_twice_is_selected_once(make: Any) -> None:
 
 
 def test_tensor_that_is_a_skip_as_well_is_one_of_each() -> None:
-    """Their gradients come back on different ways."""
+    """Their gradients come back along different paths."""
     tensors, rebuild = tensors_of(Carried((PLAIN, PLAIN), (PLAIN, [LEARNED])))
     assert [id(tensor) for tensor in tensors] == [id(PLAIN), id(PLAIN), id(LEARNED)]
     assert rebuild((1, 2, 3)) == Carried((1, 1), (2, [3]))  # type: ignore[arg-type]

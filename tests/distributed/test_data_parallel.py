@@ -1,4 +1,4 @@
-"""Pipelines beside one another: data-parallel replicas, by DDP or sharded."""
+"""Tests data-parallel replicas of a pipeline, by DDP or sharded."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_replicas_may_be_sharded(settings: dict[str, Any]) -> None:
 
 
 def counted(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A mean over the rows whose target is positive, as a sum and a count."""
+    """Returns the sum and the count of a mean over the rows with a positive target."""
     kept = target[:, 0] > 0
     return (y - target)[kept].square().sum(), int(kept.sum())
 

@@ -1,4 +1,4 @@
-"""Values, losses and gradients over several ranks are the plain module's."""
+"""Tests that values, losses and gradients over several ranks are the plain module's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.ranks import run
 
 
 def layers() -> nn.Sequential:
-    """Six layers, of which one works in place."""
+    """Makes six layers, one of which works in place."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4),

@@ -1,4 +1,4 @@
-"""What crosses from rank to rank keeps its memory format."""
+"""Tests that tensors sent from rank to rank keep their memory format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that are scaled, clipped or divided over several ranks are those of one process."""
+"""Tests that scaled, clipped or divided gradients over several ranks equal one process's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_steps_are_those_of_one_process(norm_type: float) -> None:
 
 
 class Own(nn.Module):
-    """Trains a tensor that is no parameter."""
+    """A layer that trains a tensor that is no parameter."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()

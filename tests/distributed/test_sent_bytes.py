@@ -1,4 +1,4 @@
-"""What is sent between ranks is as much as ``crossing_sizes`` says."""
+"""Tests that ranks send as many bytes as ``crossing_sizes`` predicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.test_features import Case, trees, u_net
 
 
 def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:
-    """By this rank, of a micro-batch that goes forward."""
+    """Returns the bytes that this rank sends in a micro-batch's forward."""
     sent = []
     pack = Boundary.pack
 

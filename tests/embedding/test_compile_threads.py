@@ -33,7 +33,7 @@ same = torch.testing.assert_close
 
 
 class Block(nn.Module):
-    """What one would compile."""
+    """A layer that users would compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def batch(rows: int) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The output, and the gradient of each parameter."""
+    """Returns the output, and the gradient of each parameter."""
     model.zero_grad()
     y = model(x)
     y.square().sum().backward()

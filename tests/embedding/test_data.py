@@ -74,7 +74,7 @@ def loader(context: str | None, **options: Any) -> DataLoader[Any]:
 
 
 def train(model: nn.Module, batches: Iterable[Any], epochs: int = 2) -> list[Tensor]:
-    """The parameters afterwards."""
+    """Trains; returns the parameters afterwards."""
     optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
     for _ in range(epochs):
         for x, target in batches:

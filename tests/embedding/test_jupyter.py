@@ -134,7 +134,7 @@ class Notebook:
 
 
 class CellError(Exception):
-    """What a cell has raised."""
+    """An error raised by a cell."""
 
     def __init__(self, name: str, traceback: str) -> None:
         super().__init__(name, traceback)

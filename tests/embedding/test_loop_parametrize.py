@@ -196,7 +196,7 @@ Pruning = Callable[[nn.Module], object]
 
 
 def prune_at_random(layer: nn.Module) -> None:
-    """Half of the weights, the same wherever the layer is.
+    """Prunes half of the weights, the same ones on every device.
 
     ``random_unstructured`` draws on the layer's device, and a GPU's generator gives other numbers
     than the CPU's: the plain model would lose other weights.

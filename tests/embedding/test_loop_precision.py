@@ -41,7 +41,7 @@ def in_pipe(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
 def loss_under_autocast(
     model: nn.Module, device: torch.device, dtype: torch.dtype, x: Tensor, target: Tensor
 ) -> Any:
-    """Of a model that begins on ``device``."""
+    """Computes the loss of a model that begins on ``device``, under autocast."""
     with torch.autocast(device.type, dtype):
         y = model(x.to(device))
         return mse_loss(y, target.to(y.device))

@@ -54,7 +54,7 @@ PLACES: dict[str, Place | None] = {
 
 
 class Training(NamedTuple):
-    """What there is to save."""
+    """The objects to save: model, optimizer and schedule."""
 
     model: nn.Module
     """The plain module, a pipe of it, or DDP around that."""
@@ -330,7 +330,7 @@ def test_a_run_goes_on_with_a_pipe_that_was_saved_whole(tmp_path: Path) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """Of one process."""
+    """Makes a process group of one process."""
     store = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     yield

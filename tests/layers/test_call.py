@@ -1,4 +1,4 @@
-"""What a layer can ask about its task, and what an error says about it."""
+"""Tests what a layer can ask about its task, and what an error's note says about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.layers import Apply
 
 
 class Ask(nn.Module):
-    """Notes the answers of both questions, by the phase: ``(checkpointing, recomputing)``."""
+    """A layer that notes both answers in each phase: ``(checkpointing, recomputing)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ FORWARD, CHECKPOINTED, RECOMPUTED = (False, False), (True, False), (False, True)
 
 
 def answers(checkpoint: str, rows: int = 3) -> tuple[list[tuple[bool, bool]], ...]:
-    """What a layer hears in the forward and in the backward of 3 micro-batches."""
+    """Returns a layer's answers in the forward and in the backward of 3 micro-batches."""
     ask = Ask()
     with Pipe(
         nn.Sequential(nn.Identity(), ask),
@@ -143,7 +143,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 def note_of(model: nn.Sequential, *args: Any, **kwargs: Any) -> str:
-    """The only note of the error that the last of two partitions raises."""
+    """Returns the only note of the error that the last of two partitions raises."""
     balance = [len(model) - 1, 1] if len(model) > 1 else [1]
     with Pipe(model, balance=balance, devices=["cpu"] * 2, chunks=2) as pipe:
         with pytest.raises(ValueError) as info:
@@ -260,7 +260,7 @@ def test_a_lazy_layer_is_initialised_by_the_first_call_and_recomputed() -> None:
 
 
 class Moving(nn.Module):
-    """Changes a buffer in each forward; ``careful`` ones not in a recomputation."""
+    """A layer that changes a buffer in each forward, but, if ``careful``, in no recomputation."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], Any], careful: bool = False) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_a_refused_change_of_a_buffer_is_undone() -> None:
 
 
 class Replacing(nn.Module):
-    """Puts another tensor in the place of its buffer."""
+    """A layer that replaces its buffer by another tensor."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def test_a_buffer_that_is_replaced_in_a_recomputation_is_put_back_and_refused() 
 
 
 class Sparse(nn.Module):
-    """Changes its sparse buffer in place, or puts another one in its place."""
+    """A layer that changes its sparse buffer in place, or replaces it."""
 
     def __init__(self, layout: torch.layout, factor: float, replaces: bool) -> None:
         super().__init__()

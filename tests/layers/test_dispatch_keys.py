@@ -1,4 +1,4 @@
-"""What pipert needs of torch's private parts. What fails here has been changed by torch."""
+"""Tests the private parts of torch that pipert needs; a failure means that torch changed them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_operations_without_a_kernel_pass(key: Key) -> None:
 
 @both
 def test_higher_order_operators_pass(key: Key) -> None:
-    """Also one that is made afterwards."""
+    """An operator that is made later passes, too."""
     kind: Any = torch._ops.HigherOrderOperator
     made = type("Made", (kind,), {"__call__": lambda self, x: kind.__call__(self, x)})(
         f"pipert_test_{id(key)}"

@@ -1,4 +1,4 @@
-"""What makes a graph of a module is refused for a pipe, by name; it would see pipert alone."""
+"""Tests that tools which trace modules into graphs refuse a pipe by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run: the order in which a model calls its modules, and nothing left behind of it."""
+"""Tests a dry run: it finds the order in which a model calls its modules, and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipert.model.cuts import homes, layers_of
 
 
 class Backwards(nn.Module):
-    """Calls its modules in the reverse order, the first of them twice, and one never."""
+    """A model that calls its modules in reverse, the first of them twice, and one never."""
 
     count: Tensor
 

@@ -1,4 +1,4 @@
-"""Where a model is cut: which names are cuts, what the layers are, and where they live."""
+"""Tests where a model is cut: which names are cuts, what the layers are, and where they live."""
 
 from __future__ import annotations
 

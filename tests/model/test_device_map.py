@@ -1,4 +1,4 @@
-"""Models that came with a ``device_map``, as accelerate and transformers leave it behind."""
+"""Tests models with a ``device_map``, as accelerate and transformers leave it."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool]
 
 
 class Pair(NamedTuple):
-    """A namedtuple of the user's."""
+    """A user's named tuple."""
 
     first: Any
     second: Any
@@ -74,7 +74,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Other:
-    """No tensor."""
+    """A leaf that is no tensor."""
 
     value: Any
 
@@ -120,7 +120,7 @@ rows_and_chunks = sizes(0)
 
 
 def of(kind: type[Leaf], tree: Any) -> list[Any]:
-    """The leaves of that kind."""
+    """Returns the leaves of that kind."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 
 
@@ -235,7 +235,7 @@ def test_every_argument_arrives_in_its_place(
 
 
 def joined(leaf: Any, m: int) -> Any:
-    """What ``gather`` makes of a leaf that went through ``m`` micro-batches unchanged."""
+    """Returns what ``gather`` should make of a leaf unchanged by ``m`` micro-batches."""
 
     def together(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -344,7 +344,7 @@ def test_tensors_that_disagree_on_the_number_of_rows_are_refused_wherever_they_a
 
 
 class Unregistered:
-    """Holds a tensor where no pytree looks."""
+    """An object that holds a tensor and is no pytree."""
 
     def __init__(self) -> None:
         self.rows = torch.zeros(3)

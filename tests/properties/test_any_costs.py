@@ -32,7 +32,7 @@ def chains(draw: st.DrawFn) -> tuple[list[float], list[float]]:
 def blocks(
     counts: Sequence[int], costs: Sequence[float], speeds: Sequence[float]
 ) -> list[Fraction]:
-    """What each device takes, exactly."""
+    """Returns the exact time of each device."""
     totals = [Fraction(0), *accumulate(map(Fraction, costs))]
     cuts = pairwise([0, *accumulate(counts)])
     return [
@@ -41,7 +41,7 @@ def blocks(
 
 
 def best(costs: Sequence[float], speeds: Sequence[float]) -> Fraction:
-    """The longest block of the balance that is returned."""
+    """Returns the longest block of the balance found."""
     counts = balance_by_cost(costs, len(speeds), speeds=speeds)
     return max(blocks(counts, costs, speeds))
 

@@ -54,7 +54,7 @@ class Scale(nn.Module):
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Puts aside what its own parameter makes of its input."""
+    """A layer that stashes the product of its input and its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ UNITS: dict[str, Callable[[], list[nn.Module]]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a pipe may differ in from the one before."""
+    """The settings of a call, which may differ from those of the previous call."""
 
     rows: int
     chunks: int

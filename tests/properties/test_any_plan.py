@@ -1,4 +1,4 @@
-"""What the schedule of a step promises, for any numbers and any placement."""
+"""Tests the promises of a step's schedule, for any numbers and any placement."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_worker_has_one_action_in_a_tick(schedule: Plan) -> None:
 def test_workers_that_take_their_actions_in_order_never_wait_in_a_circle(
     schedule: Plan, data: st.DataObject
 ) -> None:
-    """Whoever of them comes first."""
+    """This holds whatever the threads' timing."""
     queues: dict[int, deque[Action]] = {worker: deque() for worker in schedule.placement}
     for action in schedule:
         queues[schedule.placement[action.j]].append(action)

@@ -1,4 +1,4 @@
-"""Q1 to Q3 of the closable queue: nothing lost, no thread left waiting, closed from anywhere.
+"""Tests Q1 to Q3: no item is lost, no thread is left waiting, any thread may close the queue.
 
 A finalizer that interrupts ``put``, ``get`` or ``close`` is not left to
 chance: a trace function runs it between each pair of the queue's bytecodes in turn.
@@ -28,7 +28,7 @@ WAIT = 10.0  # s; what should happen at once is given up after it
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Let threads switch about as often as they can."""
+    """Makes threads switch about as often as they can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -177,7 +177,7 @@ def test_each_item_of_many_threads_is_accounted_for_exactly_once(items: int, clo
 
 
 def accounts(item: int, outcome: dict[str, list[int]]) -> list[str]:
-    """Where ``item`` went, by name."""
+    """Tells where ``item`` went."""
     return [name for name, items in outcome.items() for it in items if it == item]
 
 

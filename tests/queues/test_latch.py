@@ -1,4 +1,4 @@
-"""The latch opens after all arrivals, for all waiters, and lets a signal through."""
+"""Tests that the latch opens after all arrivals, for all waiters, and lets a signal through."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def start(function: Callable[[], object]) -> threading.Thread:
 
 
 def until_inside_wait(thread: threading.Thread) -> None:
-    """Return when ``thread`` executes :meth:`Latch.wait`."""
+    """Waits until ``thread`` executes :meth:`Latch.wait`."""
     assert thread.ident is not None
     while sys._current_frames()[thread.ident].f_code is not Latch.wait.__code__:
         assert thread.is_alive()

@@ -1,4 +1,4 @@
-"""What profilers see: read from torch.profiler's own trace."""
+"""Tests what profilers see, read from torch.profiler's own trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pipe() -> Pipe:
 
 
 def trace(path: Path, all_threads: bool = True) -> list[dict[str, Any]]:
-    """The events that torch.profiler writes about a step."""
+    """Returns the events that torch.profiler records of a step."""
     config = _ExperimentalConfig(profile_all_threads=all_threads)
     with pipe() as one:
         one(torch.ones(2, 4)).sum().backward()  # the first time torch takes long

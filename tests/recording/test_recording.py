@@ -1,4 +1,4 @@
-"""What is recorded of a pipe on CPU: each task once, where and when it really ran."""
+"""Tests a recording on CPU: it has each task once, where and when it really ran."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Branches(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes its input, so that it is the result of another node then."""
+    """A layer that changes its input in place, so that another node has made it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -188,7 +188,7 @@ def test_tasks_are_in_the_order_of_what_they_need() -> None:
 
 
 class MeetAt(nn.Module):
-    """Waits at one of its calls for another such layer."""
+    """A layer that waits at one of its calls for another such layer."""
 
     def __init__(self, barrier: threading.Barrier, call: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_events_say_which_run_clock_and_device() -> None:
 
 
 class _Noted(torch.autograd.Function):
-    """Calls ``note`` in the backward."""
+    """A function that calls ``note`` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, note: Any) -> Tensor:

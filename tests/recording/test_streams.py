@@ -1,4 +1,4 @@
-"""What is recorded between devices: copies there and back, and waits for them.
+"""Tests recordings between devices: copies there and back, and waits for them.
 
 Streams are faked (see ``tests/stages.py``), and moments are what was last asked of them.
 """
@@ -49,7 +49,7 @@ def test_a_copy_and_the_one_back_say_from_where_to_where_and_how_much(fake: Fake
 
 
 def around(log: list[str], what: str) -> tuple[str, str]:
-    """The entries right before and right after the one that is ``what``."""
+    """Returns the entries right before and right after the entry ``what``."""
     place = log.index(what)
     return log[place - 1], log[place + 1]
 

@@ -26,7 +26,7 @@ rows_for_backward = pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: ro
 
 
 def everything() -> list[object]:
-    """What is put on where this is called."""
+    """Returns the values of all settings on the current thread."""
     return [row.see() for row in ROWS]
 
 
@@ -35,14 +35,14 @@ PLAIN = everything()
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_up() -> None:
-    """The first dispatch mode of a process takes torch a second."""
+    """Makes the process's first dispatch mode, which takes torch a second."""
     with NoNegation():  # type: ignore[no-untyped-call]
         torch.neg(ONE)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """Fail the test that leaves something on, not the ones after it, which would not notice."""
+    """Fails the test that leaves a setting changed, rather than later ones."""
     yield
     assert everything() == PLAIN
 
@@ -55,7 +55,7 @@ class Failed(Exception):
 
 
 class Probe(nn.Module):
-    """Notes what it sees in ``F`` and in ``R``; fails in the phase named ``failing``."""
+    """A layer that notes a setting in ``F`` and in ``R``; fails in the phase named ``failing``."""
 
     def __init__(self, see: Callable[[], object]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Observed:
     def train(
         self, forward: Block = contextlib.nullcontext, backward: Block = contextlib.nullcontext
     ) -> None:
-        """Forward and backward, each inside a block of its own."""
+        """Runs forward and backward, each inside a block of its own."""
         x = torch.ones(2, 1)
         with forward():
             loss = self.pipe(x).sum()
@@ -257,7 +257,7 @@ def test_random_layers_work_under_another_default_device() -> None:
 
 
 class Setting(nn.Module):
-    """Notes the variable, then sets it."""
+    """A layer that notes the variable, then sets it."""
 
     def __init__(self) -> None:
         super().__init__()

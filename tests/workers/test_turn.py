@@ -20,7 +20,7 @@ BETWEEN = turn_module._SHORT * 1.5
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def do(turn: Turn, seconds: float) -> None:
-    """A task whose layers compute for ``seconds``."""
+    """Runs a task whose layers compute for ``seconds``."""
     turn.take()
     turn.executed(0.0, seconds)
 
