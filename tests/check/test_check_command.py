@@ -1,4 +1,4 @@
-"""``python -m pipert check``: what it prints and how it exits, on CPU workers."""
+"""Tests the output and the exit status of ``python -m pipert check``, on CPU workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Findings:
-    """What the checks are made to find, without running any."""
+    """Provides findings in place of those of the checks, none of which are run."""
     findings = Findings([Finding("values", HOLDS, "all equal"), Finding("speed", REPORTED, "2.0")])
     monkeypatch.setattr(command, "run", lambda devices, effort: findings)
     return findings

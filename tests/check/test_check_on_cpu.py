@@ -1,4 +1,4 @@
-"""Each check holds for pipert as it is, and fails with a fault injected: on CPU workers."""
+"""Tests on CPU workers that each check holds for pipert, and fails with an injected fault."""
 
 from __future__ import annotations
 

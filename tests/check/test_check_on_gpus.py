@@ -1,4 +1,4 @@
-"""The whole check on GPUs, and faults of pipert that only GPUs can show; on simulated ones, too."""
+"""Tests the whole check, and faults that only GPUs can show, on GPUs or simulated ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWO = Devices(GPUS[:2])
 
 @pytest.fixture
 def long_tasks() -> Iterator[None]:
-    """Simulated devices that are slow, so that tasks are long in virtual time."""
+    """Makes simulated devices slow, so that tasks are long in virtual time."""
     gpus = simulated_gpus.running()
     if gpus is not None:
         gpus.rates(launch_us=5, memory_gbps=1000, link_gbps=25, tflops=1e-8)

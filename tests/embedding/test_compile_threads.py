@@ -1,4 +1,4 @@
-"""torch.compile and threads: who compiles, who waits, and whose random numbers are whose.
+"""Tests torch.compile and threads: which compiles, which waits, and which random numbers they draw.
 
 Order is forced by backends that wait: a backend is called in the middle of a compilation.
 """

@@ -93,7 +93,7 @@ print("right")
 
 
 class Notebook:
-    """A kernel, and what its cells print."""
+    """A kernel, and the output of its cells."""
 
     def __init__(self, manager: Any, client: Any) -> None:
         self._manager, self._client = manager, client

@@ -87,7 +87,7 @@ def placed(module: nn.Sequential, place: Place | None, **options: Any) -> Iterat
 
 
 def training(model: nn.Module) -> Training:
-    """AdamW with two groups, as is usual, and a schedule that changes each step."""
+    """Makes AdamW with two groups, as is usual, and a schedule that changes in each step."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -186,7 +186,7 @@ EACH_WAY = [
 
 
 def resumed(path: Path, way: str, before: Place | None, after: Place | None) -> list[float]:
-    """The losses after a run was saved in one place and taken up in another."""
+    """Returns the losses after a run was saved in one place and resumed in another."""
     with placed(six_layers(0), before) as model:
         run = training(model)
         train(run, batches()[:BEFORE])

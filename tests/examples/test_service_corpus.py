@@ -1,4 +1,4 @@
-"""The text of the training service: its order, its growth, and a place in it that can be saved."""
+"""Tests the text of the training service: its order, its growth, and its saved position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT = 4
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files, of 5 and 3 windows and some bytes more."""
+    """Makes two files, of 5 and 3 windows and some bytes more."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_bytes(bytes(range(22)))
     (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 115)))

@@ -1,4 +1,4 @@
-"""Parts of the training service, each alone: the saved states, the log, health and HTTP."""
+"""Tests parts of the training service alone: the saved states, the log, health and HTTP."""
 
 from __future__ import annotations
 

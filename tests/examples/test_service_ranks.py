@@ -1,4 +1,4 @@
-"""The saved states of the training service fit one process and several."""
+"""Tests that saved states of the training service fit one process and several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXT = b"the pipeline is full when every worker has a task. " * 40
 
 
 def steps(rank: int, folder: Path, ranks: int, count: int, save: bool) -> list[float]:
-    """Go on from the last state, in one process or in one of ``ranks``; the losses."""
+    """Continues from the last state, in one process or in one of ``ranks``; returns the losses."""
     gpt = importlib.import_module("models.gpt")
     torch.manual_seed(0)
     model = gpt.build_model(gpt.ModelConfig(context=16, width=16, layers=2, heads=2, dropout=0.2))
@@ -111,7 +111,7 @@ RANKS = f"{MODEL} --save-every 2 --keep 9 --log-every 1 --port 0 --chunks 2 --di
 
 
 def serve(rank: int, folder: Path, options: list[str], what: str = "") -> list[dict[str, Any]]:
-    """One process of the service; what it has logged."""
+    """Runs one process of the service; returns its log."""
     program = importlib.import_module("training_service")
     log = folder / f"log of rank {rank}"
     hooked: dict[str, Any] = {"Service": importlib.import_module("service.loop").Service}
@@ -136,7 +136,7 @@ def turns(starter: Starter, tmp_path: Path) -> Folders:
 
 
 def assert_close(actual: Folders, expected: Folders, step: int) -> None:
-    """The same text was read, and nearly the same was learned."""
+    """Asserts that the same text was read, and that parameters are nearly equal."""
     (one, other) = (folders.final(step)["trainer"] for folders in (actual, expected))
     assert one["corpus"] == other["corpus"] and one["chunks"] == other["chunks"]
     for name in ("model", "optimizer"):

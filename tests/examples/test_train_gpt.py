@@ -1,4 +1,4 @@
-"""The GPT example keeps its word: it learns, saves, resumes exactly, refuses what cannot be."""
+"""Tests the GPT example: it learns, saves, resumes exactly, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
 
 @pytest.fixture
 def shape(tmp_path: Path) -> list[str]:
-    """The options of a model that takes a moment."""
+    """Returns the options of a small model."""
     data = tmp_path / "text.txt"
     data.write_bytes(TEXT)
     return [*MODEL.split(), "--data", str(data)]
@@ -31,13 +31,13 @@ def where(two_devices: str) -> list[str]:
 
 @pytest.fixture
 def small(shape: list[str], where: list[str]) -> list[str]:
-    """The options of a run that takes a moment, on CPU and on GPUs."""
+    """Returns the options of a short run, on CPU and on GPUs."""
     return [*shape, *where]
 
 
 @pytest.fixture
 def tiny(shape: list[str]) -> list[str]:
-    """The same on CPU."""
+    """Returns the options of a short run on CPU."""
     return [*shape, *CPU]
 
 

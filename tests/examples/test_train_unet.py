@@ -1,4 +1,4 @@
-"""The U-Net example keeps its word: it denoises, shows it in a picture, refuses what cannot be."""
+"""Tests the U-Net example: it denoises, draws a picture, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TINY = "--balance 33,32 --channels 2 --batch 2 --chunks 2 --steps 2"
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> list[str]:
-    """The options of a run that takes a moment."""
+    """Returns the options of a short run."""
     return [*TINY.split(), "--devices", "cpu,cpu", "--out", str(tmp_path / "unet.png")]
 
 
 @pytest.fixture
 def small(tmp_path: Path, two_devices: str) -> list[str]:
-    """The same on CPU and on GPUs."""
+    """Returns the options of a short run, on CPU and on GPUs."""
     return [*TINY.split(), "--devices", two_devices, "--out", str(tmp_path / "unet.png")]
 
 

@@ -1,4 +1,4 @@
-"""The training service as a process: killed, told to stop, out of memory, stuck, asked how it is.
+"""Tests the service as a process: killed, told to stop, out of memory, stuck, asked for its health.
 
 Whatever happens to it, it must end up with the state of an undisturbed run, bit
 for bit.
@@ -46,7 +46,7 @@ def run(starter: Starter, tmp_path: Path) -> Folders:
 def undisturbed(
     starter: Starter, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], dict[int, float]]:
-    """The last state and the losses of a run that nothing happened to."""
+    """Returns the last state and the losses of an undisturbed run."""
     folders = Folders(starter, tmp_path_factory.mktemp("undisturbed"))
     losses = folders.run().losses()
     assert list(losses) == list(range(1, STEPS + 1))

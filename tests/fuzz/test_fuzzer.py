@@ -61,7 +61,7 @@ def seeded_fault(*patch: Any) -> Iterator[None]:
 
 
 def found(cases: int = 40) -> tuple[Case, str]:
-    """The first case that fails, and how."""
+    """Returns the first case that fails, and its failure."""
     for number in range(cases):
         case = draw(12, number)
         try:

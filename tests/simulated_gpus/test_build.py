@@ -12,7 +12,7 @@ from tests.simulated_gpus import build
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source that nobody has built, and an empty cache."""
+    """Makes a source that was never built, and an empty cache."""
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "interface.cpp").write_text("int sim_nothing() { return 0; }\n")

@@ -31,7 +31,7 @@ def randn(*sizes: int) -> Tensor:
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples."""
+    """Returns the tensors in nested tuples."""
     if isinstance(value, Tensor):
         return [value]
     return [] if value is None else [t for part in value for t in outputs(part)]

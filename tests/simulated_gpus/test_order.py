@@ -17,12 +17,12 @@ DEVICE = torch.device("cuda:0")
 
 
 def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Two, of which neither is the default stream."""
+    """Makes two streams, neither of which is the default stream."""
     return torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
 
 
 def zeros() -> torch.Tensor:
-    """Memory that every stream may use: the host has waited for it."""
+    """Makes memory that every stream may use, because the host has waited for it."""
     x = torch.zeros(8, device=DEVICE)
     torch.cuda.synchronize(DEVICE)
     return x
