@@ -73,9 +73,9 @@ def start(argv: Sequence[str] | None, description: str | None) -> argparse.Names
 
 
 def one_thread_everywhere() -> None:
-    """Start this program anew if threads that it makes would have several intra-op threads.
+    """Restarts this program if the threads that it makes would have several intra-op threads.
 
-    ``torch.set_num_threads`` is for the current thread, and torchgpipe makes new ones in each call.
+    ``torch.set_num_threads`` sets the current thread only; torchgpipe makes new ones in each call.
     """
     if os.environ.get(_THREADS) != "1":
         sys.stdout.flush()

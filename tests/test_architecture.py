@@ -183,12 +183,12 @@ def test_no_function_is_longer_than_60_lines() -> None:
     assert not long
 
 
-def test_the_public_surface_is_what_it_was() -> None:
+def test_the_public_surface_is_unchanged() -> None:
     """If this fails on purpose: change PUBLIC, add a line to CHANGELOG.md and to the docs."""
     assert set(pipert.__all__) == PUBLIC
 
 
-def test_what_is_public_is_documented() -> None:
+def test_public_names_are_documented() -> None:
     assert all(inspect.getdoc(getattr(pipert, name)) for name in PUBLIC - {"__version__"})
 
 

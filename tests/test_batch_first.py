@@ -1,4 +1,4 @@
-"""A warning about layers that take dimension 0 for time."""
+"""Tests the warning about layers whose dimension 0 is time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipert import NotBatchFirstWarning, Pipe
 
 
 class Block(nn.Module):
-    """A layer of the user's around one of torch's."""
+    """A user's layer around one of torch's."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def make(*layers: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 @each_layer
-def test_a_layer_that_takes_time_first_is_named_with_what_to_do(kind: str) -> None:
+def test_a_layer_that_takes_time_first_is_named_with_a_remedy(kind: str) -> None:
     layer = LAYERS[kind]()
     with pytest.warns(NotBatchFirstWarning, match=rf"'1' \({kind}\).*batch_first=True") as caught:
         make(nn.Identity(), layer)
@@ -65,14 +65,14 @@ def test_many_layers_make_one_warning_that_names_some() -> None:
     assert len(caught) == 1
 
 
-def test_who_means_it_ignores_the_category() -> None:
+def test_the_warning_has_its_own_category_to_ignore() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=NotBatchFirstWarning)
         make(nn.LSTM(4, 4))
 
 
-def test_what_it_warns_of_is_so() -> None:
-    """Along time the states of an LSTM begin anew in each micro-batch."""
+def test_the_warning_is_justified() -> None:
+    """If time is split, the states of an LSTM begin anew in each micro-batch."""
     x, plain = torch.randn(6, 3, 4), nn.LSTM(4, 4)
 
     class First(nn.Module):

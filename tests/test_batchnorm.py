@@ -155,7 +155,7 @@ def test_statistics_hold_under_autocast() -> None:
 
 
 class ByTorch(nn.BatchNorm1d):
-    """Calls the function below ``torch.nn.functional``."""
+    """A norm that calls the function below ``torch.nn.functional``."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None and self.momentum is not None
@@ -210,7 +210,7 @@ def test_a_norm_that_updates_its_statistics_by_hand_is_refused_before_it_does() 
 
 
 class Counts(nn.BatchNorm1d):
-    """As BatchNorm counted in old versions of torch."""
+    """A norm that counts as BatchNorm did in old versions of torch."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None
@@ -230,7 +230,7 @@ def test_a_norm_that_counts_in_another_way_is_deferred(checkpoint: str) -> None:
 
 
 class Own(nn.Module):
-    """No BatchNorm, but normalises as one."""
+    """A module that normalises like BatchNorm but is none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def test_a_norm_in_eval_mode_in_a_training_module_is_left_alone() -> None:
 
 
 class Frozen(nn.BatchNorm1d):
-    """Normalises by its running statistics in every mode."""
+    """A norm that uses its running statistics in every mode."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.batch_norm(input, self.running_mean, self.running_var, training=False)
@@ -407,7 +407,7 @@ def test_nothing_of_a_failed_call_gets_into_the_next() -> None:
 
 
 class Meeting(nn.Module):
-    """Lets two callers go on only when both are inside."""
+    """A layer that lets two callers continue only when both are inside."""
 
     def __init__(self, barrier: threading.Barrier) -> None:
         super().__init__()
@@ -553,7 +553,7 @@ def test_a_choice_is_not_warned_about(choice: bool) -> None:
     ],
     ids=["eval", "no statistics", "other norms"],
 )
-def test_there_is_nothing_to_choose_without_running_statistics(module: nn.Sequential) -> None:
+def test_deferral_is_not_warned_of_without_running_statistics(module: nn.Sequential) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         wrap(module)

@@ -1,4 +1,4 @@
-"""Which devices a pipe runs on, and which worker serves which partition."""
+"""Tests which devices a pipe runs on, and which worker serves which partition."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_negative_index_is_refused_as_a_wrong_value() -> None:
 
 
 @pytest.mark.parametrize("entry", [None, True, 1.5, ["cpu"]], ids=repr)
-def test_what_names_no_device_is_refused(entry: Any) -> None:
+def test_a_value_that_names_no_device_is_refused(entry: Any) -> None:
     with pytest.raises(TypeError, match=r"must be a torch\.device, str or int, got"):
         parse_devices([entry])
 

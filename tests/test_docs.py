@@ -1,4 +1,4 @@
-"""What the documentation shows does run, its links lead somewhere, nothing public is left out."""
+"""Tests that the documentation's code runs, its links work, and no public name is left out."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Blocks(nn.Module):
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A process group of this process alone."""
+    """Makes a process group of this process alone."""
     at = f"file://{tmp_path / 'store'}"
     dist.init_process_group("gloo", init_method=at, rank=0, world_size=1)
     yield
@@ -102,8 +102,8 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
-def test_every_block_of_a_page_says_what_it_is(page: Path) -> None:
-    """Only what is called ``python`` is run: code must not be called anything else."""
+def test_every_block_of_a_page_names_its_language(page: Path) -> None:
+    """Only blocks marked ``python`` are run, so code must not be marked otherwise."""
     fences = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
     assert {fence.strip() for fence in fences if "{" not in fence} <= KINDS
     assert ">>>" not in page.read_text()
@@ -126,7 +126,7 @@ PUBLIC = [(module, name) for module in MODULES for name in module.__all__]
 
 
 @pytest.mark.parametrize(("module", "name"), PUBLIC)
-def test_what_is_public_is_in_the_reference(module: ModuleType, name: str) -> None:
+def test_public_names_are_in_the_reference(module: ModuleType, name: str) -> None:
     """If this fails: add the name to docs/api.md."""
     shown = re.findall(r"^\.\. (?:auto|py:)\w+:: ([\w.]+)", (DOCS / "api.md").read_text(), re.M)
     assert f"{module.__name__}.{name}" in shown
@@ -228,7 +228,7 @@ def test_every_link_to_a_file_leads_to_one(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_to_a_heading_leads_to_one(page: Path) -> None:
-    """By the name that both GitHub and MyST give it."""
+    """A heading's anchor is the one that both GitHub and MyST generate."""
     for link, place in PLACE.findall(page.read_text()):
         headings = re.findall(r"^#+ (.*)", (page.parent / link).read_text(), re.MULTILINE)
         known = [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings]

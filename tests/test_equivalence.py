@@ -39,14 +39,14 @@ def _one_intra_op_thread() -> Iterator[None]:
 
 
 class DoubleInTraining(nn.Module):
-    """Like dropout, gives other numbers in train and eval; unlike it, the plain module's."""
+    """A layer that differs between train and eval like dropout, but is deterministic."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if self.training else x
 
 
 class Outcome(NamedTuple):
-    """What a training step leaves behind."""
+    """The results of a training step."""
 
     output: Tensor
     loss: Tensor

@@ -49,7 +49,7 @@ def run(
 
 
 def ends(script: str, fresh: bool = False) -> tuple[int, str]:
-    """How a script ends: its exit code and what it writes to stderr."""
+    """Runs a script; returns its exit code and stderr."""
     result = run(script, fresh=fresh, whole_end=True)
     return result.returncode, result.stderr
 
@@ -62,15 +62,15 @@ def test_pitfall_10_it_exits_with_an_unclosed_pipe(fresh: bool) -> None:
     assert ends("pipe = two(); pipe(ROWS)", fresh=fresh) == (0, "")
 
 
-def test_it_exits_with_an_unclosed_pipe_that_has_not_run() -> None:
+def test_a_program_exits_with_an_unclosed_pipe_that_has_not_run() -> None:
     assert ends("pipe = two()") == (0, "")
 
 
-def test_it_exits_with_a_pipe_in_a_cycle() -> None:
+def test_a_program_exits_with_a_pipe_in_a_cycle() -> None:
     assert ends("pipe = two(); pipe.itself = [pipe]; pipe(ROWS)") == (0, "")
 
 
-def test_it_exits_with_a_graph_that_was_never_run_backward() -> None:
+def test_a_program_exits_with_a_graph_that_was_never_run_backward() -> None:
     script = """
 pipe = two(first=nn.Linear(1, 1), checkpoint="always")
 out = pipe(ROWS)
@@ -78,7 +78,7 @@ out = pipe(ROWS)
     assert ends(script) == (0, "")
 
 
-def test_it_exits_after_training() -> None:
+def test_a_program_exits_after_training() -> None:
     script = """
 pipe = two(first=nn.Linear(1, 1), checkpoint="always")
 pipe(ROWS).sum().backward()
@@ -86,7 +86,7 @@ pipe(ROWS).sum().backward()
     assert ends(script) == (0, "")
 
 
-def test_it_exits_after_a_caught_error_of_a_layer() -> None:
+def test_a_program_exits_after_a_caught_error_of_a_layer() -> None:
     script = """
 pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
 try:
@@ -97,7 +97,7 @@ except ValueError as error:
     assert ends(script) == (0, "")
 
 
-def test_it_exits_after_an_error_of_a_layer_that_nobody_caught() -> None:
+def test_a_program_exits_after_an_uncaught_error_of_a_layer() -> None:
     script = """
 pipe = two(second=Double(lambda x: fail(ValueError("from a layer"))))
 pipe(ROWS)
@@ -106,7 +106,7 @@ pipe(ROWS)
     assert (code, "ValueError: from a layer" in stderr) == (1, True)
 
 
-def test_it_exits_with_the_code_of_sys_exit() -> None:
+def test_a_program_exits_with_the_code_of_sys_exit() -> None:
     assert ends("pipe = two(); pipe(ROWS); sys.exit(3)") == (3, "")
 
 
@@ -120,7 +120,7 @@ print("still here")
     assert (result.returncode, result.stdout, result.stderr) == (4, "", "")
 
 
-def test_it_exits_in_the_middle_of_a_daemon_threads_run() -> None:
+def test_a_program_exits_in_the_middle_of_a_daemon_threads_run() -> None:
     script = """
 running = threading.Event()
 pipe = two(first=Double(lambda x: (running.set(), time.sleep(0.05))), chunks=16)
@@ -138,7 +138,7 @@ running.wait()
     assert ends(script) == (0, "")
 
 
-def test_it_exits_after_the_run_of_another_thread_that_is_no_daemon() -> None:
+def test_a_program_exits_after_the_run_of_a_thread_that_is_no_daemon() -> None:
     script = """
 running = threading.Event()
 pipe = two(first=Double(lambda x: (running.set(), time.sleep(0.01))), chunks=4)
@@ -153,7 +153,7 @@ running.wait()
     assert (result.returncode, result.stdout, result.stderr) == (0, "True\n", "")
 
 
-def test_it_exits_with_a_layer_that_never_returns() -> None:
+def test_a_program_exits_with_a_layer_that_never_returns() -> None:
     script = """
 import pipert.workers.pool
 pipert.workers.pool._AT_EXIT = 0.1
@@ -165,7 +165,7 @@ running.wait()
     assert ends(script) == (0, "")
 
 
-def test_it_exits_with_several_pipes_in_use() -> None:
+def test_a_program_exits_with_several_pipes_in_use() -> None:
     script = """
 running = threading.Barrier(4)
 
@@ -193,7 +193,7 @@ running.wait()
     assert ends(script) == (0, "")
 
 
-def test_it_exits_after_the_start_of_a_thread_was_interrupted() -> None:
+def test_a_program_exits_after_the_start_of_a_thread_was_interrupted() -> None:
     script = """
 name = "_start_joinable_thread"  # from Python 3.13 on
 name = name if hasattr(threading, name) else "_start_new_thread"
@@ -297,7 +297,7 @@ print(sorted(executed[count:]) == sorted(int(x) for x in other))
     )  # fmt: skip
 
 
-def test_after_ctrl_c_the_program_exits() -> None:
+def test_a_program_exits_after_ctrl_c() -> None:
     assert ends(INTERRUPTED) == (0, "")
 
 

@@ -76,7 +76,7 @@ def child(check: Callable[[], bool]) -> int:
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """A pipe that has run, and has threads."""
+    """Makes a pipe that has run, and has threads."""
     with two() as pipe:
         pipe(ROWS)
         yield pipe
@@ -143,7 +143,7 @@ def test_a_child_that_closed_its_parents_pipe_is_refused(pipe: Pipe) -> None:
     assert child(check) == RIGHT
 
 
-def test_a_child_can_close_what_it_has_run(pipe: Pipe) -> None:
+def test_a_child_can_close_a_pipe_that_it_has_run(pipe: Pipe) -> None:
     assert child(lambda: right(pipe) and pipe.close() is None) == RIGHT
 
 

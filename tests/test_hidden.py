@@ -27,7 +27,7 @@ def rows(count: int = 4) -> Tensor:
 
 
 class Tokens(UserDict[str, Any]):
-    """As transformers' ``BatchEncoding``: items are attributes, too, and it has some of its own."""
+    """A mapping like transformers' ``BatchEncoding``, with items, and others, as attributes."""
 
     def __init__(self, data: Any, kind: str) -> None:
         super().__init__(data)
@@ -41,7 +41,7 @@ class Tokens(UserDict[str, Any]):
 
 
 class Named(dict[str, Any]):
-    """A dict of a class of one's own."""
+    """A user's subclass of dict."""
 
 
 MAPPINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -160,7 +160,7 @@ def test_an_object_that_hides_rows_is_refused_and_says_where(
         scatter((rows(4),), {"extra": make(rows(4))}, chunks)
 
 
-def test_it_is_refused_as_the_only_argument_too() -> None:
+def test_an_object_that_hides_rows_is_refused_as_the_only_argument_too() -> None:
     with pytest.raises(TypeError, match=r"args\[0\] is a Plain.*register_dataclass"):
         scatter((Plain(rows(4)),), {}, 2)
     with pytest.raises(TypeError, match=r"args\[0\] is a Slotted.*register_pytree_node"):
@@ -168,7 +168,7 @@ def test_it_is_refused_as_the_only_argument_too() -> None:
 
 
 @each_hiding
-def test_it_may_be_replicated(make: Any, where: str) -> None:
+def test_an_object_that_hides_rows_may_be_replicated(make: Any, where: str) -> None:
     whole = make(rows(4))
     assert [part.args[1] for part in scatter((rows(4), Replicate(whole)), {}, 2)] == [whole] * 2
 
@@ -195,7 +195,7 @@ class Drawn(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_hides_no_rows_goes_to_each_micro_batch(harmless: Any) -> None:
+def test_an_object_that_hides_no_rows_goes_to_each_micro_batch(harmless: Any) -> None:
     assert all(part.args[1] is harmless for part in scatter((rows(4), harmless), {}, 2))
 
 
@@ -243,7 +243,7 @@ def packed() -> Any:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_packed_sequence_is_refused_with_what_to_do(chunks: int) -> None:
+def test_a_packed_sequence_is_refused_with_a_remedy(chunks: int) -> None:
     with pytest.raises(TypeError, match=r"args\[0\] is a PackedSequence.*let the layer pack"):
         scatter((packed(),), {}, chunks)
 
@@ -257,7 +257,7 @@ def test_packed_sequences_are_not_joined() -> None:
 
 
 @pytest.mark.parametrize("make", [Plain, Slotted, lambda x: SimpleNamespace(layers=[x])])
-def test_an_output_that_hides_rows_is_refused_with_what_to_do(make: Any) -> None:
+def test_an_output_that_hides_rows_is_refused_with_a_remedy(make: Any) -> None:
     output = {"logits": rows(2), "past_key_values": make(rows(2))}
     message = r"output\['past_key_values'\] is a .*cannot join.*register.*return None for it"
     with pytest.raises(ValueError, match=message):

@@ -1,4 +1,4 @@
-"""What keeps activations alive, and what does not. The collector of cycles is off.
+"""Tests which activations stay alive, with the garbage collector off.
 
 Counted is data, not tensor objects: what autograd saves is another object with the same data.
 """
@@ -23,7 +23,7 @@ modes = pytest.mark.parametrize("checkpoint", MODES)
 
 
 class Tanh(nn.Module):
-    """Saves what it computes for the backward, and reports it."""
+    """A layer that saves its result for the backward, and reports it."""
 
     def __init__(self, seen: Activations) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Setting:
 
 @each_way
 def test_pitfall_29_after_a_step_no_activation_is_left(way: Way) -> None:
-    """Nor is the mini-batch."""
+    """The mini-batch is not left either."""
     setting = Setting(way.checkpoint)
     batch = Activations()
     with setting.pipe as pipe:
@@ -146,7 +146,7 @@ def test_after_a_step_of_a_pipe_in_a_pipe_no_activation_is_left(checkpoint: str)
 # Between forward and backward ---------------------------------------------------------------------
 
 
-def test_without_checkpointing_all_activations_wait_for_the_backward() -> None:
+def test_all_activations_wait_for_the_backward_without_checkpointing() -> None:
     setting = Setting("never")
     with setting.pipe as pipe:
         y = pipe(torch.randn(8, 3))
@@ -156,7 +156,7 @@ def test_without_checkpointing_all_activations_wait_for_the_backward() -> None:
         del y
 
 
-def test_with_checkpointing_nothing_inside_of_a_partition_waits_for_the_backward() -> None:
+def test_nothing_inside_a_checkpointed_partition_waits_for_the_backward() -> None:
     setting = Setting("always")
     with setting.pipe as pipe:
         y = pipe(torch.randn(8, 3))
@@ -164,7 +164,7 @@ def test_with_checkpointing_nothing_inside_of_a_partition_waits_for_the_backward
         del y
 
 
-def test_with_checkpointing_the_inputs_of_the_partitions_wait_for_the_backward() -> None:
+def test_inputs_of_checkpointed_partitions_wait_for_the_backward() -> None:
     setting = Setting("always")
     with setting.pipe as pipe:
         y = pipe(torch.randn(8, 3))
@@ -221,7 +221,7 @@ def test_a_recomputation_finds_the_activations_of_its_partition_s_previous_one_g
     assert counts == 8 * [0]
 
 
-def test_what_was_recomputed_does_not_stay_with_a_graph_that_is_retained() -> None:
+def test_a_retained_graph_does_not_keep_recomputed_tensors() -> None:
     setting = Setting("always")
     with setting.pipe as pipe:
         y = pipe(torch.randn(8, 3))
@@ -234,7 +234,7 @@ def test_what_was_recomputed_does_not_stay_with_a_graph_that_is_retained() -> No
 
 
 def test_without_grad_a_micro_batch_is_dropped_where_it_has_passed() -> None:
-    """When the last micro-batch gets to the last partition, only outputs are left of the others."""
+    """When the last micro-batch reaches the last partition, only outputs are left of the others."""
     seen = Activations()
     counts: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Splitting a call's arguments into micro-batches and joining the outputs."""
+"""Tests splitting a call's arguments into micro-batches and joining the outputs."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ class Unregistered:
 
 
 class Box:
-    """Registered as a pytree, but without the names of its children."""
+    """A pytree registered without the names of its children."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
 
 
 class Bag:
-    """An object that torch knows nothing about."""
+    """An object that is no pytree."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
 
 
 class Array:
-    """What a NumPy array looks like from here; NumPy itself need not be installed."""
+    """An object like a NumPy array; NumPy itself need not be installed."""
 
     def __init__(self, ndim: int) -> None:
         self.ndim = ndim
@@ -64,7 +64,7 @@ class Array:
 
 
 class Ambiguous:
-    """What comparing two arrays gives."""
+    """The result of comparing two arrays."""
 
     def __bool__(self) -> bool:
         raise ValueError("the truth value of an array is ambiguous")
@@ -75,7 +75,7 @@ pytree.register_pytree_node(Box, lambda box: ([box.content], None), lambda c, _:
 
 
 def call(functions: list[Callable[..., Any]], *args: Any, chunks: int = 2, **kwargs: Any) -> Any:
-    """One call of a pipe with one partition for each function."""
+    """Calls a pipe with one partition for each function."""
     n = len(functions)
     module = nn.Sequential(*map(Apply, functions))
     with Pipe(module, [1] * n, devices=["cpu"] * n, chunks=chunks) as pipe:

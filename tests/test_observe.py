@@ -1,4 +1,4 @@
-"""What observers are told, on which thread, and that they cannot break a run."""
+"""Tests the events of observers, their threads, and that observers cannot break a run."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_an_observer_that_is_added_during_a_run_hears_of_the_next_one() -> None:
     assert log.of("run_started") == [RunInfo(1, 2, 2)]
 
 
-def test_what_is_no_observer_is_refused() -> None:
+def test_an_object_that_is_no_observer_is_refused() -> None:
     with pipe_of(linear()) as pipe:
         with pytest.raises(TypeError, match="must be a pipert.Observer"):
             pipe.add_observer(print)  # type: ignore[arg-type]

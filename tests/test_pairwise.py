@@ -34,8 +34,8 @@ def test_every_pair_of_values_is_covered(cases: list[Case]) -> None:
     assert pairs([cases[k] for k in pairwise(cases)]) == pairs(cases)
 
 
-def test_they_are_few() -> None:
-    """No choice can have fewer than the two largest parameters have pairs."""
+def test_a_subset_is_small() -> None:
+    """No choice can be smaller than the number of pairs of the two largest parameters."""
     assert len(pairwise(FULL["of the same size"])) <= 16
     assert len(pairwise(FULL["of different sizes"])) == 21
 
@@ -46,7 +46,7 @@ def test_two_parameters_lose_no_case_and_one_loses_none() -> None:
     assert pairwise([]) == []
 
 
-def test_a_case_that_is_there_twice_is_chosen_once() -> None:
+def test_a_repeated_case_is_chosen_once() -> None:
     assert pairwise([("a", 1), ("a", 1)]) == [0]
 
 
@@ -55,7 +55,7 @@ def test_the_choice_is_the_same_each_time_and_in_order() -> None:
     assert pairwise(cases) == pairwise(cases) == sorted(pairwise(cases))
 
 
-def test_what_is_to_be_kept_is_kept_and_its_pairs_need_no_other_case() -> None:
+def test_kept_cases_are_chosen_and_their_pairs_need_no_other_case() -> None:
     cases = FULL["of the same size"]
     first = pairwise(cases)
     kept = pairwise(cases, keep=[200, 7])

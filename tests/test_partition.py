@@ -1,4 +1,4 @@
-"""Splitting a Sequential into partitions and placing them."""
+"""Tests splitting a Sequential into partitions and placing them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_sequential_is_accepted(module: nn.Sequential) -> None:
 
 
 @pytest.mark.parametrize("module", [nn.ReLU(), nn.ModuleList(), [nn.ReLU()], None], ids=str)
-def test_what_is_no_sequential_is_refused_by_type(module: object) -> None:
+def test_a_model_that_is_no_sequential_is_refused_by_type(module: object) -> None:
     with pytest.raises(TypeError, match=f"got {type(module).__name__}; put the layers in"):
         check_module(module)
 
@@ -210,7 +210,7 @@ def test_refusal_of_a_shared_buffer_has_moved_nothing() -> None:
 
 
 class Custom(nn.Module):
-    """Nobody knows what it does."""
+    """A module whose computation is unknown to pipert."""
 
 
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.ReLU(), nn.BatchNorm1d(2), nn.Identity()])

@@ -1,4 +1,4 @@
-"""``Pipe`` as a module: its errors, what it shares with the Sequential, and life around it."""
+"""Tests ``Pipe`` as a module: its errors, and what it shares with the Sequential."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_missing_balance_claims_nothing_about_what_is_no_sequential() -> None:
 @pytest.mark.parametrize(
     ("chunks", "kind"), [("auto", ValueError), (2.5, ValueError), (None, TypeError)]
 )
-def test_chunks_that_are_no_number_are_refused_with_what_to_do(
+def test_chunks_that_are_no_number_are_refused_with_a_remedy(
     chunks: Any, kind: type[Exception]
 ) -> None:
     message = rf"chunks must be a whole number, got {chunks!r}; .*four times the partitions"
@@ -196,7 +196,7 @@ UNKNOWN, NOT_SEQUENTIAL = "sometimes", nn.ReLU()
         ("entry of balance must be", {"balance": [0, 9]}),
     ],
 )
-def test_of_two_mistakes_the_one_higher_in_the_table_is_told(
+def test_the_first_of_two_mistakes_in_the_table_is_reported(
     first: str, arguments: dict[str, Any]
 ) -> None:
     with pytest.raises((TypeError, ValueError), match=first):
@@ -289,7 +289,7 @@ def test_index_out_of_range_is_refused(pipe: Pipe, index: int) -> None:
 @pytest.mark.parametrize(
     "part", [slice(1, 3), slice(-2, None), slice(None), slice(0, 4, 2)], ids=str
 )
-def test_slice_gives_what_the_modules_slice_has(part: slice) -> None:
+def test_a_slice_has_the_layers_of_the_modules_slice(part: slice) -> None:
     module = layers()
     with made(module) as pipe:
         assert list(pipe[part].named_children()) == list(module[part].named_children())
@@ -335,13 +335,13 @@ def test_defaults_are_one_chunk_and_except_last() -> None:
 
 
 @pytest.mark.parametrize("name", ["balance", "devices", "partitions"])
-def test_what_is_fixed_cannot_be_assigned(pipe: Pipe, name: str) -> None:
+def test_fixed_attributes_cannot_be_assigned(pipe: Pipe, name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(pipe, name, [])
 
 
 @pytest.mark.parametrize("name", ["balance", "devices"])
-def test_what_is_read_is_a_copy(pipe: Pipe, name: str) -> None:
+def test_attributes_return_copies(pipe: Pipe, name: str) -> None:
     getattr(pipe, name).clear()
     assert len(getattr(pipe, name)) == 2
 
@@ -699,7 +699,7 @@ def test_pitfall_25_averaged_copy_follows(pipe: Pipe) -> None:
 
 
 class Spy(nn.Module):
-    """Counts its calls."""
+    """A layer that counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -819,7 +819,7 @@ def test_a_module_that_is_no_layer_is_refused_as_an_attribute(pipe: Pipe) -> Non
     ids=["deleted", "none", "parameter", "added none"],
 )
 def test_a_layer_cannot_be_removed(remove: Callable[[Pipe], None], pipe: Pipe) -> None:
-    """It would be missing in ``parameters()`` and still be computed."""
+    """It would be missing in ``parameters()`` but still be computed."""
     keys = list(pipe.state_dict())
     with pytest.raises(ValueError, match="layer '0' of a Pipe can be replaced by another, but not"):
         remove(pipe)

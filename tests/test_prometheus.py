@@ -1,4 +1,4 @@
-"""The metrics for Prometheus: what the pipes did, held by nobody, to be read at any moment."""
+"""Tests the metrics for Prometheus, which keep no pipe alive and may be read at any moment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Gate(nn.Module):
 
 
 class Raises(nn.Module):
-    """Raises one error after the other."""
+    """A layer that raises one error after the other."""
 
     def __init__(self, *errors: BaseException) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def pipe(metrics: PipeMetrics) -> Iterator[Pipe]:
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    """What the exposition text says: ``name{label=value,...}`` to the value."""
+    """Parses the exposition text: ``name{label=value,...}`` to the value."""
     found = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         for sample in family.samples:
@@ -156,7 +156,7 @@ def test_the_time_of_tasks_is_told_by_partition_and_phase(
 
 
 @pytest.mark.parametrize("where", WHERES)
-def test_what_a_worker_is_at_shows_while_it_is_at_it(
+def test_metrics_show_a_workers_task_while_it_runs(
     metrics: PipeMetrics, registry: CollectorRegistry, where: str
 ) -> None:
     waits, age = (
@@ -212,7 +212,7 @@ def test_the_bounds_of_the_histograms_can_be_chosen(registry: CollectorRegistry)
     assert bounds == ["0.5", "40.0", "+Inf"]
 
 
-def test_the_names_are_those_of_the_documentation(pipe: Pipe, registry: CollectorRegistry) -> None:
+def test_metrics_have_the_documented_names(pipe: Pipe, registry: CollectorRegistry) -> None:
     with pytest.raises(RuntimeError):
         pipe(torch.ones(8, 5))
     pipe(ROWS)
@@ -318,7 +318,7 @@ def test_a_closed_pipe_is_still_shown(
 
 
 @pytest.mark.slow
-def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
+def test_several_threads_may_read_the_metrics_while_the_pipe_runs(
     pipe: Pipe, registry: CollectorRegistry
 ) -> None:
     count = 4
@@ -351,7 +351,7 @@ def test_it_may_be_read_by_several_threads_while_the_pipe_runs(
                 assert values == sorted(values), f"{key} has fallen"
 
 
-def test_a_pipe_in_place_of_a_registry_is_refused_with_what_to_write() -> None:
+def test_a_pipe_in_place_of_a_registry_is_refused_with_a_remedy() -> None:
     with two() as pipe, pytest.raises(TypeError, match=r"got a Pipe; .*metrics.add\(pipe, name"):
         PipeMetrics(pipe)  # type: ignore[arg-type]
 
@@ -377,6 +377,6 @@ def counted(rank: int) -> dict[str, float]:
             if one.labels.get("outcome") == "succeeded"}  # fmt: skip
 
 
-def test_each_rank_of_a_pipe_over_several_has_its_own() -> None:
+def test_each_rank_of_a_pipe_has_its_own_metrics() -> None:
     for found in run(2, counted):
         assert found["pipert_runs_total"] == found["pipert_run_duration_seconds_count"] == 1

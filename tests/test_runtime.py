@@ -62,13 +62,13 @@ class Stage(nn.Module):
 
 
 def pipe_of(n: int, act: Callable[[int, int], None], chunks: int) -> Pipe:
-    """A pipe of ``n`` partitions with one :class:`Stage` each."""
+    """Makes a pipe of ``n`` partitions with one :class:`Stage` each."""
     layers = [Stage(j, act) for j in range(n)]
     return Pipe(nn.Sequential(*layers), balance=[1] * n, devices=["cpu"] * n, chunks=chunks)
 
 
 def rows(m: int, first: int = 0) -> Tensor:
-    """A mini-batch of ``m`` rows that hold their own numbers."""
+    """Makes a mini-batch of ``m`` rows that hold their own numbers."""
     return torch.arange(first, first + m, dtype=torch.float32).unsqueeze(1)
 
 
@@ -88,7 +88,7 @@ def failures(monkeypatch: pytest.MonkeyPatch) -> Failures:
 
 
 class Interrupt(BaseException):
-    """What the signal handler of these tests raises, as Ctrl-C raises KeyboardInterrupt."""
+    """The exception of these tests' signal handler, in place of KeyboardInterrupt."""
 
 
 class Signal:
@@ -135,14 +135,14 @@ def interrupt() -> Iterator[Signal]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported() -> None:
-    """The first call imports a lot; let no test pay for that."""
+    """Makes a first call, whose many imports no test should pay for."""
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
     torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
 
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """Without the collector of cycles; reference counting alone has to free everything."""
+    """Turns the garbage collector off: reference counting alone has to free everything."""
     gc.collect()
     gc.disable()
     yield
@@ -389,7 +389,7 @@ def test_no_task_of_a_call_that_was_interrupted_runs_later(interrupt: Signal) ->
 
 
 class StageError(Exception):
-    """Says which task raised it."""
+    """An error that says which task raised it."""
 
 
 def test_the_traceback_begins_in_the_caller() -> None:
@@ -475,7 +475,7 @@ def test_after_a_failure_earlier_tasks_still_run_since_they_might_fail_too(
     assert (0, 2) in started
 
 
-def test_after_an_interrupt_nothing_starts(
+def test_no_task_starts_after_an_interrupt(
     interrupt: Signal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Task] = []
@@ -559,13 +559,13 @@ def worker(name: str) -> WorkerThread:
 
 
 def throw_into(name: str, error: type[BaseException]) -> None:
-    """Throw an exception into the worker of that name, as debuggers and watchdogs do."""
+    """Throws an exception into the worker of that name, as debuggers and watchdogs do."""
     ident, kind = ctypes.c_ulong(worker(name).ident or 0), ctypes.py_object(error)
     assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, kind) == 1
 
 
 def wait_until_inside(name: str, function: str) -> None:
-    """Wait until the worker of that name is in a call of ``function``."""
+    """Waits until the worker of that name is in a call of ``function``."""
     ident = worker(name).ident or 0
     for _ in range(1000):
         stack = traceback.extract_stack(sys._current_frames()[ident])

@@ -1,4 +1,4 @@
-"""The process that forks the tests' scripts."""
+"""Tests the process that forks the tests' scripts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(pid)
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_it_ends_though_a_child_of_the_tests_has_a_copy_of_its_stdin() -> None:
+def test_the_server_ends_even_if_a_child_of_the_tests_has_its_stdin() -> None:
     """A worker of a data loader, say: the end of a file is not seen until each copy is closed."""
     ended = run(FORKING, fresh=True)
     os.kill(int(ended.stdout), signal.SIGKILL)

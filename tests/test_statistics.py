@@ -88,7 +88,7 @@ def test_failures_are_counted() -> None:
     assert (seen.runs, seen.failures, seen.succeeded, seen.cancellations) == (3, 3, 0, 0)
 
 
-def test_what_a_worker_does_is_seen_while_it_does_it() -> None:
+def test_statistics_show_a_workers_task_while_it_runs() -> None:
     gate = Gate()
     with pipe_of(Apply(gate), linear(), chunks=2) as pipe:
         thread = threading.Thread(target=pipe, args=(X,))
@@ -146,7 +146,7 @@ def test_waiting_for_input_is_not_busy() -> None:
     assert seen.workers[0].busy_seconds > seen.workers[1].busy_seconds > 0
 
 
-def test_it_is_a_frozen_value_that_can_be_sent_anywhere() -> None:
+def test_statistics_are_frozen_and_can_be_pickled() -> None:
     with pipe_of(linear()) as pipe:
         pipe(X)
         seen = pipe.statistics()

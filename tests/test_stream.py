@@ -1,4 +1,4 @@
-"""Copy streams: none on CPU, where waits and copies come down to nothing."""
+"""Tests copy streams; on CPU there are none, and waits and copies do nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class FakeStream:
-    """Notes what it is told to wait for."""
+    """A stream that notes the streams it is told to wait for."""
 
     def __init__(self, device: Any = None) -> None:
         self.device = device
@@ -31,7 +31,7 @@ class FakeStream:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of devices that are not there."""
+    """Provides fake streams of missing devices."""
     monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
 
@@ -55,7 +55,7 @@ def test_a_copy_stream_is_on_its_device(fakes: None) -> None:
     assert got is not None and got.device == torch.device("cuda", 1)
 
 
-def test_a_new_copy_stream_waits_for_what_its_device_was_given(fakes: None) -> None:
+def test_a_new_copy_stream_waits_for_earlier_work_of_its_device(fakes: None) -> None:
     got: Any = CopyStreams().get(torch.device("cuda", 1), 0)
     assert [awaited.device for awaited in got.awaited] == [torch.device("cuda", 1)]
 

@@ -1,4 +1,4 @@
-"""What pytest runs with ``--sweep`` and without."""
+"""Tests which cases pytest runs with ``--sweep`` and without."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_same_record(case): pass
 
 @functools.cache
 def collected(folder: Path, *options: str) -> dict[str, list[str]]:
-    """The cases that pytest would run of each test."""
+    """Returns the cases of each test that pytest would run."""
     (folder / "test_program.py").write_text(PROGRAM)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep\n    pairwise\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-p", "no:cacheprovider", "-q",
@@ -70,27 +70,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sweep")
 
 
-def test_without_the_option_each_pair_and_what_is_to_be_kept_run(folder: Path) -> None:
+def test_pairs_and_kept_cases_run_without_the_option(folder: Path) -> None:
     found = collected(folder)
     assert found["always"] == [""] and found["once"] == ["1"] and "left_out" not in found
     assert 4 < len(found["pairs"]) < 8 and "2-2-2" in found["pairs"]
     assert len(found["record"]) == 4 and found["record"] == found["same_record"]
 
 
-def test_with_it_everything_runs(folder: Path) -> None:
+def test_everything_runs_with_the_option(folder: Path) -> None:
     found = collected(folder, "--sweep")
     assert {name: len(cases) for name, cases in found.items()} == {
         "left_out": 1, "always": 1, "once": 2, "pairs": 8, "record": 8, "same_record": 8,
     }  # fmt: skip
 
 
-def test_by_the_mark_what_is_left_out_runs_alone(folder: Path) -> None:
+def test_the_mark_selects_the_cases_left_out(folder: Path) -> None:
     found = collected(folder, "--sweep", "-m", "sweep")
     assert found["left_out"] == [""] and found["once"] == ["2"] and "always" not in found
     assert len(found["record"]) == 4
 
 
-def test_a_case_that_is_named_runs_and_k_chooses_among_what_does(folder: Path) -> None:
+def test_a_named_case_runs_and_k_chooses_among_cases_that_run(folder: Path) -> None:
     case = next(c for c in collected(folder, "--sweep", "-m", "sweep")["record"])
     named = folder / f"test_program.py::test_record[{case}]"
     command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-q", str(named)]

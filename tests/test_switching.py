@@ -1,4 +1,4 @@
-"""The job that repeats the tests with threads switched at every chance really does so."""
+"""Tests that the job with frequent thread switches really switches threads at every chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tied weights: one parameter that layers of several partitions use.
+"""Tests tied weights: one parameter that layers of several partitions use.
 
 There is one real device here that can compute, so for most of these tests each partition counts as
 a device of its own, and what copies between devices is replaced by a function that copies on the
@@ -152,7 +152,9 @@ def test_gradients_add_up_in_the_one_parameter(
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 8])
-def test_it_is_copied_once_in_a_run_and_its_gradient_once_back(copies: Copies, chunks: int) -> None:
+def test_a_tied_parameter_is_copied_once_a_run_and_its_gradient_once_back(
+    copies: Copies, chunks: int
+) -> None:
     with pipe_of(language_model(), [2, 2], chunks=chunks) as pipe:
         step(pipe)
     assert (copies.forward, copies.back) == (1, 1)
@@ -169,7 +171,7 @@ def test_each_borrowing_partition_has_a_copy(copies: Copies) -> None:
     assert (copies.forward, copies.back) == (2, 2)
 
 
-def test_it_is_one_parameter_with_both_names_in_the_state_dict(copies: Copies) -> None:
+def test_a_tied_parameter_has_both_names_in_the_state_dict(copies: Copies) -> None:
     module = language_model()
     keys = list(module.state_dict())
     weight = module[0].weight
@@ -210,7 +212,7 @@ def test_autograd_grad_gives_the_sum_and_touches_no_grad(copies: Copies, checkpo
         assert all(grad is None for grad in gradients(pipe).values())
 
 
-def test_a_frozen_one_gets_no_gradient(copies: Copies) -> None:
+def test_a_frozen_tied_parameter_gets_no_gradient(copies: Copies) -> None:
     plain = language_model()
     weight_of(plain).requires_grad_(False)
     with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2) as pipe:
@@ -221,7 +223,9 @@ def test_a_frozen_one_gets_no_gradient(copies: Copies) -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_it_is_copied_too(copies: Copies, mode: Callable[[], Any]) -> None:
+def test_a_tied_parameter_is_copied_without_grad_too(
+    copies: Copies, mode: Callable[[], Any]
+) -> None:
     plain = language_model()
     with pipe_of(copy.deepcopy(plain), [2, 2], chunks=2) as pipe, mode():
         torch.testing.assert_close(pipe(TOKENS), plain(TOKENS))
@@ -330,7 +334,7 @@ def test_callers_at_once_get_their_own_gradients(copies: Copies) -> None:
         torch.testing.assert_close(grad, expected)
 
 
-def test_replacing_its_owner_makes_the_next_partition_the_owner(copies: Copies) -> None:
+def test_replacing_the_owning_layer_makes_the_next_partition_the_owner(copies: Copies) -> None:
     with pipe_of(language_model(), [2, 2]) as pipe:
         weight = pipe[3].weight
         pipe.add_module("0", nn.Embedding(7, 4))
@@ -351,7 +355,7 @@ def test_replacing_a_layer_can_tie_it(copies: Copies) -> None:
         assert copies.forward == 1
 
 
-def test_tying_again_after_assigning_ties_what_there_is_now(copies: Copies) -> None:
+def test_tying_again_after_assigning_ties_the_current_parameters(copies: Copies) -> None:
     with pipe_of(language_model(), [2, 2]) as pipe:
         old = weakref.ref(weight_of(pipe))
         pipe.load_state_dict(pipe.state_dict(), assign=True)
@@ -377,7 +381,7 @@ def test_the_copy_is_gone_with_the_graph(copies: Copies, checkpoint: str, no_gc:
         assert [made() for made in copies.made] == [None]
 
 
-def test_after_a_failure_the_copy_is_gone(copies: Copies, no_gc: None) -> None:
+def test_the_copy_is_gone_after_a_failure(copies: Copies, no_gc: None) -> None:
     with pipe_of(language_model(), [2, 2], chunks=2) as pipe:
         with pytest.raises(IndexError):
             pipe(TOKENS + 100)
@@ -428,7 +432,7 @@ def test_changes_in_place_are_refused_in_every_mode(
             pipe(torch.ones(2, 3))
 
 
-def test_an_owner_that_modifies_it_in_place_is_refused(copies: Copies) -> None:
+def test_an_owner_that_modifies_a_tied_parameter_in_place_is_refused(copies: Copies) -> None:
     embedding = nn.Embedding(7, 4, max_norm=0.1)
     module = nn.Sequential(embedding, nn.Linear(4, 4), nn.GELU(), Head(embedding.weight))
     with pipe_of(module, [2, 2], chunks=2) as pipe:
@@ -436,7 +440,7 @@ def test_an_owner_that_modifies_it_in_place_is_refused(copies: Copies) -> None:
             pipe(TOKENS)
 
 
-def test_what_a_call_does_not_use_gets_no_gradient_by_way_of_what_it_uses(copies: Copies) -> None:
+def test_an_unused_parameter_gets_no_gradient_through_a_used_one(copies: Copies) -> None:
     class Both(nn.Module):
         def __init__(self, used: nn.Parameter, unused: nn.Parameter) -> None:
             super().__init__()
@@ -454,7 +458,7 @@ def test_what_a_call_does_not_use_gets_no_gradient_by_way_of_what_it_uses(copies
     assert seen == [] and unused.grad is None and used.grad is not None
 
 
-def test_a_layer_may_differentiate_by_it_under_no_grad(copies: Copies) -> None:
+def test_a_layer_may_differentiate_by_a_tied_parameter_under_no_grad(copies: Copies) -> None:
     class Slope(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:
             super().__init__()
@@ -471,7 +475,7 @@ def test_a_layer_may_differentiate_by_it_under_no_grad(copies: Copies) -> None:
         torch.testing.assert_close(pipe(torch.ones(2, 3)), plain(torch.ones(2, 3)))
 
 
-def test_a_nested_checkpoint_around_it_is_refused(copies: Copies) -> None:
+def test_a_nested_checkpoint_around_a_tied_layer_is_refused(copies: Copies) -> None:
     class Nested(Head):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = checkpoint(super().forward, x, use_reentrant=False)

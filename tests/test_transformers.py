@@ -30,7 +30,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
 def build(kind: str = "LlamaForCausalLM") -> Any:
-    """The same tiny model each time, in double precision."""
+    """Builds the same tiny model each time, in double precision."""
     torch.manual_seed(0)
     model = getattr(transformers, kind)
     config = model.config_class(
@@ -80,7 +80,7 @@ def losses_of(trainer: Any) -> list[float]:
 def both(
     folder: Path, make: Callable[[], Any] = build, cuts: list[str] = CUTS, **more: Any
 ) -> tuple[Any, Any]:
-    """The trainers of a pipe and of the plain model, after their trainings."""
+    """Trains a pipe and the plain model; returns both trainers."""
     func = more.pop("compute_loss_func", None)
     data = {"train_dataset": more.pop("train", rows(24)), "compute_loss_func": func}
     data |= {"eval_dataset": more.pop("eval", rows(7))}
@@ -111,7 +111,7 @@ def test_losses_and_parameters_are_those_of_the_plain_trainer(
     assert_same(piped, plain)
 
 
-def test_what_is_computed_by_a_function_of_ones_own_is_the_same(tmp_path: Path) -> None:
+def test_a_users_own_loss_function_gives_the_same_training(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
         logits = outputs.logits[:, :-1].flatten(0, 1)
         total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
@@ -149,7 +149,7 @@ def test_a_mean_over_labels_is_the_same_where_the_model_does_not_take_their_numb
 
 
 class Measures(nn.Module):
-    """Computes a loss of its rows, which have no labels."""
+    """A model that computes a loss of its rows, which have no labels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_a_loss_without_labels_is_a_mean_over_rows(tmp_path: Path, accumulate: i
 
 
 def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> None:
-    """Which it has for half precision, on GPUs."""
+    """The accelerator has one for half precision on GPUs."""
     batch = torch.utils.data.default_collate(rows(6))
     grads = []
     for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0)):
@@ -188,7 +188,7 @@ def test_a_scaler_of_the_accelerator_scales_the_gradients(tmp_path: Path) -> Non
         torch.testing.assert_close(scaled, 8 * grad)
 
 
-def test_what_a_subclass_puts_around_the_loss_is_on_in_the_workers(tmp_path: Path) -> None:
+def test_a_subclass_context_around_the_loss_is_active_in_the_workers(tmp_path: Path) -> None:
     seen = []
 
     class Autocast(PipeTrainer):
@@ -236,8 +236,8 @@ def test_after_an_evaluation_in_between_the_pipe_trains_again(tmp_path: Path) ->
 
 
 @pytest.mark.multi_gpu
-def test_on_gpus_the_model_is_neither_moved_nor_copied(tmp_path: Path) -> None:
-    """Trainer would move it to the first one, and then copy it to all."""
+def test_the_model_on_gpus_is_neither_moved_nor_copied(tmp_path: Path) -> None:
+    """Trainer would move it to the first GPU, and then copy it to all."""
     plain = transformers.Trainer(build(), arguments(tmp_path), train_dataset=rows(24))
     plain.train()
     devices = ["cuda:0", "cuda:1"]
@@ -316,7 +316,7 @@ def test_a_model_that_is_no_pipe_is_refused(tmp_path: Path) -> None:
         ("torch_compile", True, "compile layers"),
     ],
 )
-def test_what_a_pipe_cannot_do_is_refused(
+def test_options_that_a_pipe_cannot_support_are_refused(
     tmp_path: Path, name: str, value: object, remedy: str
 ) -> None:
     with pipe_of(build()) as pipe, pytest.raises(ValueError, match=f"{name} must not .*{remedy}"):

@@ -1,4 +1,4 @@
-"""Reaching the tensors inside a pytree, and showing values in errors."""
+"""Tests selecting the tensors inside a pytree, and describing values in errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_tensor_that_occurs_twice_is_selected_once(make: Any) -> None:
 
 
 def test_tensor_that_is_a_skip_as_well_is_one_of_each() -> None:
-    """Their gradients come back on different ways."""
+    """Their gradients come back along different paths."""
     tensors, rebuild = tensors_of(Carried((PLAIN, PLAIN), (PLAIN, [LEARNED])))
     assert [id(tensor) for tensor in tensors] == [id(PLAIN), id(PLAIN), id(LEARNED)]
     assert rebuild((1, 2, 3)) == Carried((1, 1), (2, [3]))  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_value_without_tensors_is_rebuilt_as_it_was(value: Any) -> None:
     assert tensors_of(value)[1](()) == value
 
 
-def test_rebuild_puts_others_in_place() -> None:
+def test_rebuild_inserts_the_new_tensors() -> None:
     _, rebuild = tensors_of(Pair([PLAIN], {"k": (LEARNED, "text")}))
     assert rebuild((torch.tensor(1), torch.tensor(2))) == Pair([1], {"k": (2, "text")})
 

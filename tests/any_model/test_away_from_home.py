@@ -1,4 +1,4 @@
-"""Layers that are called in a later partition than the one in which they are at home."""
+"""Tests layers that are called in a later partition than their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
 class Late(nn.Module):
-    """Calls a layer after the cut that stands before it in the model."""
+    """A model that calls a layer after the cut that follows the layer in the model."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ def family(layer: nn.Module) -> Family:
 
 
 @each_how
-def test_its_statistics_are_updated_once(how: How) -> None:
+def test_statistics_of_a_layer_called_later_are_updated_once(how: How) -> None:
     own = family(nn.BatchNorm1d(4))
     assert_equal(*results(own.make(), own, how._replace(rows=ROWS)))
 
 
 @each_how
-def test_its_random_numbers_are_those_of_the_seed_and_drawn_again(how: How) -> None:
+def test_a_layer_called_later_draws_seeded_numbers_and_replays_them(how: How) -> None:
     own = family(nn.Dropout(0.5))
     model, batch = own.make()
     found = []

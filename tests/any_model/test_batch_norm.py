@@ -1,4 +1,4 @@
-"""Running statistics of a model as it is, where they are deferred to the end of a mini-batch."""
+"""Tests running statistics of an unchanged model, deferred to the end of a mini-batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
 class Normalising(nn.Module):
-    """The norm that is called first stands behind the cut; another one is called twice."""
+    """A model whose first-called norm is placed after the cut; another norm is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Normalising(nn.Module):
 
 @each_how
 @pytest.mark.parametrize("momentum", [0.1, None], ids=["moving average", "cumulative average"])
-def test_statistics_are_updated_once_and_are_those_of_the_batch(momentum: Any, how: How) -> None:
+def test_statistics_are_updated_once_from_the_whole_batch(momentum: Any, how: How) -> None:
     model = Normalising().double()
     model.early.momentum = model.late.momentum = momentum
     batch = {"x": 3 * torch.randn(ROWS, 4, dtype=torch.float64) + 1}
@@ -48,7 +48,7 @@ def test_statistics_are_updated_once_and_are_those_of_the_batch(momentum: Any, h
     assert bool(found["late.running_mean"].any())
 
 
-def test_a_model_in_a_layer_that_another_pipe_recomputes_updates_nothing_again() -> None:
+def test_recomputation_by_an_outer_pipe_does_not_update_statistics_again() -> None:
     model = Normalising()
     options: Any = {"devices": ["cpu"] * 2, "chunks": 2, "deferred_batch_norm": False}
     inner = pipert.pipeline(model, ["last"], **options)

@@ -1,4 +1,4 @@
-"""What hooks keep of the inside of a layer, and the model uses: hidden states, routers' logits."""
+"""Tests tensors that hooks capture inside layers for the model: hidden states, routers' logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ captured: ContextVar[list[Tensor] | None] = ContextVar("captured", default=None)
 
 
 class Block(nn.Module):
-    """Saves enough for its backward to be one node where it is checkpointed."""
+    """A block that saves enough for its backward to be one node when it is checkpointed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Capturing(nn.Module):
-    """Returns what hooks have seen, as ``transformers`` does.
+    """A model that returns the outputs captured by hooks, as ``transformers`` does.
 
     Args:
         name: of the module in each block whose output they keep; the empty string for the block.
@@ -64,7 +64,7 @@ def _capture(module: nn.Module, args: Any, output: Tensor) -> None:
 
 @each_how
 @pytest.mark.parametrize("name", ["", "first", "layers.5"])
-def test_what_a_hook_has_kept_goes_backward_as_in_the_plain_model(name: str, how: How) -> None:
+def test_gradients_flow_through_captured_tensors_as_in_the_plain_model(name: str, how: How) -> None:
     model = Capturing(name).double()
     batch = {"x": torch.randn(ROWS, 4, dtype=torch.float64)}
     two_rows = how._replace(rows=ROWS)  # which normalisation needs

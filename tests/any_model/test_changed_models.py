@@ -32,7 +32,7 @@ class Model(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A layer, and another one beside it."""
+    """A layer with an adapter beside it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def own(model: Any) -> Family:
 
 @each_schedule
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_the_pipe_does_not_know_is_refused_by_name(
+def test_modules_changed_after_the_pipe_was_made_are_refused_by_name(
     change: Callable[[Any], None], schedule: str
 ) -> None:
     model = Model()
@@ -109,7 +109,7 @@ def test_what_the_pipe_does_not_know_is_refused_by_name(
                     run(one, x, schedule)
 
 
-def test_a_pipe_that_is_made_again_knows_them() -> None:
+def test_a_pipe_made_after_the_change_accepts_it() -> None:
     model = Model()
     family = own(model)
     x = torch.randn(ROWS, 4)
@@ -122,7 +122,7 @@ def test_a_pipe_that_is_made_again_knows_them() -> None:
 
 
 @each_schedule
-def test_what_changes_inside_of_layers_or_has_no_parameters_is_taken(schedule: str) -> None:
+def test_changes_inside_layers_or_without_parameters_are_accepted(schedule: str) -> None:
     model: Any = Model()
     x = torch.randn(ROWS, 4)
     with pipeline(model, own(model), "always") as pipe:
@@ -138,7 +138,7 @@ def test_what_changes_inside_of_layers_or_has_no_parameters_is_taken(schedule: s
 
 
 @each_schedule
-def test_a_layer_that_was_compiled_afterwards_is_refused(schedule: str) -> None:
+def test_a_layer_compiled_after_the_pipe_was_made_is_refused(schedule: str) -> None:
     model = Model()
     with pipeline(model, own(model), "always") as pipe:
         model.blocks[2].compile(backend="eager")

@@ -1,4 +1,4 @@
-"""Functions that torch.compile has made, called by a model between its layers."""
+"""Tests functions made by torch.compile that a model calls between its layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class Calling(nn.Module):
-    """Calls a function in its second partition, with a tensor of each."""
+    """A model that calls a function in its second partition, with a tensor of each partition."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def writes(y: Tensor, z: Tensor) -> Tensor:
 @each_how
 @each_backend
 @pytest.mark.parametrize("function", [reads, breaks, writes])
-def test_a_compiled_function_is_one_of_the_models_own(
+def test_a_compiled_function_may_be_called_between_layers(
     function: Function, backend: str, how: How
 ) -> None:
     compiled = torch.compile(function, backend=backend, dynamic=True)
@@ -75,7 +75,7 @@ def test_a_compiled_function_is_one_of_the_models_own(
 
 
 @each_backend
-def test_it_is_compiled_once_for_all_micro_batches(backend: str) -> None:
+def test_a_function_is_compiled_once_for_all_micro_batches(backend: str) -> None:
     graphs = []
     own = family(torch.compile(reads, backend=backend, fullgraph=True))
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_it_is_compiled_once_for_all_micro_batches(backend: str) -> None:
     assert graphs[0] == graphs[1] > 0
 
 
-def test_a_compiled_function_in_a_loss_is_compiled_as_well() -> None:
+def test_a_compiled_function_may_be_called_in_a_loss() -> None:
     own = family(reads)
     compiled = torch.compile(own.loss, backend="eager")
     one = dataclasses.replace(own, loss=lambda output: compiled(output))
@@ -94,7 +94,7 @@ def test_a_compiled_function_in_a_loss_is_compiled_as_well() -> None:
 @pytest.mark.cuda
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("schedule", ["", "1f1b"], ids=["call", "step"])
-def test_what_is_on_another_device_is_not_brought_for_it(schedule: str) -> None:
+def test_a_compiled_function_gets_no_tensor_copied_from_another_device(schedule: str) -> None:
     compiled = torch.compile(reads, backend="aot_eager")
     x = torch.randn(ROWS, 4, dtype=torch.float64)
     for function, refused in ((lambda _, z: compiled(z, z), False), (compiled, True)):

@@ -1,4 +1,4 @@
-"""Lists, dicts and objects that layers are given, and add to."""
+"""Tests lists, dicts and objects that layers receive and add to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ register_dataclass(State)
 
 
 class Adding(nn.Module):
-    """Keeps its output in what it is given, and computes with what is in there already."""
+    """A layer that adds its output to a container, and computes with the container's items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,21 +77,21 @@ def family(kind: type) -> Family:
 
 @each_how
 @pytest.mark.parametrize("kind", [list, dict])
-def test_what_a_layer_adds_to_a_list_or_a_dict_is_there_for_the_next(kind: type, how: How) -> None:
+def test_the_next_layer_sees_an_item_added_to_a_list_or_a_dict(kind: type, how: How) -> None:
     own = family(kind)
     assert_equal(*results(own.make(), own, how))
 
 
 @pytest.mark.parametrize("how", [how for how in HOWS if how.checkpoint == "never"])
 @pytest.mark.parametrize("kind", [OrderedDict, Cache, UserDict, Keys, deque])
-def test_what_a_layer_adds_to_one_of_another_kind_is_there_for_the_next(
+def test_the_next_layer_sees_an_item_added_to_a_container_of_another_kind(
     kind: type, how: How
 ) -> None:
     own = family(kind)
     assert_equal(*results(own.make(), own, how))
 
 
-def test_an_object_that_a_layer_changes_is_refused_where_it_is_checkpointed() -> None:
+def test_a_checkpointed_layer_that_changes_an_object_is_refused() -> None:
     own = family(Keys)
     never, always, *_ = HOWS
     assert_equal(*results(own.make(), own, never))

@@ -1,6 +1,6 @@
-"""How a driven model ends: errors, time limits, closing, threads that are hit from outside.
+"""Tests how a driven model ends: errors, timeouts, closing, exceptions thrown in from outside.
 
-What holds for all pipes is seen by running their tests with ``--driven``.
+Guarantees of all pipes are tested by running the tests of ``Pipe`` with ``--driven``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def nothing(x: Tensor) -> None:
 
 
 class Model(nn.Module):
-    """Two layers; what the code between them does, and the second one, is up to the test."""
+    """Two layers; the test chooses the code between them and the second layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def fail(x: Any) -> Any:
 @pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("where", ["glue", "layer", "loss"])
 @pytest.mark.parametrize("way", ["call", "step"])
-def test_an_error_is_raised_with_its_place_and_leaves_no_tensor(where: str, way: str) -> None:
+def test_an_error_says_where_it_occurred_and_leaves_no_tensor_alive(where: str, way: str) -> None:
     if (where, way) == ("loss", "call"):
         pytest.skip("a call has none")
     model = Model()
@@ -104,7 +104,7 @@ def test_an_error_is_raised_with_its_place_and_leaves_no_tensor(where: str, way:
         assert is_right(pipe, model)
 
 
-def test_a_time_limit_shows_the_drivers_stack_and_the_pipe_is_usable_afterwards() -> None:
+def test_a_timeout_shows_the_drivers_stack_and_leaves_the_pipe_usable() -> None:
     model, go_on = Model(), threading.Event()
 
     def hangs_in_glue(x: Tensor) -> None:
@@ -134,7 +134,7 @@ def test_a_forward_may_close_the_pipe(where: str) -> None:
     assert not wait_until_gone({*drivers()})
 
 
-def test_a_pipe_that_is_dropped_ends_its_drivers_without_the_collector(no_gc: None) -> None:
+def test_dropping_a_pipe_ends_its_drivers_without_the_garbage_collector(no_gc: None) -> None:
     model = Model()
     pipe = pipe_of(model)
     pipe(X)
@@ -143,7 +143,7 @@ def test_a_pipe_that_is_dropped_ends_its_drivers_without_the_collector(no_gc: No
     assert not wait_until_gone({*drivers()})
 
 
-def test_a_wrong_time_limit_of_close_leaves_all_as_it_is() -> None:
+def test_a_wrong_timeout_of_close_changes_nothing() -> None:
     model = Model()
     with pipe_of(model) as pipe:
         with pytest.raises(ValueError, match="timeout"):
@@ -152,7 +152,7 @@ def test_a_wrong_time_limit_of_close_leaves_all_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("where", ["glue", "layer"])
-def test_what_is_thrown_into_a_driver_is_raised_and_the_next_call_is_right(where: str) -> None:
+def test_an_exception_thrown_into_a_driver_is_raised_and_the_next_call_is_right(where: str) -> None:
     model = Model()
 
     def hit(x: Tensor) -> None:
@@ -170,8 +170,8 @@ def test_what_is_thrown_into_a_driver_is_raised_and_the_next_call_is_right(where
         assert is_right(pipe, model)
 
 
-def test_what_is_thrown_into_a_driver_that_waits_is_raised() -> None:
-    """It comes when the driver takes the next turn, which is returned all the same."""
+def test_an_exception_thrown_into_a_waiting_driver_is_raised() -> None:
+    """It is raised when the driver takes the next turn, which is returned nevertheless."""
     model, passed, due = Model(), threading.Semaphore(0), [True]
 
     def hit_the_others(x: Tensor) -> None:
@@ -197,7 +197,7 @@ def test_what_is_thrown_into_a_driver_that_waits_is_raised() -> None:
 
 
 class Swallows(Model):
-    """Catches whatever a layer raises, and goes on."""
+    """A model that catches whatever a layer raises, and goes on."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -210,7 +210,7 @@ class Swallows(Model):
         return x
 
 
-def test_a_forward_that_swallows_its_unwinding_is_unwound_again() -> None:
+def test_a_forward_that_catches_its_unwinding_is_unwound_again() -> None:
     model = Swallows()
     calls: list[bool] = []
     model.glue = lambda x: calls.append(True) or (len(calls) == 3 and fail(x))
@@ -221,7 +221,7 @@ def test_a_forward_that_swallows_its_unwinding_is_unwound_again() -> None:
         assert is_right(pipe, model)
 
 
-def test_a_driver_at_rest_has_nothing_of_its_passage() -> None:
+def test_an_idle_driver_keeps_nothing_of_its_last_passage() -> None:
     model = Model()
     seen: list[Any] = []
     with pipe_of(model) as pipe:
@@ -235,7 +235,7 @@ def test_a_driver_at_rest_has_nothing_of_its_passage() -> None:
 
 
 class Looks:
-    """A task that notes what is on in its thread."""
+    """A task that notes which contexts are active in its thread."""
 
     what: Any = None
     layers_took: float | None = None
@@ -258,7 +258,7 @@ class Looks:
 
 
 class Forking(nn.Module):
-    """Its own code forks a child, which tries to go on."""
+    """A model whose own code forks a child, which tries to go on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class Forking(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_child_that_is_forked_in_a_forward_does_not_wait_for_turns() -> None:
+def test_a_child_forked_in_a_forward_does_not_wait_for_turns() -> None:
     model = Forking()
     with pipert.pipeline(model, ["b"], devices=["cpu", "cpu"], chunks=2) as pipe:
         pipe(torch.ones(2, 3)).sum().backward()

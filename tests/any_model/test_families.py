@@ -1,4 +1,4 @@
-"""Models as they are, of all families: outputs and every gradient are the plain model's."""
+"""Tests unchanged models of all families: outputs and gradients equal the plain model's."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ OFTEN, SELDOM = ([f for f in RUNNING if f.seldom == seldom] for seldom in (False
 
 
 @pytest.mark.parametrize(("family", "how"), in_each_how(OFTEN, SELDOM))
-def test_a_step_is_the_plain_models(family: Family, how: How) -> None:
+def test_a_step_equals_the_plain_models(family: Family, how: How) -> None:
     if how.rows % CHUNKS and family.whole_rows:
         pytest.skip(family.whole_rows)
     assert_equal(*found_and_plain(family, how))
 
 
 @each_family
-def test_the_model_stays_what_it_is(family: Family) -> None:
+def test_a_pipe_leaves_the_model_unchanged(family: Family) -> None:
     model = copy.deepcopy(made(family).model)
     keys, parameters = list(model.state_dict()), dict(model.named_parameters())
     modules = list(model.named_modules())
@@ -71,7 +71,7 @@ each_that_may_drop = pytest.mark.parametrize(
 
 
 def dropping(family: Family) -> Made:
-    """A copy in which all that can drop does so; libraries have layers for it, or numbers."""
+    """Copies a model and turns on all dropout, which libraries keep in layers or as numbers."""
     model, batch = made(family)
     model = copy.deepcopy(model)
     for module in model.modules():
@@ -85,7 +85,7 @@ def dropping(family: Family) -> Made:
 
 @cache
 def drops(family: Family) -> bool:
-    """Whether anything in it can."""
+    """Tells whether anything in the model can drop."""
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -111,7 +111,7 @@ def test_a_seed_gives_the_same_dropout_each_time(family: Family, how: How) -> No
 
 
 @each_that_may_drop
-def test_what_is_recomputed_drops_the_same(family: Family) -> None:
+def test_recomputation_replays_the_same_dropout(family: Family) -> None:
     if not drops(family):
         pytest.skip("nothing in it can drop")
     never, always, *_ = HOWS

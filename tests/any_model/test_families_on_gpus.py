@@ -1,4 +1,4 @@
-"""Models as they are on several GPUs: what a pipe gives there is what the plain model gives."""
+"""Tests unchanged models on several GPUs: a pipe's results equal the plain model's."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
 def forget_states(model: nn.Module) -> None:
-    """Drop tensors with a graph that a model keeps, as recurrent ones do.
+    """Drops tensors with a graph that a model keeps, as recurrent ones do.
 
-    What recomputes a layer is in that graph and has the layer, which has the tensor: nobody can
-    collect that.
+    Such a graph contains the layer's recomputation, which references the layer and so the tensor:
+    a cycle that the garbage collector cannot free.
     """
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -42,7 +42,7 @@ def forget_states(model: nn.Module) -> None:
 
 @each_how
 @each_family
-def test_a_step_on_gpus_is_the_plain_models(family: Family, how: How) -> None:
+def test_a_step_on_gpus_equals_the_plain_models(family: Family, how: How) -> None:
     if family.whole_rows:
         how = how._replace(rows=ROWS)
     model, batch = made(family)

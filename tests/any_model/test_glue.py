@@ -1,4 +1,4 @@
-"""What models do between their layers: any code, whose values cross partitions unseen."""
+"""Tests the code of models between their layers: any code, whose values may cross partitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODELS: list[type[Three]] = []
 
 
 class Three(nn.Module):
-    """Each is large enough to be one node where it is recomputed."""
+    """Three layers, each large enough to be one node when it is recomputed."""
 
     cuts: tuple[str, ...] = ("b", "c")
     needs_example = False
@@ -44,7 +44,7 @@ class CalledTwice(Three):
 
 
 class InReverse(Three):
-    """Where layers live is found by an example."""
+    """A model that calls its layers in reverse; an example finds their partitions."""
 
     cuts = ("b", "a")
     needs_example = True
@@ -126,7 +126,7 @@ mask: ContextVar[Tensor] = ContextVar("mask")
 
 
 class KeepingAMask(Three):
-    """Not on the module, where that of the next micro-batch would take its place."""
+    """Keeps a mask, but not on the module, where the next micro-batch would overwrite it."""
 
     def forward(self, x: Tensor) -> Any:
         mask.set(x > 0)
@@ -162,7 +162,7 @@ class AskingForGradientsOfLayers(Three):
 
 
 class Transforming(Three):
-    """Calls its layers inside of transforms, where they are not recomputed."""
+    """A model that calls its layers inside transforms, where they are not recomputed."""
 
     def forward(self, x: Tensor) -> Any:
         y = torch.func.vmap(self.b)(self.a(x))
@@ -185,7 +185,7 @@ class TransformingWithOthers(Three):
 
 
 class TransformingClones(Three):
-    """Transforms functions of clones, which are of the partition that is current."""
+    """Transforms functions of clones, which belong to the current partition."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -198,7 +198,7 @@ class TransformingClones(Three):
 
 
 class UsingGradientsLater(Three):
-    """Which have graphs, that a backward has made in the middle of the forward."""
+    """Uses gradients with a graph, made by a backward in the middle of the forward."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -211,7 +211,7 @@ class UsingGradientsLater(Three):
 
 
 class Jacobians(Three):
-    """Of each row, by a transform that asks for gradients inside of another one."""
+    """Computes the Jacobian of each row, by nested transforms, the inner one for gradients."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -237,7 +237,7 @@ class HookingTensors(Three):
 
 
 class HookingLate(Three):
-    """Tensors of earlier partitions, of whose gradients more partitions have a part."""
+    """Hooks tensors of earlier partitions whose gradients come from several partitions."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -264,7 +264,7 @@ class Exp(torch.autograd.Function):
 
 
 class ApplyingAFunction(Three):
-    """To a tensor of an earlier partition: no function mode sees that."""
+    """Applies an autograd function, which no mode sees, to a tensor of an earlier partition."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -288,7 +288,7 @@ def _double(module: nn.Module, dx: Any, dy: Any) -> Any:
 
 
 class FirstWithoutGradients(Three):
-    """What a partition has brought along where there are none is used again where there are."""
+    """Uses a tensor copied without gradients once more with gradients."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.a(x)
@@ -325,6 +325,6 @@ def family(model: type[Three], **batch: Any) -> Family:
 
 
 @pytest.mark.parametrize(("model", "how"), in_each_how(MODELS))
-def test_a_model_gives_what_it_gives_without_a_pipe(model: type[Three], how: How) -> None:
+def test_code_between_layers_has_the_plain_models_results(model: type[Three], how: How) -> None:
     own = family(model)
     assert_equal(*results(own.make(), own, how))

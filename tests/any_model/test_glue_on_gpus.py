@@ -1,4 +1,4 @@
-"""What models do between their layers, where these are on several GPUs."""
+"""Tests the code of models between layers on several GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def devices_of(own: Family) -> list[str]:
 
 
 @pytest.mark.parametrize(("model", "how"), in_each_how(THERE))
-def test_a_model_gives_on_gpus_what_it_gives_without_a_pipe(model: type[Three], how: How) -> None:
+def test_code_between_layers_has_the_plain_models_results_on_gpus(
+    model: type[Three], how: How
+) -> None:
     own = family(model)
     module, batch = own.make()
     plain = reference(copy.deepcopy(module), first_rows(batch, how.rows), own.loss, CHUNKS)
@@ -52,7 +54,7 @@ def test_a_model_gives_on_gpus_what_it_gives_without_a_pipe(model: type[Three], 
 
 @each_how
 @pytest.mark.parametrize("model", [Transforming, TransformingWithOthers])
-def test_a_tensor_of_another_gpu_is_refused_in_a_transform(model: type[Three], how: How) -> None:
+def test_a_transform_refuses_a_tensor_of_another_gpu(model: type[Three], how: How) -> None:
     own = family(model)
     module, batch = own.make()
     with pytest.raises(RuntimeError, match=r"torch.func.vmap.*give it tensor.clone.*on cuda:\d"):
@@ -60,7 +62,7 @@ def test_a_tensor_of_another_gpu_is_refused_in_a_transform(model: type[Three], h
 
 
 @each_how
-def test_a_function_that_torch_repeats_finds_tensors_on_two_gpus(how: How) -> None:
+def test_a_function_that_torch_calls_again_may_use_tensors_on_two_gpus(how: How) -> None:
     own = family(CheckpointingItself)
     module, batch = own.make()
     with pytest.raises(RuntimeError, match="on the same device"):
@@ -69,10 +71,10 @@ def test_a_function_that_torch_repeats_finds_tensors_on_two_gpus(how: How) -> No
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("enabled", [True, False], ids=["", "without"])
-def test_a_model_may_ask_for_gradients_by_a_tensor_of_another_gpu(
+def test_a_forward_may_differentiate_by_a_tensor_of_another_gpu(
     enabled: bool, checkpoint: str
 ) -> None:
-    """Where the caller has switched gradients off, too, and the model puts them on."""
+    """Also if the caller has turned gradients off, and the model turns them on."""
     model = Forces().double()
     x = torch.randn(ROWS, 4, dtype=torch.float64, requires_grad=True)
     devices = devices_of(family(Forces))

@@ -1,4 +1,4 @@
-"""Hooks that a layer puts on its argument, which others use, too, see the whole gradient, once."""
+"""Tests that hooks of a layer on an argument with other users see the whole gradient, once."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Hook = Callable[[Tensor], Tensor]
 
 
 class Hooking(nn.Module):
-    """Puts a hook on its argument.
+    """A layer that puts a hook on its argument.
 
     Args:
-        length: of its chain of layers; a short one keeps its graph when it is recomputed.
+        length: the length of its chain of layers; a short one keeps its graph when recomputed.
     """
 
     def __init__(self, hook: Hook, length: int = 20) -> None:
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 class UsedByOthers(Model):
-    """Earlier, later, in the same partition and by other layers that hook it, too."""
+    """Uses the argument earlier, later, in the same partition and in other hooking layers."""
 
     def forward(self, x: Tensor) -> Any:
         x = self.first(x)
@@ -63,7 +63,7 @@ class UsedAlone(Model):
 
 
 class HookedBetween(Model):
-    """By the model's own code, too, which comes before one layer and after another."""
+    """Also hooks the argument in the model's own code, before one layer and after another."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.first(x)
@@ -75,7 +75,7 @@ class HookedBetween(Model):
 
 
 class InAList(Model):
-    """Which then holds what the layer has got."""
+    """Passes a list, which then holds the tensor that the layer received."""
 
     def forward(self, x: Tensor) -> Any:
         ys = [self.first(x), x]
@@ -87,7 +87,7 @@ class InAList(Model):
 
 
 class OfOneOperation(Model):
-    """Tensors that are outputs of one node."""
+    """Hooks tensors that are outputs of one node."""
 
     def forward(self, x: Tensor) -> Any:
         y, z = torch.stack([self.first(x), x]).unbind()
@@ -101,7 +101,7 @@ class HookingOnly(nn.Module):
 
 
 class Changed(Model):
-    """In place, between two hooks."""
+    """Changes the argument in place between two hooks."""
 
     def __init__(self, length: int = 20) -> None:
         super().__init__(length)
@@ -116,7 +116,7 @@ class Changed(Model):
 
 
 class TakenOff(Model):
-    """The last of them, by its handle."""
+    """Removes the last hook by its handle."""
 
     def forward(self, x: Tensor) -> Any:
         y = self.first(x)
@@ -188,7 +188,7 @@ def test_a_hook_of_a_layer_on_an_input_sees_the_whole_gradient_once(how: How) ->
 
 
 class Retaining(nn.Module):
-    """Retains the gradient of its argument."""
+    """A layer that retains the gradient of its argument."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def kept(model: Any) -> list[Tensor]:
 @each_how
 @pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
 @pytest.mark.parametrize("length", [20, 1], ids=["", "short"])
-def test_a_layer_that_retains_the_gradient_of_its_argument_gets_the_whole(
+def test_a_layer_that_retains_its_arguments_gradient_gets_the_whole_gradient(
     length: int, how: How
 ) -> None:
     own = family(ModelRetaining(length))

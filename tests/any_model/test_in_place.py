@@ -1,4 +1,4 @@
-"""Layers that change their argument in place, where the model calls them itself."""
+"""Tests layers that change their argument in place, called by the model's own code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ each_how = pytest.mark.parametrize("how", HOWS, ids=[how.name for how in HOWS])
 
 
 class InPlace(nn.Module):
-    """Uses what a layer has changed under its old name, and changes what glue has made."""
+    """Uses a tensor that a layer has changed, and changes one made between layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def family(cuts: tuple[str, ...], model: nn.Module) -> Family:
 
 @each_how
 @pytest.mark.parametrize("cuts", [("second",), ("third",), ("second", "third")])
-def test_an_activation_in_place_works_where_the_model_calls_it(
+def test_an_in_place_activation_called_by_the_model_works(
     cuts: tuple[str, ...], how: How
 ) -> None:
     own = family(cuts, InPlace())
@@ -55,7 +55,7 @@ class Hidden(nn.Module):
 
 
 class Hiding(nn.Sequential):
-    """Takes its input by name."""
+    """A layer that takes its input by name."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:
@@ -63,7 +63,7 @@ class Hiding(nn.Sequential):
         return x
 
 
-def test_another_layer_that_does_so_is_refused_where_it_is_checkpointed() -> None:
+def test_other_in_place_layers_are_refused_if_checkpointed() -> None:
     own = family(("2",), Hiding(nn.Linear(4, 4), Hidden(), nn.Linear(4, 4)))
     never, always, *_ = HOWS
     assert_equal(*results(own.make(), own, never))
@@ -72,7 +72,7 @@ def test_another_layer_that_does_so_is_refused_where_it_is_checkpointed() -> Non
 
 
 class Views(nn.Module):
-    """A layer gets a tensor and a view of it, and changes one of them."""
+    """A model that passes a tensor and a view of it to a layer, which changes one of them."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Both(nn.Module):
     ],
     ids=["base", "view"],
 )
-def test_a_step_refuses_that_a_layer_changes_one_of_two_that_overlap(
+def test_a_step_refuses_a_layer_that_changes_one_of_two_overlapping_arguments(
     change: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     model = Views(change)

@@ -1,4 +1,4 @@
-"""Loans of turns: on which cores drivers run."""
+"""Tests loans of turns: the cores on which drivers run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="with one core there is n
 
 @pytest.fixture(params=sorted(CORES)[:2])
 def core(request: Any) -> Iterator[int]:
-    """One that the current thread is on."""
+    """Returns a core on which the current thread may run."""
     os.sched_setaffinity(0, {request.param})
     yield request.param
     os.sched_setaffinity(0, CORES)
@@ -72,7 +72,7 @@ def test_a_worker_is_woken_on_the_core_of_its_driver(
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_worker_that_waits_no_more_is_not_bound(
+def test_a_worker_that_no_longer_waits_is_not_bound_to_a_core(
     late: bool, stage: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_one, bind = Loans(n=1, binds=True), loans.bind
@@ -123,7 +123,9 @@ def test_a_forked_child_binds_no_thread_of_its_parent(monkeypatch: pytest.Monkey
     assert len(bound) == 1
 
 
-def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_works_where_threads_cannot_be_bound_to_cores(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def refuse(pid: int, cores: Any) -> None:
@@ -137,7 +139,7 @@ def test_a_pipe_works_where_nobody_may_be_bound(monkeypatch: pytest.MonkeyPatch)
     assert len(asked) == 12  # for each F, the driver, the worker, and what allows it all
 
 
-def test_the_next_partition_does_not_wait_until_a_worker_has_woken(
+def test_the_next_partition_does_not_wait_for_a_worker_to_wake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, waited = threading.Event(), []
@@ -179,7 +181,7 @@ def test_observers_see_a_partition_end_before_the_next_begins(
 
 @pytest.mark.parametrize("when", ["before", "told", "returned"])
 @pytest.mark.parametrize("caught", [False, True])
-def test_what_is_thrown_into_a_driver_while_it_returns_a_turn_is_raised(
+def test_an_exception_thrown_into_a_driver_that_returns_a_turn_is_raised(
     when: str, caught: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     give_back = Loans.give_back
@@ -203,7 +205,7 @@ def test_what_is_thrown_into_a_driver_while_it_returns_a_turn_is_raised(
         assert pipe(torch.ones(2, 3)).shape == (2, 3)
 
 
-def test_a_worker_that_was_bound_is_free_though_its_turn_came_back_with_an_error(
+def test_a_bound_worker_is_freed_even_if_its_turn_returns_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bind = loans.bind
@@ -226,7 +228,7 @@ def test_a_worker_that_was_bound_is_free_though_its_turn_came_back_with_an_error
 
 
 class Layer(nn.Linear):
-    """Notes which cores it may run on."""
+    """A layer that notes the cores on which it may run."""
 
     cores: set[int]
 

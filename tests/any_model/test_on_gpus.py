@@ -1,4 +1,4 @@
-"""Models as they are on several GPUs: what is used is copied, and waited for."""
+"""Tests unchanged models on several GPUs: tensors of other devices are copied and waited for."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """Glue uses parameters, buffers and values of the first partition in all of them."""
+    """A model whose own code uses the first partition's tensors in all partitions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def take_step(
 
 
 @each_how
-def test_arguments_on_the_cpu_are_brought_where_all_partitions_are_on_one_gpu(how: How) -> None:
+def test_arguments_on_the_cpu_are_copied_if_all_partitions_share_one_gpu(how: How) -> None:
     model, (x, target) = Tied().double(), torch.randn(2, 6, 8, dtype=torch.float64)
     expected = loss_of(model(x), target).detach()
     loss = take_step(model, how, x, target, gpus=(1, 1, 1))
@@ -84,7 +84,7 @@ def test_arguments_on_the_cpu_are_brought_where_all_partitions_are_on_one_gpu(ho
 
 @each_how
 @pytest.mark.parametrize("hooked", [False, True])
-def test_parameters_and_values_of_another_partition_are_brought_along(
+def test_parameters_and_values_of_another_partition_are_copied(
     how: How, hooked: bool
 ) -> None:
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_parameters_and_values_of_another_partition_are_brought_along(
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(around: Callable[[], Any]) -> None:
+def test_parameters_and_values_are_copied_without_gradients(around: Callable[[], Any]) -> None:
     model, x = Tied().double(), torch.randn(6, 8, dtype=torch.float64)
     expected = model(x)["logits"]
     devices = ["cuda:0", "cuda:1", "cuda:0"]
@@ -151,7 +151,7 @@ class Table(nn.Module):
 
 
 class MakesElsewhere(nn.Module):
-    """The last partition makes a tensor on the device of the first."""
+    """A model whose last partition makes a tensor on the device of the first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class MakesElsewhere(nn.Module):
         return found
 
 
-def test_what_is_made_on_another_device_is_brought_along() -> None:
+def test_tensors_made_on_another_device_are_copied() -> None:
     model, x = MakesElsewhere(), torch.randn(4, 8)
     with pipert.pipeline(model, ["last"], devices=["cuda:0", "cuda:1"], chunks=2) as pipe:
         for _ in range(3):
@@ -175,7 +175,7 @@ def test_what_is_made_on_another_device_is_brought_along() -> None:
 
 
 class Warm(nn.Module):
-    """Glue of the last partition uses what its owner has computed, and a leaf of its own."""
+    """A model whose last partition uses a tensor computed by its owner, and a leaf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_graphs_and_leaves_of_the_caller_may_be_on_another_device(how: How) -> N
 class AddingLate(nn.Module):
     """Uses a tensor of the first partition when much of the second is done.
 
-    So the copy goes backward early, and one gradient is its own and another node's.
+    So the copy's backward comes early, and one gradient tensor is shared with another node.
     """
 
     def __init__(self, shape: tuple[int, ...]) -> None:
@@ -235,7 +235,7 @@ class AddingLate(nn.Module):
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @each_how
-def test_a_gradient_that_is_being_copied_is_not_added_to(how: How, shape: tuple[int, ...]) -> None:
+def test_no_gradient_is_added_to_one_that_is_being_copied(how: How, shape: tuple[int, ...]) -> None:
     plain = AddingLate(shape)
     x = torch.randn(8, 8)
     go_back(plain(x).square().sum())
@@ -257,7 +257,7 @@ def test_a_gradient_that_is_being_copied_is_not_added_to(how: How, shape: tuple[
 
 
 class Changing(nn.Module):
-    """Glue of the second partition changes a tensor of the first, and the third one uses it."""
+    """A model whose second partition changes a tensor of the first, which the third one uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Changing(nn.Module):
 
 @each_how
 @pytest.mark.parametrize("third", ["cuda:0", "cuda:1", "cuda:2"])
-def test_a_change_in_place_of_what_was_moved_is_seen_later(how: How, third: str) -> None:
+def test_later_partitions_see_an_in_place_change_of_a_copied_tensor(how: How, third: str) -> None:
     if int(third[-1]) >= torch.cuda.device_count():
         pytest.skip("needs another device")
     torch.manual_seed(0)

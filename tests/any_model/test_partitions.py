@@ -1,4 +1,4 @@
-"""Where layers run: what is equal to the plain model could have run in one partition as a whole."""
+"""Tests where layers run: equal results alone could also come from one partition."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ each_family = pytest.mark.parametrize(
 
 @each_family
 def test_a_partition_begins_with_the_first_call_of_its_cut(family: Family) -> None:
-    """In each micro-batch: before that the one before it runs, and behind it no earlier one."""
+    """In each micro-batch the previous partition runs before it, and no earlier one after it."""
     model, batch = copy.deepcopy(made(family))
     found: dict[Any, list[tuple[str, int]]] = {}
 

@@ -1,4 +1,4 @@
-"""When partitions on several GPUs are recomputed in the backward of a call."""
+"""Tests when the backward of a call recomputes partitions on several GPUs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ WAIT = 10.0  # s; what should happen at once is given up after it
 
 
 class Passing(nn.Module):
-    """The next partition uses what all layers of one have returned, and the last one an input.
+    """A model in which a partition uses all outputs of the previous one, and the last one an input.
 
     Args:
-        pairs: of modules in a layer: where they are many, each layer is one node of the graph.
+        pairs: the pairs of modules in a layer; with many, each layer is one node of the graph.
     """
 
     def __init__(self, pairs: int) -> None:
@@ -41,7 +41,7 @@ class Passing(nn.Module):
 
 @pytest.mark.parametrize("backwards", [1, 2])
 @pytest.mark.parametrize("pairs", [1, 20])
-def test_each_is_recomputed_once_for_each_backward(pairs: int, backwards: int) -> None:
+def test_each_partition_is_recomputed_once_for_each_backward(pairs: int, backwards: int) -> None:
     model, x = Passing(pairs).double(), torch.randn(8, 4, dtype=torch.float64, requires_grad=True)
     plain, own = copy.deepcopy(model), x.detach().clone().requires_grad_()
     options: dict[str, Any] = {"devices": ["cuda:0", "cuda:1", "cuda:0"], "chunks": CHUNKS}
@@ -58,7 +58,7 @@ def test_each_is_recomputed_once_for_each_backward(pairs: int, backwards: int) -
 
 
 class Away(nn.Module):
-    """Is at home in the first partition, is called in the second, and has a buffer."""
+    """A layer of the first partition with a buffer, called in the second."""
 
     table: Tensor
 
@@ -74,7 +74,7 @@ class Away(nn.Module):
 
 
 class Early(nn.Linear):
-    """Its recomputation lasts until the other layer has been moved."""
+    """A layer whose recomputation lasts until the other layer has been moved."""
 
     def __init__(self, begun: threading.Event, moved: threading.Event) -> None:
         super().__init__(4, 4)
@@ -109,7 +109,7 @@ class MovedMeanwhile(nn.Module):
         return y
 
 
-def test_a_buffer_may_be_moved_to_its_partition_while_the_one_before_is_recomputed() -> None:
+def test_a_buffer_may_move_while_the_previous_partition_is_recomputed() -> None:
     x = torch.ones(8, 4)
     model = MovedMeanwhile()
     devices = ["cuda:0", "cuda:1"]

@@ -1,4 +1,4 @@
-"""What pipes are compared with is right, and would be seen to be wrong."""
+"""Tests that the reference for pipes is right, and that the comparison notices errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(family: Family, chunks: int = 4, rows: int = ROWS) -> Result:
     return reference(copy.deepcopy(model), first_rows(batch, rows), family.loss, chunks)
 
 
-def test_no_two_have_one_name() -> None:
+def test_names_of_families_are_unique() -> None:
     names = [family.name for family in ZOO]
     assert len(names) == len(set(names))
 
@@ -52,7 +52,7 @@ def test_partitions_are_first_called_in_their_order(family: Family) -> None:
 
 
 @each_family
-def test_it_is_the_same_each_time(family: Family) -> None:
+def test_the_reference_is_the_same_each_time(family: Family) -> None:
     for ours, others in zip(step(family), step(family), strict=True):
         torch.testing.assert_close(ours, others, rtol=0, atol=0)
 
@@ -69,8 +69,8 @@ def test_micro_batches_add_up_to_the_batch_unless_rows_are_mixed(family: Family)
 
 
 @each_family
-def test_a_gradient_that_is_left_out_is_seen(family: Family) -> None:
-    """Of most parameters they are far larger than what counts as a rounding error."""
+def test_a_missing_gradient_is_noticed(family: Family) -> None:
+    """Gradients of most parameters are far larger than the tolerance for rounding errors."""
     found = step(family).grads
     least = 1000 * scale_of(found) * max(tolerance_of(g) for g in found.values() if g is not None)
     seen = [g is not None and float(g.abs().max()) > least for g in found.values()]
@@ -78,7 +78,7 @@ def test_a_gradient_that_is_left_out_is_seen(family: Family) -> None:
     assert sum(seen) > 0.5 * sum(wanted)
 
 
-def test_the_loss_of_what_is_joined_is_that_of_the_parts() -> None:
+def test_the_loss_of_joined_micro_batches_is_that_of_the_parts() -> None:
     model = nn.Linear(3, 2, dtype=torch.float64)
     batch = {"input": torch.randn(6, 3, dtype=torch.float64)}
 

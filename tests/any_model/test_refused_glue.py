@@ -1,4 +1,4 @@
-"""What models do between their layers that a call does, and a step cannot follow: it is refused."""
+"""Tests code between layers that works in a call, and that a step cannot follow and refuses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NAMES = ["base", "view", "view of the base"]
 
 
 class ChangingViews(nn.Module):
-    """Changes a tensor of an earlier partition, and uses it under another name, or when it is late.
+    """Changes a tensor of an earlier partition, and uses it under another name or too late.
 
     Args:
-        changed: the name that it is changed by.
-        used: the name that it is used by.
-        later: whether in a later partition.
+        changed: the name by which it is changed.
+        used: the name by which it is used.
+        later: whether it is used in a later partition.
     """
 
     def __init__(self, changed: int, used: int, later: bool) -> None:
@@ -63,7 +63,7 @@ def test_a_change_under_another_name_is_right_in_a_call_and_refused_in_a_step(
 
 
 class ChangingForAFunction(nn.Module):
-    """Applies a function that no mode sees to what a later partition has changed."""
+    """Applies a function that no mode sees to a tensor that a later partition has changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,11 +91,11 @@ def test_a_change_before_a_function_of_ones_own_is_right_in_a_call_and_refused_i
 
 
 class AskingForForces(nn.Module):
-    """By a tensor of the first partition, in the second one.
+    """Differentiates by a tensor of the first partition, in the second one.
 
     Args:
         directly: whether a part of the gradient does not go back through the first.
-        unused: what ``allow_unused`` is.
+        unused: the value of ``allow_unused``.
     """
 
     def __init__(self, directly: bool, unused: bool) -> None:
@@ -119,7 +119,7 @@ class AskingForForces(nn.Module):
 @each_how
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
 @pytest.mark.parametrize("directly", [False, True], ids=["", "directly"])
-def test_gradients_by_what_is_earlier_are_right_in_a_call_and_refused_in_a_step(
+def test_gradients_by_earlier_tensors_are_right_in_a_call_and_refused_in_a_step(
     directly: bool, unused: bool, how: How
 ) -> None:
     model = AskingForForces(directly, unused).double()
@@ -133,7 +133,7 @@ def test_gradients_by_what_is_earlier_are_right_in_a_call_and_refused_in_a_step(
 
 
 class GoingBack(nn.Module):
-    """Differentiates a part of its own loss."""
+    """A model that differentiates a part of its own loss."""
 
     def __init__(self, alone: bool) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def test_a_transform_through_a_cut_is_right_in_a_call_and_refused_in_a_step(how:
 
 
 class Replacing(nn.Module):
-    """Calls a layer of the first partition, or of the second, with another bias."""
+    """A model that calls a layer of the first or second partition with another bias."""
 
     def __init__(self, name: str, length: int) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Replacing(nn.Module):
 @each_how
 @pytest.mark.parametrize("length", [1, 20], ids=["", "long"])
 @pytest.mark.parametrize("name", ["a", "c"])
-def test_another_parameter_in_place_of_a_layers_own_is_refused_where_that_is_recomputed(
+def test_a_substituted_parameter_is_refused_if_the_layer_is_recomputed(
     name: str, length: int, how: How
 ) -> None:
     model = Replacing(name, length).double()
@@ -232,9 +232,9 @@ class Multiply(torch.autograd.Function):
 
 
 class UsingItUnseen(nn.Module):
-    """What partition 0 has made from ``shared``, in an autograd function of partition 1.
+    """Uses a tensor that partition 0 made from ``shared`` in an autograd function of partition 1.
 
-    ``shared`` is also used there (``how`` is "parameter"), or what was in front of it in
+    ``shared`` itself is used there as well (``how`` is "parameter"), or a tensor before it in
     partition 0 is another argument of such a function.
     """
 
@@ -266,7 +266,7 @@ class Taking(nn.Module):
 
 
 class PassingObjects(nn.Module):
-    """Which torch cannot flatten, to a layer: what is in one was computed from the other's."""
+    """Passes objects that torch cannot flatten; one's tensor was computed from the other's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class PassingObjects(nn.Module):
 
 
 @each_how
-def test_tensors_in_objects_that_layers_get_are_right_in_a_call_and_refused_in_a_step(
+def test_tensors_in_objects_passed_to_layers_are_right_in_a_call_and_refused_in_a_step(
     how: How,
 ) -> None:
     model = PassingObjects().double()
@@ -293,7 +293,7 @@ def test_tensors_in_objects_that_layers_get_are_right_in_a_call_and_refused_in_a
 
 
 @pytest.mark.parametrize("how", ["parameter", "tensor"])
-def test_what_would_go_back_twice_through_an_earlier_partition_is_refused(how: str) -> None:
+def test_a_second_backward_through_an_earlier_partition_is_refused(how: str) -> None:
     x, target = torch.rand(4, 3), torch.rand(4, 3)
     for clones in (True, False):
         model = UsingItUnseen(how, clones)

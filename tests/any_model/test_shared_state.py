@@ -1,4 +1,6 @@
-"""What a ``forward`` keeps on modules across a cut is every micro-batch's, and is named."""
+"""Tests the warning about attributes that a forward sets and later partitions read.
+
+All micro-batches share such an attribute, so the warning names it."""
 
 from __future__ import annotations
 
@@ -115,7 +117,9 @@ SHARING: list[tuple[type[nn.Module], str]] = [
 
 
 @pytest.mark.parametrize("kind, name", SHARING, ids=[kind.__name__ for kind, _ in SHARING])
-def test_what_the_next_micro_batch_sets_again_is_named(kind: type[nn.Module], name: str) -> None:
+def test_an_attribute_overwritten_by_the_next_micro_batch_is_named(
+    kind: type[nn.Module], name: str
+) -> None:
     cut = "inner.b" if kind is Swapping else "b"
     with pipert.pipeline(kind(), cuts=[cut], chunks=4) as pipe:
         with pytest.warns(SharedStateWarning, match=f"sets [^;]*{name}.* of the model") as caught:
@@ -126,13 +130,13 @@ def test_what_the_next_micro_batch_sets_again_is_named(kind: type[nn.Module], na
 
 
 @pytest.mark.parametrize("kind", [KeepingAMask, EvaluatingMeanwhile, Deleting])
-def test_it_is_named_in_a_step(kind: type[Two]) -> None:
+def test_an_overwritten_attribute_is_named_in_a_step(kind: type[Two]) -> None:
     with pipert.pipeline(kind(), cuts=["b"], chunks=4) as pipe:
         with pytest.warns(SharedStateWarning):
             pipe.forward_backward(torch.rand(8, 4), target=torch.rand(8, 4), loss_fn=mse_loss)
 
 
-def test_where_warnings_are_errors_no_values_are_returned() -> None:
+def test_no_values_are_returned_if_warnings_are_errors() -> None:
     pipe = pipert.pipeline(KeepingAMask(), cuts=["b"], chunks=4)
     with pipe:
         for _ in range(3):  # runs that are not looked at are not among them
@@ -151,7 +155,7 @@ class KeepingIfTold(Two):
         return self.b(self.a(x))  # type: ignore[no-any-return]
 
 
-def test_what_a_later_call_begins_to_share_is_named() -> None:
+def test_an_attribute_that_only_a_later_call_shares_is_named() -> None:
     model = KeepingIfTold()
     with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
         for _ in range(3):
@@ -168,7 +172,7 @@ class Grid(NamedTuple):
 
 
 class KeepingWhatIsNotShared(Two):
-    """The same for all, made once, put back before the cut, set behind it, or by a hook."""
+    """Sets constant attributes, or sets and restores them before a cut, after it or by a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +196,7 @@ class KeepingWhatIsNotShared(Two):
         return y * self.cache[0]  # type: ignore[no-any-return]
 
 
-def test_what_is_not_shared_is_passed_over() -> None:
+def test_attributes_that_are_not_shared_cause_no_warning() -> None:
     with pipert.pipeline(KeepingWhatIsNotShared(), cuts=["b"], chunks=4) as pipe:
         for _ in range(4):
             pipe(torch.rand(8, 4))
@@ -201,7 +205,7 @@ def test_what_is_not_shared_is_passed_over() -> None:
 
 
 class MeanwhileInTheFirst(nn.Module):
-    """The first micro-batch goes through partition 1 while the next is in the middle of ``a``."""
+    """Runs the first micro-batch through partition 1 while the next one is inside ``a``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +226,7 @@ class Step(nn.Linear):
         return super().forward(x)
 
 
-def test_what_a_layer_sets_for_a_while_is_not_the_first_micro_batchs() -> None:
+def test_a_temporary_attribute_is_not_attributed_to_the_first_micro_batch() -> None:
     model = MeanwhileInTheFirst()
     is_set, first_is_gone = Event(), Event()
 
@@ -256,7 +260,7 @@ class HookWithAName:
         pass
 
 
-def test_what_cannot_be_compared_is_let_alone() -> None:
+def test_values_that_cannot_be_compared_cause_no_warning() -> None:
     model: Any = KeepingAMask()
     model.register_forward_pre_hook(HookWithAName())
     model.table = OrderedDict((AskedForItsHash(), None) for _ in range(9))
@@ -267,7 +271,7 @@ def test_what_cannot_be_compared_is_let_alone() -> None:
 
 
 class KeepingMany(Two):
-    """A list that is too long to be looked into."""
+    """Keeps a list that is too long for its items to be compared."""
 
     def __init__(self, sets: bool) -> None:
         super().__init__()
@@ -280,7 +284,7 @@ class KeepingMany(Two):
 
 
 @pytest.mark.parametrize("sets", [True, False])
-def test_long_lists_are_known_by_themselves(sets: bool) -> None:
+def test_long_lists_are_compared_by_identity(sets: bool) -> None:
     with pipert.pipeline(KeepingMany(sets), cuts=["b"], chunks=4) as pipe:
         with pytest.warns(SharedStateWarning, match="'words'") if sets else nullcontext():
             pipe(torch.rand(8, 4))
@@ -297,7 +301,7 @@ class KeepingATuple(Two):
 
 
 @pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
-def test_looking_keeps_no_tensor() -> None:
+def test_the_comparison_keeps_no_tensor_alive() -> None:
     model = KeepingATuple()
     with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
         pipe(torch.rand(8, 4))
@@ -308,7 +312,7 @@ def test_looking_keeps_no_tensor() -> None:
 
 
 class Slotted:
-    """Nothing can reference it weakly."""
+    """An object that cannot be referenced weakly."""
 
     __slots__ = ("mask",)
 
@@ -318,7 +322,7 @@ class Slotted:
 
 
 class KeepingItInSlots(Two):
-    """Before a cut, and behind the last one."""
+    """Keeps slotted objects before a cut and after the last one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +336,7 @@ class KeepingItInSlots(Two):
 
 
 @pytest.mark.filterwarnings("ignore::pipert.SharedStateWarning")
-def test_looking_keeps_nothing_when_the_run_is_over() -> None:
+def test_the_comparison_keeps_nothing_alive_after_the_run() -> None:
     model = KeepingItInSlots()
     with pipert.pipeline(model, cuts=["b"], chunks=4) as pipe:
         for _ in range(4):

@@ -1,4 +1,4 @@
-"""The page that says which models were tried says what a run gives."""
+"""Tests that the page about tried models shows the results of a run."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def test_each_family_has_its_row() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", ZOO, ids=[family.name for family in ZOO])
-def test_a_row_is_what_a_run_gives(family: Family) -> None:
+def test_each_row_shows_the_results_of_a_run(family: Family) -> None:
     assert line(row_of(family)) in LINES, f"{remedy} writes the page"

@@ -1,4 +1,4 @@
-"""Each test runs on a thread of its own (``tests/own_thread.py`` says why)."""
+"""Runs each test on a thread of its own (``tests/own_thread.py`` says why)."""
 
 from __future__ import annotations
 

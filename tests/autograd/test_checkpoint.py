@@ -1,4 +1,4 @@
-"""Checkpoint and Recompute: rule by rule, alone and inside a pipe."""
+"""Tests Checkpoint and Recompute rule by rule, alone and inside a pipe."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Way = Callable[[Compute], Compute]
 
 
 class Replay:
-    """The second time of a computation: counts, and keeps what it is given."""
+    """A recomputation that counts its calls and keeps its arguments."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
@@ -48,7 +48,7 @@ class Replay:
 
 
 class Forgetful(Replay):
-    """One that keeps nothing alive."""
+    """A recomputation that keeps nothing alive."""
 
     def __call__(
         self, get_value: Callable[[], Any], check: Callable[[Any], None], on_worker: bool
@@ -59,14 +59,14 @@ class Forgetful(Replay):
 
 
 def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
-    """``compute(value)``, which is one tensor, the way a checkpointed partition computes it."""
+    """Computes ``compute(value)``, one tensor, as a checkpointed partition does."""
     checkpoint = Checkpoint(Again(replay or Forgetful(compute), None))
     (y,) = recompute_before((checkpoint.record(compute, value),), checkpoint)
     return y
 
 
 def watched_storage(tensor: Tensor) -> Callable[[], bool]:
-    """Whether the memory of ``tensor`` is gone, whatever object stands for it."""
+    """Returns a function that tells whether the memory of ``tensor`` is gone, whoever held it."""
     storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
     expired: Callable[[], bool] = storage.expired
     return expired
@@ -82,12 +82,12 @@ def several_operations(x: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pair for all that can be one, however little it saves."""
+    """Makes every eligible computation one node, however little it saves."""
     monkeypatch.setattr(checkpoint, "_FEW", 0)
 
 
 def custom(compute: Compute) -> Compute:
-    """The same behind a custom function, whose graph stays as it is."""
+    """Computes the same behind a custom function, whose graph is kept."""
     return lambda x: compute(on_backward(x, lambda: None))
 
 
@@ -112,7 +112,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Watched(nn.Module):
-    """A layer that makes a tensor, saves it for the backward, and knows whether it is alive."""
+    """A layer that saves a tensor for the backward, and can tell whether it is alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class _ReadsTwice(torch.autograd.Function):
 
 
 def node_of(y: Tensor) -> str:
-    """The name of the node that the recomputation comes before."""
+    """Returns the name of the node before which the recomputation runs."""
     assert y.grad_fn is not None
     node = y.grad_fn.next_functions[0][0]
     assert node is not None
@@ -193,12 +193,14 @@ def test_graph_of_the_forward_holds_no_activation(way: Way) -> None:
         assert y.requires_grad and layer.alive() == 0
 
 
-def test_a_function_of_what_its_graph_begins_with_is_one_node() -> None:
+def test_a_function_of_its_graphs_leaves_is_one_node() -> None:
     weight = leaf()
     assert node_of(checkpointed(lambda x: x.sin() * weight, leaf())) == "_CheckpointBackward"
 
 
-def test_what_saves_few_tensors_keeps_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_computation_that_saves_few_tensors_keeps_the_graph(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
 
     def sines(x: Tensor, operations: int) -> Tensor:
@@ -266,7 +268,7 @@ def test_a_tensor_of_a_graph_before_keeps_the_graph_and_has_its_gradient() -> No
     same(gradient(ys[0] + ys[1], made), 3 * leaf() * leaf().exp())
 
 
-def test_under_autocast_with_its_cache_the_graph_is_kept() -> None:
+def test_the_graph_is_kept_under_autocast_with_its_cache() -> None:
     weight = torch.ones(4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         y = checkpointed(lambda x: (x @ weight).sin(), leaf())
@@ -281,7 +283,7 @@ def test_backward_of_a_checkpoint_calls_no_inner_backward() -> None:
 
 
 @pytest.mark.parametrize("way_back", ["grad", "inputs"])
-def test_backward_of_a_checkpoint_computes_no_gradient_that_nobody_asks_for(way_back: str) -> None:
+def test_backward_of_a_checkpoint_computes_only_requested_gradients(way_back: str) -> None:
     weight, x, calls = leaf(), leaf(), list[str]()
 
     def compute(x: Tensor) -> Tensor:
@@ -317,7 +319,7 @@ def test_backward_recomputes_once_for_all_saved_tensors() -> None:
 
 
 def test_a_tensor_of_a_layer_that_a_loss_uses_gets_its_gradient_beside_the_output() -> None:
-    """Rule 5: of the graph that was left to nobody else."""
+    """Rule 5: from the graph that only the checkpoint holds."""
     x, middles = leaf(), list[Tensor]()
 
     def compute(x: Tensor) -> Tensor:
@@ -417,7 +419,7 @@ def test_second_backward_gives_the_same_gradient(way: Way) -> None:
 
 
 def entered_in_the_middle(x: Tensor, replay: Replay | None = None) -> Tensor:
-    """A tensor in the middle of a checkpointed computation, as a layer may keep one."""
+    """Returns a tensor from the middle of a checkpointed computation, as a layer may keep one."""
     middles: list[Tensor] = []
 
     def compute(x: Tensor) -> Tensor:
@@ -626,7 +628,7 @@ def test_input_from_inference_mode_is_recomputed() -> None:
 
 
 def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
-    """In a graph that is kept. The graph of a recomputation has the context's."""
+    """This is so in a graph that is kept. In a recomputation's graph the context's hooks apply."""
     x, packed = leaf(), list[Tensor]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -684,7 +686,7 @@ def test_recomputation_that_saves_less_is_refused(way: Way) -> None:
 
 
 def test_a_recomputation_of_other_nodes_that_saves_the_same_is_no_other_computation() -> None:
-    """As of a compiler or of a cache, which have more to do the first time."""
+    """Compilers and caches, for example, have more to do the first time."""
     x = leaf()
 
     def warming_up(x: Tensor) -> Tensor:
@@ -758,7 +760,7 @@ def test_mode_may_be_assigned_between_calls() -> None:
     assert layer.recomputations == 2
 
 
-def test_mode_of_a_backward_is_that_of_its_forward() -> None:
+def test_a_backward_has_the_mode_of_its_forward() -> None:
     layer = Counter()
     with pipe_of(layer, checkpoint="always") as pipe:
         loss = pipe(rows()).sum()
@@ -793,7 +795,7 @@ def test_second_backward_of_a_pipe_recomputes_again() -> None:
     assert [layer.recomputations for layer in layers] == [4, 4]
 
 
-def test_frozen_partition_before_all_others_is_not_recomputed() -> None:
+def test_frozen_first_partition_is_not_recomputed() -> None:
     layers = Counter(), Counter()
     layers[0].requires_grad_(False)
     with pipe_of(*layers) as pipe:
@@ -855,13 +857,13 @@ def test_input_of_a_pipe_goes_with_its_graph(checkpoint: str, ending: str) -> No
         assert gone()
 
 
-def test_layer_that_is_another_the_second_time_is_refused() -> None:
+def test_layer_that_computes_something_else_in_the_recomputation_is_refused() -> None:
     with pipe_of(OfAnotherLengthEachTime()) as pipe:
         with pytest.raises(RecomputationError, match="checkpoint='never'"):
             pipe(rows()).sum().backward()
 
 
-def test_layer_that_is_another_the_second_time_is_fine_without_checkpointing() -> None:
+def test_layer_that_computes_something_else_each_time_works_without_checkpointing() -> None:
     layer = OfAnotherLengthEachTime()
     with pipe_of(layer, checkpoint="never") as pipe:
         pipe(rows()).sum().backward()
@@ -915,7 +917,7 @@ def test_parameter_that_was_modified_is_refused_as_without_checkpointing() -> No
 
 
 class Scaled(nn.Module):
-    """Changes in place what the operation before has saved."""
+    """A layer that changes in place a tensor saved by the previous operation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sigmoid().mul_(3)
@@ -940,7 +942,7 @@ def test_parameters_changed_before_a_recomputation_are_refused(layer: int) -> No
             loss.backward()
 
 
-def test_parameters_that_are_others_in_the_recomputation_are_refused() -> None:
+def test_parameters_replaced_before_the_recomputation_are_refused() -> None:
     module = nn.Sequential(nn.Linear(3, 3))
     with Pipe(module, [1], devices=["cpu"], chunks=2, checkpoint="always") as pipe:
         others = {n: p.detach().clone().requires_grad_() for n, p in pipe.named_parameters()}
@@ -950,7 +952,7 @@ def test_parameters_that_are_others_in_the_recomputation_are_refused() -> None:
 
 
 class Force(nn.Module):
-    """The derivative of its energy, as force fields have it."""
+    """A layer that returns the derivative of its energy, as force fields do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.detach().requires_grad_()

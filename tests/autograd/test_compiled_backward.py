@@ -1,4 +1,4 @@
-"""Compiled functions run backward in contexts of their own."""
+"""Tests that compiled functions run backward in contexts of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("make", [nn.Tanh, lambda: nn.ReLU(inplace=True)], ids=["new", "in place"])
-def test_a_compiled_layer_gets_one_and_what_comes_before_it_does_not(
+def test_a_compiled_layer_has_its_own_backward_context_and_earlier_ones_have_not(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[tuple[Tensor, ...]] = []

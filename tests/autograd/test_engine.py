@@ -1,4 +1,4 @@
-"""The door to autograd's engine: the gradients of the public one, and nothing else touched."""
+"""Tests the call of autograd's engine: the gradients of the public call, and no side effects."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ def leaf() -> torch.Tensor:
     return torch.arange(3.0, requires_grad=True)
 
 
-def test_it_returns_what_autograd_grad_does(leaf: torch.Tensor) -> None:
+def test_the_engine_returns_the_gradients_of_autograd_grad(leaf: torch.Tensor) -> None:
     y, dy = leaf.square(), torch.tensor([1.0, 2.0, 3.0])
     expected = torch.autograd.grad(y, leaf, dy, retain_graph=True)
     (found,) = differentiate([get_gradient_edge(y)], [leaf], [dy])
     assert found is not None and torch.equal(found, expected[0])
 
 
-def test_it_leaves_grad_alone(leaf: torch.Tensor) -> None:
+def test_the_engine_does_not_touch_grad(leaf: torch.Tensor) -> None:
     y = leaf.square()
     differentiate([y], [leaf], [torch.ones(3)])
     assert leaf.grad is None
 
 
-def test_with_nothing_wanted_it_does_nothing(leaf: torch.Tensor) -> None:
-    """All that were used may have been frozen since."""
+def test_a_backward_for_no_inputs_does_nothing(leaf: torch.Tensor) -> None:
+    """All parameters that were used may have been frozen since."""
     y = leaf.square()
     assert differentiate([y], [], [torch.ones(3)]) == ()
     assert leaf.grad is None
 
 
-def test_what_was_not_used_gets_none(leaf: torch.Tensor) -> None:
+def test_unused_inputs_get_none(leaf: torch.Tensor) -> None:
     unused = torch.ones((), requires_grad=True)
     found = differentiate([leaf.square()], [unused, leaf], [torch.ones(3)])
     assert found[0] is None and found[1] is not None
@@ -60,7 +60,7 @@ def test_gradients_that_cannot_be_summed_to_the_shape_are_refused(leaf: torch.Te
         differentiate([leaf.square()], [leaf], [torch.ones(2, 2)])
 
 
-def test_it_hides_function_modes_as_every_backward_does(leaf: torch.Tensor) -> None:
+def test_the_engine_hides_function_modes_as_every_backward_does(leaf: torch.Tensor) -> None:
     devices = []
     y = leaf.square()
     y.register_hook(  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""pipert's functions never deadlock on a leaf that another thread's operation first uses."""
+"""Tests that pipert's functions never deadlock on a leaf that another thread uses first."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ print("nobody waits")
 
 
 def test_workers_that_begin_graphs_in_anomaly_detection_do_not_wait_for_each_other() -> None:
-    """To make an ``AccumulateGrad`` takes the interpreter's lock then, for its stack."""
+    """Making an ``AccumulateGrad`` then takes the interpreter's lock, for its stack."""
     done = scripts.run(STEPS)
     assert done.stdout == "nobody waits\n", done.stderr

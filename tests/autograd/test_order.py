@@ -1,4 +1,4 @@
-"""Fork and Join impose their order on a backward, alone and inside a pipe."""
+"""Tests that Fork and Join order a backward, alone and inside a pipe."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ T = TypeVar("T")
 
 
 def on_new_thread(function: Callable[[], T], nodes_before: int) -> T:
-    """``function()`` on a thread that has made ``nodes_before`` nodes."""
+    """Calls ``function`` on a thread that has made ``nodes_before`` nodes."""
     results: list[T] = []
 
     def target() -> None:
@@ -168,7 +168,7 @@ def test_autograd_alone_would_start_with_the_thread_that_counted_far() -> None:
     assert log == [0, 1]
 
 
-def test_join_makes_the_backward_of_what_was_forked_wait() -> None:
+def test_join_makes_the_backward_of_the_forked_value_wait() -> None:
     log: list[Any] = []
     (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
     second = on_new_thread(lambda: noted(log, 1, join((leaf() * 1,), token)[0]), nodes_before=0)
@@ -176,7 +176,7 @@ def test_join_makes_the_backward_of_what_was_forked_wait() -> None:
     assert log == [1, 0]
 
 
-def test_backward_of_what_was_forked_waits_for_all_that_was_joined() -> None:
+def test_backward_of_the_forked_value_waits_for_all_joined_values() -> None:
     log: list[Any] = []
     (first,), token = on_new_thread(lambda: fork((noted(log, 0, leaf()),)), nodes_before=100)
 
@@ -220,7 +220,7 @@ def test_fork_that_takes_a_token_makes_the_fork_of_that_token_wait() -> None:
 
 
 class Step(NamedTuple):
-    """``F``, ``R`` or ``B`` of micro-batch ``i`` on partition ``j``."""
+    """The ``F``, ``R`` or ``B`` of micro-batch ``i`` on partition ``j``."""
 
     kind: str
     i: int
@@ -246,7 +246,7 @@ class Recorder(nn.Module):
 
 
 def run(n: int, m: int, checkpoint: str, differentiable: bool) -> list[Step]:
-    """One training step of ``n`` recorders on ``m`` micro-batches of two rows."""
+    """Takes a training step of ``n`` recorders on ``m`` micro-batches of two rows."""
     log: list[Step] = []
     module = nn.Sequential(*[Recorder(log, j) for j in range(n)])
     x = torch.arange(float(m)).repeat_interleave(2).unsqueeze(1).repeat(1, 2)

@@ -1,4 +1,4 @@
-"""Random layers: the same numbers whatever the timing, and again in a recomputation.
+"""Tests that random layers draw the same numbers under any timing, and in a recomputation.
 
 The CPU's generator is one for the process, so each test here is about what the workers leave in it
 or take out of it. *Moved by one draw* means: as far as by any other call of a pipe with a random
@@ -39,7 +39,7 @@ pipe_of = partial(pipe_of_layers, chunks=4)
 
 
 class Jitter(nn.Module):
-    """Takes another time each time. Notes the thread it is on."""
+    """A layer that takes varying time, and notes its thread."""
 
     def __init__(self, clock: random.Random, threads: set[int]) -> None:
         super().__init__()
@@ -261,7 +261,7 @@ def test_a_second_recomputation_replays_the_same_numbers() -> None:
 
 
 def state_after(layer: nn.Module, x: Tensor | None = None) -> bytes:
-    """The state of the CPU's generator after a call of a pipe of ``layer``, from a fixed seed."""
+    """Returns the CPU generator's state after a call of a pipe of ``layer``, from a fixed seed."""
     torch.manual_seed(0)
     with pipe_of(layer, chunks=1) as pipe:
         pipe(torch.ones(4, 4) if x is None else x)
@@ -321,14 +321,14 @@ def test_a_function_that_fails_before_it_draws_leaves_the_generator_alone(unmove
     assert bytes(torch.get_rng_state().tolist()) == unmoved
 
 
-def test_after_a_function_that_failed_other_tasks_can_draw(one_draw: bytes) -> None:
+def test_other_tasks_can_draw_after_a_function_failed(one_draw: bytes) -> None:
     with pipe_of(Apply(lambda x: torch.bernoulli(x + 1)), chunks=1) as pipe:
         with pytest.raises(RuntimeError):
             pipe(torch.ones(4, 4))
     assert state_after(nn.Dropout()) == one_draw
 
 
-def test_a_generator_of_one_s_own_is_used_as_it_is(unmoved: bytes) -> None:
+def test_an_explicit_generator_is_used_unchanged(unmoved: bytes) -> None:
     own = torch.Generator().manual_seed(5)
     drawn: list[Tensor] = []
 
@@ -583,8 +583,8 @@ INDICES = {nn.Embedding, nn.EmbeddingBag}
 
 
 @pytest.mark.parametrize("kind", sorted(_DETERMINISTIC, key=str))
-def test_a_layer_that_is_said_not_to_draw_does_not(kind: type[nn.Module]) -> None:
-    """Called plainly, in training. A layer that needs arguments gets them from the table above."""
+def test_layers_listed_as_deterministic_do_not_draw(kind: type[nn.Module]) -> None:
+    """Each is called in training mode, with arguments from the table above if it needs any."""
     args, shape = deterministic.get(kind, ((), (2, 4)))
     layer = kind(*args)
     x = torch.ones(shape, dtype=torch.long if kind in INDICES else torch.float)
@@ -594,7 +594,7 @@ def test_a_layer_that_is_said_not_to_draw_does_not(kind: type[nn.Module]) -> Non
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, nn.LSTM, nn.MultiheadAttention])
-def test_a_layer_that_holds_others_might_draw(kind: type[nn.Module]) -> None:
+def test_a_layer_with_inner_layers_might_draw(kind: type[nn.Module]) -> None:
     assert kind not in _DETERMINISTIC
 
 
@@ -615,7 +615,7 @@ def test_a_layer_that_was_switched_to_training_after_it_was_piped_draws() -> Non
 
 
 class Checkpointed(nn.Module):
-    """A layer that checkpoints what it does by itself."""
+    """A layer that checkpoints its own computation."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -628,7 +628,7 @@ class Checkpointed(nn.Module):
 
 @pytest.fixture(scope="module")
 def imported() -> None:
-    """The first call of torch.utils.checkpoint imports a lot; let no test pay for that."""
+    """Makes the first call of torch.utils.checkpoint, whose many imports no test should pay for."""
     torch_checkpoint(torch.neg, torch.ones(1), use_reentrant=False)
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
 
@@ -685,7 +685,7 @@ def test_dropout_beside_a_nested_checkpoint_is_not_refused(reentrant: bool) -> N
 
 
 class DrawElsewhere(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets another thread draw whenever an operation asks for memory like that of its input."""
+    """A mode that lets another thread draw when an operation allocates a tensor like its input."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Copy and Wait in the graph, without streams; and that a CPU pipe has neither."""
+"""Tests Copy and Wait in the graph, without streams, and that a CPU pipe has neither."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, Any]]:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The devices, sources and targets of the copies asked for."""
+    """Collects the devices, sources and targets of the requested copies."""
     log: list[tuple[Any, ...]] = []
 
     def copy(
@@ -92,7 +92,7 @@ def test_a_wait_for_several_tensors_waits_once_in_the_backward(
     assert waits == [("copy", "compute")]
 
 
-def test_what_has_been_waited_for_may_be_changed_in_place() -> None:
+def test_a_tensor_may_be_changed_in_place_after_the_wait() -> None:
     (y,) = transfer.wait((leaf(1, 2),), None, None)
     torch.autograd.backward(y.mul_(3).sum())
     assert y.tolist() == [3, 6]

@@ -1,4 +1,4 @@
-"""Where a model is cut for the slowest partition to be the fastest."""
+"""Tests where a model is cut to make its slowest partition as fast as possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Takes(nn.Module):
-    """Takes so many seconds."""
+    """A layer that takes so many seconds."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def test_the_cuts_are_the_best_for_the_times() -> None:
     assert chosen(Stack(takes(1, 1, 1, 5, 2, 2, 1)), 3) == ["layers.3", "layers.4"]
 
 
-def test_what_is_before_and_after_a_list_counts_and_may_be_cut_off() -> None:
+def test_layers_around_a_list_count_and_may_be_cut_off() -> None:
     layers = takes(1, 1, 1, 1)
     assert chosen(Stack(layers, first=4), 2) == ["layers.0"]
     assert chosen(Stack(layers, last=4), 2) == ["last"]
@@ -135,7 +135,7 @@ def test_an_encoder_and_a_decoder_are_cut_as_one() -> None:
     assert chosen(Both(), 3) == ["encoder.layers.2", "decoder.first"]
 
 
-def test_without_lists_candidates_are_what_sequentials_have() -> None:
+def test_candidates_without_lists_are_the_children_of_sequentials() -> None:
     class Stages(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +152,7 @@ def test_without_lists_candidates_are_what_sequentials_have() -> None:
     assert chosen(nn.Sequential(*takes(1, 2, 3)), 2) == ["2"]
 
 
-def test_without_either_candidates_are_the_children() -> None:
+def test_candidates_without_lists_or_sequentials_are_the_models_children() -> None:
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -179,7 +179,7 @@ def test_a_wrapper_is_looked_through() -> None:
 
 
 class Block(nn.Module):
-    """Two parts without a list."""
+    """A block of two parts without a list."""
 
     def __init__(self, seconds: float = 1) -> None:
         super().__init__()
@@ -195,13 +195,13 @@ def test_an_element_is_cut_inside_only_if_it_takes_more_than_its_share() -> None
     assert chosen(Stack([Block(2), Block(5), Block(1)]), 2) == ["layers.1.out"]
 
 
-def test_lists_inside_of_elements_are_cut_only_then() -> None:
+def test_lists_inside_elements_are_cut_only_if_an_element_takes_more_than_its_share() -> None:
     experts = [Stack(takes(0.25, 0.25, 0.25, 0.25)) for _ in range(4)]
     assert chosen(Stack(experts), 2) == ["layers.2"]
     assert chosen(Stack([Stack(takes(1, 1, 1, 1)), *takes(1, 1)]), 2) == ["layers.0.layers.3"]
 
 
-def test_what_is_inside_but_never_called_is_no_candidate() -> None:
+def test_a_module_that_is_never_called_is_no_candidate() -> None:
     class TakesParameters(nn.Module):
         def __init__(self, seconds: float) -> None:
             super().__init__()
@@ -326,7 +326,7 @@ HEADS = {"T5": "ForConditionalGeneration", "Bert": "ForMaskedLM"}
 
 
 def made(family: str) -> tuple[Any, Any]:
-    """A tiny model of transformers and an example."""
+    """Makes a tiny model of transformers and an example."""
     transformers = pytest.importorskip("transformers")
     options, example = FAMILIES[family]
     config = getattr(transformers, f"{family}Config")(
@@ -347,7 +347,7 @@ def test_models_of_transformers_are_cut(family: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_candidates_are_what_the_plan_of_transformers_names(
+def test_candidates_are_the_modules_in_the_plan_of_transformers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, example = made("Llama")

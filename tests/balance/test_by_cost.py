@@ -1,4 +1,4 @@
-"""Balances from known costs: exact against every composition there is, and clear when refused."""
+"""Tests balances from known costs against every composition, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def longest(
     entries: Sequence[float] | None = None,
     exits: Sequence[float] | None = None,
 ) -> Fraction:
-    """The cost of the longest block, in fractions."""
+    """Returns the cost of the longest block, in fractions."""
     exact = [Fraction(cost) for cost in costs]
     first = [Fraction(entry) for entry in entries or [0] * len(costs)]
     last = [Fraction(leaving) for leaving in exits or [0] * len(costs)]
@@ -53,7 +53,7 @@ def longest(
 
 
 def compositions(layers: int, n: int) -> Iterator[list[int]]:
-    """Every way to write ``layers`` as ``n`` numbers from 1 up."""
+    """Yields every way to write ``layers`` as a sum of ``n`` positive numbers."""
     for cuts in combinations(range(1, layers), n - 1):
         yield [e - s for s, e in pairwise((0, *cuts, layers))]
 
@@ -64,7 +64,7 @@ def shortest(
     entries: Sequence[float] | None = None,
     exits: Sequence[float] | None = None,
 ) -> Fraction:
-    """The longest block of the best composition, found by trying all."""
+    """Finds the longest block of the best composition by trying all."""
     every = compositions(len(costs), len(speeds))
     return min(longest(counts, costs, speeds, entries, exits) for counts in every)
 
@@ -106,7 +106,7 @@ def check_optimal(
 
 
 def greedy(costs: Sequence[float], speeds: Sequence[float], limit: float) -> list[int]:
-    """What each device takes if it takes all that ``limit`` allows."""
+    """Returns how many layers each device takes if it takes all that ``limit`` allows."""
     counts, start = [], 0
     for speed in speeds:
         end = start
@@ -148,7 +148,7 @@ def test_no_composition_is_better_with_entry_costs(cost: str, speed: str) -> Non
 
 @every_kind
 @pytest.mark.parametrize("cost", COSTS)
-def test_no_composition_is_better_with_what_crosses(cost: str, speed: str) -> None:
+def test_no_composition_is_better_with_transfers(cost: str, speed: str) -> None:
     r = random.Random(f"{cost} {speed} crossing")
     for _ in range(25):
         layers = r.randint(1, 8)
@@ -199,7 +199,7 @@ def test_a_cut_where_little_crosses_is_worth_an_uneven_balance() -> None:
     assert balance_by_cost([1, 1, 1, 1], 2, crossing=[0, 2, 1, 0.5]) == [2, 2]
 
 
-def test_both_sides_of_a_cut_pay_for_what_crosses() -> None:
+def test_both_sides_of_a_cut_pay_for_transfers() -> None:
     # Cut before the 4, the first would receive nothing and send 3; cut behind it the second gets 1.
     assert balance_by_cost([1, 4, 2], 2, crossing=[0, 3, 1]) == [2, 1]
     assert balance_by_cost([2, 4, 1], 2, crossing=[0, 1, 3]) == [1, 2]
@@ -221,7 +221,9 @@ def test_difference_below_the_precision_of_a_float_counts() -> None:
     ("costs", "partitions", "counts"),
     [([7], 1, [1]), ([3, 1], 2, [1, 1]), ([1, 2, 3], 1, [3]), ([2, 3, 4, 1, 1], 3, [2, 1, 2])],
 )
-def test_small_cases(costs: list[float], partitions: int, counts: list[int]) -> None:
+def test_small_cases_have_the_expected_balance(
+    costs: list[float], partitions: int, counts: list[int]
+) -> None:
     assert balance_by_cost(costs, partitions) == counts
 
 
@@ -234,7 +236,7 @@ def test_layers_without_cost_are_split_evenly() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 3, 6])
-def test_what_is_beside_the_longest_block_is_split_likewise(place: int) -> None:
+def test_layers_beside_the_longest_block_are_split_optimally_too(place: int) -> None:
     costs = [1] * 7
     costs[place] = 100
     counts = balance_by_cost(costs, 3)
@@ -327,7 +329,7 @@ def test_two_thousand_layers_on_different_devices(kind: str, ratio: float) -> No
 @pytest.mark.slow
 @pytest.mark.timeout(30)
 @large(0)
-def test_two_thousand_layers_with_what_crosses(kind: str) -> None:
+def test_two_thousand_layers_with_transfers(kind: str) -> None:
     r = random.Random(0)
     costs = LARGE[kind](r)
     crossing = [r.choice((0.0, r.random())) for _ in range(LAYERS)]
@@ -394,13 +396,13 @@ def test_there_must_be_a_speed_for_each_partition(speeds: list[float]) -> None:
 
 
 @pytest.mark.parametrize("crossing", [[], [1], [1, 1, 1, 1]], ids=repr)
-def test_there_must_be_a_number_that_crosses_before_each_layer(crossing: list[float]) -> None:
+def test_there_must_be_a_transfer_before_each_layer(crossing: list[float]) -> None:
     message = f"crossing must have one number for each of the 3 layers, got {len(crossing)}; give"
     with pytest.raises(ValueError, match=message):
         balance_by_cost([1, 2, 3], 2, crossing=crossing)
 
 
-def test_what_crosses_cannot_be_negative() -> None:
+def test_transfers_cannot_be_negative() -> None:
     with pytest.raises(ValueError, match="not negative, but crossing\\[1\\] is -1; give each"):
         balance_by_cost([1, 2, 3], 2, crossing=[0, -1, 0])
 

@@ -1,4 +1,4 @@
-"""Sizes, counted by hand, and the balance they make."""
+"""Tests sizes against those counted by hand, and the balances made from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def sizes(*layers: nn.Module, sample: Any = None, **options: Any) -> list[LayerS
     return layer_sizes(nn.Sequential(*layers), x, **options)
 
 
-def test_parameters_and_buffers_count_with_what_is_trained_of_them() -> None:
+def test_parameters_and_buffers_count_and_trained_ones_separately() -> None:
     (size,) = sizes(nn.BatchNorm1d(3))
     assert (size.trained, size.parameters) == (2 * 3 * FLOAT, 4 * 3 * FLOAT + 8)
 
@@ -39,7 +39,7 @@ def test_the_output_counts() -> None:
     assert (size.inputs, size.activations) == (30 * FLOAT, 50 * FLOAT)
 
 
-def test_what_is_saved_for_the_backward_counts_once() -> None:
+def test_tensors_saved_for_the_backward_count_once() -> None:
     sizes_ = sizes(nn.Linear(3, 3), nn.Tanh(), nn.Dropout(0.5))
     assert sizes_[1].activations == 30 * FLOAT  # its output, which it also saves
     assert sizes_[2].activations == 30 * FLOAT + 30 * FLOAT  # its output, and a mask of floats

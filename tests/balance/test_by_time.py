@@ -1,4 +1,4 @@
-"""Balances from times, by a clock that the layers advance and by a real one."""
+"""Tests balances from times, by a clock that the layers advance and by a real one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXTRA: list[float] = []
 
 
 class Takes(nn.Module):
-    """Takes so many seconds; longer in the first call of each copy, and when disturbed."""
+    """A layer that takes so many seconds, and more in each copy's first call and when disturbed."""
 
     def __init__(self, forward: float, backward: float, disturbed: bool = False) -> None:
         super().__init__()

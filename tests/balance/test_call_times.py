@@ -1,4 +1,4 @@
-"""What a model takes between the first calls of its modules, by a clock that operations advance."""
+"""Tests times between the first calls of a model's modules, by a clock that operations advance."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Takes(nn.Module):
-    """Takes so many seconds, forward and backward."""
+    """A layer that takes so many seconds, forward and backward."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Takes(nn.Module):
 
 
 class Calls(nn.Module):
-    """Calls its modules a, b and c as it is told."""
+    """A model that calls its modules a, b and c as the test says."""
 
     def __init__(self, how: Callable[[Any, Any], Any]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_a_layer_that_begins_no_block_counts_for_the_one_that_is_current() -> No
     assert times(lambda m, x: m.c(m.b(m.a(x))), "ac") == {"a": 15, "c": 48}
 
 
-def test_what_comes_first_counts_for_the_first_block() -> None:
+def test_code_before_the_first_block_counts_for_it() -> None:
     assert times(lambda m, x: m.c(m.b(m.a(spend(x, 100, 0)))), "c") == {"c": 163}
 
 
@@ -114,7 +114,7 @@ def test_own_code_without_a_gradient_has_no_backward() -> None:
     assert times(lambda m, x: m.a(spend(x, 100, 200))) == {"a": 103}
 
 
-def test_without_own_code_nothing_but_layers_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_layers_run_backward_if_there_is_no_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     backward = Mock(wraps=torch.autograd.grad)
     monkeypatch.setattr(torch.autograd, "grad", backward)
     assert times(lambda m, x: (m.c(m.b(m.a(x))), 3)) == {"a": 3, "b": 12, "c": 48}
@@ -214,7 +214,7 @@ def test_forward_hooks_run_and_may_be_needed() -> None:
 # What is as before
 
 
-def test_the_model_is_as_before() -> None:
+def test_measuring_leaves_the_model_unchanged() -> None:
     class Norm(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(nn.functional.dropout(x))
@@ -294,7 +294,7 @@ def test_a_model_is_measured_on_a_device_it_is_not_on() -> None:
 
 
 @pytest.mark.cuda
-def test_the_random_numbers_of_the_device_are_as_before() -> None:
+def test_measuring_leaves_the_random_numbers_of_the_device_unchanged() -> None:
     state = torch.cuda.get_rng_state()
     model = Calls(lambda m, x: m.a(nn.functional.dropout(x)))
     block_times(model, {"a": model.a}, "a", arguments_of(X), torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""How much crosses before each layer, counted by hand."""
+"""Tests the sizes of transfers before each layer against those counted by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FLOAT = 4  # bytes
 
 
 def floats(*layers: nn.Module, sample: Any = None, **options: Any) -> list[float]:
-    """The sizes in floats."""
+    """Returns the sizes in floats."""
     x = torch.ones(10, 3) if sample is None else sample
     return [size / FLOAT for size in crossing_sizes(nn.Sequential(*layers), x, **options)]
 
@@ -32,7 +32,7 @@ def test_a_tensor_that_a_value_has_twice_crosses_once() -> None:
     assert floats(Apply(lambda x: (x, x)), Apply(lambda v: v[0])) == [0, 30]
 
 
-def test_a_view_crosses_with_what_it_shows() -> None:
+def test_a_view_crosses_with_its_own_elements_only() -> None:
     assert floats(Apply(lambda x: x[:2]), Apply(identity)) == [0, 6]
 
 

@@ -1,4 +1,4 @@
-"""Measuring leaves the module untouched, and runs each layer on its real input."""
+"""Tests that measuring leaves the module untouched, and runs each layer on its real input."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model() -> nn.Sequential:
 
 
 @measured
-def test_parameters_buffers_and_gradients_are_as_before(measure: Any) -> None:
+def test_measuring_leaves_parameters_buffers_and_gradients_unchanged(measure: Any) -> None:
     module = model()
     module(torch.randn(6, 3)).sum().backward()
     objects = [*module.parameters(), *module.buffers()]
@@ -59,7 +59,7 @@ def test_a_module_without_gradients_has_none_afterwards(measure: Any) -> None:
 
 @measured
 @pytest.mark.parametrize("training", [True, False])
-def test_the_mode_is_as_before(measure: Any, training: bool) -> None:
+def test_measuring_leaves_the_mode_unchanged(measure: Any, training: bool) -> None:
     module = model().train(training)
     module[3].train(not training)
     measure(module, torch.randn(6, 3))
@@ -67,7 +67,7 @@ def test_the_mode_is_as_before(measure: Any, training: bool) -> None:
 
 
 @measured
-def test_the_random_state_is_as_before(measure: Any) -> None:
+def test_measuring_leaves_the_random_state_unchanged(measure: Any) -> None:
     module = model()
     before = torch.get_rng_state()
     measure(module, torch.ones(6, 3))
@@ -75,7 +75,7 @@ def test_the_random_state_is_as_before(measure: Any) -> None:
 
 
 @measured
-def test_attributes_of_layers_are_as_before(measure: Any) -> None:
+def test_measuring_leaves_attributes_of_layers_unchanged(measure: Any) -> None:
     class Counting(nn.Module):
         calls = 0
 
@@ -89,14 +89,14 @@ def test_attributes_of_layers_are_as_before(measure: Any) -> None:
 
 
 @measured
-def test_the_sample_is_as_before(measure: Any) -> None:
+def test_measuring_leaves_the_sample_unchanged(measure: Any) -> None:
     sample = torch.ones(2, requires_grad=True)
     measure(nn.Sequential(Apply(lambda x: x.mul_(2)), Apply(lambda x: x.add_(1))), sample)
     assert sample.tolist() == [1, 1] and sample.grad is None and sample.requires_grad
 
 
 @measured
-def test_hooks_do_not_see_it(measure: Any) -> None:
+def test_hooks_do_not_see_the_measurement(measure: Any) -> None:
     module = model()
     seen: list[Any] = []
     module[0].register_forward_hook(lambda *args: seen.append(args))
@@ -245,7 +245,7 @@ def test_autocast_of_the_caller_holds(measure: Any) -> None:
 
 
 @measured
-def test_layers_get_what_the_ones_before_return(measure: Any) -> None:
+def test_layers_get_the_outputs_of_the_previous_layers(measure: Any) -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
@@ -272,7 +272,7 @@ def test_an_error_says_which_layer_was_measured(measure: Any) -> None:
 
 
 @measured
-def test_the_random_state_is_as_before_after_an_error(measure: Any) -> None:
+def test_a_failed_measurement_leaves_the_random_state_unchanged(measure: Any) -> None:
     before = torch.get_rng_state()
     with pytest.raises(ValueError, match="as told"):
         measure(nn.Sequential(nn.Dropout(), Apply(fail)), torch.ones(2))
@@ -302,7 +302,7 @@ def test_a_module_on_meta_is_told_about_the_device() -> None:
 
 
 @measured
-def test_stashes_that_nobody_pops_are_refused(measure: Any) -> None:
+def test_stashes_that_no_layer_pops_are_refused(measure: Any) -> None:
     with pytest.raises(TypeError, match="which no layer pops"):
         measure(nn.Sequential(Stash()), torch.ones(2))
 

@@ -1,6 +1,6 @@
-"""Shared by the tests of the benchmarks, which import scripts outside any package.
+"""Lets the tests of the benchmarks import scripts outside any package.
 
-Each runs on a thread of its own (``tests/own_thread.py`` says why).
+Each test runs on a thread of its own (``tests/own_thread.py`` says why).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["pytest_pyfunc_call"]
 
 ROOT = Path(__file__).parents[2]
 
-# Where Python looks when a benchmark or an example is started as a script.
+# As when Python starts a benchmark or an example as a script.
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 
 @pytest.fixture(autouse=True)
 def no_thread_of_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tqdm's monitor is a thread that outlives the progress bar."""
+    """Disables tqdm's monitor, a thread that outlives the progress bar."""
     if sys.modules.get("tqdm"):
         monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)

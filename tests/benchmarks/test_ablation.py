@@ -1,4 +1,4 @@
-"""What is computed is the same without each part of the runtime."""
+"""Tests that results are the same without each part of the runtime."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Pop(nn.Module):
 
 
 def model() -> nn.Sequential:
-    """Partitions of two layers: stashed in the first, popped in the third and the fifth."""
+    """Makes partitions of two layers; a skip of the first is popped in the third and the fifth."""
     layers = [nn.Linear(4, 4), Stash(), nn.Linear(4, 4), nn.Tanh(), Pop(), nn.Linear(4, 4)]
     layers += [nn.Tanh(), nn.Linear(4, 4), Pop(), nn.Dropout()]
     return nn.Sequential(*layers)
@@ -70,7 +70,7 @@ def by_step(pipe: Pipe, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("components", EVERY, ids=str)
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("train", [by_call, by_step])
-def test_what_is_computed_is_the_same_without(
+def test_results_are_the_same_without_each_part(
     train: Train, checkpoint: str, components: Components, devices: list[str]
 ) -> None:
     results = []
@@ -89,7 +89,7 @@ def test_what_is_computed_is_the_same_without(
     torch.testing.assert_close(results[0], results[1])
 
 
-def test_afterwards_the_pipe_is_as_before() -> None:
+def test_the_pipe_is_restored_afterwards() -> None:
     with Pipe(model(), [2] * 5, devices=["cpu"] * 5) as pipe:
         runtime = pipe._runtime
         before = runtime._streams, runtime.model
@@ -130,7 +130,7 @@ def test_a_skip_that_was_not_stashed_is_not_there_after_any_number_of_partitions
 
 
 @pytest.mark.parametrize("fork_join", [True, False])
-def test_without_fork_and_join_there_is_no_order_in_the_graph(fork_join: bool) -> None:
+def test_the_graph_has_no_order_without_fork_and_join(fork_join: bool) -> None:
     with Pipe(nn.Sequential(nn.Linear(2, 2)), [1], devices=["cpu"], chunks=2) as pipe:
         with only(pipe, Components(fork_join=fork_join)):
             y = pipe(torch.ones(2, 2))
@@ -150,7 +150,7 @@ def nodes_behind(y: Tensor) -> set[str]:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("copy_streams", [True, False])
 @pytest.mark.parametrize("train", [by_call, by_step])
-def test_without_copy_streams_copies_are_on_the_streams_of_the_computation(
+def test_copies_run_on_the_compute_streams_without_copy_streams(
     train: Train, copy_streams: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on: set[bool] = set()

@@ -1,4 +1,4 @@
-"""Every experiment runs in its shortest form on a machine with no GPU, and says what it should."""
+"""Tests that every experiment runs in its shortest form on a machine with no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counts and predictions of the paper's experiments, on small known cases."""
+"""Tests the counts and predictions of the paper's experiments on small known cases."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ FREE = Link(float("inf"), 0.0)
 
 
 def no_bytes(layers: int, *, inputs: int = 0) -> Bytes:
-    """Layers that keep nothing."""
+    """Returns the bytes of layers that keep nothing."""
     some = [inputs] * layers
     return Bytes([0] * layers, some, some, [{} for _ in range(layers)], [])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
-def test_the_layers_of_a_narrow_model_are_those_of_the_papers(model: Model) -> None:
+def test_a_narrow_model_has_the_papers_layers(model: Model) -> None:
     with torch.device("meta"):
         narrow, wide = model.at_width(0.0625), model.at_width(1.0)
     assert [type(layer) for layer in narrow] == [type(layer) for layer in wide]
@@ -141,7 +141,7 @@ def test_calibration_finds_the_speed_in_spite_of_copies_that_keep_theirs() -> No
     assert again.throughput == pytest.approx(20.0, rel=1e-5)
 
 
-def test_calibration_refuses_what_copies_alone_forbid() -> None:
+def test_calibration_refuses_a_bandwidth_too_small_for_the_measured_time() -> None:
     times, setting = Times([0.5] * 4, [1.0] * 4), Setting("", 2, 16, 4)
     with pytest.raises(ValueError, match="larger --bandwidth"):
         calibrated(setting, 1e6, times, no_bytes(4, inputs=100), Link(1e4, 1e-3))
@@ -178,7 +178,7 @@ def test_a_simulation_reports_its_bubble_as_a_recording_does() -> None:
     ids=["cpu", "cuda"],
 )
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_without_fork_and_join_micro_batches_go_back_in_reverse_order_all_the_same(
+def test_micro_batches_go_back_in_reverse_order_even_without_fork_and_join(
     checkpoint: str, devices: list[str]
 ) -> None:
     layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))

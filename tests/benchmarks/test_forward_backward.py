@@ -44,7 +44,7 @@ def test_activations_are_counted(benchmark: ModuleType, n: int, m: int) -> None:
     assert 0 < float(one_f_one_b) <= float(bar) <= n * m
 
 
-def test_a_host_cost_over_its_bar_is_said(benchmark: ModuleType) -> None:
+def test_a_host_cost_over_its_bar_is_reported(benchmark: ModuleType) -> None:
     (row,) = benchmark.host_cost(2, 3, "except_last", 1, 0.001)
     assert ["gpipe" in line or "1f1b" in line for line in row.missed] == [True, True]
     (row,) = benchmark.host_cost(2, 3, "never", 1, 1e6)

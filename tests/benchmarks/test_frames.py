@@ -20,7 +20,7 @@ def test_each_kind_of_action_of_a_step_is_counted() -> None:
     assert counted["B"].frames is None and counted["R"].frames is not None
 
 
-def test_what_the_layers_do_in_python_is_counted() -> None:
-    """So the numbers are of this run, not of the engine alone."""
+def test_python_calls_of_the_layers_are_counted() -> None:
+    """So the counts include the layers, not the engine alone."""
     plain = frames.count("call", "never")["F"]
     assert frames.count("call", "always")["F"].calls > plain.calls > plain.files > 1

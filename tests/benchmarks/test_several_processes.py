@@ -17,7 +17,7 @@ def benchmark() -> ModuleType:
     return importlib.import_module("several_processes")
 
 
-def test_all_runtimes_compute_the_same_and_a_missed_bar_is_said(benchmark: ModuleType) -> None:
+def test_all_runtimes_compute_the_same_and_a_missed_bar_is_reported(benchmark: ModuleType) -> None:
     table = benchmark.measured("linears", 1, 0.001)  # which also compares the losses
     names = [benchmark.TORCHS, benchmark.OURS, benchmark.ONE_PROCESS]
     assert [row.cells[0] for row in table] == names

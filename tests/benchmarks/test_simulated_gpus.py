@@ -29,7 +29,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(script: str, *options: str) -> str:
-    """What a script prints; it must succeed."""
+    """Runs a script, which must succeed; returns its output."""
     command = [sys.executable, str(BENCHMARKS / script), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def run(script: str, *options: str) -> str:
 
 @pytest.fixture(scope="module")
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each mode at n=4 m=8, for stages that sleep."""
+    """Returns the figures of each mode at n=4 m=8, for sleeping stages."""
     path = tmp_path_factory.mktemp("figures") / "figures.json"
     shown = run(
         *("simulated_gpus.py", "speed", "--only", "sleeping", "--short", "--check"),
@@ -60,7 +60,7 @@ def test_no_wait_is_missing(figures: dict[str, Any]) -> None:
     assert figures["reports"] == 0
 
 
-def test_stages_that_sleep_reach_what_is_possible(figures: dict[str, Any]) -> None:
+def test_sleeping_stages_reach_the_ideal_speed(figures: dict[str, Any]) -> None:
     found = speed_ups(figures, "never")
     for way in ("pipert", "pipert gpipe", "pipert 1f1b"):
         assert found[way] == pytest.approx(4 * 8 / (8 + 4 - 1), rel=1e-3)
@@ -82,7 +82,7 @@ def test_recomputation_costs_a_forward_and_less_in_a_step(figures: dict[str, Any
     assert speed_ups(figures, "always")["pipert"] < speed_ups(figures, "except_last")["pipert"]
 
 
-def test_the_simulator_predicts_what_runs() -> None:
+def test_the_simulators_predictions_match_the_steps() -> None:
     shown = run("simulator.py", "--short", "--check")
     assert "sleeping, n=8 m=16, always" in shown
     assert "Every bar held." in shown and "Missing waits: 0 reports." in shown

@@ -1,4 +1,4 @@
-"""The simulator on cases computed by hand."""
+"""Tests the simulator on cases computed by hand."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(
     copy_streams: bool = True,
     direct_skips: bool = True,
 ) -> Simulation:
-    """A plan in which every forward takes as long as every other, and every backward, too."""
+    """Simulates a plan with equal forward times and equal backward times."""
     transfers = tuple(t for t in transfers if t.target < n)
     forward, backward = seconds
     plan = Plan(
@@ -31,7 +31,7 @@ def run(
 
 
 def times(simulation: Simulation, kind: str) -> dict[tuple[int, int], tuple[float, float]]:
-    """Start and end of each task of a kind."""
+    """Returns the start and end of each task of a kind."""
     return {(t.i, t.j): (t.start, t.end) for t in simulation.tasks if t.kind == kind}
 
 

@@ -1,4 +1,4 @@
-"""The one verdict of a benchmark: it comes last, speaks of all tables, and is the exit status."""
+"""Tests a benchmark's one verdict: it comes last, covers all tables, and is the exit status."""
 
 from __future__ import annotations
 

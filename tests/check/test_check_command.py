@@ -1,4 +1,4 @@
-"""``python -m pipert check``: what it prints and how it exits, on CPU workers."""
+"""Tests the output and the exit status of ``python -m pipert check``, on CPU workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def refused(capsys: pytest.CaptureFixture[str], *options: str) -> str:
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Findings:
-    """What the checks are made to find, without running any."""
+    """Provides findings in place of those of the checks, none of which are run."""
     findings = Findings([Finding("values", HOLDS, "all equal"), Finding("speed", REPORTED, "2.0")])
     monkeypatch.setattr(command, "run", lambda devices, effort: findings)
     return findings
@@ -55,7 +55,7 @@ def test_all_checks_hold_on_two_cpu_workers(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
-def test_without_a_gpu_it_says_that_this_says_nothing_about_gpus(
+def test_the_report_without_a_gpu_makes_no_claim_about_gpus(
     capsys: pytest.CaptureFixture[str], found: Findings
 ) -> None:
     assert main(["check"]) == 0
@@ -63,7 +63,7 @@ def test_without_a_gpu_it_says_that_this_says_nothing_about_gpus(
     assert NO_GPU in out and NO_GPU in err
 
 
-def test_what_does_not_hold_is_said_with_what_it_means_and_in_the_exit_status(
+def test_a_failed_check_is_explained_and_sets_the_exit_status(
     capsys: pytest.CaptureFixture[str], found: Findings
 ) -> None:
     found.rows.append(Finding("memory", BROKEN, "5 MiB more", "it will run out"))
@@ -108,7 +108,7 @@ def test_a_single_device_has_both_partitions() -> None:
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("named", ["cuda:0", "cuda:0,cpu"])
-def test_with_one_gpu_it_says_what_cannot_be_checked(named: str) -> None:
+def test_the_report_for_one_gpu_lists_the_checks_left_out(named: str) -> None:
     assert _devices(named)[1] == [command.ONE_GPU]
 
 
@@ -167,6 +167,6 @@ def test_the_report_is_a_table_in_markdown() -> None:
     assert findings.as_json(Devices((CPU,)), {}, [])["checks"][0]["check"] == "a | b"
 
 
-def test_what_was_not_checked_is_counted() -> None:
+def test_checks_left_out_are_counted() -> None:
     findings = Findings([Finding("a", HOLDS, ""), Finding("b", NOT_CHECKED, "")])
     assert findings.verdict() == ["Everything that was checked holds. Not checked: 1 of 2."]

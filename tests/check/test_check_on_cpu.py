@@ -1,4 +1,4 @@
-"""Each check holds for pipert as it is, and fails with a fault injected: on CPU workers."""
+"""Tests on CPU workers that each check holds for pipert, and fails with an injected fault."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def test_values_hold() -> None:
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_wrong_by_a_millionth_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_is_wrong_by_a_millionth_is_noticed(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     change_gradients(monkeypatch, lambda gradient: gradient * (1 + 1e-6))
     found = [*values.check(TWO, small_models(2, torch.float64))]
     assert outcomes(found) == [BROKEN] * 3
@@ -69,7 +71,7 @@ def test_repeated_steps_hold() -> None:
 
 
 @pytest.mark.slow
-def test_a_last_bit_that_depends_on_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_bit_that_varies_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(10**6))
     change_gradients(monkeypatch, lambda g: g * (1 + 1e-6 * next(calls)))
     found = [*repeats.check(TWO, 2, LOAD)]
@@ -96,14 +98,14 @@ def test_errors_hold() -> None:
     assert found.outcome == HOLDS
 
 
-def test_an_error_without_its_place_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_its_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Place, "describe", lambda *_: "somewhere [0], there")
     (found,) = errors.check(TWO)
     assert found.outcome == BROKEN
     assert "an error in the backward with 1f1b: its note lacks backward, partition 1" in found.seen
 
 
-def test_a_step_that_is_wrong_after_an_error_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_step_after_an_error_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     note, failed = Layers._note_of_layer, []
 
     def noted(*args: Any) -> str:

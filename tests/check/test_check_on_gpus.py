@@ -1,4 +1,4 @@
-"""The whole check on GPUs, and faults of pipert that only GPUs can show; on simulated ones, too."""
+"""Tests the whole check, and faults that only GPUs can show, on GPUs or simulated ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TWO = Devices(GPUS[:2])
 
 @pytest.fixture
 def long_tasks() -> Iterator[None]:
-    """Simulated devices that are slow, so that tasks are long in virtual time."""
+    """Makes simulated devices slow, so that tasks are long in virtual time."""
     gpus = simulated_gpus.running()
     if gpus is not None:
         gpus.rates(launch_us=5, memory_gbps=1000, link_gbps=25, tflops=1e-8)
@@ -66,7 +66,7 @@ def test_all_checks_hold(n: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_copies_that_torch_does_not_do_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_torch_does_not_perform_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.outcome for row in findings(links.check(TWO, 1 << 10))] == [HOLDS]
     monkeypatch.setattr(Tensor, "copy_", lambda self, source: self)
     (found,) = findings(links.check(TWO, 1 << 10))
@@ -90,7 +90,7 @@ def change_copies(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensors], T
 
 
 @pytest.mark.multi_gpu
-def test_copies_that_bring_zeros_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_deliver_zeros_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     change_copies(monkeypatch, lambda copied: tuple(map(torch.zeros_like, copied)))
     found = [*values.check(TWO, small_models(2, torch.float64))]
     assert [row.outcome for row in found] == [BROKEN] * 3
@@ -98,7 +98,7 @@ def test_copies_that_bring_zeros_are_seen(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.multi_gpu
-def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_that_deliver_stale_values_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     last: dict[object, Tensor] = {}
 
     def stale(copied: Tensors) -> Tensors:
@@ -115,7 +115,9 @@ def test_copies_that_bring_what_was_there_before_are_seen(monkeypatch: pytest.Mo
 
 
 @pytest.mark.multi_gpu
-def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpointing_that_keeps_all_activations_is_noticed(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pipelined, "recomputed", lambda mode, m: 0)
     found = found_in_memory()
     assert found["peak memory of 'always'"].outcome == BROKEN
@@ -126,7 +128,7 @@ def test_checkpointing_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.multi_gpu
-def test_a_1f1b_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_1f1b_that_keeps_all_activations_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelined, "plan", lambda schedule, *args: schedules.plan("gpipe", *args))
     found = found_in_memory()
     assert found["peak memory of 1f1b"].outcome == BROKEN
@@ -134,7 +136,7 @@ def test_a_1f1b_that_keeps_everything_is_seen(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.multi_gpu
-def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_memory_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[Tensor] = []
 
     def keep(copied: Tensors) -> Tensors:
@@ -152,7 +154,7 @@ def test_memory_that_grows_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("where", [GPUS[:1], GPUS[1:2], GPUS[:2]], ids=["from", "to", "both"])
-def test_copies_on_the_stream_of_the_computation_are_seen(
+def test_copies_on_the_compute_stream_are_noticed(
     monkeypatch: pytest.MonkeyPatch, where: tuple[torch.device, ...]
 ) -> None:
     get = CopyStreams.get
@@ -205,7 +207,7 @@ def test_how_much_overlaps_is_reported() -> None:
 
 @pytest.mark.multi_gpu
 @pytest.mark.usefixtures("long_tasks")
-def test_partitions_that_take_turns_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_that_take_turns_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, last = threading.Lock(), [torch.cuda.Event()]  # type: ignore[no-untyped-call]
 
     def after_the_last(compute: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Rows 1 and 2 of the equivalence contract, which is one for a call and for a step.
+"""Tests rows 1 and 2 of the equivalence contract, for a call and for a step.
 
 ``tests/test_equivalence.py`` has what holds for a call alone, ``tests/step`` what does for a step.
 """
@@ -132,7 +132,7 @@ FROZEN: dict[str, list[int]] = {
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_is_frozen_has_no_grad_and_the_rest_the_plain_modules(
+def test_frozen_parameters_have_no_grad_and_the_others_the_plain_modules(
     chunks: int, frozen: str, requires_grad: bool, way: Way
 ) -> None:
     module = seven_layers()
@@ -187,7 +187,7 @@ def test_a_parameter_that_no_layer_uses_has_no_grad(way: Way) -> None:
 
 @each_way
 def test_a_parameter_that_the_loss_does_not_depend_on_has_no_grad(way: Way) -> None:
-    """Its partition goes backward, its layer does not."""
+    """Its partition runs backward, but its layer does not."""
     module: Any = nn.Sequential(
         linear(3, 3), Apply(lambda x: (x, x)), Both(linear(3, 2), linear(3, 4)), nn.Identity()
     )
@@ -196,7 +196,7 @@ def test_a_parameter_that_the_loss_does_not_depend_on_has_no_grad(way: Way) -> N
 
 
 class Both(nn.Module):
-    """A layer for each of two values."""
+    """A module with one layer for each of two values."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class Both(nn.Module):
 
 
 @each_way
-def test_a_graph_that_is_cut_leaves_what_is_before_without_grad(way: Way) -> None:
+def test_parameters_before_a_cut_in_the_graph_get_no_grad(way: Way) -> None:
     module = nn.Sequential(linear(3, 4), nn.Tanh(), Apply(torch.detach), linear(4, 2))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
     assert module[0].weight.grad is None

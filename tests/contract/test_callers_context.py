@@ -1,4 +1,4 @@
-"""What the caller has put on is put on in each task: of a call and of a step alike.
+"""Tests that each task of a call and of a step runs under the caller's context.
 
 That nothing of it is left behind is in ``tests/workers/test_context.py``.
 """
@@ -51,7 +51,7 @@ class _Notes(torch.autograd.Function):
 
 
 def notes_of(way: Way, block: Block, look: Callable[[], Any]) -> dict[str, set[Any]]:
-    """What ``look`` finds in each phase inside of ``block``, which is around the forward."""
+    """Returns what ``look`` returns in each phase; ``block`` is entered around the forward."""
     found: dict[str, set[Any]] = {}
 
     def note(phase: str) -> None:
@@ -82,7 +82,7 @@ def notes_of(way: Way, block: Block, look: Callable[[], Any]) -> dict[str, set[A
 @pytest.mark.pairwise
 @each_way
 @rows
-def test_tasks_and_the_loss_see_what_the_caller_has_put_on(way: Way, row: Row) -> None:
+def test_tasks_and_the_loss_see_the_callers_context(way: Way, row: Row) -> None:
     if row.name == "deterministic" and way.schedule == CALL:
         pytest.skip("the process has it, so a recomputation outside of the block does without")
     found = notes_of(way, row.block, row.see)
@@ -92,7 +92,9 @@ def test_tasks_and_the_loss_see_what_the_caller_has_put_on(way: Way, row: Row) -
 @pytest.mark.pairwise
 @ways
 @rows
-def test_a_function_in_the_backward_of_a_step_sees_what_torch_shows_it(way: Way, row: Row) -> None:
+def test_a_function_in_a_steps_backward_sees_the_context_that_torch_would_give_it(
+    way: Way, row: Row
+) -> None:
     """Casts of the forward are cast back by the graph, and torch hides function modes."""
     shown = ("dispatch modes", "context variables", "deterministic")
     plain = row.see()
@@ -130,7 +132,7 @@ def test_gradients_under_saved_tensor_hooks_are_those_of_the_plain_module(
 
 
 @each_way
-def test_all_that_saved_tensor_hooks_have_packed_they_unpack(way: Way) -> None:
+def test_saved_tensor_hooks_unpack_all_that_they_packed(way: Way) -> None:
     hooks = Hooks()
     with piped(seven_layers(), [3, 4], way) as pipe, hooks():
         take_step(pipe, way, batch(7))

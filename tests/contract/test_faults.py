@@ -1,4 +1,4 @@
-"""R3 to R5 at many places, in a call and in a step: what fails is raised with its note and is gone.
+"""Tests R3 to R5 at many places of calls and steps: errors are raised with notes and leave nothing.
 
 The cases are drawn by a fixed seed from phase x place x exception x checkpointing x micro-batches x
 partitions x what the caller has put on x call or step. Each raises one error in one task, then
@@ -42,7 +42,7 @@ A_PHASE = 70  # cases
 
 
 class Case(NamedTuple):
-    """One fault. ``j`` is where it strikes, not always the partition that is to blame."""
+    """A fault. ``j`` is the partition where it strikes, which is not always the one to blame."""
 
     phase: str
     i: int
@@ -62,7 +62,7 @@ class Case(NamedTuple):
 
     @property
     def checkpointed(self) -> bool:
-        """Whether its micro-batch is recomputed."""
+        """Tells whether its micro-batch is recomputed."""
         last = self.i == self.m - 1
         return self.checkpoint == "always" or self.checkpoint == "except_last" and not last
 
@@ -94,7 +94,7 @@ class Case(NamedTuple):
         return self.j == where.get(self.phase, self.j) and (self.j >= 0 or "pop" in self.phase)
 
     def note(self) -> str | None:
-        """How the note begins that the error must have; ``None`` where there may be any."""
+        """Returns the beginning of the error's note; ``None`` if any notes are allowed."""
         task = f"[{self.i},{self.j}]: partition {self.j} on cpu"
         whole = f", micro-batch {self.i} of {self.m}"
         layer = f", layer '{self.j}' (Layer)"
@@ -110,7 +110,7 @@ class Case(NamedTuple):
         return notes.get(self.phase)
 
     def setting(self) -> Setting:
-        """Armed for it."""
+        """Makes a pipe whose site is armed for this case."""
         skips = "stash" in self.phase or "pop" in self.phase
         options = self.n, self.m, self.checkpoint, skips, self.phase in BOXED
         in_call = self.how == CALL
@@ -121,7 +121,7 @@ class Case(NamedTuple):
 
 @functools.cache
 def cases_of(phase: str) -> list[Case]:
-    """A drawing of the possible cases of one phase, with every kind and every mode in it."""
+    """Draws cases of one phase, so that every kind and every mode occurs."""
     every = [
         Case(phase, i, j, kind, checkpoint, m, n, around, how, recorded)
         for kind in KINDS
@@ -151,7 +151,7 @@ def cases_of(phase: str) -> list[Case]:
     ],
     ids=str,
 )
-def test_a_fault_is_raised_as_it_is_and_changes_nothing_and_the_next_step_is_right(
+def test_a_fault_is_raised_unchanged_and_the_next_step_is_right(
     case: Case,
 ) -> None:
     setting = case.setting()

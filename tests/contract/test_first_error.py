@@ -1,4 +1,4 @@
-"""R3: of two failures the first in the schedule is raised, in a call and in a step alike."""
+"""Tests R3: the first of two failures in schedule order is raised, in a call and in a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("late", [0, 1], ids=["the first fails last", "the first fails first"])
 @pytest.mark.parametrize(("one", "other", "schedule"), PAIRS)
-def test_of_two_failures_the_first_in_the_schedule_is_raised(
+def test_the_first_of_two_failures_in_schedule_order_is_raised(
     one: Task, other: Task, schedule: str, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = plan_call(M, N, range(N)) if schedule == CALL else plan(schedule, M, N)

@@ -1,4 +1,4 @@
-"""Hooks are called as in the plain module's backward; of a parameter once, with the whole."""
+"""Tests that hooks are called as in a plain backward, those of a parameter once with the whole."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> Any:
 
 
 def not_in_place() -> Any:
-    """What full backward hooks can be registered on."""
+    """Makes layers on which full backward hooks can be registered."""
     return nn.Sequential(linear(3, 4), nn.Tanh(), linear(4, 4), nn.Tanh(), linear(4, 2))
 
 
@@ -47,7 +47,7 @@ def plain_step(module: nn.Sequential, x: Tensor) -> None:
 
 
 def both(way: Way, hook: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """The pipe's module and the plain one after a step, both with hooks."""
+    """Takes a step with hooks; returns the pipe's module and the plain one."""
     module, x = model(), batch(7)
     plain = copy.deepcopy(module)
     hook(module)
@@ -101,7 +101,7 @@ def test_a_hook_after_accumulation_is_called_once_and_finds_the_whole_gradient(w
 
 @each_way
 def test_a_hook_may_update_its_parameter(way: Way) -> None:
-    """As an optimizer does that steps in the backward."""
+    """As an optimizer that steps in the backward does."""
     def update(parameter: Tensor) -> None:
         assert parameter.grad is not None
         parameter.data.sub_(parameter.grad, alpha=0.1)
@@ -200,7 +200,7 @@ def test_a_parameter_with_a_hook_may_be_frozen(way: Way) -> None:
 
 @each_way
 def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> None:
-    """They come to torch in a list."""
+    """Torch receives these weights in a list."""
     class Outputs(nn.Module):
         def forward(self, value: tuple[Tensor, Any]) -> Tensor:
             return value[0][:, -1]
@@ -224,7 +224,7 @@ def test_hooks_of_the_weights_of_a_recurrent_layer_are_called_once(way: Way) -> 
 
 
 class Custom(nn.Module):
-    """A layer around a custom function."""
+    """A layer that calls a custom autograd function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,21 +235,21 @@ class Custom(nn.Module):
 
 
 class Hands(Custom):
-    """Hands its parameter on."""
+    """A layer that returns its parameter."""
 
     def forward(self, x: Tensor) -> Any:
         return x, self.weight
 
 
 class Times(nn.Module):
-    """What to do with it."""
+    """A layer that multiplies by a parameter received as a value."""
 
     def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
         return value[0] * value[1]
 
 
 class Own(nn.Module):
-    """Trains a tensor that is no parameter."""
+    """A layer that trains a tensor that is no parameter."""
 
     def __init__(self) -> None:
         super().__init__()

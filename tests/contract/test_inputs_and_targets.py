@@ -1,4 +1,4 @@
-"""What goes in: arguments, their gradients through the caller's graph, and targets of steps."""
+"""Tests arguments, their gradients through the caller's graph, and targets of steps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_arguments_that_are_no_tensors_reach_each_micro_batch(way: Way) -> None:
 
 
 @each_way
-def test_one_of_two_arguments_may_want_a_gradient(way: Way) -> None:
+def test_one_of_two_arguments_may_require_a_gradient(way: Way) -> None:
     module = nn.Sequential(Apply(torch.mul), linear(3, 4), linear(4, 2))
     assert_equal(module, [2, 1], way, batch(7), batch(7, requires_grad=True))
 
@@ -206,7 +206,7 @@ def test_an_input_of_the_callers_graph_may_be_changed_in_place(way: Way, chunks:
 
 @each_way
 def test_hooks_of_a_parameter_that_the_callers_graph_uses_too_see_the_sum_once(way: Way) -> None:
-    """As of an embedding outside of the pipe that its last layer shares."""
+    """For example, an embedding outside the pipe whose weight the last layer shares."""
     def tied() -> Any:
         torch.manual_seed(4)
         layers = [linear(3, 3) for _ in range(3)]
@@ -267,7 +267,7 @@ def test_integer_targets_are_split_by_rows(way: Way) -> None:
 
 
 @ways
-def test_a_replicated_target_is_there_whole_in_each_micro_batch(way: Way) -> None:
+def test_each_micro_batch_gets_a_replicated_target_whole(way: Way) -> None:
     prototypes = torch.randn(9, 2, dtype=torch.float64)
 
     def nearest(y: Tensor, t: Any) -> Tensor:
@@ -279,7 +279,7 @@ def test_a_replicated_target_is_there_whole_in_each_micro_batch(way: Way) -> Non
 
 
 @pytest.mark.parametrize("given", [{}, {"target": None}], ids=["left out", "None"])
-def test_without_a_target_the_loss_gets_none(given: dict[str, Any]) -> None:
+def test_the_loss_gets_none_without_a_target(given: dict[str, Any]) -> None:
     seen = []
 
     def loss(y: Tensor, target: Any) -> Tensor:
@@ -379,7 +379,7 @@ def test_a_complex_loss_is_refused() -> None:
 
 @ways
 def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
-    """As where none of its rows count."""
+    """For example, if none of its rows count."""
 
     def loss(y: Tensor, counts: Tensor) -> Any:
         return y[counts].square().sum() if counts.any() else y.new_zeros(())
@@ -396,7 +396,7 @@ def test_the_loss_of_a_micro_batch_may_be_a_constant(way: Way) -> None:
 
 @pytest.mark.layered  # the first layer is the whole model's forward
 def test_a_first_layer_that_takes_a_keyword_of_the_call_is_refused() -> None:
-    """It would not get it."""
+    """The layer would not receive it."""
 
     class Takes(nn.Module):
         def forward(self, x: Tensor, target: Any = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""BatchNorm in a recomputation: another way of calling it, which others do not notice."""
+"""Tests that nobody notices how BatchNorm is called in a recomputation."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ each_way = pytest.mark.parametrize("way", RECOMPUTING, ids=["call", "gpipe", "1f
 
 
 class Calling(nn.Module):
-    """Calls a norm, and in a recomputation something else before."""
+    """A layer that calls a norm, and something else before it in a recomputation."""
 
     def __init__(self, norm: nn.Module, first: Callable[[nn.Module], Any]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def norm_of(features: int = 4, **options: Any) -> nn.BatchNorm1d:
 
 
 def model(*norms: nn.Module) -> nn.Sequential:
-    """Large enough that a graph of it is dropped and made again."""
+    """Makes a model large enough for its graph to be dropped and recomputed."""
     torch.manual_seed(2)
     layers = [linear(3, 4)]
     for norm in norms:
@@ -52,7 +52,7 @@ def model(*norms: nn.Module) -> nn.Sequential:
 
 
 def check(module: nn.Sequential, way: Way, chunks: int = 2) -> None:
-    """Gradients and statistics are those of the plain module, a micro-batch after the other."""
+    """Compares gradients and statistics with the plain module's, run micro-batch by micro-batch."""
     plain = copy.deepcopy(module)
     options: Any = {"devices": ["cpu"], "checkpoint": way.checkpoint, "deferred_batch_norm": False}
     x = batch(4 * chunks)
@@ -154,7 +154,7 @@ def test_a_forward_of_its_own_is_called_again(way: Way) -> None:
 
 
 @each_way
-def test_a_dispatch_mode_sees_what_it_saw_in_the_forward(way: Way) -> None:
+def test_a_dispatch_mode_sees_the_same_operations_as_in_the_forward(way: Way) -> None:
     seen: dict[bool, list[str]] = {False: [], True: []}
 
     class Look(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ def in_a_thread(call: Callable[[], Any]) -> None:
 
 
 @each_way
-def test_who_trains_the_norm_elsewhere_meanwhile_updates_its_statistics(way: Way) -> None:
+def test_training_the_norm_on_another_thread_meanwhile_updates_its_statistics(way: Way) -> None:
     x, norm = batch(4)[:, [0, 1, 2, 0]], norm_of()
     module = model(Calling(norm, lambda norm: in_a_thread(lambda: norm(x))))
     own = copy.deepcopy(norm)

@@ -1,4 +1,4 @@
-"""What observers are told of tasks and failures, and what is counted: in a call and in a step."""
+"""Tests the events and counters of tasks and failures, in a call and in a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def three() -> nn.Sequential:
 
 
 @each_way
-def test_each_task_is_told_once_when_it_begins_and_ends(way: Way) -> None:
+def test_observers_see_each_task_begin_and_end_once(way: Way) -> None:
     log = Log()
     with piped(three(), [2, 1], way, chunks=M) as pipe:
         pipe.add_observer(log)

@@ -1,4 +1,4 @@
-"""Gradients of a weight are added up in one order, whatever the pipe has done before.
+"""Tests that a weight's gradients are summed in one order, whatever the pipe did before.
 
 In float32, where another order is another sum. Numbers of nodes, by which autograd orders what is
 ready, count up in each worker for itself, so each repeat finds them further apart.
@@ -35,7 +35,7 @@ class Head(nn.Module):
 
 
 def tied() -> nn.Sequential:
-    """Three partitions of very different sizes that use one weight, the last one twice."""
+    """Makes three very different partitions that share a weight, which the last uses twice."""
     torch.manual_seed(1)
     embedding = nn.Embedding(8, 8)
     many = [layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Tanh())]
@@ -134,7 +134,7 @@ def test_training_that_was_stopped_goes_on_bit_for_bit(way: Way) -> None:
 
 
 @each_way
-def test_one_micro_batch_is_computed_bit_for_bit_as_by_the_plain_module(way: Way) -> None:
+def test_one_micro_batch_has_the_bits_of_the_plain_module(way: Way) -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.LayerNorm(9), nn.Linear(9, 5))
     module, x = copy.deepcopy(plain), torch.randn(6, 5)

@@ -1,4 +1,4 @@
-"""Autocast, loss scaling, and running statistics in a step; and what of it a call shares."""
+"""Tests autocast, loss scaling and running statistics in a step, and partly in a call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def piped(module: nn.Sequential, way: Way, chunks: int = 3, **options: Any) -> P
 
 @half
 @each_way
-def test_under_autocast_one_micro_batch_gives_the_bits_of_the_plain_module(
+def test_one_micro_batch_under_autocast_has_the_bits_of_the_plain_module(
     dtype: torch.dtype, way: Way
 ) -> None:
     module, plain = perceptron(), perceptron()
@@ -65,7 +65,7 @@ def test_under_autocast_one_micro_batch_gives_the_bits_of_the_plain_module(
 
 @half
 @ways
-def test_under_autocast_micro_batches_give_the_gradients_of_a_forward_and_a_backward(
+def test_micro_batches_under_autocast_have_the_gradients_of_a_forward_and_a_backward(
     dtype: torch.dtype, way: Way
 ) -> None:
     module, other = perceptron(), perceptron()
@@ -102,7 +102,7 @@ def test_layers_and_the_loss_run_under_the_callers_autocast(cache: bool) -> None
 
 @ways
 def test_a_step_after_an_update_uses_the_new_weights_under_autocast(way: Way) -> None:
-    """No cast of a weight is kept from one to the other."""
+    """No cast of a weight is kept from one step to the next."""
     module, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)), rows()[0]
     with piped(module, way, chunks=2) as pipe:
         losses = []
@@ -236,7 +236,7 @@ class Descent:
 
 
 def train_scaled(module: nn.Module, poisoned: int, step: Any) -> list[float]:
-    """The scale after each of four steps; inputs of one are infinite."""
+    """Takes four steps, one with infinite inputs; returns the scale after each."""
     torch.manual_seed(6)
     optimizer: Any = Descent(module.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
@@ -325,7 +325,7 @@ def test_deferred_statistics_are_those_of_the_mini_batch(momentum: Any, way: Way
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "each micro-batch"])
-def test_each_micro_batch_is_normalised_for_itself(deferred: bool, way: Way) -> None:
+def test_each_micro_batch_is_normalised_by_itself(deferred: bool, way: Way) -> None:
     module, plain, x = normalised(), normalised(), batch(8)
     with piped(module, way, 2, deferred_batch_norm=deferred) as pipe:
         take_step(pipe, way, x)

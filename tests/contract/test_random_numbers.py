@@ -1,4 +1,4 @@
-"""Random numbers: the same from a seed, whatever the threads do and whatever is recomputed.
+"""Tests that a seed fixes the random numbers, whatever the thread timing and the recomputation.
 
 ``tests/autograd/test_random.py`` has which layers draw, and from what.
 """
@@ -32,7 +32,7 @@ PATIENCE = 5.0  # s
 
 
 class InTurn(nn.Module):
-    """Draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
+    """A layer that draws random numbers; ``F[1,0]`` and ``F[0,1]`` do so in a given order."""
 
     def __init__(self, j: int, first: tuple[int, int], drawn: threading.Event) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_a_seed_gives_the_same_bits_again_and_another_seed_others(way: Way) -> N
 
 
 @pytest.mark.parametrize("how", [CALL, "1f1b"])
-def test_recomputations_draw_what_their_forwards_drew(how: str) -> None:
+def test_recomputations_draw_the_numbers_of_their_forwards(how: str) -> None:
     found = []
     for checkpoint in MODES:
         module = dropping()
@@ -149,7 +149,7 @@ def test_a_loss_that_draws_draws_the_same_from_a_seed(kind: str, way: Way) -> No
 
 
 class DrawsInSecond(nn.Module):
-    """Draws random numbers in the second micro-batch, before or after the loss of the first."""
+    """A layer that draws in the second micro-batch, before or after the loss of the first."""
 
     def __init__(self, before: bool, drawn: threading.Event) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class DrawsInSecond(nn.Module):
 
 
 @ways
-def test_what_a_loss_draws_does_not_depend_on_the_order_in_which_threads_draw(way: Way) -> None:
+def test_random_numbers_of_a_loss_do_not_depend_on_thread_timing(way: Way) -> None:
     def outcome(before: bool) -> Any:
         drawn = threading.Event()
 
@@ -192,7 +192,7 @@ def test_what_a_loss_draws_does_not_depend_on_the_order_in_which_threads_draw(wa
     same(outcome(True), outcome(False), rtol=0, atol=0)
 
 
-def test_each_micro_batch_has_a_loss_that_draws_for_itself() -> None:
+def test_the_loss_of_each_micro_batch_draws_its_own_numbers() -> None:
     drawn = []
 
     def loss(y: Tensor, target: Any) -> Tensor:
@@ -229,7 +229,7 @@ def test_a_step_without_random_numbers_leaves_the_generator_alone(how: str) -> N
 
 
 class Weight(nn.Module):
-    """Multiplies by a parameter."""
+    """A layer that multiplies by a parameter."""
 
     def __init__(self) -> None:
         super().__init__()

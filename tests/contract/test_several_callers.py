@@ -1,4 +1,4 @@
-"""Calls and steps of several callers at once, pipes in pipes, asyncio: while some of them fail.
+"""Tests concurrent calls and steps, nested pipes and asyncio, while some of them fail.
 
 ``tests/faults/test_callers.py`` has what is about calls alone.
 """
@@ -29,7 +29,7 @@ HOWS = (CALL, *SCHEDULES)
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported(no_gc_in_module: None) -> None:
-    """Let no test pay for what the first step imports."""
+    """Takes a first step, whose imports no test should pay for."""
     with Pipe(nn.Sequential(nn.Linear(1, 1)), [1], devices=["cpu"]) as pipe:
         pipe.forward_backward(torch.ones(1, 1), loss_fn=lambda y, _: y.sum())
 
@@ -38,7 +38,7 @@ Fails = dict[tuple[int, str, int], BaseException]
 
 
 class Scale(nn.Module):
-    """Its rows hold the number of their caller in the first column; fails where it is told to."""
+    """A layer that fails on request; the first column of its rows holds their caller's number."""
 
     def __init__(self, j: int, fails: Fails) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def batch(caller: int, rows: int = 6) -> Tensor:
 
 
 def act(pipe: Pipe, how: str, caller: int, rows: int = 6) -> tuple[Tensor, Tensor]:
-    """The loss of the caller's batch, and the gradient of its input: one way or the other."""
+    """Returns the loss of the caller's batch and its input's gradient, by a call or a step."""
     x = batch(caller, rows).requires_grad_()
     if how == CALL:
         total = loss(pipe(x), None)
@@ -125,7 +125,7 @@ def test_the_gradients_of_steps_and_backwards_of_several_callers_add_up() -> Non
 
 
 def has_failed(pipe: Pipe, how: str, caller: int) -> bool:
-    """Whether its step has; the error is dropped where it was raised."""
+    """Tells whether a step fails, and drops its error at once."""
     try:
         act(pipe, how, caller)
     except Failure:
@@ -134,7 +134,7 @@ def has_failed(pipe: Pipe, how: str, caller: int) -> bool:
 
 
 @pytest.mark.parametrize(("how", "phase"), [(CALL, "recomputation"), ("1f1b", "backward")])
-def test_when_all_at_once_have_failed_nothing_of_them_is_left(how: str, phase: str) -> None:
+def test_nothing_is_left_of_callers_that_all_failed_at_once(how: str, phase: str) -> None:
     fails: Fails = {(caller, phase, caller % 2): Failure() for caller in range(4)}
     layers = [Scale(j, fails) for j in range(2)]
     with Pipe(nn.Sequential(*layers), [1, 1], devices=["cpu"] * 2, chunks=3) as pipe:
@@ -203,7 +203,7 @@ def test_a_layer_that_calls_its_own_pipe_is_refused(phase: str, call: str) -> No
 
 
 def test_a_hook_of_a_parameter_may_take_a_step_of_its_pipe() -> None:
-    """Hooks are called in the caller, when the step is over."""
+    """Hooks are called by the caller's thread, after the step."""
     x = torch.rand(4, 3)
     totals: list[Tensor] = []
 
@@ -260,7 +260,7 @@ def test_tasks_of_asyncio_get_their_own_rows_while_some_of_them_fail(how: str) -
 @pytest.mark.layered  # counts threads
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
-def test_of_many_steps_some_of_which_fail_the_good_ones_are_the_plain_modules(seed: int) -> None:
+def test_successful_steps_among_failing_ones_equal_the_plain_modules(seed: int) -> None:
     draw = random.Random(seed)
     fails: Fails = {}
     layers = [Scale(j, fails) for j in range(3)]

@@ -1,4 +1,4 @@
-"""Values that share memory at a boundary, of which a layer changes one in place.
+"""Tests values that share memory at a boundary, one of which a layer changes in place.
 
 One tensor twice stays one tensor. Of two that overlap, such as a base and its view, a change of one
 in place would have to be one of the other, in another task's graph: it is refused.
@@ -33,7 +33,7 @@ from tests.layers import Apply
 
 
 def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:
-    """Five layers; what the third and fourth get is up to the functions."""
+    """Makes five layers; the functions produce the inputs of the third and the fourth."""
     return nn.Sequential(linear(3, 3), Apply(make), nn.Identity(), Apply(take), linear(3, 2))
 
 
@@ -51,7 +51,9 @@ ONE_TWICE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = 
 @each_way
 @pytest.mark.parametrize("kind", ONE_TWICE)
 @pytest.mark.parametrize("balance", [[2, 3], [1, 1, 1, 1, 1], [2, 1, 2]], ids=str)
-def test_one_tensor_twice_stays_one_tensor(kind: str, balance: list[int], way: Way) -> None:
+def test_a_tensor_that_occurs_twice_stays_one_tensor(
+    kind: str, balance: list[int], way: Way
+) -> None:
     assert_equal(between(*ONE_TWICE[kind]), balance, way, batch(7, requires_grad=True))
 
 
@@ -60,7 +62,7 @@ def test_one_tensor_twice_stays_one_tensor(kind: str, balance: list[int], way: W
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("wants_gradient", [False, True])
-def test_one_argument_twice_stays_one_tensor(
+def test_an_argument_passed_twice_stays_one_tensor(
     chunks: int, wants_gradient: bool, way: Way
 ) -> None:
     first = Apply(lambda x, more: x.mul_(2) + more["x"].exp())
@@ -132,7 +134,9 @@ def test_values_that_overlap_may_be_used(way: Way) -> None:
 
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kind", [kind for kind in OVERLAPPING if kind != "detached"])
-def test_without_gradients_on_one_device_a_change_is_that_of_both(kind: str, guard: Any) -> None:
+def test_overlapping_values_without_gradients_change_as_in_the_plain_module(
+    kind: str, guard: Any
+) -> None:
     module = between(*OVERLAPPING[kind])
     with guard(), Pipe(copy.deepcopy(module), [2, 3], devices=["cpu"] * 2, chunks=3) as pipe:
         x = batch(7)

@@ -1,4 +1,4 @@
-"""A model with skips computes in a pipe what the plain one computes: in a call and in a step.
+"""Tests that a model with skips computes the same in a pipe as plain, in a call and in a step.
 
 Skips go to another partition with their values, and back with their gradients. What may be stashed
 is in ``tests/skip/test_values_in_pipe.py``.
@@ -46,7 +46,7 @@ def test_a_step_is_that_of_the_plain_model(model: str, balance: list[int], way: 
 @each_way
 @pytest.mark.parametrize("model", ["crossing", "popped four times"])
 @pytest.mark.parametrize(("rows", "chunks"), [(7, 1), (7, 2), (7, 7), (6, 3), (2, 3), (1, 3)])
-def test_a_step_is_that_of_the_plain_model_however_it_is_split(
+def test_a_step_equals_the_plain_models_for_every_split(
     rows: int, chunks: int, model: str, way: Way
 ) -> None:
     module, x = nn.Sequential(*MODELS[model]()), batch(rows)
@@ -56,7 +56,7 @@ def test_a_step_is_that_of_the_plain_model_however_it_is_split(
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("model", MODELS)
-def test_what_goes_through_the_layers_in_between_may_be_multiplied_away(
+def test_the_value_between_stash_and_pop_may_be_multiplied_by_zero(
     model: str, way: Way
 ) -> None:
     layers = [*MODELS[model](), Apply(lambda x: x * 0), s("z"), nn.Tanh(), p("z")]
@@ -74,7 +74,7 @@ def test_a_layer_may_be_frozen(frozen: int, way: Way) -> None:
 
 
 @each_way
-def test_in_eval_mode_a_step_is_that_of_the_plain_model(way: Way) -> None:
+def test_a_step_in_eval_mode_equals_the_plain_models(way: Way) -> None:
     layers = MODELS["nested"]()
     layers[5] = nn.Dropout()
     assert_equal(nn.Sequential(*layers).eval(), [2, 3, 2], way, batch(5))
@@ -119,8 +119,8 @@ def test_a_parametrized_layer_may_stash(way: Way) -> None:
 
 
 @each_way
-def test_a_gradient_may_come_back_by_the_skip_alone(way: Way) -> None:
-    """Between the two the graph is cut."""
+def test_a_gradient_may_come_back_through_the_skip_alone(way: Way) -> None:
+    """The graph is cut between stash and pop."""
     module = nn.Sequential(s("a"), nn.ReLU(), Cut(), p("a"), linear(3, 2))
     assert_equal(module, [1, 1, 1, 2], way, batch(7, requires_grad=True))
 
@@ -146,7 +146,7 @@ def test_a_skip_of_the_input_itself_comes_back_to_it(way: Way) -> None:
 
 
 class Cut(nn.Module):
-    """Ends the graph."""
+    """A layer that detaches its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.detach()
@@ -154,7 +154,7 @@ class Cut(nn.Module):
 
 @pytest.mark.parametrize("schedule", [CALL, *SCHEDULES])
 def test_the_loss_may_need_the_skip_alone(schedule: str) -> None:
-    """What else the last partition returns has no gradient."""
+    """The last partition's other outputs have no gradient."""
     @skippable(pop=["a"])
     class Beside(nn.Module):
         def forward(self, x: Tensor) -> Forward:
@@ -168,7 +168,7 @@ def test_the_loss_may_need_the_skip_alone(schedule: str) -> None:
 
 @each_way
 def test_gradients_of_skips_stay_those_of_their_micro_batch(way: Way) -> None:
-    """Each row has a gradient of its own, in whatever order the micro-batches go back."""
+    """Each row has its own gradient, whatever the order in which micro-batches run backward."""
     module = nn.Sequential(s("a"), linear(3, 3), p("a"), linear(3, 2))
     x = batch(6, requires_grad=True)
     weights = torch.arange(1.0, 7.0, dtype=torch.float64).view(6, 1)

@@ -1,4 +1,4 @@
-"""What layers hand on across a border, and what they are made of: in a call and in a step.
+"""Tests the values that layers pass across a boundary, and models of all kinds, in calls and steps.
 
 Among it are the pitfalls 18 (what crosses a border and is not differentiable, or not used),
 19 (layers that work in place) and 20 (parameters in two places, and partitions without any).
@@ -37,7 +37,7 @@ from tests.layers import Apply, product
 
 
 class With(nn.Module):
-    """A layer of one parameter and a function of it."""
+    """A layer that applies a function to its input and its parameter."""
 
     def __init__(self, function: Callable[[Any, Tensor], Any], rows: int = 1) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ cross_entropy: Any = F.cross_entropy  # torch does not type Tensor.backward
 
 
 def between(make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> nn.Sequential:
-    """Four layers; what goes from the second to the third is up to the functions."""
+    """Makes four layers; the functions choose the value between the second and the third."""
     return nn.Sequential(linear(3, 3), Apply(make), Apply(take), linear(3, 2))
 
 
@@ -81,7 +81,7 @@ BORDERS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
 @each_way
 @pytest.mark.parametrize("kind", BORDERS)
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1], [4]], ids=len)
-def test_what_crosses_a_border_brings_its_gradient_back(
+def test_a_value_across_a_boundary_brings_its_gradient_back(
     kind: str, balance: list[int], way: Way
 ) -> None:
     assert_equal(between(*BORDERS[kind]), balance, way, batch(7, requires_grad=True))
@@ -111,7 +111,7 @@ def test_outputs_of_all_micro_batches_are_put_together_like_those_of_a_call(way:
 
 
 class Cache:
-    """No pytree, as the cache of keys and values of a language model."""
+    """An object that is no pytree, like a language model's cache of keys and values."""
 
     def __init__(self, keys: Tensor) -> None:
         self.layers = [{"keys": keys}]
@@ -125,7 +125,7 @@ def with_cache(make: Callable[[Tensor], Any]) -> nn.Sequential:
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("balance", [[2, 2], [1, 1, 1, 1]], ids=len)
-def test_an_object_that_hides_what_wants_a_gradient_crosses_a_border_or_is_refused(
+def test_an_object_that_hides_a_differentiable_tensor_crosses_a_boundary_or_is_refused(
     balance: list[int], way: Way
 ) -> None:
     module = with_cache(lambda x: (x.sin(), Cache(x.cos())))
@@ -167,7 +167,7 @@ BOUND: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], str]] =
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("kind", BOUND)
-def test_what_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
+def test_a_function_that_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
     kind: str, mode: str, schedule: str
 ) -> None:
     bind, use, found = BOUND[kind]
@@ -180,26 +180,26 @@ def test_what_has_bound_a_tensor_of_the_graph_is_refused_in_a_step(
 
 
 @each_way
-def test_a_function_that_has_bound_no_tensor_of_the_graph_crosses_a_border(way: Way) -> None:
+def test_a_function_that_has_bound_no_tensor_of_the_graph_crosses_a_boundary(way: Way) -> None:
     factor = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     module = between(lambda x: (x.sin(), lambda y: y * factor), lambda v: v[1](v[0]))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
 
 @each_way
-def test_an_object_that_hides_what_wants_no_gradient_crosses_a_border(way: Way) -> None:
+def test_an_object_that_hides_an_undifferentiable_tensor_crosses_a_boundary(way: Way) -> None:
     module = with_cache(lambda x: (x.sin(), Cache(x.detach().cos())))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
 
 @each_way
-def test_an_object_that_is_a_pytree_crosses_a_border(way: Way) -> None:
+def test_an_object_that_is_a_pytree_crosses_a_boundary(way: Way) -> None:
     module = with_cache(lambda x: (x.sin(), RegisteredCache(x.cos())))
     assert_equal(module, [2, 2], way, batch(7, requires_grad=True))
 
 
 class RegisteredCache(Cache):
-    """As transformers' ``DynamicCache`` where it has been registered."""
+    """A cache registered as a pytree, as transformers may register its ``DynamicCache``."""
 
 
 pytree.register_pytree_node(
@@ -237,7 +237,7 @@ def test_a_state_of_a_recurrent_layer_is_refused_as_an_output(way: Way) -> None:
 
 
 class AddInPlace(nn.Module):
-    """Changes its input in place, and the graph with it."""
+    """A layer that changes its input, and so the graph, in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,8 +280,8 @@ def test_each_of_two_values_may_be_changed_in_place(way: Way) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_what_the_plain_module_refuses_in_place_is_refused(schedule: str) -> None:
-    """Tanh has saved what the next layer changes."""
+def test_in_place_changes_that_the_plain_module_refuses_are_refused(schedule: str) -> None:
+    """Tanh has saved the tensor that the next layer changes."""
     module = nn.Sequential(linear(3, 3), nn.Tanh(), nn.ReLU(inplace=True), linear(3, 2))
     with Pipe(module, [2, 2], devices=["cpu"] * 2, chunks=3, checkpoint="never") as pipe:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -293,7 +293,7 @@ def test_what_the_plain_module_refuses_in_place_is_refused(schedule: str) -> Non
 @each_way
 @pytest.mark.parametrize("kind", ["relu", "parameter"])
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_the_first_layer_may_work_in_place_on_what_the_callers_graph_made(
+def test_the_first_layer_may_work_in_place_on_a_tensor_of_the_callers_graph(
     kind: str, chunks: int, way: Way
 ) -> None:
     before, module, x = linear(3, 3), nn.Sequential(IN_PLACE[kind](), linear(3, 2)), batch(7)
@@ -328,7 +328,7 @@ def test_partitions_may_have_no_parameters(way: Way) -> None:
 
 
 @each_way
-def test_a_partition_may_return_its_input_beside_what_it_makes_of_it(way: Way) -> None:
+def test_a_partition_may_return_its_input_beside_its_output(way: Way) -> None:
     module = between(lambda x: (x, x.exp()), lambda v: v[0] * v[1])
     assert_equal(module, [1, 1, 2], way, batch(7, requires_grad=True))
 
@@ -392,7 +392,7 @@ def test_a_parameter_that_is_frozen_after_its_use_has_no_grad(schedule: str) -> 
 
 
 @each_way
-def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
+def test_two_layers_of_a_partition_may_share_a_parameter(way: Way) -> None:
     first, second = linear(3, 3), linear(3, 3)
     second.weight = first.weight
     module = nn.Sequential(first, nn.Tanh(), second, linear(3, 2))
@@ -403,7 +403,7 @@ def test_a_parameter_that_two_layers_of_a_partition_share(way: Way) -> None:
 @each_way
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) -> None:
+def test_partitions_may_share_a_parameter(chunks: int, steps: int, way: Way) -> None:
     layers = [linear(3, 3) for _ in range(4)]
     for layer in layers[1:]:
         layer.weight = layers[0].weight
@@ -413,7 +413,7 @@ def test_a_parameter_that_partitions_share(chunks: int, steps: int, way: Way) ->
 
 
 @each_way
-def test_a_layer_that_is_there_twice(way: Way) -> None:
+def test_a_layer_may_occur_twice(way: Way) -> None:
     layer = linear(3, 3)
     assert_equal(nn.Sequential(layer, nn.Tanh(), layer), [1, 2], way, batch(7))
 
@@ -499,7 +499,7 @@ def test_a_sparse_and_a_dense_gradient_of_one_parameter_are_added(way: Way) -> N
 
 
 class NowAndThenSparse(nn.Module):
-    """An embedding whose gradient is sparse for a micro-batch that begins with a token below 5."""
+    """An embedding with a sparse gradient for micro-batches that begin with a token below 5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -528,7 +528,7 @@ def test_a_gradient_may_be_sparse_for_one_micro_batch_and_dense_for_another(
 @pytest.mark.pairwise
 @each_way
 @pytest.mark.parametrize("layout", ["to_sparse", "to_mkldnn"])
-def test_a_value_that_is_not_strided(layout: str, way: Way) -> None:
+def test_a_value_may_have_another_layout_than_strided(layout: str, way: Way) -> None:
     module = nn.Sequential(
         With(lambda x, w: getattr(x.float() * w.float(), layout)()),
         With(lambda x, w: x.to_dense() * w.float()),

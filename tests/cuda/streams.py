@@ -1,4 +1,4 @@
-"""A test's own streams, used as a program must use them; and work that keeps one busy."""
+"""Provides streams that a test uses as a program must, and work that keeps a stream busy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["own_streams", "sleep"]
 
 @contextlib.contextmanager
 def own_streams(*devices: str) -> Iterator[list[Any]]:
-    """Compute on a new stream of each device, as the part of a program that is in the block.
+    """Makes the block compute on a new stream of each device, and yields these streams.
 
-    It waits for what the default streams have begun, and they wait for it at the end: weights come
-    from the one and are used by the other, and when they are freed their memory is given out again
-    at once, since nobody has told the allocator (``record_stream``) of the stream that reads them.
+    At the start they wait for the streams that were current, and at the end these wait for them.
+    Both waits are needed: weights made on the current stream are read on the new one, and when they
+    are freed, their memory is reused at once, since nobody has told the allocator
+    (``record_stream``) about the stream that reads them.
     """
     make: Any = torch.cuda.Stream
     streams = [make(device) for device in devices]
@@ -31,6 +32,6 @@ def own_streams(*devices: str) -> Iterator[list[Any]]:
 
 
 def sleep() -> None:
-    """Keep the current stream busy for some 20 ms, so that whoever does not wait is found out."""
+    """Keeps the current stream busy for some 20 ms, so that a missing wait shows."""
     sleep_for_cycles: Any = torch.cuda._sleep
     sleep_for_cycles(40_000_000)

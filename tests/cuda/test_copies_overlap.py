@@ -1,4 +1,4 @@
-"""Copies run on streams of their own, as the virtual time of simulated GPUs shows.
+"""Tests in the virtual time of simulated GPUs that copies run on streams of their own.
 
 Each partition computes for 1000 us, forward and backward, and each copy of a micro-batch takes 500.
 On streams of their own copies are hidden: with ``m`` micro-batches and ``n`` partitions a pass
@@ -42,7 +42,7 @@ def gpus() -> Iterator[Simulation]:
 
 
 def compute() -> None:
-    """Keep the current stream busy for as long as a partition computes."""
+    """Keeps the current stream busy for as long as a partition computes."""
     sleep_for_cycles: Any = torch.cuda._sleep
     sleep_for_cycles(int(2000 * COMPUTE))
 
@@ -104,7 +104,7 @@ def test_copies_of_a_step_are_hidden(gpus: Simulation, pipe: Pipe) -> None:
 def test_a_recomputation_does_not_wait_for_the_copy_of_the_gradient(
     gpus: Simulation, kind: type[Any]
 ) -> None:
-    """``R[0,0]`` fills the time before ``B[0,0]``, and that of the copy."""
+    """``R[0,0]`` runs before ``B[0,0]``, while the gradient is being copied."""
     module = nn.Sequential(Busy(), Busy())
     with kind(module, [1, 1], devices=["cuda:0", "cuda:1"], checkpoint="always") as pipe:
         x = batch()
@@ -148,7 +148,7 @@ ways = pytest.mark.parametrize("train", [train_by_call, train_by_step])
 
 
 def microseconds(events: Iterable[Event]) -> dict[tuple[int, int, int | None], int]:
-    """How long each took, by micro-batch, partition and origin."""
+    """Returns the duration of each, by micro-batch, partition and origin."""
     return {(e.i, e.j, e.origin): round(1e6 * e.seconds) for e in events}
 
 
@@ -170,7 +170,7 @@ def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: 
 
 @pytest.mark.layered  # as above
 @ways
-def test_a_recorded_copy_begins_when_what_it_copies_has_been_computed(
+def test_a_recorded_copy_begins_when_its_source_has_been_computed(
     pipe: Pipe, train: Train
 ) -> None:
     with pipe.record() as timeline:
@@ -216,7 +216,7 @@ def test_recomputations_and_layers_are_recorded_by_the_device_s_clock(gpus: Simu
 
 
 def test_a_recording_begins_when_all_streams_are_idle(pipe: Pipe) -> None:
-    """What another stream has written may be written again, with no more waiting."""
+    """Memory written by another stream may then be written again without another wait."""
     other: Any = torch.cuda.Stream("cuda:1")  # type: ignore[no-untyped-call]
     with torch.cuda.stream(other):
         x = torch.ones(4, device="cuda:1")
@@ -227,7 +227,7 @@ def test_a_recording_begins_when_all_streams_are_idle(pipe: Pipe) -> None:
 def test_a_recording_waits_for_the_events_it_begins_with(
     pipe: Pipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process's time of them is taken around that."""
+    """Their time on the host's clock is read around this wait."""
     waited: list[torch.cuda.Event] = []
     synchronize: Any = torch.cuda.Event.synchronize
 
@@ -254,7 +254,7 @@ def test_a_recording_may_begin_on_another_stream_than_a_call_in_it(pipe: Pipe) -
 def test_copies_that_follow_each_other_on_a_stream_are_recorded_one_by_one(
     gpus: Simulation,
 ) -> None:
-    """The second one begins when the first one has ended, not when both might have begun."""
+    """The second one begins when the first one has ended, not when both were launched."""
     first = stashing(make=Busy(), after=Busy())
     last = popping(take=lambda x, skip: Busy()(x) + Busy()(skip))
     devices = ["cuda:0", "cuda:1"]

@@ -1,4 +1,4 @@
-"""On real GPUs: the same results, in the right streams, in flat memory.
+"""Tests on real GPUs: the same results, in the right streams, in flat memory.
 
 Additional proof. Tests that can run on CPU do so elsewhere; these need a device. All
 are skipped without a CUDA device, those marked ``multi_gpu`` with only one.
@@ -53,7 +53,7 @@ placements = pytest.mark.parametrize(
 
 
 class Note(nn.Module):
-    """Hands a value on; ``function`` may look at it."""
+    """A layer that returns its input after showing it to ``function``."""
 
     def __init__(self, function: Callable[[Tensor], object]) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Note(nn.Module):
 
 
 def perceptron(partitions: int, width: int = 16) -> nn.Sequential:
-    """Two layers for each partition; in double precision, to be compared with the CPU's results."""
+    """Makes two layers per partition, in double precision to allow comparison with the CPU."""
     layers: list[nn.Module] = []
     for _ in range(partitions):
         layers += [nn.Linear(width, width), nn.Tanh()]
@@ -73,7 +73,7 @@ def perceptron(partitions: int, width: int = 16) -> nn.Sequential:
 
 
 def pipe_of(module: nn.Sequential, devices: list[str], chunks: int = 4, **options: Any) -> Pipe:
-    """An equal number of layers on each device."""
+    """Makes a pipe with equally many layers on each device."""
     n = len(devices)
     balance = [len(module) // n] * n
     return Pipe(module, balance=balance, devices=devices, chunks=chunks, **options)
@@ -166,7 +166,7 @@ def test_the_default_devices_are_the_gpus() -> None:
 
 
 def threads_of(devices: list[str]) -> set[str]:
-    """The names of the threads that compute the partitions."""
+    """Returns the names of the threads that compute the partitions."""
     names: set[str] = set()
     notes = [Note(lambda x: names.add(threading.current_thread().name)) for _ in devices]
     with pipe_of(nn.Sequential(*notes), devices) as pipe, torch.no_grad():
@@ -241,7 +241,7 @@ def test_layers_compute_on_the_current_stream_of_the_caller(checkpoint: str) -> 
 
 
 @placements
-def test_a_call_waits_for_what_the_caller_s_stream_is_still_computing(devices: list[str]) -> None:
+def test_a_call_waits_for_the_pending_work_of_the_caller_s_stream(devices: list[str]) -> None:
     with pipe_of(nn.Sequential(*[nn.Identity() for _ in devices]), devices) as pipe:
         for attempt in range(3):
             with own_streams("cuda:0"):
@@ -289,7 +289,7 @@ class SlowBackward(nn.Module):
 
 @placements
 @modes
-def test_the_backward_copies_gradients_when_they_are_there(
+def test_the_backward_copies_gradients_when_they_have_been_computed(
     devices: list[str], checkpoint: str
 ) -> None:
     x = torch.zeros(64, 1024, requires_grad=True)
@@ -366,7 +366,7 @@ def test_a_recomputation_leaves_the_gpu_s_generator_alone() -> None:
 
 
 def test_a_model_that_draws_on_the_gpu_alone_moves_the_cpu_s_generator_by_one_draw() -> None:
-    """The run's seed is drawn there, whatever the device: the GPU's own generator stands still."""
+    """The run's seed is drawn on the CPU for any device; the GPU's own generator does not move."""
     on_gpu = torch.cuda.get_rng_state("cuda:0")
     state = torch.get_rng_state()
     torch.empty((), dtype=torch.int64).random_()
@@ -430,7 +430,7 @@ def reserved() -> int:
 
 
 def settle(pipe: Pipe) -> None:
-    """A worker drops its last task just after its caller was let go; a tiny call makes sure."""
+    """Makes a tiny call, since a worker drops its last task just after its caller continues."""
     with torch.no_grad():
         pipe(torch.ones(1, 256))
 
@@ -471,7 +471,7 @@ def test_pitfall_29_after_a_step_no_activation_is_left(devices: list[str], check
 
 
 @placements
-def test_after_inference_no_activation_is_left(devices: list[str]) -> None:
+def test_no_activation_is_left_after_inference(devices: list[str]) -> None:
     x = torch.randn(512, 256)
     with pipe_of(wide(len(devices)), devices) as pipe, torch.no_grad():
         pipe(x)
@@ -503,7 +503,7 @@ def test_the_less_is_checkpointed_the_more_memory_waits_for_the_backward() -> No
 
 
 class Greedy(nn.Module):
-    """Asks for more memory than there is."""
+    """A layer that asks for more memory than there is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -517,7 +517,7 @@ class Greedy(nn.Module):
 
 
 @placements
-def test_after_an_out_of_memory_error_the_pipe_is_usable(devices: list[str]) -> None:
+def test_the_pipe_is_usable_after_an_out_of_memory_error(devices: list[str]) -> None:
     greedy = Greedy()
     module = wide(len(devices))
     module[-1] = greedy
@@ -530,7 +530,7 @@ def test_after_an_out_of_memory_error_the_pipe_is_usable(devices: list[str]) -> 
         assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
-def test_after_an_out_of_memory_error_no_activation_is_left() -> None:
+def test_no_activation_is_left_after_an_out_of_memory_error() -> None:
     module = wide(2)
     module[-1] = Greedy()
     x = torch.randn(512, 256)

@@ -1,4 +1,4 @@
-"""Results of a pipe may be read on any of the caller's streams, and dropped.
+"""Tests that a pipe's results may be read on any of the caller's streams, and dropped.
 
 Outputs and gradients may be in memory of a copy stream, which the caller does not know. The caller
 follows torch's rule for reading on another stream than that of the call: that stream waits, and is
@@ -25,7 +25,7 @@ DEVICES = ["cuda:0", "cuda:1"]
 
 
 class Hands(nn.Module):
-    """Hands its parameter on: the gradient of that comes by a copy, and becomes ``.grad``."""
+    """A layer that returns its parameter, so that a copied gradient becomes its ``.grad``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Hands(nn.Module):
 
 @contextlib.contextmanager
 def own_streams() -> Iterator[None]:
-    """New streams on all devices, which wait for the others and are waited for."""
+    """Uses new streams on all devices, which wait for the previous ones, and these for them."""
     new: Any = torch.cuda.Stream
     pairs = [(new(device), torch.cuda.current_stream(device)) for device in DEVICES]
     for own, other in pairs:
@@ -50,13 +50,13 @@ def own_streams() -> Iterator[None]:
 
 @pytest.fixture(params=["default", "own"])
 def caller(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Calls the pipe on the default streams, or on streams of his own; reads on others yet."""
+    """Calls the pipe on the default streams or on new ones; other streams read the results."""
     with own_streams() if request.param == "own" else contextlib.nullcontext():
         yield
 
 
 def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tensor | None]]) -> None:
-    """Steps after which something is read on other streams, and dropped."""
+    """Takes steps, after each of which a result is read on another stream and dropped."""
     with Pipe(nn.Sequential(*layers), [1, 1], devices=DEVICES) as pipe:
         for _ in range(3):
             y = pipe(torch.ones(4, 3))
@@ -69,7 +69,7 @@ def read_after_each(layers: list[nn.Module], read: Callable[[Tensor], list[Tenso
             pipe.zero_grad()
 
 
-def test_a_gradient_that_is_dropped_between_forward_and_backward() -> None:
+def test_a_gradient_may_be_dropped_between_forward_and_backward() -> None:
     first = Hands()
     unused = nn.Sequential(Apply(lambda x: x), nn.Identity())
     unused.register_parameter("weight", first.weight)  # it lives on the first device
@@ -84,17 +84,17 @@ def test_a_gradient_that_is_dropped_between_forward_and_backward() -> None:
             y.sum().backward()
 
 
-def test_an_output_that_was_copied_last(caller: None) -> None:
+def test_an_output_that_was_copied_last_may_be_read_and_dropped(caller: None) -> None:
     read_after_each([nn.Linear(3, 3), nn.Identity()], lambda y: [y])
 
 
-def test_a_gradient_that_was_copied_last(caller: None) -> None:
+def test_a_gradient_that_was_copied_last_may_be_read_and_dropped(caller: None) -> None:
     first = Hands()
     read_after_each([first, Apply(lambda xs: xs[0] * xs[1])], lambda y: [first.weight.grad])
 
 
 def test_memory_of_a_stream_that_a_pipe_takes_from_the_pool_for_its_copies() -> None:
-    """The 33rd stream of a device is the first one again."""
+    """Torch's pool returns the first stream of a device again as the 33rd."""
     new: Any = torch.cuda.Stream
     with Pipe(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), [1, 1], devices=DEVICES) as pipe:
         own = new(DEVICES[1])

@@ -1,4 +1,4 @@
-"""A worker computes on its caller's streams, and gets its own back."""
+"""Tests that a worker computes on its caller's streams, and gets its own back."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def step(pipe: Pipe, x: Tensor) -> None:
 def test_arguments_are_awaited_on_the_stream_of_their_own_call(
     use: Callable[[Pipe, Tensor], None]
 ) -> None:
-    """Not on that of a call before."""
+    """Not on the stream of an earlier call."""
     with Pipe(nn.Sequential(nn.Linear(4, 4)), [1], devices=["cuda:0"]) as pipe:
         with own_streams(OUTSIDE):
             use(pipe, torch.randn(8, 4, device="cuda:0"))  # no copy stream of the other yet
@@ -58,7 +58,7 @@ def test_a_stream_that_a_layer_leaves_on_is_put_back_after_its_task() -> None:
             pipe(torch.randn(8, 4, device="cuda:0").mul(2))
 
 
-def test_what_is_put_back_is_what_was_there() -> None:
+def test_a_worker_gets_its_own_streams_back() -> None:
     new: Any = torch.cuda.Stream
     before, callers = new("cuda:0"), new("cuda:0")
     with torch.cuda.stream(callers):

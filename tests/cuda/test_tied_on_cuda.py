@@ -1,4 +1,4 @@
-"""Tied weights between real devices, a GPU and the CPU among them. Additional proof."""
+"""Tests tied weights between real devices, such as a GPU and the CPU. Additional proof."""
 
 from __future__ import annotations
 

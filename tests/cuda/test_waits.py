@@ -1,4 +1,4 @@
-"""Each wait between streams is needed: configurations in which no other wait replaces it.
+"""Tests that each wait between streams exists, in settings where no other wait replaces it.
 
 The numbers are right even without the wait. The test fails because the simulated GPUs report
 unordered accesses, or memory reused while it is still read; so on
@@ -28,7 +28,7 @@ ROWS, WIDTH = 8, 4
 
 
 class Scale(nn.Module):
-    """Its backward needs its input and its weight."""
+    """A layer whose backward needs its input and its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ modes = pytest.mark.parametrize("checkpoint", ["always", "never"])
 
 @pytest.fixture(params=["default", "own"])
 def streams(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The caller computes on the default streams, or on streams of its own."""
+    """Lets the caller compute on the default streams, or on streams of its own."""
     with contextlib.ExitStack() as stack:
         if request.param == "own":
             for k in range(3):
@@ -119,7 +119,7 @@ def test_a_step_needs_no_synchronisation(
 def test_repeated_calls_without_grad_need_no_synchronisation(
     make: Callable[[], nn.Sequential], devices: list[str], streams: None
 ) -> None:
-    """Without a backward nothing lets a copy stream wait for who has read the last copy."""
+    """Without a backward, no copy stream waits for the reader of its last copy."""
     with pipe_of(make(), devices) as pipe, torch.no_grad():
         x = batch()
         for _ in range(3):
@@ -128,7 +128,7 @@ def test_repeated_calls_without_grad_need_no_synchronisation(
 
 @skippable(pop=["skip"])
 class PopOne(Skippable):
-    """Only one of the two gets a gradient."""
+    """A layer in which only one of value and skip gets a gradient."""
 
     def __init__(self, skip: bool) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_a_gradient_of_a_skip_or_a_value_alone_needs_no_synchronisation(
 @places
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection_needs_no_synchronisation(devices: list[str], streams: None) -> None:
-    """It reads what each node returns at once."""
+    """Anomaly detection reads the gradients of each node at once."""
     with pipe_of(with_skip(), devices) as pipe, torch.autograd.detect_anomaly():
         for _ in range(2):
             call(pipe, batch(grad=True))
@@ -184,7 +184,7 @@ def test_a_target_from_elsewhere_needs_no_synchronisation(streams: None) -> None
 
 
 class Times(nn.Module):
-    """Scales by a weight of another layer."""
+    """A layer that scales by another layer's weight."""
 
     def __init__(self, other: Scale) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Times(nn.Module):
 
 
 def test_autograd_knows_the_stream_that_the_gradient_of_a_weight_is_written_on() -> None:
-    """Otherwise it warns that this is not the stream of the weight, and synchronises more."""
+    """Otherwise autograd warns that this is not the weight's stream, and synchronises more."""
     new: Any = torch.cuda.Stream
     new("cuda:1")  # or streams of both devices have the same numbers, which is all it looks at
     with own_streams("cuda:0", "cuda:1"):
@@ -222,7 +222,7 @@ def test_a_tied_weight_needs_no_synchronisation(
 def test_a_tied_weight_alone_is_copied_and_needs_no_synchronisation(
     train: Callable[[Pipe, Tensor], None], streams: None
 ) -> None:
-    """Its partition's input is on the device already, so that its wait stands in for none."""
+    """Its partition's input is on the device already, so no wait for that replaces this one."""
     first = Scale()
     module = nn.Sequential(first, Scale(), Times(first))
     with pipe_of(module, ["cuda:0", "cuda:1", "cuda:1"]) as pipe:
@@ -245,7 +245,7 @@ def test_a_tied_weight_that_was_just_changed_is_copied_after_that(
 
 
 def test_steps_on_two_streams_need_no_synchronisation_between_them() -> None:
-    """They share copy streams, whose memory is used again by the next one."""
+    """They share copy streams, whose memory the next step reuses."""
     pipe = pipe_of(scales(2).requires_grad_(False), ["cuda:0", "cuda:1"], checkpoint="never")
     with pipe:
         for _ in range(4):
@@ -262,7 +262,7 @@ def test_steps_on_two_streams_need_no_synchronisation_between_them() -> None:
 def test_a_gradient_is_recorded_on_the_stream_that_the_forward_computed_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread of autograd that copies it has another current stream on that device."""
+    """The autograd thread that copies it has another current stream on that device."""
     own: Any = torch.cuda.Stream("cuda:0")  # type: ignore[no-untyped-call]
     recorded: list[Any] = []
     record: Any = Tensor.record_stream
@@ -282,7 +282,7 @@ def test_a_gradient_is_recorded_on_the_stream_that_the_forward_computed_on(
 
 
 class Conjugating(nn.Linear):
-    """What it returns is not stored as it is, but conjugated or negated where it is used."""
+    """A layer whose output is conjugated or negated lazily, when it is used."""
 
     def __init__(self, imaginary: bool) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -296,7 +296,7 @@ class Conjugating(nn.Linear):
 @ways
 @modes
 @pytest.mark.parametrize("imaginary", [False, True], ids=["conjugate", "negative"])
-def test_what_is_computed_where_it_is_used_needs_no_synchronisation(
+def test_lazily_conjugated_tensors_need_no_synchronisation(
     imaginary: bool, train: Callable[[Pipe, Tensor], None], checkpoint: str
 ) -> None:
     module = nn.Sequential(Conjugating(imaginary), Apply(lambda y: (y * y.conj()).real))

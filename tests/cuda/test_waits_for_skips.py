@@ -1,4 +1,4 @@
-"""A partition waits for the copies of all its skips, whichever of them are copied."""
+"""Tests that a partition waits for all copies of its skips, whichever of them are copied."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def step(pipe: Pipe, x: Tensor) -> None:
 def test_two_skips_need_no_synchronisation(
     run: Callable[[Pipe, Tensor], None], last: type[nn.Module], places: Sequence[int]
 ) -> None:
-    """From another device or not, each; and the value that they arrive with, too."""
+    """Each skip, and the value beside them, comes from another device or not."""
     devices = [f"cuda:{k}" for k in (*places, 1)]
     module = nn.Sequential(StashEarly(), StashLate(), nn.Identity(), last())
     with Pipe(module, [1] * 4, devices=devices, chunks=4) as pipe:

@@ -1,4 +1,4 @@
-"""The caller may overwrite arguments as soon as the call is over.
+"""Tests that the caller may overwrite arguments as soon as the call is over.
 
 Copy streams may read them after the call has returned, so the caller's stream must
 wait for that, whether the call succeeded or not. The plain module reads on the caller's stream and
@@ -29,7 +29,7 @@ SPILLED = 1e6
 
 
 class Fails(nn.Module):
-    """Raises when micro-batch 2 of four comes by."""
+    """A layer that raises in micro-batch 2 of four."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Fails(nn.Module):
 
 
 class AddMask(nn.Module):
-    """Two values at a boundary; hands the second one on as it is."""
+    """A layer with two values at its boundary that returns the second one unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,21 +55,21 @@ class AddMask(nn.Module):
 
 
 class Add(nn.Module):
-    """Hands its gradient on as it is, to both of what it adds."""
+    """A sum, whose gradient goes unchanged to both summands."""
 
     def forward(self, values: tuple[Tensor, Tensor]) -> Tensor:
         return values[0] + values[1]
 
 
 def make(devices: list[str], *more: nn.Module, **options: Any) -> Pipe:
-    """A linear layer for each device; ``more`` is on the last one."""
+    """Makes a linear layer for each device; ``more`` is on the last one."""
     layers = [nn.Linear(4, 4) for _ in devices]
     balance = [1] * (len(devices) - 1) + [1 + len(more)]
     return Pipe(nn.Sequential(*layers, *more), balance, devices=devices, chunks=4, **options)
 
 
 def late(device: str, requires_grad: bool = False) -> Tensor:
-    """Rows that are there when the device has done something else."""
+    """Makes rows that the device writes only after some other work."""
     with torch.cuda.device(device):
         sleep()
     return torch.ones(8, 4, device=device, requires_grad=requires_grad)
@@ -77,7 +77,7 @@ def late(device: str, requires_grad: bool = False) -> Tensor:
 
 @contextlib.contextmanager
 def unharmed(pipe: Pipe, *args: Any) -> Iterator[list[Tensor]]:
-    """What the pipe's output is, to be compared when the arguments have been written."""
+    """Compares the output that the block appends with the pipe's output for unchanged arguments."""
     with torch.no_grad():
         expected = pipe(*args).clone()
     found: list[Tensor] = []
@@ -158,7 +158,9 @@ def test_a_gradient_of_an_argument_may_be_refilled_after_a_step(devices: list[st
 
 
 @streams
-def test_what_the_first_partition_hands_on_as_it_is_may_be_refilled(own_stream: bool) -> None:
+def test_an_input_that_the_first_partition_returns_unchanged_may_be_refilled(
+    own_stream: bool
+) -> None:
     module = nn.Sequential(AddMask(), AddMask(), Add())
     with Pipe(module, [1, 2], devices=[HERE, ELSEWHERE], chunks=4) as pipe:
         with stream_of_the_caller(own_stream):
@@ -168,7 +170,7 @@ def test_what_the_first_partition_hands_on_as_it_is_may_be_refilled(own_stream: 
                 mask.fill_(SPILLED)
 
 
-def test_a_gradient_that_the_last_partition_hands_on_as_it_is_may_be_refilled() -> None:
+def test_a_gradient_that_the_last_partition_returns_unchanged_may_be_refilled() -> None:
     module = nn.Sequential(AddMask(), Add())
     with Pipe(module, [1, 1], devices=[HERE, ELSEWHERE], chunks=4) as pipe:
         x, mask, dy = late(HERE), late(HERE).requires_grad_(), late(ELSEWHERE)

@@ -1,7 +1,7 @@
-"""Measures one partition's memory for one micro-batch by running it alone on one device.
+"""Measures the memory that one partition needs for one micro-batch, alone on one device.
 
-No pipe, no threads and no checkpoints: the layers are called one after the other on an otherwise
-empty device, whose live bytes are read. So it gives the memory *required*, whatever a pipe
+Without a pipe, threads or checkpoints: the layers are called one after the other on an otherwise
+empty device, whose live bytes are read. The result is the memory *required*, whatever a pipe
 does. Skips are passed in and taken out as the layers yield them.
 """
 
@@ -23,55 +23,55 @@ __all__ = ["Alone", "alone", "nbytes"]
 
 
 class Alone(NamedTuple):
-    """Bytes of one partition on one micro-batch, weights and ``.grad`` left out.
+    """Bytes that one partition needs for one micro-batch, besides its weights and ``.grad``.
 
-    The mini-batch is not its own: what partition 0 gets counts nothing, wherever it is kept.
+    The mini-batch belongs to the caller: the input of partition 0 is never counted.
     """
 
     weights: int
     inputs: dict[int, int]
-    """What comes from other partitions, by partition: the value, and the skips that it pops."""
+    """Bytes received, by sending partition: the value, and the skips that this one pops."""
     outputs: dict[int, int]
-    """What goes to others, by partition: the value to the next one, skips to those that pop."""
+    """Bytes sent, by receiving partition: the value to the next one, skips to those that pop."""
     unsaved: dict[int, int]
-    """Those of them that its own backward does not need."""
+    """Bytes of the outputs that this partition's own backward does not need, likewise."""
     saved: int
-    """What is kept from the forward to the backward."""
+    """Bytes kept from the forward to the backward."""
     forward: int
-    """The most in a forward."""
+    """Peak of a forward."""
     quiet: int
-    """The most in a forward that saves nothing."""
+    """Peak of a forward that saves nothing."""
     backward: int
-    """The most in a backward that adds to a ``.grad`` which is there."""
+    """Peak of a backward that adds to an existing ``.grad``."""
     first: int
-    """The most in a backward that makes ``.grad``, which counts here."""
+    """Peak of a backward that creates ``.grad``, which is counted here."""
     step: int
-    """The most in a backward that returns the gradients of all weights at once."""
+    """Peak of a backward that returns the gradients of all weights at once."""
     largest: int
-    """Of its weights."""
+    """Bytes of the largest weight."""
 
     @property
     def given(self) -> int:
-        """Of all inputs."""
+        """Bytes of all inputs."""
         return sum(self.inputs.values())
 
     @property
     def sent(self) -> int:
-        """Of all outputs."""
+        """Bytes of all outputs."""
         return sum(self.outputs.values())
 
 
 def alone(
     gpus: Simulation, partitions: Sequence[nn.Sequential], x: Tensor, device: int
 ) -> list[Alone]:
-    """Of each partition; ``x`` is the micro-batch that the first one gets."""
+    """Measures each partition; ``x`` is the micro-batch that the first one receives."""
     found, value, stashed = list[Alone](), x, dict[Any, Tensor]()
     for j, (partition, skips) in enumerate(zip(partitions, routes(partitions), strict=True)):
         layers = copy.deepcopy(partition).to(f"cuda:{device}")
         layers.zero_grad(set_to_none=True)
         inputs = [value, *(stashed[key] for key, _ in skips.arriving)]
         probe = _Probe(gpus, layers, skips, inputs, device, j)
-        with torch.autograd.set_multithreading_enabled(False):  # its threads let go a bit later
+        with torch.autograd.set_multithreading_enabled(False):  # its threads free memory later
             found.append(probe.measure())
         value, *leaving = probe.outputs
         stashed.update(zip((key for key, _ in skips.leaving), leaving, strict=True))
@@ -80,7 +80,7 @@ def alone(
 
 
 class _Begin(torch.autograd.Function):
-    """Values that need a gradient, from nothing that holds them."""
+    """Makes values require a gradient, with a graph that does not hold them."""
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -92,7 +92,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Probe:
-    """One partition on a device of its own; ``inputs`` and ``outputs`` are on the CPU."""
+    """A partition on its own device; ``inputs`` and ``outputs`` are on the CPU."""
 
     def __init__(
         self,
@@ -109,13 +109,13 @@ class _Probe:
 
     def measure(self) -> Alone:
         leaves = [p for p in self.layers.parameters() if p.requires_grad]
-        quiet = self._peak(lambda: self._quietly())
+        quiet = self._peak(self._forward_without_grad)
         before = self._live()
-        batch = self._inputs() if self.j == 0 else []  # partition 0 gets a part of the mini-batch
+        batch = self._inputs() if self.j == 0 else []  # partition 0 reads the caller's mini-batch
         base = self._live()
-        self._start()
+        self._reset_peak()
         edges, outputs = self._forward(batch or self._inputs())
-        forward = self._most() - base
+        forward = self._peak_bytes() - base
         sizes = {k: nbytes(y) for k, y in outputs.items()}
         whole = self._live()
         unsaved = {}
@@ -137,10 +137,10 @@ class _Probe:
 
     def _sources(self) -> dict[int, int]:
         sources = [self.j - 1, *(s for _, s in self.skips.arriving)]
-        by: dict[int, int] = {}
+        sizes: dict[int, int] = {}
         for source, x in zip(sources, self.inputs, strict=True):
-            by[source] = by.get(source, 0) + x.nbytes
-        return by if self.j > 0 else {}
+            sizes[source] = sizes.get(source, 0) + x.nbytes
+        return sizes if self.j > 0 else {}
 
     def _again(self, batch: list[Tensor], leaves: list[nn.Parameter] | None) -> int:
         base = self._live()
@@ -151,26 +151,26 @@ class _Probe:
     def _backward(
         self, base: int, edges: list[Any], leaves: list[nn.Parameter] | None
     ) -> int:
-        """The most there is in the backward, from ``base`` on."""
+        """Returns the peak of the backward, above ``base``."""
         grads = [torch.ones(shape, device=f"cuda:{self.device}") for _, shape in edges]
         roots = [edge for edge, _ in edges]
         edges.clear()
-        self._start()
+        self._reset_peak()
         if leaves is None:
             torch.autograd.backward(roots, grads)
         else:
             torch.autograd.grad(roots, [self.token, *leaves], grads, allow_unused=True)
-        most = self._most() - base
+        peak = self._peak_bytes() - base
         self.token.grad = None
-        return most
+        return peak
 
-    def _quietly(self) -> None:
+    def _forward_without_grad(self) -> None:
         with torch.no_grad():
             outputs = self._call(self._inputs())
         self.outputs = [y.detach().cpu() for y in outputs]
 
     def _forward(self, batch: list[Tensor]) -> tuple[list[Any], dict[int, list[Tensor]]]:
-        """Where the backward begins, and the outputs by the partition that they go to."""
+        """Returns the edges where the backward begins, and the outputs by receiving partition."""
         xs = list(batch)
         floats = [k for k, x in enumerate(xs) if x.is_floating_point()]
         if self.j > 0:
@@ -184,10 +184,10 @@ class _Probe:
         outputs = self._call(xs)
         edges = [(get_gradient_edge(y), y.shape) for y in outputs if y.requires_grad]
         to = [self.j + 1, *(k for _, k in self.skips.leaving)]
-        by: dict[int, list[Tensor]] = {}
+        sent: dict[int, list[Tensor]] = {}
         for k, y in zip(to, outputs, strict=True):
-            by.setdefault(k, []).append(y.detach())
-        return edges, by
+            sent.setdefault(k, []).append(y.detach())
+        return edges, sent
 
     def _call(self, xs: list[Tensor]) -> list[Tensor]:
         x, *arriving = xs
@@ -215,20 +215,20 @@ class _Probe:
     def _live(self) -> int:
         return self.gpus.live_bytes(self.device)
 
-    def _start(self) -> None:
+    def _reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _most(self) -> int:
+    def _peak_bytes(self) -> int:
         return self.gpus.peak_bytes(self.device)
 
     def _peak(self, call: Any) -> int:
         base = self._live()
-        self._start()
+        self._reset_peak()
         call()
-        return self._most() - base
+        return self._peak_bytes() - base
 
 
 def nbytes(tensors: Sequence[Tensor]) -> int:
-    """Of all storages, each once."""
+    """Returns the bytes of the tensors' storages, each counted once."""
     storages = [t.untyped_storage() for t in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -1,4 +1,4 @@
-"""Tests that read simulated devices' memory, or exhaust it, as no real GPU allows."""
+"""Provides the simulated devices to tests that read or exhaust memory as no real GPU allows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 from tests import simulated_gpus
 from tests.simulated_gpus.simulation import Simulation
 
-# Where Python looks when an example is started as a script.
+# As when Python starts an example as a script.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
 @pytest.fixture
 def gpus() -> Iterator[Simulation]:
-    """The simulated devices; no allocation of theirs is to fail afterwards."""
+    """Provides the simulated devices; afterwards no allocation fails and no limit is set."""
     simulation = simulated_gpus.running()
     if simulation is None:
         pytest.skip("counts bytes and lets allocations fail, on simulated GPUs alone")

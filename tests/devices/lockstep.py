@@ -1,8 +1,8 @@
 """Runs tasks one at a time, in schedule order, so that peaks are the same in every run.
 
-Otherwise the number of values in transit between two devices depends on the threads. Here a
-worker begins a task when the one posted before it is over. That is one of the possible
-orders, since no task needs a later one.
+Otherwise the number of values in transit between two devices depends on the threads' timing. Here
+a worker begins a task only when the task posted before it is over. No task needs a later one, so
+this is one of the possible orders.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATIENCE = 30.0  # s, for one task of another worker
 
 
 class _Queue:
-    """Whose turn it is, by the number of the task."""
+    """Gives numbered tasks their turns, in the order of their numbers."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -52,12 +52,12 @@ def _one_thread() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def in_lockstep() -> Iterator[None]:
-    """Calls of one caller in here do one task at a time; autograd, too, has one thread."""
+    """Makes the calls of one caller run one task at a time, and autograd use one thread."""
     queue, numbers = _Queue(), dict[int, int]()
     make: Callable[..., None] = Task.__init__
     receive: Callable[..., Any] = Task.receive
     send: Callable[..., None] = Task.send
-    turns = threading.local()  # a worker's, from when it receives to when it has sent
+    turns = threading.local()  # each worker's turn, from its receive to the end of its send
 
     def make_next(task: Task, *args: Any) -> None:
         make(task, *args)

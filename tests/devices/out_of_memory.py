@@ -1,7 +1,8 @@
-"""A pipe that meets everything that copies: skips, tied weights, inputs and targets elsewhere.
+"""Makes a pipe run out of memory at any allocation.
 
-Each copy between devices is an allocation, and so is what F, R and B compute. So to let each
-allocation of each device fail in turn is to run out of memory at every place.
+The pipe has every kind of copy: skips, tied weights, inputs and targets on another device. Each
+copy between devices is an allocation, and so is each result of F, R and B. So making each
+allocation of each device fail in turn exhausts memory at every place.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from tests.skips import popping, stashing
 
 __all__ = ["DEVICES", "Started", "Tight", "until"]
 
-DEVICES = 4  # three of the pipe, and one where inputs and targets are
+DEVICES = 4  # three of the pipe, and one that holds inputs and targets
 PATIENCE = 300  # times 10 ms
 Forward = Generator[Any, Any, Tensor]
 
 
 def model() -> nn.Sequential:
-    """Three partitions: the last one uses the weight of the first and its skip."""
+    """Makes a model for three partitions; the last one uses the first one's weight and skip."""
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
     return nn.Sequential(
@@ -37,11 +38,12 @@ def model() -> nn.Sequential:
 
 
 class Tight:
-    """Steps of such a pipe in which one allocation may fail.
+    """A pipe for steps in which one allocation may fail.
 
     Args:
+        gpus: the simulated devices.
         way: ``'backward'``, or the schedule of ``forward_backward``.
-        mode: of the pipe.
+        mode: the pipe's checkpointing mode.
     """
 
     def __init__(self, gpus: Simulation, way: str, mode: str) -> None:
@@ -51,30 +53,30 @@ class Tight:
         self.target = torch.randn(6, 8, device="cuda:3")
         devices = [f"cuda:{j}" for j in range(3)]
         self.pipe = Pipe(model(), [2, 3, 4], devices=devices, chunks=3, checkpoint=mode)
-        self.right = self.results()  # and all that is made once is made
+        self.right = self.results()  # also allocates what is allocated only once
         self.bytes = self.live()
 
     def step(self) -> Tensor:
-        """The loss; the same random numbers each time."""
+        """Runs a step, with the same random numbers each time; returns its loss."""
         torch.manual_seed(3)
         if self.way != "backward":
             loss: Tensor = self.pipe.forward_backward(
                 self.x, target=self.target, loss_fn=functional.mse_loss, schedule=self.way
             )
             return loss
-        own = functional.mse_loss(self.pipe(self.x), self.target.to("cuda:2"))
-        torch.autograd.backward(own)
-        return own.detach()
+        loss = functional.mse_loss(self.pipe(self.x), self.target.to("cuda:2"))
+        torch.autograd.backward(loss)
+        return loss.detach()
 
     def results(self) -> list[Tensor]:
-        """Loss and gradients of a step, on the CPU; leaves none on the devices."""
+        """Returns loss and gradients of a step, on the CPU; leaves none on the devices."""
         loss = self.step()
         found = [loss.cpu(), *(grad.cpu() for grad in self.grads())]
         self.zero()
         return found
 
     def grads(self) -> list[Tensor]:
-        """All there are."""
+        """Returns all gradients that exist."""
         tensors = [self.x, *self.pipe.parameters()]
         return [tensor.grad for tensor in tensors if tensor.grad is not None]
 
@@ -83,18 +85,18 @@ class Tight:
         self.pipe.zero_grad()
 
     def live(self) -> list[int]:
-        """Bytes of each device."""
+        """Returns the live bytes of each device."""
         return [self.gpus.live_bytes(device) for device in range(DEVICES)]
 
     def allocations(self) -> list[int]:
-        """How many a step makes on each device."""
+        """Returns how many allocations a step makes on each device."""
         for device in range(DEVICES):
             self.gpus.fail_allocation(device, 0)
         self.results()
         return [self.gpus.allocations(device) for device in range(DEVICES)]
 
     def wrongs_afterwards(self) -> Iterator[str]:
-        """What does not hold after a step has failed and its error was dropped."""
+        """Yields what is wrong after a step has failed and its error was dropped."""
         if self.way != "backward" and self.grads():
             yield f"a step that failed has left {len(self.grads())} gradients"
         self.zero()
@@ -107,7 +109,7 @@ class Tight:
 
 
 class Started(Observer):
-    """Notes which tasks begin, on any thread."""
+    """An observer that notes the tasks that begin, on any thread."""
 
     def __init__(self) -> None:
         self.tasks: list[TaskInfo] = []
@@ -117,7 +119,10 @@ class Started(Observer):
 
 
 def until(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true: threads let go of their last task just after its caller went on."""
+    """Polls ``condition``, for threads drop a task just after its caller went on.
+
+    Returns whether the condition came true.
+    """
     never = threading.Event()
     for _ in range(PATIENCE):
         if condition():

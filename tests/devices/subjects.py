@@ -1,4 +1,4 @@
-"""The models of the memory tests: the paper's U-Net and a GPT, small, with their losses."""
+"""Provides the models of the memory tests, with losses: a small U-Net, as the paper's, and GPT."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class Subject:
     loss_fn: Callable[[Tensor, Tensor], Tensor]
 
     def batch(self, m: int, n: int) -> tuple[Tensor, Tensor]:
-        """A mini-batch of ``m`` micro-batches on the first of ``n`` devices, its target on the
-        last."""
+        """Returns ``m`` micro-batches on the first of ``n`` devices, the targets on the last."""
         return torch.cat([self.x] * m).to("cuda:0"), torch.cat([self.target] * m).to(f"cuda:{n-1}")
 
     def setting(self, way: str, mode: str, m: int, parts: Parts) -> Setting:
@@ -39,7 +38,7 @@ class Subject:
 
 
 class Parts:
-    """The partitions alone; in a step the loss belongs to the last one."""
+    """The measurements of a model's partitions; in a step the loss belongs to the last one."""
 
     def __init__(self, gpus: Simulation, subject: Subject, n: int, device: int) -> None:
         partitions = split(subject.model, even(len(subject.model), n))
@@ -50,7 +49,7 @@ class Parts:
         self.output = self._plain[-1].sent
 
     def of(self, way: str) -> list[Alone]:
-        """What each partition needs; ``way`` as in :class:`Setting`."""
+        """Returns the needs of each partition; ``way`` is as in :class:`Setting`."""
         return self._plain if way == "backward" else self._with_loss
 
 
@@ -64,12 +63,12 @@ class _Loss(nn.Module):
 
 
 def even(layers: int, n: int) -> list[int]:
-    """How many of ``layers`` each of ``n`` partitions takes."""
+    """Returns the number of layers of each of ``n`` partitions, as equal as possible."""
     return [layers // n + (j < layers % n) for j in range(n)]
 
 
 def split(model: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    """The partitions."""
+    """Splits a model into partitions."""
     layers = iter(model)
     return [nn.Sequential(*[next(layers) for _ in range(count)]) for count in balance]
 

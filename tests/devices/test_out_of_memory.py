@@ -1,8 +1,8 @@
-"""Memory runs out at any allocation of any device: the same guarantees hold for each.
+"""Tests that the guarantees hold when memory runs out at any allocation of any device.
 
-``torch.OutOfMemoryError`` comes out with its type and, if it was raised in a task, a note of where
-(R3); no later task of its device starts (R4); nothing of the step stays alive, and the next one is
-right (R5). The simulation checks that every access is ordered meanwhile (D1).
+``torch.OutOfMemoryError`` reaches the caller with its type and, if it was raised in a task, a note
+that says where (R3); no later task of its device starts (R4); nothing of the step stays alive, and
+the next step is right (R5). The simulation checks that every access is ordered meanwhile (D1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.simulated_gpus.simulation import Simulation
 
 WAYS = ("backward", "gpipe", "1f1b")
 MODES = ("never", "except_last", "always")
-PLACES = 6  # of each device, spread over its allocations
+PLACES = 6  # tried on each device, spread over its allocations
 
 NOTE = re.compile(
     r"in (forward F|recomputation R|backward B)\[(\d),(\d)\]: partition \3 on cuda:(\d)"
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.multi_gpu, pytest.mark.usefixtures("no_gc_in_module")]
 
 
 def wrongs_of(error: torch.OutOfMemoryError, device: int, way: str, started: Started) -> list[str]:
-    """What the error of an allocation on ``device`` should say and does not."""
+    """Returns what is wrong with the error of a failed allocation on ``device``."""
     notes: list[str] = getattr(error, "__notes__", [])
     functions = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     in_task = "execute" in functions or "recompute" in functions
@@ -51,14 +51,14 @@ def wrongs_of(error: torch.OutOfMemoryError, device: int, way: str, started: Sta
         return [f"a note that does not say where cuda:{device} was out of memory: {notes[0]}"]
     kind, i, j = found[1][-1], int(found[2]), int(found[3])
     if kind == "R" and way == "backward":
-        return []  # autograd's walk, which is not ours to stop
+        return []  # pipert cannot stop autograd's walk
     tasks = [(LETTER[t.phase], t.micro_batch) for t in started.tasks if t.partition == j]
     later = tasks[tasks.index((kind, i)) + 1 :] if (kind, i) in tasks else []
     return [f"after {notes[0]} its partition has begun {later}"] if later else []
 
 
 def wrongs(tight: Tight, device: int, number: int) -> Iterator[str]:
-    """What does not hold if this allocation of the device fails in a step."""
+    """Yields what is wrong if this allocation of the device fails in a step."""
     started = Started()
     tight.pipe.add_observer(started)
     tight.gpus.fail_allocation(device, number)
@@ -69,7 +69,8 @@ def wrongs(tight: Tight, device: int, number: int) -> Iterator[str]:
         failed = True
         yield from wrongs_of(error, device, tight.way, started)
     tight.pipe.remove_observer(started)
-    if not failed and tight.way != "backward":  # there it is up to threads how often autograd adds
+    # With loss.backward() the threads' timing decides how often autograd adds gradients.
+    if not failed and tight.way != "backward":
         yield "nothing was raised"
     tight.gpus.fail_allocation(device, 0)
     if failed:
@@ -80,7 +81,7 @@ def wrongs(tight: Tight, device: int, number: int) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("way", WAYS)
-def test_any_allocation_may_fail(gpus: Simulation, way: str, mode: str) -> None:
+def test_guarantees_hold_when_any_allocation_fails(gpus: Simulation, way: str, mode: str) -> None:
     tight = Tight(gpus, way, mode)
     found = []
     with tight.pipe:
@@ -92,15 +93,15 @@ def test_any_allocation_may_fail(gpus: Simulation, way: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_failed_step_leaves_behind_is_seen(
+def test_the_check_notices_memory_that_a_failed_step_leaves_behind(
     gpus: Simulation, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    """A fault that is put in: the input of the last task stays."""
+    """An injected fault keeps the input of the last task alive."""
     tight, last = Tight(gpus, way, "never"), list[Any]()
     bring_input = Copies.bring_input
 
     def bring_and_keep(copies: Copies, i: int, x: Any) -> Any:
-        last[:] = [brought := bring_input(copies, i, x)]  # of all workers
+        last[:] = [brought := bring_input(copies, i, x)]  # shared by all workers
         return brought
 
     monkeypatch.setattr(Copies, "bring_input", bring_and_keep)
@@ -110,7 +111,7 @@ def test_what_a_failed_step_leaves_behind_is_seen(
     assert len(found) == 1 and "bytes are alive" in found[0]
 
 
-# Limits, as they are in life ----------------------------------------------------------------------
+# Devices with limited memory ----------------------------------------------------------------------
 
 
 class Limited:
@@ -126,7 +127,7 @@ class Limited:
         self.pipe = Pipe(model, balance, devices=devices, chunks=chunks, checkpoint=mode)
 
     def step(self, way: str) -> list[torch.Tensor]:
-        """The gradients of a step, on the CPU."""
+        """Returns the gradients of a step, on the CPU."""
         if way == "backward":
             torch.autograd.backward(self.subject.loss_fn(self.pipe(self.x), self.target))
         else:
@@ -137,13 +138,13 @@ class Limited:
         return grads
 
     def plain(self) -> list[torch.Tensor]:
-        """Those of the plain module."""
+        """Returns the gradients of the plain module."""
         model = copy.deepcopy(self.subject.model)
         loss = self.subject.loss_fn(model(self.x.cpu()), self.target.cpu())
         return list(torch.autograd.grad(loss, list(model.parameters())))
 
     def peaks(self, way: str) -> list[int]:
-        """Of both devices, in lockstep."""
+        """Returns the peaks of both devices, in lockstep."""
         for device in range(2):
             torch.cuda.reset_peak_memory_stats(device)
         with in_lockstep():
@@ -156,14 +157,14 @@ class Limited:
 
 
 def same(grads: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    """But for the order of summation."""
+    """Compares gradients, up to the order of summation."""
     return len(grads) == len(others) and all(
         torch.allclose(a, b, atol=1e-6) for a, b in zip(grads, others, strict=True)
     )
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_with_gpipe_fits_with_1f1b(gpus: Simulation) -> None:
+def test_a_step_too_large_with_gpipe_fits_with_1f1b(gpus: Simulation) -> None:
     limited = Limited(gpus, "never", 8)
     with limited.pipe:
         few, many = limited.peaks("1f1b"), limited.peaks("gpipe")
@@ -178,10 +179,10 @@ def test_what_does_not_fit_with_gpipe_fits_with_1f1b(gpus: Simulation) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_does_not_fit_is_done_again_in_smaller_micro_batches(
+def test_a_step_that_does_not_fit_can_be_repeated_with_smaller_micro_batches(
     gpus: Simulation, way: str
 ) -> None:
-    """As users do: the pipe is the same, and the error was dropped before the next try."""
+    """As users do it: with the same pipe, after dropping the error of the last attempt."""
     limited, tries = Limited(gpus, "always", 8), list[int]()
     with limited.pipe as pipe:
         limited.limit([int(peak * 1.25) for peak in limited.peaks(way)])

@@ -1,6 +1,6 @@
-"""Copies between devices run out of memory at their destination: each kind fails at least once.
+"""Tests that each kind of copy between devices runs out of memory at its destination at least once.
 
-``test_out_of_memory.py`` checks what holds then; this file checks that every place is reached.
+``test_out_of_memory.py`` checks the guarantees; this file checks that every place is reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BACK = {(1, 2): "its gradient", (0, 1): "its gradient", (0, 2): "the gradient of
 
 
 def fail_all(tight: Tight) -> None:
-    """Steps in each of which another allocation fails."""
+    """Runs a step for each allocation, which fails in it."""
     for device, count in enumerate(tight.allocations()):
         for number in range(1, count + 1):
             tight.gpus.fail_allocation(device, number)
@@ -42,7 +42,7 @@ def fail_all(tight: Tight) -> None:
 
 @pytest.fixture
 def failed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int | None]]:
-    """The devices that were to get copies, and from which partition, when memory was out."""
+    """Collects the destination and the source partition of each copy that ran out of memory."""
     places: set[tuple[int, int | None]] = set()
     bring = Copies.bring
 
@@ -57,7 +57,7 @@ def failed(monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, int | None]]:
     return places
 
 
-def test_each_copy_of_a_step_fails_once(
+def test_each_copy_of_a_step_can_run_out_of_memory(
     gpus: Simulation, failed: set[tuple[int, int | None]]
 ) -> None:
     tight = Tight(gpus, "1f1b", "always")
@@ -66,7 +66,7 @@ def test_each_copy_of_a_step_fails_once(
     assert failed == {*FORWARD, *BACK}
 
 
-def test_each_copy_of_a_call_fails_once_and_of_its_backward(
+def test_each_copy_of_a_call_and_of_its_backward_can_run_out_of_memory(
     gpus: Simulation, failed: set[tuple[int, int | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back: set[int] = set()
@@ -84,4 +84,4 @@ def test_each_copy_of_a_call_fails_once_and_of_its_backward(
     with tight.pipe:
         fail_all(tight)
     assert failed == {*FORWARD}
-    assert back == {0, 1, 3}  # the device of the inputs, too
+    assert back == {0, 1, 3}  # 3 is the device of the inputs

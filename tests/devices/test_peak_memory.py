@@ -1,6 +1,6 @@
-"""The peak bytes of each device, compared with what its partition has to hold.
+"""Tests the peak bytes of each device against the bytes that its partition has to hold.
 
-Measured in lockstep, where peaks are the same in every run; ``expected.py`` predicts them.
+They are measured in lockstep, where peaks are the same in every run; ``expected.py`` predicts them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ found: dict[tuple[str, int], tuple[Subject, Parts]] = {}
 
 
 def subject_and_parts(gpus: Simulation, name: str, n: int) -> tuple[Subject, Parts]:
-    """Measured once for all tests."""
+    """Returns a model and its measured partitions, which are kept for all tests."""
     if (name, n) not in found:
         torch.manual_seed(0)
         subject = SUBJECTS[name]()
@@ -48,7 +48,7 @@ def _forget() -> Iterator[None]:
 def peaks(
     gpus: Simulation, subject: Subject, n: int, m: int, way: str, mode: str
 ) -> list[int]:
-    """Of each device in one step, which finds no ``.grad``."""
+    """Returns the peak of each device in one step, at whose start no ``.grad`` exists."""
     x, target = subject.batch(m, n)
     model, devices = copy.deepcopy(subject.model), [f"cuda:{j}" for j in range(n)]
     with Pipe(model, even(len(model), n), devices=devices, chunks=m, checkpoint=mode) as pipe:
@@ -63,16 +63,16 @@ def peaks(
 
 
 def wrongs(gpus: Simulation, name: str, n: int, way: str, mode: str) -> list[str]:
-    """What does not hold of the peaks with ``n + 2`` and ``n + 4`` micro-batches."""
+    """Returns what is wrong with the peaks of ``n + 2`` and ``n + 4`` micro-batches."""
     subject, parts = subject_and_parts(gpus, name, n)
     few, many = n + 2, n + 4
     seen, more = (peaks(gpus, subject, n, m, way, mode) for m in (few, many))
     setting, wrong = subject.setting(way, mode, few, parts), []
-    for j, of in enumerate(parts.of(way)):
+    for j, part in enumerate(parts.of(way)):
         peak = bounds(setting, parts.of(way), j, parts.of_loss)
         if not peak.least <= seen[j] <= peak.most:
             wrong.append(f"device {j} had {seen[j]} bytes at its peak, not {peak}")
-        each, cost = for_each(setting, of, j, n, parts.of_loss), (more[j] - seen[j]) // 2
+        each, cost = for_each(setting, part, j, n, parts.of_loss), (more[j] - seen[j]) // 2
         if not each.least <= cost <= each.most:
             wrong.append(f"a micro-batch costs device {j} {cost} bytes, not {each}")
     return wrong
@@ -82,19 +82,19 @@ def wrongs(gpus: Simulation, name: str, n: int, way: str, mode: str) -> list[str
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_no_device_holds_more_than_its_mode_needs_nor_less(
+def test_peaks_and_costs_of_a_micro_batch_are_as_predicted(
     gpus: Simulation, name: str, n: int, way: str, mode: str
 ) -> None:
     assert wrongs(gpus, name, n, way, mode) == []
 
 
-# Leaks, which must be seen ------------------------------------------------------------------------
+# Injected leaks, which must be noticed ------------------------------------------------------------
 
 
-def test_the_graph_of_one_micro_batch_that_stays_too_long_is_seen(
+def test_a_graph_that_stays_too_long_is_noticed(
     gpus: Simulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The one before, in each partition."""
+    """Each partition keeps the tensors saved for its previous micro-batch."""
     late: dict[int, Any] = {}
     leave = Cut.leave
 
@@ -108,7 +108,7 @@ def test_the_graph_of_one_micro_batch_that_stays_too_long_is_seen(
 
 
 def saved_behind(node: Any) -> list[Tensor]:
-    """What the graph has saved."""
+    """Returns the tensors that the graph of ``node`` has saved."""
     seen, left, tensors = set(), [node], list[Tensor]()
     while left:
         node = left.pop()
@@ -124,7 +124,7 @@ def saved_behind(node: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_input_that_stays_to_the_end_of_the_step_is_seen(
+def test_an_input_that_stays_to_the_end_of_the_step_is_noticed(
     gpus: Simulation, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     stay: list[Any] = []

@@ -1,4 +1,4 @@
-"""Pipelines beside one another: data-parallel replicas, by DDP or sharded."""
+"""Tests data-parallel replicas of a pipeline, by DDP or sharded."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ SPLIT = {"schedule": "InterleavedZeroBubble", "balance": [1, 2, 1, 2], "checkpoi
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )  # fmt: skip
-def test_gradients_are_the_mean(settings: dict[str, Any]) -> None:
+def test_gradients_of_replicas_are_averaged(settings: dict[str, Any]) -> None:
     rows = [(8, 4), (8, 4), (6, 6), (5, 2)]
     check(run(4, steps, ddp, rows, settings), rows)
 
 
-def test_gradients_that_are_views_of_a_bucket() -> None:
+def test_gradients_may_be_views_of_a_bucket() -> None:
     rows = [(8, 4), (6, 6), (5, 2)]
     check(run(4, steps, ddp_of_views, rows, {}), rows)
 
@@ -140,13 +140,13 @@ def test_gradients_that_are_views_of_a_bucket() -> None:
     ],
     ids=lambda settings: ",".join(map(str, settings.values())),
 )
-def test_sharded(settings: dict[str, Any]) -> None:
+def test_replicas_may_be_sharded(settings: dict[str, Any]) -> None:
     rows = [(8, 8), (8, 8), (6, 4)]
     check(run(4, steps, sharded, rows, settings), rows)
 
 
 def counted(y: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    """A mean over the rows whose target is positive, as a sum and a count."""
+    """Returns the sum and the count of a mean over the rows with a positive target."""
     kept = target[:, 0] > 0
     return (y - target)[kept].square().sum(), int(kept.sum())
 
@@ -210,7 +210,7 @@ def faults(rank: int) -> None:
     assert all(torch.equal(now, then) for now, then in zip(grads(pipe), before))
 
 
-def test_a_replica_fails() -> None:
+def test_a_failing_replica_causes_no_hang() -> None:
     run(4, faults)
 
 

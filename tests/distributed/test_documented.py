@@ -1,4 +1,4 @@
-"""The code of docs/several_machines.md runs on several ranks; tests/test_docs.py runs it on one."""
+"""Tests the code of docs/several_machines.md on several ranks (tests/test_docs.py: on one)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values, losses and gradients over several ranks are the plain module's."""
+"""Tests that values, losses and gradients over several ranks are the plain module's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.distributed.ranks import run
 
 
 def layers() -> nn.Sequential:
-    """Six layers, of which one works in place."""
+    """Makes six layers, one of which works in place."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(inplace=True), nn.Linear(16, 4),
@@ -67,13 +67,13 @@ def check(found: list[Any], rows: list[int]) -> None:
 
 @pytest.mark.parametrize("checkpoint", ["never", "always", "except_last"])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_two_ranks(schedule: str, checkpoint: str) -> None:
+def test_a_step_on_two_ranks_equals_the_plain_modules(schedule: str, checkpoint: str) -> None:
     rows = [8, 10, 3, 8]  # alike, ragged, fewer than chunks, known
     check(run(2, step, [3, 3], schedule, checkpoint, rows), rows)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_four_ranks(schedule: str) -> None:
+def test_a_step_on_four_ranks_equals_the_plain_modules(schedule: str) -> None:
     rows = [8, 10, 2]
     check(run(4, step, [2, 2, 1, 1], schedule, "always", rows), rows)
 
@@ -90,7 +90,7 @@ def test_several_partitions_on_a_rank(schedule: str, balance: list[int]) -> None
     check(run(2, step, balance, schedule, "never", rows), rows)
 
 
-def test_one_rank() -> None:
+def test_a_step_on_one_rank_equals_the_plain_modules() -> None:
     check(run(1, step, [6], "1f1b", "always", [8, 10]), [8, 10])
 
 
@@ -104,7 +104,7 @@ def evaluate_first(rank: int) -> list[Any]:
     return [first, loss, again, pipe(batch(5)[0])]
 
 
-def test_evaluation_before_training_and_other_chunks() -> None:
+def test_evaluation_may_come_before_training_with_other_chunks() -> None:
     plain = layers()
     x, y = batch(8)
     loss = F.mse_loss(plain(x), y).detach()
@@ -162,7 +162,7 @@ def keeps(rank: int) -> list[Any]:
     return kept if rank else []
 
 
-def test_what_has_arrived_is_not_overwritten() -> None:
+def test_received_values_are_not_overwritten() -> None:
     plain = layers()
     x = batch(8)[0]
     for k, kept in enumerate(run(2, keeps)[1]):
@@ -187,7 +187,7 @@ def thaws(rank: int) -> list[Any]:
     return [gradients, loss]
 
 
-def test_what_requires_grad_and_dtypes_change() -> None:
+def test_requires_grad_and_dtypes_may_change_between_steps() -> None:
     plain = layers()
     x, y = batch(8)
     torch.autograd.backward(F.mse_loss(plain(x), y))
@@ -222,7 +222,7 @@ def shares(rank: int) -> list[dict[str, Tensor | None]]:
     return found
 
 
-def test_pipes_of_weights_that_some_ranks_share_and_others_not() -> None:
+def test_some_ranks_of_a_pipe_may_share_weights() -> None:
     plain = sharing()
     torch.autograd.backward(F.mse_loss(plain(torch.ones(4, 4)), torch.zeros(4, 4)))
     named = dict(plain.named_parameters(remove_duplicate=False))
@@ -240,6 +240,6 @@ def long_and_short(rank: int) -> list[list[bytes]]:
     return [control.agree(bytes([rank]) * each[rank]) for each in SIZES]
 
 
-def test_ranks_tell_one_another_what_is_longer_than_a_message() -> None:
+def test_ranks_exchange_contents_longer_than_a_message() -> None:
     expected = [[b"\0" * first, b"\1" * second] for first, second in SIZES]
     assert run(2, long_and_short) == [expected, expected]

@@ -1,4 +1,4 @@
-"""What models may be like, over several ranks: the same as in a ``pipert.Pipe`` of one process."""
+"""Tests that models of all kinds work over several ranks as in a ``pipert.Pipe`` of one process."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def complex_numbers() -> Case:
 
 
 class Tag:
-    """Something that has no equality of its own."""
+    """An object that has no equality of its own."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -250,7 +250,7 @@ def made(case: Callable[[], Case]) -> Case:
 
 
 def results(pipe: Any, case: Case, is_first: bool, is_last: bool) -> dict[str, Any]:
-    """Two steps and an evaluation."""
+    """Takes two steps and an evaluation; returns their results."""
     torch.manual_seed(2 if is_first else 3)  # the first rank's numbers count
     losses = []
     for _ in range(2):
@@ -307,7 +307,7 @@ WAYS = [
 
 
 def cases_and_ways() -> list[Any]:
-    """Each case in each way; one of them always, the others in the sweep."""
+    """Yields each case in each way, all but one only in the sweep."""
     return [
         pytest.param(case, *way, marks=[] if (k + number) % 4 == 0 else [pytest.mark.sweep])
         for k, case in enumerate(CASES)
@@ -316,7 +316,7 @@ def cases_and_ways() -> list[Any]:
 
 
 @pytest.mark.parametrize("case, ranks, schedule, checkpoint", cases_and_ways())
-def test_the_same_as_in_one_process(
+def test_features_work_as_in_one_process(
     case: Callable[[], Case], ranks: int, schedule: str, checkpoint: str
 ) -> None:
     found = run(ranks, on_rank, case, ranks, schedule, checkpoint)

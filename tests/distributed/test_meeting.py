@@ -1,4 +1,4 @@
-"""The rehearsal of a new shape: what it leaves behind, and what it needs."""
+"""Tests the rehearsal of a new shape: its side effects and its needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses from rank to rank keeps its memory format."""
+"""Tests that tensors sent from rank to rank keep their memory format."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_a_tensor_arrives_as_it_left(make: Callable[[int], Tensor], kinds: list[
         assert arrived.stride() == value.stride()
 
 
-def test_what_is_dense_in_another_order_is_sent_without_a_copy() -> None:
+def test_a_dense_tensor_in_another_order_is_sent_without_a_copy() -> None:
     value = MAKES["channels last"](6)
     boundary = Boundary(1, [sample_of((value,), {})], [0])
     assert boundary.pack(0, (value,))[0].data_ptr() == value.data_ptr()
 
 
-def test_what_is_not_dense_arrives_in_order() -> None:
+def test_a_tensor_that_is_not_dense_arrives_in_order() -> None:
     value = torch.randn(6, 8)[:, ::2]
     boundary = Boundary(1, [sample_of((value,), {})], [0])
     (arrived,) = boundary.unpack(0, boundary.pack(0, (value,)))

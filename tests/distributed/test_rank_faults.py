@@ -1,4 +1,4 @@
-"""Faults on one rank of several: every rank ends, and says why."""
+"""Tests faults on one rank of several: every rank ends, and says why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.distributed.tied_head import Head
 
 
 class Oops(Exception):
-    """What fails here."""
+    """The error raised by these tests' layers."""
 
 
 _OOPS = f"{Oops.__module__}.Oops"
@@ -72,7 +72,7 @@ class _Sprung(torch.autograd.Function):
 
 
 def trapped(n: int) -> nn.Sequential:
-    """Three layers for each of ``n`` partitions."""
+    """Makes three layers for each of ``n`` partitions."""
     torch.manual_seed(0)
     return nn.Sequential(*[one for _ in range(n) for one in (nn.Linear(4, 4), Trap(), nn.Tanh())])
 
@@ -89,7 +89,7 @@ def step(pipe: distributed.Pipe, rows: int = 8, loss_fn: Any = F.mse_loss) -> Te
 
 
 def caught(do: Callable[[], Any]) -> tuple[type[BaseException], str]:
-    """What it raises: the type, and all that it says."""
+    """Returns the type and the whole text of the raised error."""
     try:
         do()
     except BaseException as error:  # noqa: B036  interrupts, too
@@ -99,7 +99,7 @@ def caught(do: Callable[[], Any]) -> tuple[type[BaseException], str]:
 
 
 def check_works(pipe: distributed.Pipe, n: int, rows: int = 8) -> None:
-    """A step has the loss and the gradients of the plain module."""
+    """Asserts that a step has the loss and the gradients of the plain module."""
     pipe.zero_grad()
     found = step(pipe, rows)
     plain = trapped(n)
@@ -113,14 +113,14 @@ def check_works(pipe: distributed.Pipe, n: int, rows: int = 8) -> None:
 
 
 def trap_of(pipe: distributed.Pipe, k: int = 0) -> Trap:
-    """That of one of this rank's partitions."""
+    """Returns the trap of one of this rank's partitions."""
     trap = pipe.partitions[k][1]
     assert isinstance(trap, Trap)
     return trap
 
 
 def grads(pipe: distributed.Pipe) -> list[Tensor]:
-    """Copies of all gradients, which are there."""
+    """Returns copies of all gradients, which must exist."""
     return [p.grad.clone() for p in pipe.parameters() if p.grad is not None]
 
 
@@ -183,7 +183,9 @@ V = ("ZBVZeroBubble", "DualPipeV")
         in_sweep(2, 4, "DualPipeV", "never"),
     ],
 )  # fmt: skip
-def test_a_layer_raises(ranks: int, n: int, schedule: str, checkpoint: str) -> None:
+def test_an_error_in_a_layer_is_raised_on_all_ranks(
+    ranks: int, n: int, schedule: str, checkpoint: str
+) -> None:
     phases = "FB" if checkpoint == "never" else "FR"
     cases = [Case(j, phase, i) for j in range(n) for phase in phases for i in (0, 2)]
     run(ranks, layers_raise, n, schedule, checkpoint, cases)
@@ -229,12 +231,12 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def test_a_layer_interrupts_or_exits() -> None:
+def test_an_interrupt_or_exit_in_a_layer_ends_the_step_on_all_ranks() -> None:
     run(2, interrupts)
 
 
 class Unspeakable(Exception):
-    """Fails when it is asked what it says."""
+    """An error whose message raises."""
 
     def __str__(self) -> str:
         raise Oops("no words")
@@ -255,7 +257,7 @@ def unspeakable(rank: int) -> None:
         check_works(pipe, 2)
 
 
-def test_an_error_cannot_say_what_it_is() -> None:
+def test_an_error_whose_message_raises_is_reported() -> None:
     run(2, unspeakable, group=5)
 
 
@@ -283,7 +285,7 @@ def _only_what_is_not_zero(x: Tensor) -> Tensor:
     return x
 
 
-def test_of_several_failures_the_first_is_told() -> None:
+def test_the_first_of_several_failures_is_raised() -> None:
     run(2, two_fail)
 
 
@@ -409,7 +411,7 @@ def test_what_ranks_give_does_not_go_together() -> None:
 
 
 class Changing(nn.Module):
-    """Returns what it is set to."""
+    """A layer that returns a value set by the test."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -620,14 +622,14 @@ def test_what_crosses_cannot_be_sent() -> None:
 
 
 class Views(nn.Module):
-    """Returns a tensor and a view of it."""
+    """A layer that returns a tensor and a view of it."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return x, x[:, :2]
 
 
 class InPlace(nn.Module):
-    """Changes one of two tensors, or none."""
+    """A layer that changes one of two tensors, or none, in place."""
 
     changes = True
 

@@ -1,4 +1,4 @@
-"""One timeline of all ranks: what it shows, and what its report says of who waits for whom."""
+"""Tests the timeline of all ranks, and its report on which rank waits for which."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is saved over several ranks is the plain module's, whoever loads it."""
+"""Tests that a state saved over several ranks is the plain module's, wherever it is loaded."""
 
 from __future__ import annotations
 

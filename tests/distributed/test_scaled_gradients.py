@@ -1,4 +1,4 @@
-"""Gradients that are scaled, clipped or divided over several ranks are those of one process."""
+"""Tests that scaled, clipped or divided gradients over several ranks equal one process's."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_steps_are_those_of_one_process(norm_type: float) -> None:
 
 
 class Own(nn.Module):
-    """Trains a tensor that is no parameter."""
+    """A layer that trains a tensor that is no parameter."""
 
     def __init__(self, fails: bool) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def scales_over_ranks(rank: int, schedule: str, fails: bool) -> Any:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_is_trained_and_no_parameter_is_divided_by_the_same_count(
+def test_trained_tensors_that_are_no_parameters_are_divided_by_the_same_count(
     schedule: str, fails: bool
 ) -> None:
     model = model_of_own(False)

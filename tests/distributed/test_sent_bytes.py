@@ -1,4 +1,4 @@
-"""What is sent between ranks is as much as ``crossing_sizes`` says."""
+"""Tests that ranks send as many bytes as ``crossing_sizes`` predicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.distributed.test_features import Case, trees, u_net
 
 
 def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:
-    """By this rank, of a micro-batch that goes forward."""
+    """Returns the bytes that this rank sends in a micro-batch's forward."""
     sent = []
     pack = Boundary.pack
 
@@ -33,7 +33,7 @@ def bytes_sent(rank: int, case: Case, balance: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("make", "balance"), [(u_net, [2, 1, 1, 2]), (trees, [1, 1, 1, 1])])
-def test_each_rank_sends_what_was_counted(make: Any, balance: list[int]) -> None:
+def test_each_rank_sends_the_predicted_bytes(make: Any, balance: list[int]) -> None:
     case = make()
     sizes = crossing_sizes(case.model, Arguments(case.args, case.kwargs))
     cuts = [sum(balance[:j]) for j in range(1, len(balance))]

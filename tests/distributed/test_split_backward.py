@@ -1,4 +1,4 @@
-"""Schedules of torch that split each backward in two: for inputs first, for weights later."""
+"""Tests torch's schedules that split each backward in two: for inputs first, for weights later."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Given(nn.Module):
 
 
 class Own(nn.Module):
-    """Trains a tensor that is no parameter."""
+    """A layer that trains a tensor that is no parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def grads_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """By name, those of tensors that layers train for themselves included."""
+    """Returns gradients by name, including those of tensors that layers train for themselves."""
     found = {name: p.grad for name, p in module.named_parameters()}
     own = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, Own)]
     return found | {f"{name}.scale": layer.scale.grad for name, layer in own}

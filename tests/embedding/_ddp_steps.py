@@ -1,7 +1,7 @@
-"""Cases of ``_ddp_worker.py``: two processes that take whole steps.
+"""Defines the cases of ``_ddp_worker.py`` in which two processes take whole steps.
 
-What is tried is the code of docs/ddp.md as it stands there. The reference is the plain
-module on the rows of both processes.
+They run the code of docs/ddp.md as it is printed there. The reference is the plain module on the
+rows of both processes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ same = torch.testing.assert_close
 
 
 def case(function: Callable[..., None]) -> Callable[..., None]:
-    """Add a case for each schedule, under the fact that it shows."""
+    """Adds a case for each schedule, named by the fact that it shows."""
     for schedule in SCHEDULES:
         CASES[f"{function.__name__}-{schedule}"] = partial(function, schedule=schedule)
     return function
 
 
 def shown(name: str) -> Any:
-    """A function or class of the page, without the lines that use it."""
+    """Returns a function or class of the page, without the lines that use it."""
     names: dict[str, Any] = {"torch": torch, "nn": nn, "dist": dist}
     (block,) = [block for block in BLOCKS if re.search(rf"^(class|def) {name}\(", block, re.M)]
     source = re.split(r"^(?!class |def |\s|$)", block, maxsplit=1, flags=re.MULTILINE)[0]
@@ -49,7 +49,7 @@ def shown(name: str) -> Any:
 
 
 def models() -> tuple[nn.Sequential, nn.Sequential]:
-    """One for the pipe, and one to compare with."""
+    """Makes a model for the pipe, and an equal one to compare with."""
     torch.manual_seed(0)
     layers = [nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
     module = nn.Sequential(*layers).double()
@@ -57,7 +57,7 @@ def models() -> tuple[nn.Sequential, nn.Sequential]:
 
 
 def batch(seed: int = 1) -> tuple[Tensor, Tensor]:
-    """The rows of both processes; their targets."""
+    """Returns the rows of both processes and their targets."""
     torch.manual_seed(seed)
     return torch.randn(2 * ROWS, 3).double(), torch.randn(2 * ROWS, 2).double()
 
@@ -76,7 +76,7 @@ def same_gradients(module: nn.Module, plain: nn.Module) -> None:
 
 
 def wrapped(pipe: Pipe, schedule: str, **options: Any) -> tuple[DistributedDataParallel, list[int]]:
-    """DDP around the step of the page; and the sizes of what it reduces, as it goes on."""
+    """Wraps the page's step in DDP; also returns a list of the sizes of the buckets it reduces."""
     sizes: list[int] = []
 
     def reduce(bucket: Any) -> torch.futures.Future[Tensor]:

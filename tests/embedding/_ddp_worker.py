@@ -1,12 +1,12 @@
-"""Two processes that train pipes under DistributedDataParallel; test_ddp.py starts this.
+"""Trains pipes under DistributedDataParallel in two processes; started by test_ddp.py.
 
     python -m tests.embedding._ddp_worker FOLDER [CASE ...]
 
-In FOLDER they meet, and each writes its results at the end: JSON, for each case but those named an
-empty string or what went wrong in this process. Starting a process takes seconds and a case a tenth
-of one, so all cases share two processes, which are forks of one that has imported everything. Each
-has a process group of its own, so that one that fails in the middle of a reduction does not confuse
-the next.
+The processes meet in FOLDER, where each writes its results at the end: JSON with an entry for every
+case except those named, either an empty string or the failure in this process. Starting a process
+takes seconds and a case a tenth of a second, so all cases share two processes, which are forks of
+one that has imported everything. Each case has its own process group, so that a failure in the
+middle of a reduction does not confuse the next case.
 
 The reference is computed in each process, from the batches of both, by the plain module.
 """
@@ -53,13 +53,13 @@ same = torch.testing.assert_close
 
 
 def case(function: Case) -> Case:
-    """Add a case under the fact that it shows."""
+    """Adds a case, named by the fact that it shows."""
     CASES[function.__name__] = function
     return function
 
 
 def for_each_mode(function: Callable[..., None]) -> Callable[..., None]:
-    """Add a case for each checkpoint mode."""
+    """Adds a case for each checkpoint mode."""
     for mode in MODES:
         CASES[f"{function.__name__}-{mode}"] = partial(function, checkpoint=mode)
     return function
@@ -79,7 +79,7 @@ def five_layers() -> nn.Sequential:
 
 
 class OneOf(nn.Module):
-    """Uses the layer called after the number that ``choose`` gives, and never the one called 9."""
+    """A layer that calls the inner layer whose name is ``choose()``, and never the one named 9."""
 
     def __init__(self, choose: Callable[[], int]) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def group() -> Any:
 
 
 def wrap(module: nn.Module, **options: Any) -> DistributedDataParallel:
-    """DDP as users write it; buckets so small that each parameter or two have their own."""
+    """Wraps a pipe in DDP as users do, with buckets of only one or two parameters."""
     small: Any = 1e-5
     return DistributedDataParallel(module, bucket_cap_mb=small, process_group=group(), **options)
 
@@ -114,7 +114,7 @@ def piped(module: nn.Sequential, checkpoint: str = "except_last", chunks: int = 
 
 
 def batches(*rows: int) -> list[Tensor]:
-    """One for each process; each process makes all."""
+    """Makes a batch for each process; every process makes all of them."""
     return [torch.randn(number, 3, dtype=torch.float64) for number in rows]
 
 
@@ -123,7 +123,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def whole_batch_gradients(plain: nn.Module, xs: list[Tensor]) -> None:
-    """What DDP makes of the sums of each process: their mean."""
+    """Computes the gradients that DDP should have: those of the processes' mean loss."""
     (loss_of(plain(torch.cat(xs))) / WORLD).backward()  # type: ignore[no-untyped-call]
 
 
@@ -132,7 +132,7 @@ def grads_of(module: nn.Module) -> list[Tensor | None]:
 
 
 def same_in_both(tensors: list[Tensor]) -> None:
-    """Bit by bit, in both processes."""
+    """Asserts that tensors are equal bit for bit in both processes."""
     for tensor in tensors:
         others = [torch.empty_like(tensor) for _ in range(WORLD)]
         dist.all_gather(others, tensor.detach().contiguous())
@@ -142,7 +142,7 @@ def same_in_both(tensors: list[Tensor]) -> None:
 def trains_like_the_whole_batch(
     rank: int, make: Callable[[], nn.Sequential], checkpoint: str, chunks: int, **options: Any
 ) -> None:
-    """Three steps with an optimizer against the plain module with the batches of both."""
+    """Compares three steps with an optimizer to the plain module's with the batches of both."""
     module = make()
     plain = copy.deepcopy(module)
     with piped(module, checkpoint, chunks) as pipe:
@@ -171,7 +171,10 @@ OPTIONS: dict[str, dict[str, bool]] = {
 
 
 def some_options(checkpoint: str, shift: int) -> list[dict[str, bool]]:
-    """One or two of them for each mode; the modes together have all, and functions others."""
+    """Chooses one or two of DDP's options for a mode, others for another ``shift``.
+
+    The modes together have all options.
+    """
     turn = MODES.index(checkpoint) + shift
     return [some for k, some in enumerate(OPTIONS.values()) if (k + turn) % len(MODES) == 0]
 
@@ -322,7 +325,7 @@ def two_calls_may_come_before_one_backward(rank: int, checkpoint: str) -> None:
 def like_ddp_of_the_plain_module(
     rank: int, make: Callable[[], nn.Sequential], checkpoint: str, **options: Any
 ) -> list[Tensor | None]:
-    """Two steps; the last gradients, which are those of DDP around the plain module."""
+    """Compares two steps with those of DDP around the plain module; returns the last gradients."""
     module = make()
     plain = copy.deepcopy(module)
     with piped(module, checkpoint) as pipe:
@@ -390,7 +393,7 @@ def normalised() -> nn.Sequential:
 
 
 def after(start: nn.Sequential, x: Tensor, parts: int) -> nn.Sequential:
-    """A copy of ``start`` whose running statistics have seen the parts of ``x``."""
+    """Returns a copy of ``start`` after its running statistics have seen the parts of ``x``."""
     module = copy.deepcopy(start)
     for part in x.chunk(parts):
         module(part)
@@ -398,7 +401,7 @@ def after(start: nn.Sequential, x: Tensor, parts: int) -> nn.Sequential:
 
 
 def trains_with_batch_norm(rank: int, checkpoint: str, deferred: bool) -> None:
-    """Batch norm is of each micro-batch; a call begins with the statistics of process 0."""
+    """Each micro-batch is normalised by itself; a call begins with the statistics of process 0."""
     module = normalised()
     plain, of_process_0 = copy.deepcopy(module), copy.deepcopy(module)
     with Pipe(
@@ -509,7 +512,7 @@ def a_process_may_run_out_of_inputs_in_join(rank: int, checkpoint: str) -> None:
 
 
 class Fail(nn.Module):
-    """Raises when told to."""
+    """A layer that raises on request."""
 
     now = False
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipert import Pipe
 
 same = torch.testing.assert_close
-same(0, 0)  # the first call imports for half a second, which is no test's fault
+same(0, 0)  # the first call imports for half a second, which would count against a test
 
 Loop = Callable[[nn.Module], Any]
 
@@ -33,22 +33,22 @@ class Agree(Protocol):
     ]
 )
 def devices(request: pytest.FixtureRequest) -> list[str]:
-    """Where the two partitions of a test's pipe go."""
+    """Returns the devices of the two partitions of a test's pipe."""
     found: list[str] = request.param
     return found
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _first_optimizer() -> None:
-    """The first optimizer of a process imports for seconds; let no test pay for that."""
+    """Makes the process's first optimizer, whose imports take seconds, before any test."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
 
 
 @pytest.fixture
 def agree(devices: list[str]) -> Agree:
-    """Run ``loop(model)`` with the plain model, and with two pipes of copies of it.
+    """Runs ``loop(model)`` with the plain model, and with two pipes of copies of it.
 
-    What it returns, and parameters, buffers and gradients afterwards, must be close to the plain
+    Its result and the parameters, buffers and gradients afterwards must be close to the plain
     model's in the first pipe, and equal in both pipes bit for bit.
     """
 
@@ -66,14 +66,14 @@ def agree(devices: list[str]) -> Agree:
 
 
 def piped_in_two(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
-    """Two partitions, three micro-batches."""
+    """Makes a pipe with two partitions and, by default, three micro-batches."""
     first = len(module) // 2
     options.setdefault("chunks", 3)
     return Pipe(module, [first, len(module) - first], devices=devices, **options)
 
 
 def outcome(loop: Loop, model: nn.Module, module: nn.Module) -> dict[str, Any]:
-    """What the loop returns and leaves behind in the module, on the CPU."""
+    """Returns, on the CPU, the loop's result and the module's state and gradients after it."""
     torch.manual_seed(7)
     returned = loop(model)
     found = {"returned": torch.utils._pytree.tree_map_only(Tensor, at_home, returned)}
@@ -89,6 +89,6 @@ def at_home(tensor: Tensor) -> Tensor:
 
 
 def perceptron() -> nn.Sequential:
-    """In double precision, so that another order of summation is not another result."""
+    """Makes a model in double precision, so that the order of summation hardly matters."""
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 3)]
     return nn.Sequential(*layers).double()

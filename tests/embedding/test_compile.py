@@ -30,7 +30,7 @@ MODES = ["always", "except_last", "never"]
 
 
 class Block(nn.Module):
-    """What one would compile."""
+    """A layer that users would compile."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def pipe_of(module: nn.Sequential, devices: list[str] | None = None, **options: 
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The output, and the gradient of each parameter."""
+    """Returns the output, and the gradient of each parameter."""
     model.zero_grad()
     y = model(x)
     y.square().sum().backward()

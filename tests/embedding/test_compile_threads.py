@@ -1,4 +1,4 @@
-"""torch.compile and threads: who compiles, who waits, and whose random numbers are whose.
+"""Tests torch.compile and threads: which compiles, which waits, and which random numbers they draw.
 
 Order is forced by backends that wait: a backend is called in the middle of a compilation.
 """
@@ -33,7 +33,7 @@ same = torch.testing.assert_close
 
 
 class Block(nn.Module):
-    """What one would compile."""
+    """A layer that users would compile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def batch(rows: int) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
-    """The output, and the gradient of each parameter."""
+    """Returns the output, and the gradient of each parameter."""
     model.zero_grad()
     y = model(x)
     y.square().sum().backward()
@@ -60,7 +60,7 @@ def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_threads_that_compile_at_once_get_what_the_plain_model_computes(backend: str) -> None:
+def test_threads_that_compile_at_once_get_the_plain_models_results(backend: str) -> None:
     """Forward, backward and recompilation in four threads that a barrier keeps together."""
     plain = [Block().double() for _ in range(4)]
     compiled: list[Any] = [torch.compile(copy.deepcopy(b), backend=backend) for b in plain]
@@ -117,7 +117,7 @@ def test_one_worker_compiles_at_a_time() -> None:
     assert max(most) == 1
 
 
-def test_what_is_compiled_runs_while_another_worker_compiles() -> None:
+def test_compiled_code_runs_while_another_worker_compiles() -> None:
     """F[1,0] is compiled, for a micro-batch of one row, until F[0,1] has run what it has got."""
     ran, compiling = threading.Event(), threading.Event()
     waited: list[bool] = []
@@ -184,7 +184,7 @@ def drawn_after(race: bool) -> Tensor:
     return torch.rand(3)
 
 
-def test_a_compilation_does_not_undo_what_another_worker_draws() -> None:
+def test_a_compilation_does_not_undo_another_workers_draws() -> None:
     assert torch.equal(drawn_after(race=True), drawn_after(race=False))
 
 

@@ -1,4 +1,4 @@
-"""Data loading beside a pipe: worker processes are forked or spawned while its threads are at work.
+"""Tests data loading beside a pipe: processes are forked or spawned while its threads work.
 
 A forked child inherits locks but no threads. What a child does with the pipe itself is tested in
 test_fork.py; here it does what a data loader's worker does, and the parent goes on training.
@@ -36,7 +36,7 @@ modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"]
 
 
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """Rows that are computed in the worker, with torch and with random numbers of its own."""
+    """A data set whose rows are computed in the worker, with torch and its own random numbers."""
 
     def __len__(self) -> int:
         return 12
@@ -48,7 +48,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """Each worker has its part of the rows."""
+    """A data set that gives each worker its part of the rows."""
 
     def __iter__(self) -> Iterator[Tensor]:
         info: Any = torch.utils.data.get_worker_info()
@@ -74,7 +74,7 @@ def loader(context: str | None, **options: Any) -> DataLoader[Any]:
 
 
 def train(model: nn.Module, batches: Iterable[Any], epochs: int = 2) -> list[Tensor]:
-    """The parameters afterwards."""
+    """Trains; returns the parameters afterwards."""
     optimizer = SGD(model.parameters(), lr=0.2, momentum=0.9)
     for _ in range(epochs):
         for x, target in batches:
@@ -128,7 +128,7 @@ def test_a_stream_of_two_workers_goes_through_a_pipe(devices: list[str]) -> None
 def test_workers_may_be_forked_between_forward_and_backward(
     devices: list[str], checkpoint: str
 ) -> None:
-    """An evaluation in the middle of a step, with a data loader of its own."""
+    """An evaluation in the middle of a step has its own data loader."""
     plain = perceptron()
     x = torch.randn(5, 6, dtype=torch.double)
     expected = torch.autograd.grad(plain(x).square().sum(), list(plain.parameters()))
@@ -141,7 +141,7 @@ def test_workers_may_be_forked_between_forward_and_backward(
 
 
 class Hold(nn.Module):
-    """Holds its worker in the middle of a task, until it is let go."""
+    """A layer that blocks its worker in the middle of a task, until it is released."""
 
     def __init__(self) -> None:
         super().__init__()

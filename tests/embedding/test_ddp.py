@@ -98,7 +98,7 @@ def test_in_two_processes(results: list[dict[str, str]], case: str) -> None:
 
 @pytest.mark.slow
 def test_importing_pipert_imports_nothing_but_pipert() -> None:
-    """Neither matplotlib, nor prometheus_client."""
+    """It imports neither matplotlib nor prometheus_client."""
     script = (
         "import sys, torch; before = set(sys.modules); import pipert; "
         "new = {name.split('.')[0] for name in set(sys.modules) - before}; "

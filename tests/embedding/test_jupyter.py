@@ -93,7 +93,7 @@ print("right")
 
 
 class Notebook:
-    """A kernel, and what its cells print."""
+    """A kernel, and the output of its cells."""
 
     def __init__(self, manager: Any, client: Any) -> None:
         self._manager, self._client = manager, client
@@ -134,7 +134,7 @@ class Notebook:
 
 
 class CellError(Exception):
-    """What a cell has raised."""
+    """An error raised by a cell."""
 
     def __init__(self, name: str, traceback: str) -> None:
         super().__init__(name, traceback)

@@ -1,4 +1,4 @@
-"""What a loop may ask of autograd: anomalies, saved tensors, several uses of an output."""
+"""Tests uses of autograd in a loop: anomalies, saved tensors, several uses of an output."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(model: nn.Module, steps: int = 3) -> list[float]:
 
 
 class RootOfZero(nn.Module):
-    """Has a gradient of infinity times zero."""
+    """A layer with a gradient of infinity times zero."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.sqrt(x * 0)  # the line that anomaly detection has to find
@@ -55,7 +55,7 @@ class RootOfZero(nn.Module):
 
 @pytest.fixture
 def anomalies() -> Iterator[list[str]]:
-    """What is warned of under anomaly detection."""
+    """Turns anomaly detection on, and yields the list of warnings."""
     found: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always")

@@ -1,4 +1,4 @@
-"""Averages of weights: EMA and SWA of the pipe and of its module, and copies made in training."""
+"""Tests averages of weights: EMA and SWA of the pipe and its module, and copies in training."""
 
 from __future__ import annotations
 

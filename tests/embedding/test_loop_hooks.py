@@ -1,4 +1,4 @@
-"""Hooks of layers, of parameters and of tensors, and optimizers that step in the backward.
+"""Tests hooks of layers, parameters and tensors, and optimizers that step in the backward.
 
 What a hook of the whole pipe or module sees is tested with ``Pipe`` itself; hooks of parameters,
 in calls and steps, in ``tests/contract``. A hook of a layer is

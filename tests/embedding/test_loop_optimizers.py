@@ -1,4 +1,4 @@
-"""Optimizers, schedules, accumulation and clipping do with a pipe what they do with the module.
+"""Tests that optimizers, schedules, accumulation and clipping work as with the plain module.
 
 Each test is a training loop as a user has it. The fixture ``agree`` runs it with the plain model
 and in two pipes, and compares what it returns and leaves behind.

@@ -1,4 +1,4 @@
-"""Parametrizations and pruning of layers, put on before or after wrapping."""
+"""Tests parametrizations and pruning of layers, applied before or after wrapping."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ modes = pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"]
 
 
 class Symmetric(nn.Module):
-    """Saves nothing for the backward."""
+    """A parametrization that saves nothing for the backward."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
 class Bounded(nn.Module):
-    """Saves its result for the backward."""
+    """A parametrization that saves its result for the backward."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return torch.tanh(weight)
@@ -196,7 +196,7 @@ Pruning = Callable[[nn.Module], object]
 
 
 def prune_at_random(layer: nn.Module) -> None:
-    """Half of the weights, the same wherever the layer is.
+    """Prunes half of the weights, the same ones on every device.
 
     ``random_unstructured`` draws on the layer's device, and a GPU's generator gives other numbers
     than the CPU's: the plain model would lose other weights.

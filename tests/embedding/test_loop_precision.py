@@ -1,4 +1,4 @@
-"""Mixed precision in a pipe: autocast, ``GradScaler``, and steps that are skipped.
+"""Tests mixed precision in a pipe: autocast, ``GradScaler``, and skipped steps.
 
 A pipe with one micro-batch computes what the module computes, so half precision is compared
 exactly there. With more it sums gradients in another order, and is compared as such.
@@ -41,7 +41,7 @@ def in_pipe(module: nn.Sequential, devices: list[str], **options: Any) -> Pipe:
 def loss_under_autocast(
     model: nn.Module, device: torch.device, dtype: torch.dtype, x: Tensor, target: Tensor
 ) -> Any:
-    """Of a model that begins on ``device``."""
+    """Computes the loss of a model that begins on ``device``, under autocast."""
     with torch.autocast(device.type, dtype):
         y = model(x.to(device))
         return mse_loss(y, target.to(y.device))
@@ -161,7 +161,7 @@ def test_autocast_may_be_switched_off_for_one_call(devices: list[str]) -> None:
 
 
 def scaler_for(device: torch.device, **how: Any) -> torch.amp.GradScaler:
-    """Grows soon, so that these tests see it do so."""
+    """Makes a scaler that grows within the steps of these tests."""
     return torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=2, **how)
 
 

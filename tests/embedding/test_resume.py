@@ -56,7 +56,7 @@ PLACES: dict[str, Place | None] = {
 
 
 class Training(NamedTuple):
-    """What there is to save."""
+    """The objects to save: model, optimizer and schedule."""
 
     model: nn.Module
     """The plain module, a pipe of it, or DDP around that."""
@@ -89,7 +89,7 @@ def placed(module: nn.Sequential, place: Place | None, **options: Any) -> Iterat
 
 
 def training(model: nn.Module) -> Training:
-    """AdamW with two groups, as is usual, and a schedule that changes each step."""
+    """Makes AdamW with two groups, as is usual, and a schedule that changes in each step."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -188,7 +188,7 @@ EACH_WAY = [
 
 
 def resumed(path: Path, way: str, before: Place | None, after: Place | None) -> list[float]:
-    """The losses after a run was saved in one place and taken up in another."""
+    """Returns the losses after a run was saved in one place and resumed in another."""
     with placed(six_layers(0), before) as model:
         run = training(model)
         train(run, batches()[:BEFORE])
@@ -223,7 +223,7 @@ def test_with_the_same_chunks_a_run_goes_on_bit_for_bit(
     assert losses == uninterrupted(PLACES[before])
 
 
-def test_what_a_pipe_saves_is_byte_for_byte_what_the_plain_module_saves() -> None:
+def test_a_pipe_saves_the_same_bytes_as_the_plain_module() -> None:
     module, plain, piped = six_layers(0), io.BytesIO(), io.BytesIO()
     torch.save(module.state_dict(), plain)
     with placed(module, PLACES["three devices"]) as pipe:
@@ -336,7 +336,7 @@ def test_a_run_goes_on_with_a_pipe_that_was_saved_whole(tmp_path: Path) -> None:
 
 @pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
-    """Of one process."""
+    """Makes a process group of one process."""
     store = f"file://{tmp_path}/store"
     dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
     yield

@@ -1,4 +1,4 @@
-"""The clock: what it posts to whom in which order, and who settles a task."""
+"""Tests the clock: which tasks it posts to which worker in which order, and who settles them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class FakeRun:
 
 
 class FakeStage:
-    """Notes what is asked of it."""
+    """A stage that notes its calls."""
 
     def __init__(self, run: FakeRun, outcome: Outcome) -> None:
         self.run = run
@@ -48,7 +48,7 @@ class FakeStage:
 
 
 class Fixture:
-    """A run of 3 micro-batches in 2 partitions, and what was posted of it."""
+    """A run of 3 micro-batches in 2 partitions, and its posted tasks."""
 
     def __init__(self, workers: list[int]) -> None:
         run = FakeRun(workers)
@@ -67,7 +67,7 @@ class Fixture:
         return Task(cast(Stage, self.stages[j]), Action("F", i, j))
 
     def unsettled(self) -> int:
-        """How many tasks of the run are not settled yet; settles them."""
+        """Settles the unsettled tasks of the run; returns their number."""
         for count in range(7):
             try:
                 self.outcome.settle()
@@ -113,7 +113,7 @@ def test_nothing_is_waited_for_between_diagonals(run: Fixture) -> None:
     assert len(run.posted) == 6 and run.unsettled() == 6
 
 
-def test_a_run_is_posted_once_however_often_the_clock_gets_it(run: Fixture) -> None:
+def test_a_run_that_the_clock_gets_several_times_is_posted_once(run: Fixture) -> None:
     run.post()
     run.post()
     assert len(run.posted) == 6
@@ -125,14 +125,14 @@ def test_an_abandoned_run_is_not_posted(run: Fixture) -> None:
     assert not run.posted
 
 
-def test_to_abandon_a_run_skips_and_settles_each_task(run: Fixture) -> None:
+def test_abandoning_a_run_skips_and_settles_each_task(run: Fixture) -> None:
     error = ValueError()
     run.posting.abandon(error)
     assert [stage.sent for stage in run.stages] == 2 * [[(i, worker.NOT_RUN) for i in range(3)]]
     assert run.unsettled() == 0 and run.outcome.take_error() is error
 
 
-def test_to_abandon_a_posted_run_leaves_its_tasks_to_the_workers(run: Fixture) -> None:
+def test_abandoning_a_posted_run_leaves_its_tasks_to_the_workers(run: Fixture) -> None:
     run.post()
     run.posting.abandon(ValueError())
     assert run.outcome.take_error() is None and run.unsettled() == 6
@@ -162,7 +162,7 @@ def test_an_abandoned_task_does_not_run(run: Fixture) -> None:
     assert task.receive(lambda: None) is worker.NOT_RUN and run.stages[0].ran == []
 
 
-def test_to_abandon_a_task_that_has_run_does_nothing(run: Fixture) -> None:
+def test_abandoning_a_task_that_has_run_does_nothing(run: Fixture) -> None:
     task = run.task(1, 0)
     do(task)
     task.abandon(ValueError())

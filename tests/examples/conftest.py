@@ -1,4 +1,4 @@
-"""Shared by the tests of the examples, which import scripts outside any package."""
+"""Lets the tests of the examples import scripts outside any package."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # it needs a package that tests of other examples do without
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-# Where Python looks when an example is started as a script.
+# As when Python starts an example as a script.
 sys.path.insert(0, str(EXAMPLES))
 
 
 @pytest.fixture(scope="module")
 def example(request: pytest.FixtureRequest) -> ModuleType:
-    """The example that the test module is called after."""
+    """Imports the example that the test module is named after."""
     return importlib.import_module(request.module.__name__.removeprefix("test_"))
 
 
@@ -30,14 +30,14 @@ def example(request: pytest.FixtureRequest) -> ModuleType:
     params=["cpu,cpu", pytest.param("cuda:0,cuda:1", marks=pytest.mark.multi_gpu)]
 )
 def two_devices(request: pytest.FixtureRequest) -> str:
-    """What ``--devices`` says, for the tests in which an example trains."""
+    """Returns the value of ``--devices`` for tests in which an example trains."""
     found: str = request.param
     return found
 
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    """Starts processes of the training service."""
+    """Provides a process that starts training services."""
     starter = importlib.import_module("tests.examples.service_lives").Starter()
     yield starter
     starter.close()
@@ -45,6 +45,6 @@ def starter() -> Iterator[Starter]:
 
 @pytest.fixture(autouse=True)
 def no_thread_of_tqdm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """tqdm's monitor is a thread that outlives the progress bar."""
+    """Disables tqdm's monitor, a thread that outlives the progress bar."""
     if sys.modules.get("tqdm"):
         monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)

@@ -1,7 +1,7 @@
-"""Processes of the training service, for its tests: started, spoken to, killed.
+"""Starts, queries and kills processes of the training service, for its tests.
 
-Python and torch take seconds to start, and the first pipe of a process a tenth of one: one process
-does that, and each service is a fork of it.
+Python and torch take seconds to start, and the first pipe of a process takes a tenth of a second.
+So one process does all that once, and each service is a fork of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENVIRONMENT = os.environ | {
         [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
     ),
     "OMP_NUM_THREADS": "1",
-    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",  # torch works without
+    "PYTHONWARNINGS": "ignore:Failed to initialize NumPy:UserWarning",  # torch works without NumPy
 }
 MODEL = "--context 8 --width 8 --layers 2 --heads 2 --dropout 0.2 --batch 4 --warmup 4 --lr 0.01"
 STEPS = 24
@@ -85,14 +85,14 @@ class Service(Service):
 
 
 class Life:
-    """One process of the service."""
+    """A process of the service."""
 
     def __init__(self, starter: Starter, argv: list[str], script: str, log: Path) -> None:
         self.starter, self.log = starter, log
         self.pid = starter.ask({"argv": argv, "script": script, "log": str(log)})
 
     def lines(self, event: str | None = None) -> list[dict[str, Any]]:
-        """What it has logged so far: each line is a JSON object."""
+        """Returns the JSON objects logged so far, or only those of ``event``."""
         text = self.log.read_text() if self.log.exists() else ""
         lines = [json.loads(line) for line in text.split("\n")[:-1]]
         return [line for line in lines if event in (None, line["event"])]
@@ -101,7 +101,7 @@ class Life:
         return {line["step"]: line["loss"] for line in self.lines("step")}
 
     def wait_for(self, event: str, count: int = 1) -> dict[str, Any]:
-        """The ``count``-th line of ``event``."""
+        """Waits for the ``count``-th line of ``event``, and returns it."""
         wait_until(lambda: len(self.lines(event)) >= count)
         return self.lines(event)[count - 1]
 
@@ -115,7 +115,7 @@ class Life:
                 return error.code, error.read().decode()
 
     def metrics(self) -> dict[str, float]:
-        """By name and labels: ``name label=value label=value``."""
+        """Returns the metrics by name and labels, as in ``name label=value label=value``."""
         code, text = self.get("/metrics")
         assert code == 200
         found = {}
@@ -130,13 +130,13 @@ class Life:
         return self.wait()
 
     def wait(self) -> int:
-        """Its exit code; negative if a signal ended it."""
+        """Waits for the process to end; returns its exit code, negative if a signal ended it."""
         self.starter.alive.discard(self.pid)
         return self.starter.ask({"wait": self.pid})
 
 
 class Starter:
-    """Starts services."""
+    """The process from which services are forked."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()
@@ -163,7 +163,7 @@ class Starter:
 
 
 class Folders:
-    """The text and the saved states of one run, which may have several lives."""
+    """The text and the saved states of one run, which may take several processes."""
 
     def __init__(self, starter: Starter, path: Path) -> None:
         self.starter, self.path = starter, path
@@ -185,7 +185,7 @@ class Folders:
         return life
 
     def final(self, step: int = STEPS) -> dict[str, Any]:
-        """All that the last state says."""
+        """Loads the last saved state, which must be that of ``step``."""
         newest = max(self.state.glob("*.pt"))
         assert newest.name.startswith(f"step-{step:012}.")
         state: dict[str, Any] = torch.load(newest, weights_only=True)
@@ -200,7 +200,7 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def assert_same(actual: Any, expected: Any, place: str = "state") -> None:
-    """Bit for bit: weights, optimizer, schedule, random numbers, the place in the text."""
+    """Asserts that two saved states are equal bit for bit, including random numbers."""
     assert type(actual) is type(expected), place
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), place

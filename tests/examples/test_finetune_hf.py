@@ -1,4 +1,4 @@
-"""The example of fine-tuning keeps its word: it learns, and what it saves is the plain model's."""
+"""Tests the fine-tuning example: it learns, and the plain model loads what it saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = "--width 16 --layers 2 --batch 8 --chunks 2 --rank 2 --steps 12 --lr 0.03
 
 @pytest.fixture
 def tiny(tmp_path: Path, two_devices: str) -> list[str]:
-    """The options of a run that takes a moment."""
+    """Returns the options of a short run."""
     data = tmp_path / "text.txt"
     data.write_bytes(TEXT)
     return [*TINY, "--data", str(data), "--devices", two_devices]
@@ -39,7 +39,7 @@ def test_training_lowers_the_held_out_loss(
 
 
 @pytest.mark.usefixtures("one_measurement")
-def test_what_is_saved_are_the_adapters_which_the_plain_model_loads(
+def test_the_adapters_are_saved_and_the_plain_model_loads_them(
     example: ModuleType, tiny: list[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "adapter"

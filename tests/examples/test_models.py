@@ -1,4 +1,4 @@
-"""The paper's models have its sizes, compute what their nested forms do, and train in a Pipe."""
+"""Tests the paper's models: their sizes, their outputs beside nested forms, training in a Pipe."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_size_that_cannot_be_is_refused(build: Callable[[], object], message: 
 
 
 def reference_unet(flat: nn.Sequential, blocks: int, image: Tensor) -> Tensor:
-    """What a U-Net computes, written with its skips as local variables."""
+    """Computes a U-Net, written with its skips as local variables."""
 
     def cell(name: str, x: Tensor) -> Tensor:
         for index in range(blocks):
@@ -134,7 +134,7 @@ def reference_unet(flat: nn.Sequential, blocks: int, image: Tensor) -> Tensor:
 
 
 class Bottleneck(nn.Module):
-    """A bottleneck as most write it: everything inside one module."""
+    """A bottleneck written as usual, inside one module."""
 
     def __init__(self, inputs: int, inside: int, stride: int) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Bottleneck(nn.Module):
 
 
 def reference_resnet(blocks: Sequence[int], channels: int, num_classes: int) -> nn.Sequential:
-    """A ResNet of such bottlenecks."""
+    """Makes a ResNet of such bottlenecks."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, channels, 7, 2, 3, bias=False),
         nn.BatchNorm2d(channels),
@@ -286,7 +286,7 @@ ROWS = 5  # which no number of chunks but one and five divides
 
 
 class Outcome(NamedTuple):
-    """What a model makes of a mini-batch, and what that does to the model."""
+    """The output of a model for a mini-batch, and the model's state and gradients after it."""
 
     output: Tensor
     input_grad: Tensor
@@ -299,7 +299,7 @@ def mini_batch() -> Tensor:
 
 
 def outcome(model: nn.Module, images: Tensor, chunks: int = 1) -> Outcome:
-    """Of one step; with ``chunks``, of gradients gathered over as many micro-batches."""
+    """Takes a step; with ``chunks``, gradients are accumulated over as many micro-batches."""
     images = images.detach().requires_grad_()
     outputs = []
     for part in images.tensor_split(chunks):
@@ -384,7 +384,7 @@ def test_a_model_can_be_cut_anywhere(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_in_evaluation_a_pipe_computes_what_the_plain_model_does(name: str) -> None:
+def test_a_pipe_in_evaluation_computes_the_plain_models_output(name: str) -> None:
     model, images = MODELS[name]().double(), mini_batch()
     model(images)  # moves the running statistics
     model.eval()

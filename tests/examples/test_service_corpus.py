@@ -1,4 +1,4 @@
-"""The text of the training service: its order, its growth, and a place in it that can be saved."""
+"""Tests the text of the training service: its order, its growth, and its saved position."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT = 4
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two files, of 5 and 3 windows and some bytes more."""
+    """Makes two files, of 5 and 3 windows and some bytes more."""
     (tmp_path / "sub").mkdir()
     (tmp_path / "a.txt").write_bytes(bytes(range(22)))
     (tmp_path / "sub" / "b.md").write_bytes(bytes(range(100, 115)))
@@ -65,7 +65,7 @@ def test_batches_follow_one_another_whatever_their_size(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [1, 3, 8, 13])
-def test_it_goes_on_where_its_state_was_saved(folder: Path, before: int) -> None:
+def test_a_corpus_continues_where_its_state_was_saved(folder: Path, before: int) -> None:
     corpus = corpus_of(folder)
     windows(corpus, before)
     again = restored(folder, corpus.state_dict())
@@ -73,7 +73,7 @@ def test_it_goes_on_where_its_state_was_saved(folder: Path, before: int) -> None
 
 
 @pytest.mark.parametrize("before", [3, 9])
-def test_what_comes_changes_nothing_until_the_next_look(folder: Path, before: int) -> None:
+def test_new_text_changes_nothing_until_the_next_look(folder: Path, before: int) -> None:
     corpus = corpus_of(folder)
     windows(corpus, before)
     state = corpus.state_dict()
@@ -83,7 +83,7 @@ def test_what_comes_changes_nothing_until_the_next_look(folder: Path, before: in
     assert windows(restored(folder, state), 20) == expected
 
 
-def test_what_one_look_found_comes_once_in_this_pass(folder: Path) -> None:
+def test_text_found_by_a_look_comes_once_in_this_pass(folder: Path) -> None:
     corpus = corpus_of(folder)
     windows(corpus, 3)
     (folder / "c.txt").write_bytes(bytes(range(200, 209)))
@@ -93,7 +93,7 @@ def test_what_one_look_found_comes_once_in_this_pass(folder: Path) -> None:
     assert corpus.position == {"pass": 0, "part": 1, "window": 2}
 
 
-def test_the_next_pass_mixes_what_was_found_with_the_rest(folder: Path) -> None:
+def test_the_next_pass_mixes_new_text_with_the_rest(folder: Path) -> None:
     corpus = corpus_of(folder)
     (folder / "c.txt").write_bytes(bytes(range(200, 241)))
     corpus.look()

@@ -1,4 +1,4 @@
-"""Parts of the training service, each alone: the saved states, the log, health and HTTP."""
+"""Tests parts of the training service alone: the saved states, the log, health and HTTP."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def step_loaded(checkpoints: Checkpoints) -> int:
     return int(state["step"])
 
 
-def test_the_newest_is_loaded_and_the_last_ones_are_kept(checkpoints: Checkpoints) -> None:
+def test_the_newest_state_is_loaded_and_the_last_ones_are_kept(checkpoints: Checkpoints) -> None:
     assert checkpoints.load() is None
     for step in (1, 5, 20, 100):
         checkpoints.save(step, state_of(step))
@@ -81,7 +81,7 @@ def test_a_file_with_one_other_bit_is_never_loaded(checkpoints: Checkpoints) -> 
         assert step_loaded(checkpoints) == 1
 
 
-def test_with_no_good_one_left_it_does_not_begin_from_nothing(checkpoints: Checkpoints) -> None:
+def test_training_does_not_start_anew_if_all_states_are_bad(checkpoints: Checkpoints) -> None:
     for step in (1, 2):
         checkpoints.save(step, state_of(step)).write_bytes(b"torn")
     for _ in range(2):  # nor at the next start
@@ -89,7 +89,7 @@ def test_with_no_good_one_left_it_does_not_begin_from_nothing(checkpoints: Check
             checkpoints.load()
 
 
-def test_a_refused_one_does_not_push_out_a_good_one(checkpoints: Checkpoints) -> None:
+def test_a_refused_state_does_not_replace_a_good_one(checkpoints: Checkpoints) -> None:
     checkpoints.save(5, state_of(5))
     checkpoints.save(9, state_of(9)).write_bytes(b"torn")
     assert step_loaded(checkpoints) == 5
@@ -136,7 +136,7 @@ def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(
     assert calls == [f"fsync {unfinished}", f"rename {unfinished}", "fsync state"]
 
 
-def test_what_a_killed_write_left_is_deleted_and_not_loaded(tmp_path: Path) -> None:
+def test_the_file_of_a_killed_write_is_deleted_and_not_loaded(tmp_path: Path) -> None:
     left = tmp_path / "step-000000000007.unfinished"
     left.write_bytes(b"half")
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -192,7 +192,7 @@ def test_a_number_that_json_does_not_have_is_a_word() -> None:
     assert (line["nan"], line["inf"]) == ("nan", "-inf")
 
 
-def test_records_of_others_are_lines_too() -> None:
+def test_records_of_other_loggers_are_json_lines_too() -> None:
     with TestCase().assertLogs() as logged:
         try:
             raise ValueError("of\nseveral lines")
@@ -219,7 +219,7 @@ class Gate(nn.Module):
         return x
 
 
-def test_without_a_step_for_a_while_it_is_not_healthy() -> None:
+def test_health_fails_without_a_recent_step() -> None:
     now = [100.0]
     with Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"]) as pipe:
         health = Health(pipe, 10.0, clock=lambda: now[0])
@@ -231,7 +231,7 @@ def test_without_a_step_for_a_while_it_is_not_healthy() -> None:
         assert health.problems() == []
 
 
-def test_with_a_stuck_worker_it_is_not_healthy() -> None:
+def test_health_fails_with_a_stuck_worker() -> None:
     gate = Gate()
     with Pipe(nn.Sequential(nn.Identity(), gate), [1, 1], devices=["cpu", "cpu"]) as pipe:
         health = Health(pipe, 1e-9, clock=lambda: 0.0)

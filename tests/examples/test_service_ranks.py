@@ -1,4 +1,4 @@
-"""The saved states of the training service fit one process and several."""
+"""Tests that saved states of the training service fit one process and several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEXT = b"the pipeline is full when every worker has a task. " * 40
 
 
 def steps(rank: int, folder: Path, ranks: int, count: int, save: bool) -> list[float]:
-    """Go on from the last state, in one process or in one of ``ranks``; the losses."""
+    """Continues from the last state, in one process or in one of ``ranks``; returns the losses."""
     gpt = importlib.import_module("models.gpt")
     torch.manual_seed(0)
     model = gpt.build_model(gpt.ModelConfig(context=16, width=16, layers=2, heads=2, dropout=0.2))
@@ -91,7 +91,7 @@ def fails(rank: int) -> tuple[type[BaseException], str]:
     return error.type, str(error.value)
 
 
-def test_what_fails_in_the_first_process_is_raised_in_all() -> None:
+def test_a_failure_in_the_first_process_is_raised_in_all() -> None:
     first, second = run(2, fails)
     assert first == (ValueError, "there is no folder")
     assert second[0] is RuntimeError and "the first process has failed: ValueError" in second[1]
@@ -111,7 +111,7 @@ RANKS = f"{MODEL} --save-every 2 --keep 9 --log-every 1 --port 0 --chunks 2 --di
 
 
 def serve(rank: int, folder: Path, options: list[str], what: str = "") -> list[dict[str, Any]]:
-    """One process of the service; what it has logged."""
+    """Runs one process of the service; returns its log."""
     program = importlib.import_module("training_service")
     log = folder / f"log of rank {rank}"
     hooked: dict[str, Any] = {"Service": importlib.import_module("service.loop").Service}
@@ -136,7 +136,7 @@ def turns(starter: Starter, tmp_path: Path) -> Folders:
 
 
 def assert_close(actual: Folders, expected: Folders, step: int) -> None:
-    """The same text was read, and nearly the same was learned."""
+    """Asserts that the same text was read, and that parameters are nearly equal."""
     (one, other) = (folders.final(step)["trainer"] for folders in (actual, expected))
     assert one["corpus"] == other["corpus"] and one["chunks"] == other["chunks"]
     for name in ("model", "optimizer"):
@@ -165,7 +165,7 @@ def test_the_program_in_one_process_and_in_two_takes_turns(alone: Folders, turns
 
 
 @pytest.mark.slow
-def test_both_stop_when_one_is_told_to(alone: Folders) -> None:
+def test_both_processes_stop_when_one_is_told_to(alone: Folders) -> None:
     told = """
 import torch.distributed as dist
 
@@ -180,7 +180,7 @@ def during(step, rows):
 
 
 @pytest.mark.slow
-def test_both_go_on_in_smaller_pieces_when_one_runs_out_of_memory(
+def test_both_processes_continue_with_smaller_micro_batches_when_one_runs_out_of_memory(
     alone: Folders, turns: Folders
 ) -> None:
     full = """

@@ -1,4 +1,4 @@
-"""The DDP example keeps its word: a run is the same with one process and with two, and resumes."""
+"""Tests the DDP example: a run is the same with one process and with two, and resumes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ pytest.importorskip("tqdm", reason="the example imports another, which shows its
 
 
 def options(folder: Path, *more: object) -> list[str]:
-    """Those of a run that takes a moment."""
+    """Returns the options of a short run."""
     data = folder / "text.txt"
     data.write_bytes(TEXT)
     return [*MODEL.split(), "--lr", "0.01", "--data", str(data), *map(str, more)]
 
 
 class Runs(NamedTuple):
-    """What the same run prints and saves, with one process and, resumed, with two."""
+    """The output and files of the same run, with one process and, resumed, with two."""
 
     alone: Any
     """The result of the whole run with one process."""
@@ -59,7 +59,7 @@ def runs(example: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def torchrun(example: ModuleType, argv: list[str]) -> str:
-    """What two processes print."""
+    """Runs two processes; returns what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     path = f"{Path(pipert.__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     result = subprocess.run(

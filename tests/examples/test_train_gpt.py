@@ -1,4 +1,4 @@
-"""The GPT example keeps its word: it learns, saves, resumes exactly, refuses what cannot be."""
+"""Tests the GPT example: it learns, saves, resumes exactly, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
 
 @pytest.fixture
 def shape(tmp_path: Path) -> list[str]:
-    """The options of a model that takes a moment."""
+    """Returns the options of a small model."""
     data = tmp_path / "text.txt"
     data.write_bytes(TEXT)
     return [*MODEL.split(), "--data", str(data)]
@@ -31,13 +31,13 @@ def where(two_devices: str) -> list[str]:
 
 @pytest.fixture
 def small(shape: list[str], where: list[str]) -> list[str]:
-    """The options of a run that takes a moment, on CPU and on GPUs."""
+    """Returns the options of a short run, on CPU and on GPUs."""
     return [*shape, *where]
 
 
 @pytest.fixture
 def tiny(shape: list[str]) -> list[str]:
-    """The same on CPU."""
+    """Returns the options of a short run on CPU."""
     return [*shape, *CPU]
 
 
@@ -49,7 +49,7 @@ def test_training_lowers_the_held_out_loss(example: ModuleType, small: list[str]
 
 
 @pytest.mark.slow
-def test_it_ends_with_the_loss_before_and_after_and_how_to_go_on(
+def test_the_output_ends_with_both_losses_and_how_to_continue(
     example: ModuleType, tiny: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     example.main([*tiny, "--steps", "2"])
@@ -59,7 +59,7 @@ def test_it_ends_with_the_loss_before_and_after_and_how_to_go_on(
     assert advice == example.GO_ON
 
 
-def test_each_option_of_how_to_go_on_exists(example: ModuleType) -> None:
+def test_the_options_recommended_at_the_end_exist(example: ModuleType) -> None:
     options = set(re.findall(r"--[a-z-]+", example.GO_ON))
     known = set(example.build_parser()._option_string_actions)
     assert {"--steps", "--save", "--resume", "--devices", "--help"} <= options
@@ -188,7 +188,7 @@ def test_the_held_out_part_shares_no_byte_with_the_training_part(example: Module
     assert bytes(held_out.tolist()) == b"h" * 100
 
 
-def test_without_data_the_text_is_the_standard_library(example: ModuleType) -> None:
+def test_the_text_is_the_standard_library_by_default(example: ModuleType) -> None:
     text = example.read_text(None)
     assert b"class ArgumentParser(" in text
     assert text == example.read_text(None)

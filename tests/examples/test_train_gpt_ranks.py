@@ -1,4 +1,4 @@
-"""The GPT example over two processes ends like the same in one, and their files fit each other."""
+"""Tests that the GPT example ends alike over two processes and in one, and shares its files."""
 
 from __future__ import annotations
 

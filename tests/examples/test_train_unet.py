@@ -1,4 +1,4 @@
-"""The U-Net example keeps its word: it denoises, shows it in a picture, refuses what cannot be."""
+"""Tests the U-Net example: it denoises, draws a picture, and refuses wrong options."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TINY = "--balance 33,32 --channels 2 --batch 2 --chunks 2 --steps 2"
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> list[str]:
-    """The options of a run that takes a moment."""
+    """Returns the options of a short run."""
     return [*TINY.split(), "--devices", "cpu,cpu", "--out", str(tmp_path / "unet.png")]
 
 
 @pytest.fixture
 def small(tmp_path: Path, two_devices: str) -> list[str]:
-    """The same on CPU and on GPUs."""
+    """Returns the options of a short run, on CPU and on GPUs."""
     return [*TINY.split(), "--devices", two_devices, "--out", str(tmp_path / "unet.png")]
 
 
@@ -53,7 +53,7 @@ def test_the_picture_shows_the_photograph_with_noise_without_and_restored(
 
 
 @pytest.mark.slow
-def test_the_last_lines_say_what_was_reached_and_where_the_picture_is(
+def test_the_last_lines_show_the_result_and_the_path_of_the_picture(
     example: ModuleType, tiny: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example.main(tiny)
@@ -74,7 +74,7 @@ def test_the_result_depends_on_the_seed_and_not_on_how_the_work_is_split(
 
 
 @pytest.mark.slow
-def test_without_a_balance_the_layers_are_measured(
+def test_layers_are_measured_if_no_balance_is_given(
     example: ModuleType, small: list[str], two_devices: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = [option for option in small if option not in ("--balance", "33,32")]

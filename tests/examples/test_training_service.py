@@ -1,4 +1,4 @@
-"""The training service as a process: killed, told to stop, out of memory, stuck, asked how it is.
+"""Tests the service as a process: killed, told to stop, out of memory, stuck, asked for its health.
 
 Whatever happens to it, it must end up with the state of an undisturbed run, bit
 for bit.
@@ -46,7 +46,7 @@ def run(starter: Starter, tmp_path: Path) -> Folders:
 def undisturbed(
     starter: Starter, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], dict[int, float]]:
-    """The last state and the losses of a run that nothing happened to."""
+    """Returns the last state and the losses of an undisturbed run."""
     folders = Folders(starter, tmp_path_factory.mktemp("undisturbed"))
     losses = folders.run().losses()
     assert list(losses) == list(range(1, STEPS + 1))
@@ -59,7 +59,7 @@ Undisturbed = tuple[dict[str, Any], dict[int, float]]
 
 
 @pytest.mark.parametrize("times", [4, pytest.param(10, marks=pytest.mark.sweep)])
-def test_killed_several_times_it_ends_like_one_that_was_not(
+def test_a_service_killed_several_times_ends_like_an_undisturbed_one(
     run: Folders, undisturbed: Undisturbed, times: int
 ) -> None:
     moments = random.Random(0)
@@ -89,7 +89,7 @@ def test_killed_several_times_it_ends_like_one_that_was_not(
         ("pathlib.Path.unlink", 2),  # before an older one is deleted
     ],
 )
-def test_killed_in_the_middle_of_a_save_it_goes_on_from_a_whole_state(
+def test_a_service_killed_while_saving_resumes_from_a_whole_state(
     run: Folders, undisturbed: Undisturbed, function: str, call: int
 ) -> None:
     script = f"""
@@ -120,7 +120,7 @@ def dies(*args, **kwargs):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_lets_it_finish_the_step_and_save(
+def test_a_stop_signal_lets_the_service_finish_the_step_and_save(
     run: Folders, undisturbed: Undisturbed, name: str
 ) -> None:
     script = f"""
@@ -145,7 +145,7 @@ def during(step, rows):
         pytest.param("cuda:0,cuda:1", marks=pytest.mark.multi_gpu),
     ],
 )
-def test_on_gpus_a_stop_changes_nothing_either(run: Folders, devices: str) -> None:
+def test_a_stop_on_gpus_changes_no_result(run: Folders, devices: str) -> None:
     on_cuda = f"--devices {devices} --steps"
     run.run(f"{on_cuda} 8")
     expected = run.final(8)
@@ -195,7 +195,7 @@ def test_two_processes_do_not_use_the_same_states(run: Folders) -> None:
 # --- text that comes while it runs ----------------------------------------------------------------
 
 
-def test_text_that_comes_is_used_and_a_kill_changes_nothing_about_it(
+def test_new_text_is_used_and_a_kill_changes_no_result(
     run: Folders, starter: Starter, tmp_path: Path
 ) -> None:
     """The same text comes during the same steps, once with a kill between two saves.
@@ -236,7 +236,7 @@ def during(step, rows):
     assert (position["pass"], position["part"]) == (2, 1)  # at what was found last
 
 
-def test_without_text_it_does_not_begin(run: Folders) -> None:
+def test_the_service_does_not_start_without_text(run: Folders) -> None:
     for file in run.data.iterdir():
         file.unlink()
     life = run.start()
@@ -277,7 +277,7 @@ class Service(Service):
 
 
 @pytest.mark.parametrize("script", [IN_FORWARD, IN_BACKWARD], ids=["forward", "backward"])
-def test_out_of_memory_a_step_is_done_once_in_more_micro_batches(
+def test_a_step_out_of_memory_is_done_once_with_more_micro_batches(
     run: Folders, starter: Starter, tmp_path: Path, script: str
 ) -> None:
     (tmp_path / "expected").mkdir()
@@ -299,7 +299,7 @@ def test_out_of_memory_a_step_is_done_once_in_more_micro_batches(
     assert_same(*states)
 
 
-def test_out_of_memory_for_one_row_ends_it(run: Folders) -> None:
+def test_the_service_ends_if_one_row_needs_too_much_memory(run: Folders) -> None:
     script = """
 def during(step, rows):
     if step > 3:
@@ -312,7 +312,7 @@ def during(step, rows):
     assert max(life.losses()) == 3
 
 
-def test_a_stuck_step_ends_it_and_says_where(run: Folders) -> None:
+def test_a_stuck_step_ends_the_service_and_says_where(run: Folders) -> None:
     script = """
 def during(step, rows):
     if step > 3:
@@ -394,7 +394,7 @@ def test_the_command_of_the_docs_logs_json_lines_and_nothing_else(run: Folders) 
         ("--keep 0", "argument --keep: must be 1 or more, not 0"),
     ],
 )
-def test_a_wrong_option_ends_it_with_code_2(
+def test_a_wrong_option_ends_the_service_with_code_2(
     example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     options: str, message: str,
 ) -> None:  # fmt: skip

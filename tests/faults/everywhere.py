@@ -1,7 +1,7 @@
-"""An exception at every place of pipert's code, one after the other; or at some of the places.
+"""Raises an exception at one place of pipert's code after the other, in all or some of the places.
 
-Each place (``places.py``) costs a call or a step. By default a test tries each place of a few,
-``--sweep`` all.
+Each place (``places.py``) costs a call or a step. By default a test tries every 23rd place; with
+``--sweep`` it tries all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ strides = pytest.mark.parametrize(
 
 
 def sweep(stride: int) -> str:
-    """What scripts that try each ``stride``-th place begin with."""
+    """Returns the beginning of a script that tries every ``stride``-th place."""
     return f"STRIDE = {stride}\n{SWEEP}"
 
 
@@ -30,14 +30,14 @@ SWEEP = """
 from tests.faults.places import Raiser, interrupted_at, of_pipert, within
 
 def threads_left(count, seconds=1.0):
-    '''How many threads there are beyond count, after a while if need be.'''
+    '''Waits until there are no more threads than count; returns how many more are left.'''
     deadline = time.monotonic() + seconds
     while (left := len(os.listdir("/proc/self/task")) - count) and time.monotonic() < deadline:
         time.sleep(1e-3)
     return left
 
 def sweep(prepare, function):
-    '''Interrupt function(pipe) everywhere; each time the pipe must work, and close, afterwards.'''
+    '''Interrupts function(pipe) at each place; afterwards the pipe must work, and close.'''
     problems = []
     k = 0
     while len(problems) < 5:

@@ -1,9 +1,9 @@
-"""A fault at one place of a run: a model that raises there, and what must hold afterwards.
+"""Injects a fault at one place of a run, and checks what must hold afterwards.
 
-The first column of a mini-batch holds the numbers of its rows, and each micro-batch has two rows,
-so that every piece of code that sees data knows its micro-batch. The worker of partition ``j`` is
-``pipert-cpu-<j>``. Values may travel in a :class:`Box`, a dataclass registered as a pytree, whose
-flatten and unflatten functions raise, too: they run wherever pipert reaches into a value.
+The first column of a mini-batch holds its row numbers, and each micro-batch has two rows, so all
+code that sees data can tell its micro-batch. The worker of partition ``j`` is ``pipert-cpu-<j>``.
+Values may be wrapped in a :class:`Box`, a dataclass registered as a pytree. Its flatten and
+unflatten functions, which run wherever pipert looks into a value, can raise as well.
 """
 
 from __future__ import annotations
@@ -26,62 +26,62 @@ from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread
 from tests.activations import Activations, until
 
-ROWS = 2  # of a micro-batch
+ROWS = 2  # in a micro-batch
 
 Forward = Generator[Any, Any, Any]
 
 
 class Custom(BaseException):
-    """What a signal handler or a framework of the user's may raise; no ``Exception``."""
+    """An error of a user's signal handler or framework that is no ``Exception``."""
 
 
 class Failure(Exception):
-    """What a layer raises."""
+    """An error raised by a layer."""
 
 
 class Site:
-    """Where a run fails: raises what is armed for the place that it is told to be at."""
+    """The places at which a run fails, each armed with the error to raise there."""
 
     def __init__(self) -> None:
         self._errors: dict[tuple[str, int, int], BaseException] = {}
         self.seen = Activations()
-        self.stashes_on = 0  # the thread that is in the layer that stashes
+        self.stashes_on = 0  # the thread that runs the stashing layer
 
     @property
     def first(self) -> BaseException | None:
-        """What was armed first; the one that is to be raised if there are several."""
+        """The first error armed; if there are several, the run must raise this one."""
         return next(iter(self._errors.values()), None)
 
     def arm(self, phase: str, i: int, j: int, error: BaseException) -> None:
         self._errors[phase, i, j] = error
 
     def disarm(self) -> None:
-        """Fail no more, and let go of the errors, whose tracebacks keep tensors."""
+        """Stops failing, and drops the errors, whose tracebacks keep tensors alive."""
         self._errors.clear()
 
     def strike(self, phase: str, i: int, j: int) -> None:
+        """Raises the error armed for this place, if any."""
         if (phase, i, j) in self._errors:
             raise self._errors[phase, i, j]
 
 
 def partition_here() -> int:
-    """The partition whose worker this is, or has lent its turn; -1 on other threads."""
+    """Returns the partition whose worker, or borrower of its turn, this thread is; else -1."""
     if isinstance(here.interceptor, Passage):
         return here.interceptor.j
-    name = threading.current_thread().name
     name = threading.current_thread().name
     return int(name.rpartition("-")[2]) if name.startswith("pipert-cpu-") else -1
 
 
 def micro_batch_of(data: Any) -> int:
-    """The micro-batch that ``data`` belongs to; -1 if it holds no rows."""
-    known = isinstance(data, Tensor) and data.dim() == 2 and data.numel() > 0
-    return int(data.detach()[0, 0].item()) // ROWS if known else -1
+    """Returns the micro-batch that ``data`` belongs to; -1 if it holds no rows."""
+    has_rows = isinstance(data, Tensor) and data.dim() == 2 and data.numel() > 0
+    return int(data.detach()[0, 0].item()) // ROWS if has_rows else -1
 
 
 @dataclass
 class Box:
-    """Carries a tensor; ``at`` is the partition that made it, -1 for the caller."""
+    """A pytree with a tensor; ``at`` is the partition that made it, -1 for the caller."""
 
     data: Tensor
     at: int
@@ -90,21 +90,21 @@ class Box:
 
 @dataclass
 class SkipBox:
-    """Carries what is stashed."""
+    """A pytree with a stashed tensor."""
 
     data: Tensor
     site: Site
 
 
 def _flatten_box(box: Box) -> tuple[list[Any], Any]:
-    i, here = micro_batch_of(box.data), partition_here()
+    i, j = micro_batch_of(box.data), partition_here()
     if not is_recomputing():
-        if here < 0:
+        if j < 0:
             box.site.strike("gather", i, box.at)
-        elif here == box.at:
-            box.site.strike("leave", i, here)
+        elif j == box.at:
+            box.site.strike("leave", i, j)
         else:
-            box.site.strike("arrive", i, here)
+            box.site.strike("arrive", i, j)
     return [box.data], (box.at, box.site)
 
 
@@ -117,7 +117,7 @@ def _unflatten_box(children: Any, context: Any) -> Box:
 
 
 def _flatten_skip(box: SkipBox) -> tuple[list[Any], Any]:
-    # The partition that pops flattens it, too, as one of its inputs.
+    # The popping partition flattens it, too, as one of its inputs.
     if box.site.stashes_on == threading.get_ident():
         phase = "stash in recomputation" if is_recomputing() else "stash"
         box.site.strike(phase, micro_batch_of(box.data), 0)
@@ -201,13 +201,13 @@ class Pop(Skippable):
 
 
 class Setting:
-    """A pipe of ``n`` partitions on ``n`` CPU workers, whose runs fail where its site says.
+    """A pipe of ``n`` partitions on ``n`` CPU workers, whose runs fail at armed places of its site.
 
     Args:
-        n: partitions.
-        m: micro-batches of a mini-batch.
-        checkpoint: as of ``Pipe``.
-        skips: whether the first partition stashes what the last one pops.
+        n: the number of partitions.
+        m: the number of micro-batches of a mini-batch.
+        checkpoint: the argument of ``Pipe``.
+        skips: whether the first partition stashes a skip for the last one.
         boxed: whether values are boxes.
     """
 
@@ -231,27 +231,27 @@ class Setting:
         self.x = torch.cat([numbers, torch.rand(ROWS * m, 3)], 1)
 
     def forward(self, model: nn.Module) -> Any:
-        """What ``model`` makes of the mini-batch, a tensor."""
+        """Returns the output of ``model`` for the mini-batch, as a tensor."""
         output = model(Box(self.x, -1, self.site) if self._boxed else self.x)
         return output.data if self._boxed else output
 
     def step(self) -> None:
-        """A forward and a backward through the pipe."""
+        """Runs a forward and a backward through the pipe."""
         self.forward(self.pipe)[:, 1:].square().sum().backward()
 
     def threads(self) -> set[threading.Thread]:
-        """The threads that have come since this was made."""
-        come = set(threading.enumerate()) - self._threads
-        return {thread for thread in come if not thread.name.startswith("pipert-driver")}
+        """Returns the threads started since the pipe was made, except drivers."""
+        new = set(threading.enumerate()) - self._threads
+        return {thread for thread in new if not thread.name.startswith("pipert-driver")}
 
     def wrongs_afterwards(self) -> Iterator[str]:
-        """What is wrong after a failed run whose error was dropped."""
+        """Yields what is wrong after a failed run whose error was dropped."""
         threads = self.threads()
         if threads and len([t for t in threads if isinstance(t, WorkerThread)]) != self.n + 1:
             yield f"after the failure there are the threads {threads}"
-        # What was about to run stays in the engine's queue for this thread until its next backward.
+        # The engine keeps nodes that did not run in this thread's queue until its next backward.
         torch.autograd.backward(torch.ones((), requires_grad=True))
-        # A fault of the scatter ends the run before any layer has made a tensor.
+        # A fault in the scatter ends the run before any layer has made a tensor.
         if not until(lambda: not self.site.seen.now()):
             yield f"{self.site.seen.now()} tensors of the failed run are alive"
         self.pipe.zero_grad()
@@ -276,13 +276,13 @@ def wrongs_of(
     note: str | None = None,
     raised_in: str = "strike",
 ) -> list[str]:
-    """Run what fails at the setting's armed site; return what is wrong then and afterwards.
+    """Calls ``run``, which must fail; returns what is wrong with its error and afterwards.
 
     Args:
-        setting: its site is armed.
-        run: raises the site's error.
-        note: how the one note of the error begins; ``None``: it may have any.
-        raised_in: the name of the function that the traceback ends in.
+        setting: a pipe whose site is armed.
+        run: a function that must raise the site's error.
+        note: the beginning of the error's only note; with ``None``, notes are not checked.
+        raised_in: the name of the function in which the traceback must end.
     """
     wrongs = []
     try:
@@ -303,12 +303,12 @@ def wrongs_of(
 
 @contextlib.contextmanager
 def surroundings(name: str) -> Iterator[None]:
-    """What the caller may have put on; it is carried to the workers, and taken off there."""
+    """Enters a context that workers have to adopt from the caller and leave again."""
     if name == "autocast":
         with torch.autocast("cpu"):
             yield
     elif name == "saved-tensor hooks":
-        # An output that is kept as it is makes a cycle with its graph, without pipert, too.
+        # An output that a hook keeps undetached makes a cycle with its graph, even without pipert.
         with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x):
             yield
     elif name == "default device":

@@ -1,4 +1,4 @@
-"""Where Python code may be interrupted, and raising there: for tests and for scripts of theirs."""
+"""Finds the places where Python code can be interrupted, and raises there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["Raiser", "interrupted_at", "places", "within"]
 
 @functools.cache
 def places(code: CodeType) -> set[int]:
-    """Where the interpreter looks for signals: at the start, after calls, at jumps back."""
+    """Returns the offsets where the interpreter checks for signals.
+
+    That is at the start, after calls and at the targets of jumps back.
+    """
     found, after = set(), False
     for instruction in dis.get_instructions(code):
         if after:
@@ -32,19 +35,22 @@ def of_pipert(code: CodeType) -> bool:
 
 
 def of_pipert_or_thread(code: CodeType) -> bool:
-    """Not of ``threading.Condition``, which an interrupt can leave locked: no thread starts."""
+    """Tells whether code belongs to pipert or to ``threading.Thread``.
+
+    ``threading.Condition`` is left out: an interrupt can leave it locked, and no thread starts.
+    """
     of_thread = code.co_filename == threading.__file__ and "Thread." in code.co_qualname
     return of_thread or of_pipert(code)
 
 
 class Raiser:
-    """Raises at the ``k``-th place that is come to; ``trace`` is for ``settrace``.
+    """A trace function, ``trace``, that raises at the ``k``-th place reached.
 
     Args:
-        k: from 0.
-        error: what to raise.
-        of: whether the places of some code count.
-        ready: whether they count by now.
+        k: the number of the place, from 0.
+        error: the type of the exception to raise.
+        of: tells whether the places of a code object count.
+        ready: tells whether places count by now.
     """
 
     def __init__(
@@ -56,11 +62,12 @@ class Raiser:
     ) -> None:
         self._left, self._error, self._of, self._ready = k, error, of, ready
         self.where: str | None = None
-        """Where it has raised; ``None`` if it has not come to so many places."""
+        """The function and line where it raised; ``None`` if fewer places were reached."""
 
     def trace(self, frame: FrameType, event: str, arg: object) -> Any:
         if self.where is None and self._of(frame.f_code):
-            frame.f_trace = self._local  # before: else there are no opcodes from Python 3.12 on
+            # f_trace first: else there are no opcode events from Python 3.12 on.
+            frame.f_trace = self._local
             frame.f_trace_opcodes = True
             return self._local
         return None
@@ -76,13 +83,13 @@ class Raiser:
 
 
 def interrupted_at(k: int, function: Callable[[], object], **options: Any) -> str | None:
-    """Call ``function``, but raise at the k-th place it comes to; say where."""
+    """Calls ``function``, raises at the ``k``-th place it reaches, and returns where."""
     raiser = Raiser(k, **options)
-    sys._getframe().f_trace_opcodes = True  # else Python 3.12 traces none below
+    sys._getframe().f_trace_opcodes = True  # else Python 3.12 traces no opcodes in callees
     sys.settrace(raiser.trace)
     try:
         function()
-    except BaseException:  # noqa: B036  such as what threading makes of it
+    except BaseException:  # noqa: B036  threading may raise another one from it
         pass
     finally:
         sys.settrace(None)
@@ -90,7 +97,7 @@ def interrupted_at(k: int, function: Callable[[], object], **options: Any) -> st
 
 
 def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What ``function`` returns; ``None`` if that takes longer."""
+    """Returns the result of ``function``, or ``None`` if it takes longer."""
     result: list[Any] = []
     thread = threading.Thread(target=lambda: result.append(function()), daemon=True)
     thread.start()

@@ -1,6 +1,7 @@
-"""Common start of scripts in their own processes: a model whose steps can fail anywhere.
+"""Provides the beginning of scripts that test a model whose steps can fail anywhere.
 
-A step is a call and a backward, or a whole one; the script's ``HOW`` says which.
+Each script runs in its own process. A step is a call with its backward, or a whole step; the
+script's ``HOW`` says which.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from tests.test_exit import PRELUDE, run
 
 HOWS = ("call", "gpipe", "1f1b")
 
-# A model with skips and deferred statistics; ``act(where)`` is called in each layer of its middle
+# A model with skips and deferred batch norm; ``act(where)`` is called in each layer of its middle
 # partition, and in its backward.
 STEP = (
     PRELUDE
@@ -69,7 +70,7 @@ def cube(y, target):
     return y.pow(3).sum()
 
 def train(pipe, x=X):
-    '''A step, on top of the gradients that are there; what a call returns.'''
+    '''Runs a step that adds to existing gradients; returns the output of a call, in a list.'''
     if HOW != "call":
         return pipe.forward_backward(x, loss_fn=cube, schedule=HOW, reduction="sum") and []
     y = pipe(x)
@@ -84,7 +85,7 @@ def step(pipe, x=X):
     return train(pipe, x) + grads(pipe)
 
 def expected(x=X):
-    '''The same of one partition without checkpointing.'''
+    '''Returns the results of a step with one partition and without checkpointing.'''
     NEVER.zero_grad()
     y = NEVER(x)
     cube(y, None).backward()
@@ -94,12 +95,12 @@ def right(found, wanted):
     return all(map(torch.allclose, found, wanted, [1e-4] * 99, [1e-5] * 99))
 
 def wheres(*names):
-    '''Where a step may be hit, with each way of checkpointing.'''
+    '''Returns the places where a step may be hit, each with every mode of checkpointing.'''
     return [(where, mode) for where in names for mode in ("always", "except_last", "never")
             if (where, mode) != ("recomputation", "never")]
 
 def in_child(function, *args):
-    '''How a process ends that does this. It is forked while there are no other threads.'''
+    '''Calls a function in a fork, while there are no other threads; returns its exit code.'''
     assert threading.active_count() == 1
     pid = os.fork()
     if pid == 0:
@@ -109,7 +110,7 @@ def in_child(function, *args):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 def hit(target, number, seconds=0.02):
-    '''An act that sends this process a signal, once, and goes on for a while.'''
+    '''Returns an act that sends this process a signal, once, and goes on for a while.'''
     sent = []
 
     def act(where):
@@ -123,13 +124,13 @@ def hit(target, number, seconds=0.02):
 NEVER = Pipe(MODEL, [6], devices=["cpu"], chunks=4, checkpoint="never", deferred_batch_norm=True)
 
 def is_right(pipe, x=X):
-    '''Whether a step is what is expected.'''
+    '''Tells whether a step has the expected results.'''
     return right(step(pipe, x), expected(x))
 """
 )
 
 
 def ends(script: str, how: str = "call", whole_end: bool = False) -> tuple[int, str, str]:
-    """How a script ends: its exit code, and what it writes."""
+    """Runs a script; returns its exit code, stdout and stderr."""
     result = run(f"HOW = {how!r}\n{script}", STEP, whole_end=whole_end)
     return result.returncode, result.stdout, result.stderr

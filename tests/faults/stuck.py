@@ -1,4 +1,4 @@
-"""Layers that do not return until they are told to, and pipes that have one, called or stepping."""
+"""Provides layers that do not return until told to, and pipes in which such a layer is stuck."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from pipert import Pipe, PipelineTimeout, WorkerBusyError, is_recomputing
 from tests.activations import Activations, until
 from tests.step.faulty import acting
 
-WAIT = 20.0  # s; what a test waits for is taken for a hang after it
-SHORT = 0.05  # s; the time limit of a call that is to miss it
-
+WAIT = 20.0  # s, after which a wait counts as a hang
+SHORT = 0.05  # s, the timeout of a call that is meant to exceed it
 
 WHERES = ("call", "forward", "recomputation", "backward")
-"""Where a run gets stuck: in a forward of a call, or in one of the phases of a whole step."""
+"""The places where a run gets stuck: the forward of a call, or a phase of a whole step."""
 
 
 class Blocks(nn.Module):
-    """Multiplies by its weight; in its ``phase`` of micro-batch ``at`` it does not return.
+    """A layer with a weight that does not return from its ``phase`` of micro-batch ``at``.
 
-    The first column of its input is the number of the row, and a micro-batch is one row.
+    The first column of its input holds the row numbers, and a micro-batch is one row.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Blocks(nn.Module):
 class Stuck:
     """A pipe of ``n`` partitions that gets stuck in micro-batch ``i`` of partition ``j``.
 
-    A context manager that frees it. ``where`` is one of ``WHERES``.
+    As a context manager it frees the layer and closes the pipe. ``where`` is one of ``WHERES``.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Stuck:
         self.x = torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
 
     def run(self, timeout: float = WAIT, **options: Any) -> Any:
-        """A call, or a whole step."""
+        """Runs a call, or a whole step."""
         if not self.whole:
             return self.pipe(self.x, timeout=timeout)
         return self.pipe.forward_backward(
@@ -100,10 +99,10 @@ class Stuck:
         self.pipe.close(timeout=WAIT)
 
     def times_out(self, call: Callable[[], Any] | None = None) -> PipelineTimeout:
-        """Call the pipe, which gets stuck; return what it raises, without its traceback.
+        """Calls the pipe, which gets stuck; returns its error, without the traceback.
 
-        Where the machine has other work, the time may be over before the layer has begun, or
-        between the looks at the worker and at its stack. Then there is another attempt.
+        On a busy machine the timeout may expire before the layer has begun, or between the looks at
+        the worker and at its stack. Then the call is repeated.
         """
         for _ in range(20):
             try:
@@ -127,12 +126,12 @@ class Stuck:
         self.layer.go_on.set()
 
     def until_back(self, call: Callable[[], Any] | None = None) -> Any:
-        """Let the layer return, and what a call returns as soon as the pipe takes calls."""
+        """Lets the layer return; returns the result of a call made once the pipe takes calls."""
         self.let_go()
         return until_back(call or self.run)
 
     def is_right(self) -> bool:
-        """Whether a step of the pipe, once it takes calls, is that of the plain module."""
+        """Tells whether a step, once the pipe takes calls, equals that of the plain module."""
         self.pipe.zero_grad()
         y = self.until_back()
         if not self.whole:
@@ -141,7 +140,7 @@ class Stuck:
         return torch.allclose(y, loss(expected) if self.whole else expected) and self.has(1)
 
     def has(self, times: float) -> bool:
-        """Whether each parameter has so many times the gradient of a step."""
+        """Tells whether each ``.grad`` is ``times`` times the gradient of one step."""
         parameters = list(self.plain.parameters())
         grads = torch.autograd.grad(loss(self.plain(self.x)), parameters)
         return all(
@@ -155,7 +154,7 @@ def loss(y: Tensor, target: Any = None) -> Any:  # torch does not type Tensor.ba
 
 
 def until_back(call: Callable[[], Any]) -> Any:
-    """What ``call`` returns when workers are busy no more."""
+    """Repeats ``call`` until no worker is busy, and returns its result."""
     results: list[Any] = []
 
     def works() -> bool:

@@ -1,4 +1,4 @@
-"""Nested pipes, pipes that share layers, calls from hooks and from asyncio, while some fail.
+"""Tests nested pipes, pipes that share layers, and calls from hooks and asyncio, while some fail.
 
 ``tests/contract/test_several_callers.py`` has what holds for calls and steps. Every wait has a
 limit, and a call that hangs fails its test by name.
@@ -29,12 +29,12 @@ modes = pytest.mark.parametrize("checkpoint", MODES)
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported(no_gc_in_module: None) -> None:
-    """Let no test pay for what the first of them imports."""
+    """Makes the first calls, whose imports no test should pay for."""
     torch.testing.assert_close(torch.ones(1), torch.ones(1))
 
 
 class Scale(nn.Module):
-    """Its rows hold the number of their caller in the first column; fails where it is told to.
+    """A layer that fails on request; the first column of the rows holds the number of their caller.
 
     Args:
         j: its partition.
@@ -64,13 +64,13 @@ def batch(caller: int, rows: int = 4) -> Tensor:
 
 
 def step(model: nn.Module, x: Tensor, parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The output, and gradients that touch no ``.grad`` of other callers."""
+    """Returns the output, and gradients computed without touching ``.grad``."""
     y = model(x)
     return y, *torch.autograd.grad(y[:, 1:].square().sum(), parameters)
 
 
 def at_once(functions: list[Callable[[], Any]]) -> list[Any]:
-    """What they return, or raise, each on a thread of its own."""
+    """Calls each function on a thread of its own; returns their results or errors."""
     start = threading.Barrier(len(functions))
     results: list[Any] = [None] * len(functions)
 
@@ -104,7 +104,7 @@ def wrong(found: Any, expected: tuple[Tensor, ...]) -> bool:
 def nested(
     inner_layers: list[Scale], of_inner: str, of_outer: str
 ) -> tuple[Pipe, Pipe, nn.Sequential]:
-    """An inner pipe, an outer one around it with a layer before and one behind, and all plain."""
+    """Makes an inner pipe, an outer one with a layer before and after it, and the plain model."""
     before, behind = Scale(3), Scale(4)
     inner = Pipe(
         nn.Sequential(*inner_layers),
@@ -121,7 +121,7 @@ def nested(
 @modes
 @pytest.mark.parametrize("of_outer", MODES)
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt])
-def test_after_a_failure_in_an_inner_pipe_both_are_right(
+def test_both_pipes_are_right_after_a_failure_in_an_inner_pipe(
     kind: type[BaseException], of_outer: str, checkpoint: str
 ) -> None:
     errors: list[BaseException] = [kind("inside")]
@@ -144,7 +144,7 @@ def test_after_a_failure_in_an_inner_pipe_both_are_right(
 
 @pytest.mark.parametrize("of_inner", MODES)
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, SystemExit])
-def test_after_a_failure_of_an_inner_pipe_in_a_recomputation_of_the_outer_both_are_right(
+def test_both_pipes_are_right_after_an_inner_failure_in_a_recomputation_of_the_outer(
     kind: type[BaseException], of_inner: str
 ) -> None:
     errors: list[BaseException] = [kind("inside")]
@@ -176,7 +176,7 @@ def test_after_a_failure_of_an_inner_pipe_in_a_recomputation_of_the_outer_both_a
 
 @contextlib.contextmanager
 def sharing(checkpoint: str) -> Iterator[tuple[Pipe, Pipe, nn.Sequential]]:
-    """Two pipes of the same layers, split differently."""
+    """Makes two pipes of the same layers, split differently."""
     model = nn.Sequential(Scale(0), Scale(1), Scale(2))
     first = Pipe(model, [1, 2], devices=["cpu"] * 2, chunks=3, checkpoint=checkpoint)
     second = Pipe(model, [2, 1], devices=["cpu"] * 2, chunks=2, checkpoint=checkpoint)
@@ -310,8 +310,8 @@ def test_a_failure_of_a_pipe_in_a_hook_of_a_backward_is_raised_by_it(
 # asyncio ------------------------------------------------------------------------------------------
 
 
-def test_a_task_of_asyncio_that_is_cancelled_disturbs_nobody() -> None:
-    """Its call goes on in its thread; who awaits it is let go at once."""
+def test_a_cancelled_asyncio_task_does_not_disturb_other_callers() -> None:
+    """Its call continues in its thread, but the awaiting task continues at once."""
     entered, go_on = threading.Event(), threading.Event()
 
     def waits(caller: int, phase: str) -> None:

@@ -104,7 +104,7 @@ def sweep_of_deaths(name, block=contextlib.nullcontext):
 @pytest.mark.parametrize("name", ["pipert-cpu-0", "pipert-cpu-1", "pipert-clock"])
 @strides
 @pytest.mark.timeout(120)
-def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_lets_nobody_hang(
+def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_causes_no_hang(
     name: str, how: str, stride: int
 ) -> None:
     script = f"HOW = {how!r}; sweep_of_deaths({name!r})"
@@ -112,9 +112,9 @@ def test_an_exception_thrown_into_a_thread_of_pipert_at_any_place_lets_nobody_ha
 
 
 @strides
-def test_what_is_thrown_into_a_worker_at_any_place_leaves_none_of_the_caller_s_context_on(
+def test_an_exception_thrown_into_a_worker_at_any_place_leaves_no_context_of_the_caller(
     stride: int,
 ) -> None:
-    """W4: a worker that was hit while it put the context on or took it off serves nobody more."""
+    """W4: a worker hit while it enters or leaves the context takes no more tasks."""
     script = "HOW = 'call'; sweep_of_deaths('pipert-cpu-0', lambda: torch.autocast('cpu'))"
     assert run(sweep(stride) + DEATHS + script, STEP).stdout == "True\n"

@@ -1,4 +1,4 @@
-"""P2 to P5 in the middle of a step: SIGTERM, exits and forks, each in processes of their own.
+"""Tests P2 to P5 in the middle of a step: SIGTERM, exits and forks, each in its own process.
 
 The steps have recomputation, skips and deferred statistics. ``tests/test_exit.py`` and
 ``tests/test_fork.py`` have what happens in plain forwards.
@@ -65,7 +65,7 @@ for checkpoint in ("always", "except_last", "never"):
 
 
 def test_a_handler_of_sigterm_may_close_the_pipe_in_a_backward_which_goes_on() -> None:
-    """It is on the caller's thread and needs no worker."""
+    """The backward runs on the caller's thread and needs no worker."""
     script = """
 wanted = expected()
 NEVER.close()
@@ -185,7 +185,7 @@ raise SystemExit("done")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("how", ["call", "1f1b"])
 def test_a_child_forked_in_the_middle_of_a_step_takes_a_right_step(how: str) -> None:
-    """Which has skips and deferred statistics; and so does its parent."""
+    """The step has skips and deferred statistics; the parent's step is right, too."""
     script = """
 import warnings
 warnings.simplefilter("ignore", DeprecationWarning)

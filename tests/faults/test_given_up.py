@@ -1,4 +1,4 @@
-"""Nothing is left of a call that was abandoned, interrupted, or left by a forked child."""
+"""Tests that nothing is left of a call given up, interrupted, or left by a forked child."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply
 
 
-def test_the_input_goes_with_the_error(no_gc: None) -> None:
+def test_the_input_is_dropped_with_the_error(no_gc: None) -> None:
     with Stuck() as stuck:
         x = stuck.x.clone()
         gone = weakref.ref(x)

@@ -1,4 +1,4 @@
-"""R3 to R5 where hooks raise, where several tasks fail at once, and outside of the layers.
+"""Tests R3 to R5 if hooks raise, if several tasks fail at once, and outside the layers.
 
 Hooks of layers and of tensors, and the caller's saved-tensor hooks, run on pipert's
 threads and autograd's. Their errors propagate unchanged and leave nothing behind.
@@ -57,7 +57,7 @@ def forward_hook(layer: Layer) -> Callable[..., None]:
 
 
 def backward_hook(layer: Layer) -> Callable[..., None]:
-    """Autograd comes to the micro-batches from the last to the first; this counts them."""
+    """Counts its calls, one per micro-batch; autograd goes from the last to the first."""
     count = itertools.count()
     return lambda *_: layer.site.strike("hook", next(count), layer.j)
 
@@ -84,7 +84,7 @@ REGISTER: dict[str, Callable[[Layer], Any]] = {
 @kinds
 @modes
 @pytest.mark.parametrize("hook", REGISTER)
-def test_what_a_hook_of_a_layer_raises_is_raised(
+def test_an_error_in_a_layers_hook_is_raised(
     hook: str, checkpoint: str, kind: type[BaseException]
 ) -> None:
     setting = Setting(2, 3, checkpoint)
@@ -103,7 +103,7 @@ def test_what_a_hook_of_a_layer_raises_is_raised(
 @pytest.mark.pairwise
 @kinds
 @pytest.mark.parametrize("hook", ["forward pre hook", "forward hook"])
-def test_what_a_hook_raises_in_a_recomputation_is_raised_with_its_note(
+def test_an_error_in_a_hook_in_a_recomputation_is_raised_with_a_note(
     hook: str, kind: type[BaseException]
 ) -> None:
     setting = Setting(2, 3, "always")
@@ -118,7 +118,7 @@ def test_what_a_hook_raises_in_a_recomputation_is_raised_with_its_note(
 @pytest.mark.pairwise
 @kinds
 @modes
-def test_what_a_hook_of_a_parameter_raises_is_raised(
+def test_an_error_in_a_parameters_hook_is_raised(
     checkpoint: str, kind: type[BaseException]
 ) -> None:
     setting = Setting(2, 2, checkpoint)
@@ -134,7 +134,7 @@ def test_what_a_hook_of_a_parameter_raises_is_raised(
 
 
 class Packing:
-    """Saved-tensor hooks that raise at one of their calls; they are counted for each thread."""
+    """Saved-tensor hooks that raise at one of their calls, counted per thread."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
@@ -152,7 +152,7 @@ class Packing:
 
 
 def step_under(setting: Setting) -> Callable[[], None]:
-    """A step whose forward is under saved-tensor hooks; its backward need not be."""
+    """Returns a step whose forward, but not its backward, is under saved-tensor hooks."""
     hooks = Packing(setting.site)
 
     def run() -> None:
@@ -166,7 +166,7 @@ def step_under(setting: Setting) -> Callable[[], None]:
 @pytest.mark.pairwise
 @kinds
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_what_packing_raises_in_a_forward_is_raised_with_its_note(
+def test_an_error_while_packing_in_a_forward_is_raised_with_a_note(
     k: int, kind: type[BaseException]
 ) -> None:
     setting = Setting(2, 3, "never")
@@ -180,7 +180,7 @@ def test_what_packing_raises_in_a_forward_is_raised_with_its_note(
 @pytest.mark.pairwise
 @kinds
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_what_packing_raises_in_a_recomputation_is_raised_with_its_note(
+def test_an_error_while_packing_in_a_recomputation_is_raised_with_a_note(
     k: int, kind: type[BaseException]
 ) -> None:
     setting = Setting(2, 3, "always")
@@ -195,7 +195,7 @@ def test_what_packing_raises_in_a_recomputation_is_raised_with_its_note(
 @kinds
 @modes
 @pytest.mark.parametrize("k", [1, 5])
-def test_what_unpacking_raises_in_a_backward_is_raised(
+def test_an_error_while_unpacking_in_a_backward_is_raised(
     k: int, checkpoint: str, kind: type[BaseException]
 ) -> None:
     setting = Setting(2, 3, checkpoint)
@@ -208,7 +208,7 @@ def test_what_unpacking_raises_in_a_backward_is_raised(
 
 
 def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
-    """``m``, ``n`` and some tasks, in the order of the schedule: by diagonals, then by ``j``."""
+    """Draws ``m``, ``n`` and some tasks in schedule order: by diagonals, then by ``j``."""
     draw = random.Random(f"several, {seed}")
     m, n = draw.randint(2, 5), draw.randint(2, 3)
     every = [(i, j) for i in range(m) for j in range(n)]
@@ -217,7 +217,7 @@ def drawn_tasks(seed: int) -> tuple[int, int, list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("seed", range(21))
-def test_of_several_failures_the_first_of_the_schedule_is_raised(seed: int) -> None:
+def test_the_first_of_several_failures_in_schedule_order_is_raised(seed: int) -> None:
     m, n, tasks = drawn_tasks(seed)
     setting = Setting(n, m, MODES[seed % 3])
     for k, (i, j) in enumerate(tasks):
@@ -228,7 +228,7 @@ def test_of_several_failures_the_first_of_the_schedule_is_raised(seed: int) -> N
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_of_several_failing_recomputations_the_first_that_runs_is_raised(seed: int) -> None:
+def test_the_first_of_several_failing_recomputations_to_run_is_raised(seed: int) -> None:
     m, n, tasks = drawn_tasks(seed)
     setting = Setting(n, m, "always")
     for k, (i, j) in enumerate(reversed(tasks)):
@@ -247,10 +247,10 @@ def test_of_several_failing_recomputations_the_first_that_runs_is_raised(seed: i
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
 @pytest.mark.parametrize(("phase", "j"), [("arrive", 0), ("leave", 0), ("leave", 1), ("pop", 1)])
-def test_what_fails_in_a_task_outside_of_its_layers_says_which_task_it_was(
+def test_an_error_in_a_task_outside_its_layers_names_the_task(
     phase: str, j: int, kind: type[BaseException]
 ) -> None:
-    """Copies, skips and user-defined pytrees fail there: out of memory, above all."""
+    """Copies, skips and user-defined pytrees can fail there, mostly for lack of memory."""
     setting = Setting(2, 3, "except_last", skips=phase == "pop", boxed=phase != "pop")
     setting.site.arm(phase, 1, j, kind("outside of layers"))
     with setting.pipe:
@@ -260,7 +260,7 @@ def test_what_fails_in_a_task_outside_of_its_layers_says_which_task_it_was(
 
 @pytest.mark.layered  # values are flattened inside of layers
 @pytest.mark.parametrize("kind", [Failure, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_what_fails_in_a_recomputation_outside_of_its_layers_says_which_one_it_was(
+def test_an_error_in_a_recomputation_outside_its_layers_names_the_recomputation(
     kind: type[BaseException],
 ) -> None:
     setting = Setting(2, 3, "always", skips=True)
@@ -271,13 +271,13 @@ def test_what_fails_in_a_recomputation_outside_of_its_layers_says_which_one_it_w
 
 
 class Forgets(nn.Module):
-    """Saves less when it runs again."""
+    """A layer that saves less in its recomputation."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.tanh() if is_recomputing() else x.tanh().sigmoid()
 
 
-def test_a_recomputation_that_saves_less_says_which_one_it_was() -> None:
+def test_the_error_of_a_recomputation_that_saves_less_names_it() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), Forgets())
     with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2, checkpoint="always") as pipe:
         loss = pipe(torch.rand(4, 2)).sum()
@@ -286,7 +286,7 @@ def test_a_recomputation_that_saves_less_says_which_one_it_was() -> None:
     assert any("R[1,1]" in note for note in getattr(info.value, "__notes__", []))
 
 
-def test_a_recomputation_whose_input_was_modified_says_which_one_it_was() -> None:
+def test_the_error_of_a_recomputation_with_a_modified_input_names_it() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     x = torch.rand(4, 2)
     with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=1, checkpoint="always") as pipe:
@@ -301,14 +301,14 @@ def test_a_recomputation_whose_input_was_modified_says_which_one_it_was() -> Non
 
 
 class Frozen(Exception):
-    """Takes no notes, as errors that are made by other languages or frozen dataclasses do."""
+    """An error that takes no notes, like those of other languages or frozen dataclasses."""
 
     def add_note(self, note: str) -> None:
         raise AttributeError("no notes")
 
 
 class Noted(Exception):
-    """Has notes of a form of its own."""
+    """An error whose notes have a form of their own."""
 
     __notes__: Any = ("mine",)
 
@@ -324,7 +324,7 @@ def test_an_error_that_takes_no_notes_is_raised_as_it_is(kind: type[Exception], 
 
 
 class Hides(nn.Module):
-    """Fails on a value that cannot be shown."""
+    """A layer that fails on a value that cannot be shown."""
 
     class Value:
         __slots__ = ()

@@ -1,4 +1,4 @@
-"""R2, R5: Ctrl-C in a step with recomputation, skips and deferred statistics, and more than one.
+"""Tests R2 and R5: one or more Ctrl-C in a step with recomputation, skips and deferred statistics.
 
 A whole step that is interrupted has changed no ``.grad``, or all of them: it may have been just
 over. ``tests/test_exit.py`` has Ctrl-C in a forward, and an interrupt at any place of one call.
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("how", HOWS)
-def test_after_ctrl_c_in_a_step_the_next_ones_are_right(how: str) -> None:
-    """And neither gradients nor running statistics have seen what was interrupted.
+def test_the_next_steps_after_ctrl_c_are_right(how: str) -> None:
+    """The interrupted step has changed neither gradients nor running statistics.
 
     Of a call, the backward is the caller's own.
     """
@@ -99,7 +99,7 @@ pipe.close()
 def test_a_second_ctrl_c_at_any_place_does_not_end_a_call_before_its_layers(
     stride: int,
 ) -> None:
-    """R2: what is executing cannot be interrupted, however often one tries."""
+    """R2: an executing layer cannot be interrupted, however often the user tries."""
     script = """
 executing, problems = [], []
 first = False
@@ -197,7 +197,7 @@ pipe.close()
 
 @pytest.mark.parametrize("log_is_interrupted", [False, True])
 @pytest.mark.parametrize("how", HOWS)
-def test_the_third_ctrl_c_gives_up_like_a_time_limit(how: str, log_is_interrupted: bool) -> None:
+def test_the_third_ctrl_c_gives_up_like_a_timeout(how: str, log_is_interrupted: bool) -> None:
     script = f"LOG_IS_INTERRUPTED = {log_is_interrupted}\n{INTERRUPTED_AGAIN}"
     text = """1 2 interrupted again;
 layers of an interrupted call had not returned True
@@ -279,7 +279,7 @@ def test_ctrl_c_at_any_place_is_raised_as_it_is_and_leaves_no_tensor(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @strides
-def test_after_ctrl_c_at_any_place_of_a_step_the_next_step_is_right(stride: int) -> None:
+def test_the_next_step_after_ctrl_c_at_any_place_is_right(stride: int) -> None:
     script = """
 HOW = "1f1b"
 MODEL = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

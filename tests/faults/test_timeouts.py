@@ -1,4 +1,4 @@
-"""R6: a layer that never returns. A call or step ends, says where, and leaves nothing behind."""
+"""Tests R6: if a layer never returns, a call or step ends, says where, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def test_a_call_that_is_in_time_is_not_disturbed(checkpoint: str) -> None:
 
 
 def table_of(error: PipelineTimeout) -> list[str]:
-    """The lines of its table, without the stacks below."""
+    """Returns the lines of the error's table, without the stacks below."""
     return str(error).split("\n\n")[1].splitlines()
 
 
 # What it says -------------------------------------------------------------------------------------
 
 
-def test_it_is_an_error_of_pipert_and_a_timeout() -> None:
+def test_the_error_is_one_of_pipert_and_a_timeout() -> None:
     with Stuck() as stuck:
         assert isinstance(stuck.times_out(), PipertError | TimeoutError)
     assert issubclass(PipelineTimeout, PipertError) and issubclass(PipelineTimeout, TimeoutError)
@@ -145,7 +145,7 @@ def test_it_is_an_error_of_pipert_and_a_timeout() -> None:
 
 
 @wheres
-def test_it_says_which_worker_is_stuck_in_which_task_and_function(where: str) -> None:
+def test_the_error_says_which_worker_is_stuck_in_which_task_and_function(where: str) -> None:
     with Stuck(i=2, j=1, where=where) as stuck:
         error = stuck.times_out()
     (row,) = [line.split() for line in table_of(error) if line.startswith("pipert-cpu-1 ")]
@@ -153,28 +153,28 @@ def test_it_says_which_worker_is_stuck_in_which_task_and_function(where: str) ->
     assert "in never_returns" in str(error).partition("pipert-cpu-1 was at")[2]
 
 
-def test_its_table_has_a_row_for_the_worker_that_waits_for_it() -> None:
+def test_the_errors_table_has_a_row_for_the_waiting_worker() -> None:
     with Stuck(i=1, j=0) as stuck:
         lines = table_of(stuck.times_out())
     (row,) = [line for line in lines if line.startswith("pipert-cpu-1 ")]
     assert "waiting for input" in row
 
 
-def test_its_table_has_a_row_for_the_worker_that_is_idle() -> None:
+def test_the_errors_table_has_a_row_for_the_idle_worker() -> None:
     with Stuck(i=2, j=1) as stuck:
         lines = table_of(stuck.times_out())
     (row,) = [line for line in lines if line.startswith("pipert-cpu-0 ")]
     assert "idle" in row
 
 
-def test_it_shows_the_stack_of_the_workers_that_are_executing_alone() -> None:
+def test_the_error_shows_the_stacks_of_executing_workers_only() -> None:
     with Stuck(i=1, j=0) as stuck:
         text = str(stuck.times_out())
     assert text.count("most recent call last") == 1 and "pipert-cpu-0 was at" in text
 
 
 @wheres
-def test_it_has_the_state_of_each_worker(where: str) -> None:
+def test_the_error_has_the_state_of_each_worker(where: str) -> None:
     with Stuck(i=1, j=1, n=3, where=where) as stuck:
         workers = stuck.times_out().workers
     assert [worker.name for worker in workers] == [f"pipert-cpu-{j}" for j in range(3)]
@@ -184,7 +184,7 @@ def test_it_has_the_state_of_each_worker(where: str) -> None:
 
 
 @wheres
-def test_the_statistics_say_so_too(where: str) -> None:
+def test_the_statistics_show_the_stuck_task_too(where: str) -> None:
     with Stuck(where=where) as stuck:
         caller = Caller(stuck.run, WAIT)
         assert stuck.layer.entered.wait(WAIT)
@@ -195,8 +195,8 @@ def test_the_statistics_say_so_too(where: str) -> None:
     assert (doing.phase, doing.partition, doing.micro_batch) == (stuck.phase, 1, 1)
 
 
-def test_it_can_be_pickled() -> None:
-    """As the error of a process of a pool is."""
+def test_the_error_can_be_pickled() -> None:
+    """As happens to errors in a pool of processes."""
     with Stuck() as stuck:
         error = stuck.times_out()
     other = pickle.loads(pickle.dumps(error))
@@ -207,7 +207,7 @@ def test_it_can_be_pickled() -> None:
 
 
 @wheres
-def test_until_the_layer_returns_steps_and_calls_are_refused_and_then_right(where: str) -> None:
+def test_calls_and_steps_are_refused_until_the_layer_returns_and_then_right(where: str) -> None:
     with Stuck(where=where) as stuck:
         stuck.times_out()
         runs: list[Callable[[], Any]] = [stuck.run, lambda: stuck.pipe(stuck.x)]
@@ -218,7 +218,7 @@ def test_until_the_layer_returns_steps_and_calls_are_refused_and_then_right(wher
 
 
 @wheres
-def test_no_gradient_has_changed(where: str) -> None:
+def test_a_timeout_changes_no_gradient(where: str) -> None:
     with Stuck(where=where) as stuck:
         stuck.x.requires_grad_()
         stuck.times_out()
@@ -250,7 +250,7 @@ def test_a_refused_call_is_not_a_run() -> None:
 
 @modes
 @pytest.mark.parametrize("at", [(0, 0), (1, 0), (2, 1), (1, 2), (2, 2)], ids=str)
-def test_when_the_worker_is_back_the_next_step_is_right(
+def test_the_next_step_is_right_when_the_worker_is_back(
     at: tuple[int, int], checkpoint: str
 ) -> None:
     with Stuck(*at, n=3, checkpoint=checkpoint) as stuck:
@@ -258,7 +258,7 @@ def test_when_the_worker_is_back_the_next_step_is_right(
         assert stuck.is_right()
 
 
-def test_it_may_happen_again_and_again_on_the_same_threads() -> None:
+def test_timeouts_may_repeat_on_the_same_threads() -> None:
     with Stuck() as stuck:
         stuck.times_out()
         threads = list(stuck.pipe._runtime.pool._threads)
@@ -270,7 +270,7 @@ def test_it_may_happen_again_and_again_on_the_same_threads() -> None:
         assert stuck.pipe._runtime.pool._threads == threads
 
 
-def test_what_the_layer_raises_later_is_raised_nowhere() -> None:
+def test_a_later_error_of_the_stuck_layer_is_not_raised() -> None:
     def fail() -> None:
         raise LookupError("too late")
 
@@ -280,7 +280,7 @@ def test_what_the_layer_raises_later_is_raised_nowhere() -> None:
         assert stuck.is_right()
 
 
-def test_no_layer_of_the_call_is_begun_when_the_worker_is_back() -> None:
+def test_no_layer_of_the_call_begins_when_the_worker_is_back() -> None:
     begun: list[int] = []
     with Stuck(i=0, j=0, m=4) as stuck:
         for layer in stuck.plain:
@@ -291,7 +291,7 @@ def test_no_layer_of_the_call_is_begun_when_the_worker_is_back() -> None:
     assert [i for i in begun if i < 10] == []
 
 
-def test_a_worker_that_waits_for_a_gradient_is_let_go_while_the_other_is_stuck() -> None:
+def test_a_worker_that_waits_for_a_gradient_is_freed_while_the_other_is_stuck() -> None:
     with Stuck(where="backward") as stuck:
         stuck.times_out()
         assert until(lambda: stuck.pipe.statistics().workers[0].doing is None)
@@ -311,14 +311,14 @@ def test_workers_that_waited_for_an_input_are_free_at_once() -> None:
 
 
 def now(seen: dict[int, Activations]) -> dict[int, int]:
-    """How many activations are left of each micro-batch that has some left."""
+    """Returns the number of live activations of each micro-batch that has any."""
     counts = {i: activations.now() for i, activations in seen.items()}
     return {i: count for i, count in counts.items() if count}
 
 
 @modes
 @pytest.mark.parametrize("at", [(0, 0), (1, 1), (2, 1)], ids=str)
-def test_when_the_worker_is_back_no_activation_of_the_call_is_left(
+def test_no_activation_of_the_call_is_left_when_the_worker_is_back(
     at: tuple[int, int], checkpoint: str, no_gc: None
 ) -> None:
     seen: dict[int, Activations] = {}
@@ -329,8 +329,8 @@ def test_when_the_worker_is_back_no_activation_of_the_call_is_left(
         assert until(lambda: not now(seen)), now(seen)
 
 
-def test_when_the_layer_raises_after_all_no_activation_of_the_call_is_left(no_gc: None) -> None:
-    """Nobody is there to take the error, and no later call to clear it away."""
+def test_no_activation_of_the_call_is_left_when_the_stuck_layer_raises(no_gc: None) -> None:
+    """No caller takes the error, and no later call clears it away."""
     seen: dict[int, Activations] = {}
 
     def fail() -> None:
@@ -345,7 +345,7 @@ def test_when_the_layer_raises_after_all_no_activation_of_the_call_is_left(no_gc
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_before_it_is_back_the_input_of_the_stuck_task_alone_is_left(
+def test_only_the_input_of_the_stuck_task_is_kept_meanwhile(
     mode: Callable[[], Any], no_gc: None
 ) -> None:
     seen: dict[int, Activations] = {}
@@ -355,7 +355,7 @@ def test_before_it_is_back_the_input_of_the_stuck_task_alone_is_left(
 
 
 @pytest.mark.parametrize("where", WHERES[1:])
-def test_of_a_step_only_the_micro_batch_in_the_stuck_layer_is_left(
+def test_only_the_micro_batch_in_the_stuck_layer_of_a_step_is_kept_meanwhile(
     where: str, no_gc: None
 ) -> None:
     seen: dict[int, Activations] = {}
@@ -366,15 +366,15 @@ def test_of_a_step_only_the_micro_batch_in_the_stuck_layer_is_left(
         assert until(lambda: not now(seen)), now(seen)
 
 
-def test_before_it_is_back_nothing_of_later_micro_batches_is_left(no_gc: None) -> None:
-    """Earlier ones are in the graph of the stuck task's input, by way of the token."""
+def test_nothing_of_later_micro_batches_is_kept_meanwhile(no_gc: None) -> None:
+    """The graph of the stuck task's input holds earlier ones, through the token."""
     seen: dict[int, Activations] = {}
     with Stuck(i=1, j=1, m=4, seen=seen, checkpoint="never") as stuck:
         stuck.times_out()
         assert until(lambda: set(now(seen)) <= {0, 1}), now(seen)
 
 
-def test_before_it_is_back_no_skip_that_nobody_has_popped_is_left(no_gc: None) -> None:
+def test_no_unpopped_skip_is_kept_meanwhile(no_gc: None) -> None:
     seen = Activations()
     layer = Blocks(at=0)
     first = stashing(make=lambda x: seen.add(x * 2))

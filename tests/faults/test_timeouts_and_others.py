@@ -1,4 +1,4 @@
-"""A layer that never returns, beside other callers, signals, other pipes, and exit."""
+"""Tests a layer that never returns beside other callers, signals, other pipes, and at exit."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def test_each_of_two_calls_is_given_up_by_its_own_timeout() -> None:
         assert stuck.is_right()
 
 
-def test_while_an_earlier_call_is_stuck_a_later_one_says_in_whose_task() -> None:
-    """The table has the task that the worker is at, whoever's it is."""
+def test_a_later_call_names_the_stuck_task_of_an_earlier_one() -> None:
+    """The table shows the worker's current task, whichever call it belongs to."""
     with Stuck(i=1, j=0) as stuck:
         patient = Caller(lambda: stuck.pipe(stuck.x))
         assert stuck.layer.entered.wait(WAIT)
@@ -107,12 +107,12 @@ def test_infinity_lifts_the_limit_of_the_pipe_for_a_call() -> None:
 
 
 class Interrupt(BaseException):
-    """What the signal handler of these tests raises, as Ctrl-C raises KeyboardInterrupt."""
+    """The exception of these tests' signal handler, in place of KeyboardInterrupt."""
 
 
 @pytest.fixture
 def interrupt() -> Iterator[Callable[[], None]]:
-    """Interrupts the main thread, once; to be called from another one."""
+    """Interrupts the main thread, once; called by another thread."""
     due: list[bool] = []
     handled = threading.Event()
 
@@ -152,7 +152,7 @@ def test_an_interrupt_while_a_stuck_layer_is_waited_for_is_raised(
 def test_a_call_that_returns_late_after_an_interrupt_leaves_the_pipe_usable(
     interrupt: Callable[[], None],
 ) -> None:
-    """It is waited for once more, for as long."""
+    """The worker is waited for once more, for the same time."""
     with Stuck() as stuck:
 
         def interrupt_and_let_go() -> None:
@@ -223,7 +223,7 @@ def test_closing_a_stuck_pipe_ends_the_run_of_another_thread_when_the_layer_retu
 def test_a_call_that_sees_its_workers_end_one_after_the_other_says_that_the_pipe_was_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Idle workers end at once; none of them was ended from outside."""
+    """Idle workers end at once, and none of them was ended from outside."""
     monkeypatch.setattr(waiting, "_CHECK", 0.02)  # how often a caller looks after its workers
     with Stuck() as stuck:
         call = Caller(lambda: stuck.pipe(stuck.x))

@@ -25,7 +25,7 @@ four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four
 pytestmark = [pytest.mark.slow, pytest.mark.cuda, pytest.mark.multi_gpu, four_gpus]
 
 
-def test_random_cases_are_the_plain_module_s_and_nothing_is_reported() -> None:
+def test_random_cases_equal_the_plain_module_s_and_have_no_reports() -> None:
     for number in range(25):
         case = draw(12, number)
         try:
@@ -36,7 +36,7 @@ def test_random_cases_are_the_plain_module_s_and_nothing_is_reported() -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("first", [100, 200])
-def test_so_are_a_hundred_in_a_process_that_has_had_no_others(first: int) -> None:
+def test_a_hundred_cases_in_a_fresh_process_equal_the_plain_module_s(first: int) -> None:
     if simulated_gpus.running() is None:
         pytest.skip("starts simulated GPUs, and here are real ones")
     arguments = ["--seed", "12", "--first", str(first), "--cases", "100"]
@@ -61,7 +61,7 @@ def seeded_fault(*patch: Any) -> Iterator[None]:
 
 
 def found(cases: int = 40) -> tuple[Case, str]:
-    """The first case that fails, and how."""
+    """Returns the first case that fails, and its failure."""
     for number in range(cases):
         case = draw(12, number)
         try:
@@ -71,12 +71,12 @@ def found(cases: int = 40) -> tuple[Case, str]:
     pytest.fail(f"nothing found in {cases} cases")
 
 
-def test_copies_that_nobody_waits_for_are_found() -> None:
+def test_copies_without_a_wait_are_found() -> None:
     with seeded_fault(stream, "wait", lambda waiter, awaited: None):
         assert found()[1] == "reported"
 
 
-def test_memory_that_is_used_again_too_early_is_found() -> None:
+def test_memory_reused_too_early_is_found() -> None:
     with seeded_fault(Tensor, "record_stream", lambda tensor, stream: None):
         assert found()[1] == "reported"
 
@@ -86,7 +86,7 @@ def test_inputs_that_may_be_overwritten_too_early_are_found() -> None:
         assert found()[1] == "reported"
 
 
-def test_a_wrong_value_is_found_and_the_case_made_small() -> None:
+def test_a_wrong_value_is_found_and_the_case_is_shrunk() -> None:
     right = gather
     with seeded_fault(pipelined, "gather", lambda ys, sizes: right(ys[::-1], sizes[::-1])):
         case, kind = found()
@@ -97,7 +97,7 @@ def test_a_wrong_value_is_found_and_the_case_made_small() -> None:
             check(small)
 
 
-def test_a_case_is_drawn_again_from_its_number_and_read_again_from_its_line() -> None:
+def test_a_case_is_reproduced_from_its_number_and_from_its_line() -> None:
     cases = [draw(1, number) for number in range(50)]
     assert cases == [draw(1, number) for number in range(50)]
     assert [eval(repr(case), {"Case": Case, "Step": Step}) for case in cases] == cases

@@ -1,4 +1,4 @@
-"""Layers that many tests use."""
+"""Provides layers that many tests use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Apply", "product"]
 
 
 class Apply(nn.Module):
-    """A layer that calls a function; nothing is known about it."""
+    """A layer that calls a function, about which pipert knows nothing."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -35,5 +35,5 @@ class _Product(torch.autograd.Function):
 
 
 def product(x: Tensor, w: Tensor) -> Any:
-    """Rows times a weight, by a custom function: unseen by torch functions."""
+    """Multiplies rows by a weight in a custom autograd function, which no function mode sees."""
     return _Product.apply(x, w)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a layer can ask about its task, and what an error says about it."""
+"""Tests what a layer can ask about its task, and what an error's note says about it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.layers import Apply
 
 
 class Ask(nn.Module):
-    """Notes the answers of both questions, by the phase: ``(checkpointing, recomputing)``."""
+    """A layer that notes both answers in each phase: ``(checkpointing, recomputing)``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ FORWARD, CHECKPOINTED, RECOMPUTED = (False, False), (True, False), (False, True)
 
 
 def answers(checkpoint: str, rows: int = 3) -> tuple[list[tuple[bool, bool]], ...]:
-    """What a layer hears in the forward and in the backward of 3 micro-batches."""
+    """Returns a layer's answers in the forward and in the backward of 3 micro-batches."""
     ask = Ask()
     with Pipe(
         nn.Sequential(nn.Identity(), ask),
@@ -73,7 +73,7 @@ def test_except_last_counts_the_micro_batches_that_there_are() -> None:
     assert answers("except_last", rows=2)[0] == [CHECKPOINTED, FORWARD]
 
 
-def test_without_grad_nothing_is_checkpointed() -> None:
+def test_no_layer_is_checkpointed_without_grad() -> None:
     ask = Ask()
     with Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="always") as pipe:
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_the_eval_mode_changes_nothing_about_checkpointing() -> None:
     assert ask.answers == [CHECKPOINTED]
 
 
-def test_the_answers_are_those_of_the_task_in_whatever_the_layer_calls() -> None:
+def test_functions_that_the_layer_calls_get_the_same_answers() -> None:
     inner = Ask()
     model = nn.Sequential(nn.Sequential(nn.Sequential(inner)))
     with Pipe(model, balance=[1], devices=["cpu"], checkpoint="always") as pipe:
@@ -96,7 +96,7 @@ def test_the_answers_are_those_of_the_task_in_whatever_the_layer_calls() -> None
     assert inner.answers == [CHECKPOINTED, RECOMPUTED]
 
 
-def test_after_a_forward_and_a_backward_the_caller_is_told_neither() -> None:
+def test_the_caller_gets_neither_answer_after_a_forward_and_a_backward() -> None:
     answers("always")
     assert (is_checkpointing(), is_recomputing()) == FORWARD
 
@@ -125,7 +125,7 @@ def test_the_backward_of_a_layer_is_no_recomputation() -> None:
     assert heard == [False, False]
 
 
-def test_an_inner_pipe_hears_that_the_outer_one_checkpoints_and_recomputes() -> None:
+def test_an_inner_pipe_knows_whether_the_outer_one_checkpoints_and_recomputes() -> None:
     ask = Ask()
     inner = Pipe(nn.Sequential(ask), balance=[1], devices=["cpu"], checkpoint="never")
     model = nn.Sequential(nn.Linear(1, 1), inner)  # the first layer needs the recomputation
@@ -143,7 +143,7 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 def note_of(model: nn.Sequential, *args: Any, **kwargs: Any) -> str:
-    """The only note of the error that the last of two partitions raises."""
+    """Returns the only note of the error that the last of two partitions raises."""
     balance = [len(model) - 1, 1] if len(model) > 1 else [1]
     with Pipe(model, balance=balance, devices=["cpu"] * 2, chunks=2) as pipe:
         with pytest.raises(ValueError) as info:
@@ -197,7 +197,7 @@ def test_a_note_names_the_layer_of_the_partition_before_that_returned_none() -> 
     assert "because layer '1' (Apply) returned None" in note_of(model, torch.ones(4, 3))
 
 
-def test_none_from_the_caller_is_nobodys_fault() -> None:
+def test_no_layer_is_blamed_for_a_none_from_the_caller() -> None:
     assert note_of(nn.Sequential(Apply(fail)), None).endswith("input NoneType")
 
 
@@ -319,7 +319,7 @@ def test_a_layer_may_set_the_mode_of_a_part_in_its_forward() -> None:
 
 
 class Moving(nn.Module):
-    """Changes a buffer in each forward; ``careful`` ones not in a recomputation."""
+    """A layer that changes a buffer in each forward, but, if ``careful``, in no recomputation."""
 
     def __init__(self, change: Callable[[Tensor, Tensor], Any], careful: bool = False) -> None:
         super().__init__()
@@ -374,7 +374,7 @@ def test_a_refused_change_of_a_buffer_is_undone() -> None:
 
 
 class Replacing(nn.Module):
-    """Puts another tensor in the place of its buffer."""
+    """A layer that replaces its buffer by another tensor."""
 
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -401,7 +401,7 @@ def test_a_buffer_that_is_replaced_in_a_recomputation_is_put_back_and_refused() 
 
 
 class Sparse(nn.Module):
-    """Changes its sparse buffer in place, or puts another one in its place."""
+    """A layer that changes its sparse buffer in place, or replaces it."""
 
     def __init__(self, layout: torch.layout, factor: float, replaces: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What pipert needs of torch's private parts. What fails here has been changed by torch."""
+"""Tests the private parts of torch that pipert needs; a failure means that torch changed them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_operations_without_a_kernel_pass(key: Key) -> None:
 
 @both
 def test_higher_order_operators_pass(key: Key) -> None:
-    """Also one that is made afterwards."""
+    """An operator that is made later passes, too."""
     kind: Any = torch._ops.HigherOrderOperator
     made = type("Made", (kind,), {"__call__": lambda self, x: kind.__call__(self, x)})(
         f"pipert_test_{id(key)}"
@@ -59,7 +59,7 @@ def test_higher_order_operators_pass(key: Key) -> None:
         assert known(torch.ops.aten.neg.default, ONE)[1].item() == -1.0
 
 
-def test_without_a_task_operations_draw_as_always() -> None:
+def test_operations_outside_a_task_draw_as_usual() -> None:
     torch.manual_seed(0)
     expected = torch.rand(3), torch.native_dropout(torch.ones(8), 0.5, True)[0]
     torch.manual_seed(0)
@@ -68,7 +68,7 @@ def test_without_a_task_operations_draw_as_always() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_what_is_stashed_belongs_to_a_thread() -> None:
+def test_the_stashed_value_belongs_to_a_thread() -> None:
     elsewhere: list[Any] = []
     stash("mine")
     other = threading.Thread(target=lambda: elsewhere.append(stashed()))
@@ -79,7 +79,7 @@ def test_what_is_stashed_belongs_to_a_thread() -> None:
     assert stashed() is None
 
 
-def test_what_is_stashed_is_kept_until_it_is_replaced_and_no_longer() -> None:
+def test_the_stashed_value_is_kept_until_it_is_replaced() -> None:
     class Value:
         pass
 
@@ -93,7 +93,7 @@ def test_what_is_stashed_is_kept_until_it_is_replaced_and_no_longer() -> None:
     assert sys.getrefcount(other) == before
 
 
-def test_a_backward_has_the_keys_and_the_stash_of_who_calls_for_it() -> None:
+def test_a_backward_has_the_keys_and_the_stash_of_its_caller() -> None:
     seen: list[Any] = []
 
     def look(gradient: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Whoever draws in a task draws from its generators, also where Python does not see the call."""
+"""Tests that all draws in a task use its generators, even where Python does not see the call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUSTOM.impl("drop", F.dropout, "CompositeImplicitAutograd")  # type: ignore[no-u
 
 
 class Through(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operation, and leaves it as it is."""
+    """A mode that sees every operation, and leaves it unchanged."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +146,7 @@ def test_a_hook_of_all_modules_may_draw(one_draw: bytes) -> None:
 
 
 class Noisy(torch.autograd.Function):
-    """Draws in its backward."""
+    """A function that draws in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -201,19 +201,19 @@ def step(
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("kind", ["custom function", "hook"])
-def test_what_a_backward_draws_in_a_step_follows_from_the_seed(kind: str, schedule: str) -> None:
+def test_random_numbers_of_a_steps_backward_follow_from_the_seed(kind: str, schedule: str) -> None:
     first, again = (step(BACKWARDS[kind], schedule=schedule) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first[0], again[0], strict=True))
     assert torch.equal(first[1], again[1]) and first[2] == again[2]
 
 
-def test_what_a_loss_draws_in_its_backward_follows_from_the_seed() -> None:
+def test_random_numbers_of_a_losss_backward_follow_from_the_seed() -> None:
     first, again = (step(nn.Identity, of_loss)[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_what_a_backward_draws_changes_no_forward(schedule: str) -> None:
+def test_draws_in_a_backward_change_no_forward(schedule: str) -> None:
     quiet = step(BACKWARDS["nothing"], schedule=schedule)
     noisy = step(BACKWARDS["custom function"], schedule=schedule)
     assert torch.equal(quiet[1], noisy[1]) and quiet[2] == noisy[2]
@@ -259,7 +259,7 @@ def test_a_checkpoint_in_a_layer_beside_those_that_draw_changes_nothing(
 
 
 def test_the_generator_is_one_draw_ahead_though_a_layer_puts_it_back(one_draw: bytes) -> None:
-    """What two checkpoints do that restore it at the same time."""
+    """Two checkpoints that restore it at the same time do so."""
     drawn, kept = threading.Event(), list[Tensor]()
 
     def put_back(x: Tensor) -> Tensor:
@@ -281,8 +281,8 @@ def test_the_generator_is_one_draw_ahead_though_a_layer_puts_it_back(one_draw: b
     assert state() == one_draw
 
 
-def test_operations_that_nobody_has_used_before_are_known() -> None:
-    """In a process of its own: looking up an operation of torch makes it known."""
+def test_operations_never_used_before_are_known() -> None:
+    """This takes a process of its own: looking up an operation of torch makes it known."""
     script = """
         import torch
         from torch import nn
@@ -341,7 +341,7 @@ def test_statistics_of_an_instance_norm_are_updated_once_by_each_micro_batch() -
 
 
 class Counted(nn.BatchNorm1d):
-    """Counts as torch once did, by a new tensor."""
+    """A norm that counts as torch once did, by a new tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.num_batches_tracked is not None
@@ -359,7 +359,7 @@ def test_a_counter_that_is_replaced_counts_each_micro_batch_once() -> None:
 
 
 class Moving(nn.Module):
-    """Changes a buffer, beside a layer that is compiled."""
+    """A module that changes a buffer, beside a compiled layer."""
 
     def __init__(self) -> None:
         super().__init__()

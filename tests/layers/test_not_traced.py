@@ -1,4 +1,4 @@
-"""What makes a graph of a module is refused for a pipe, by name; it would see pipert alone."""
+"""Tests that tools which trace modules into graphs refuse a pipe by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Around(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda pipe: pipe, Around], ids=["itself", "within"])
 @pytest.mark.parametrize("by", BY)
-def test_it_says_what_to_give_it_instead(
+def test_the_refusal_says_what_to_pass_instead(
     by: str, around: Callable[[nn.Module], nn.Module]
 ) -> None:
     layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())

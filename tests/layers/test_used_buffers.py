@@ -1,4 +1,4 @@
-"""Layers that leave their buffers alone when they are recomputed, but use what forwards changed."""
+"""Tests layers that change no buffer in a recomputation, but use one that forwards changed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def step(layer: nn.Module, schedule: str = "call", checkpoint: str = "always") -> Tensor:
-    """Take a step; return the gradient of the first parameter."""
+    """Takes a step; returns the gradient of the first parameter."""
     x = torch.arange(12.0).view(4, 3)
     with Pipe(nn.Sequential(layer), [1], devices=["cpu"], chunks=2, checkpoint=checkpoint) as pipe:
         if schedule == "call":
@@ -189,7 +189,7 @@ def test_a_buffer_that_gets_the_same_values_is_used_again_in_every_step() -> Non
 
 @pytest.mark.parametrize("layer", [Initialised, Norm])
 @schedules
-def test_what_computes_the_same_again_is_not_refused(
+def test_a_recomputation_with_the_same_result_is_not_refused(
     layer: type[nn.Module], schedule: str
 ) -> None:
     torch.testing.assert_close(step(layer(), schedule), step(layer(), schedule, "never"))

@@ -1,4 +1,4 @@
-"""A dry run: the order in which a model calls its modules, and nothing left behind of it."""
+"""Tests a dry run: it finds the order in which a model calls its modules, and changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipert.model.cuts import homes, layers_of
 
 
 class Backwards(nn.Module):
-    """Calls its modules in the reverse order, the first of them twice, and one never."""
+    """A model that calls its modules in reverse, the first of them twice, and one never."""
 
     count: Tensor
 
@@ -46,11 +46,11 @@ def order(model: nn.Module, example: Any, cuts: tuple[str, ...] = ("b",)) -> lis
     return order_of_calls(model, layers_of(model, cuts), example)
 
 
-def test_the_order_is_that_of_first_calls() -> None:
+def test_layers_are_ordered_by_their_first_calls() -> None:
     assert order(Backwards(), X) == CALLED
 
 
-def test_only_the_layers_given_are_in_it() -> None:
+def test_the_order_has_only_the_given_layers() -> None:
     model = Backwards()
     assert order_of_calls(model, {"b": model.b, "": model}, X) == ["", "b"]
 
@@ -81,7 +81,7 @@ def test_the_model_runs_once_in_its_mode_without_gradients() -> None:
         assert model.training == model.b.training == mode
 
 
-def test_buffers_and_random_numbers_are_as_before() -> None:
+def test_a_dry_run_leaves_buffers_and_random_numbers_unchanged() -> None:
     model = Backwards()
     count = model.count
     before = {name: (b, b.clone()) for name, b in model.named_buffers()}
@@ -93,14 +93,14 @@ def test_buffers_and_random_numbers_are_as_before() -> None:
     assert torch.get_rng_state().equal(state)
 
 
-def test_a_sparse_buffer_is_as_before() -> None:
+def test_a_dry_run_leaves_a_sparse_buffer_unchanged() -> None:
     model = Backwards()
     model.register_buffer("adjacency", torch.eye(3).to_sparse())
     assert order(model, X) == CALLED
     assert torch.equal(model.get_buffer("adjacency").to_dense(), torch.eye(3))
 
 
-def test_what_a_forward_that_fails_has_changed_is_put_back() -> None:
+def test_changes_by_a_failing_forward_are_undone() -> None:
     model = Backwards()
     with pytest.raises(TypeError, match="scales") as error:
         order(model, {"x": X, "scales": 2})
@@ -127,7 +127,7 @@ def test_a_compiled_layer_is_called_as_it_was_compiled() -> None:
     assert model.b._compiled_call_impl is compiled
 
 
-def test_layers_of_a_pipe_are_called_as_ever() -> None:
+def test_a_dry_run_calls_layers_of_a_pipe_as_usual() -> None:
     model = Backwards()
     intercept([model.b])  # as a pipe does
     before = model.b._compiled_call_impl
@@ -136,7 +136,7 @@ def test_layers_of_a_pipe_are_called_as_ever() -> None:
     assert model.b._compiled_call_impl is before
 
 
-def test_hooks_run() -> None:
+def test_a_dry_run_runs_hooks() -> None:
     model = Backwards()
     hooked: list[str] = []
     model.a.register_forward_hook(lambda *_: hooked.append("a"))

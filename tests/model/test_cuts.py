@@ -1,4 +1,4 @@
-"""Where a model is cut: which names are cuts, what the layers are, and where they live."""
+"""Tests where a model is cut: which names are cuts, what the layers are, and where they live."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_cuts_can_be_copied_and_pickled() -> None:
     ("names", "told"),
     [("head", "must be an iterable of names of modules, got 'head'"), (3, "got 3"), ([3], "got 3")],
 )
-def test_what_is_no_list_of_names_is_refused(names: Any, told: str) -> None:
+def test_a_value_that_is_no_list_of_names_is_refused(names: Any, told: str) -> None:
     with pytest.raises(TypeError, match=told):
         Cuts(Model(), names)
 
@@ -119,7 +119,7 @@ def test_a_parameter_is_no_module() -> None:
     assert "no module 'offset'" in refused(["offset"])
 
 
-def test_all_mistakes_are_told_at_once() -> None:
+def test_all_mistakes_are_reported_at_once() -> None:
     told = refused(["xyz", "head", "head", ""])
     assert "'xyz'" in told
     assert "'head' is given twice" in told
@@ -135,7 +135,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         (nn.ParameterList([torch.ones(1)]), "a ParameterList{}; give a module that is"),
     ],
 )
-def test_a_container_is_refused_with_what_to_name(container: nn.Module, told: str) -> None:
+def test_a_container_is_refused_with_the_names_to_use(container: nn.Module, told: str) -> None:
     model = Model()
     model.part = container
     assert told.format(", which is never called") in refused(["part"], model)
@@ -223,7 +223,7 @@ def test_layers_are_the_modules_themselves() -> None:
     assert [layers[name] for name in layers] == [model.embed, model.decoder, model.head]
 
 
-def test_without_cuts_the_model_is_the_layer() -> None:
+def test_the_model_is_the_only_layer_without_cuts() -> None:
     model = Model()
     assert layers_of(model, []) == {"": model}
 
@@ -265,7 +265,7 @@ def test_homes_are_in_the_order_of_layers() -> None:
     assert list(homes(layers, ["decoder.norm"], ORDER)) == list(layers)
 
 
-def test_without_an_order_a_layer_lives_where_the_last_cut_before_it_begins() -> None:
+def test_a_layer_without_an_order_lives_with_the_last_cut_before_it() -> None:
     cuts = ["decoder.layers.1", "decoder.norm"]
     assert homes(layers_of(Model(), cuts), cuts) == {
         "embed": 0, "decoder.layers.0": 0, "decoder.layers.1": 1, "decoder.layers.2": 1,
@@ -273,7 +273,7 @@ def test_without_an_order_a_layer_lives_where_the_last_cut_before_it_begins() ->
     }  # fmt: skip
 
 
-def test_without_an_order_cuts_may_be_called_in_another_than_they_are_registered() -> None:
+def test_cuts_without_an_order_may_be_called_in_another_than_they_are_registered() -> None:
     model = nn.ModuleDict({name: Block() for name in "abcd"})
     assert homes(layers_of(model, "db"), list("db")) == {"a": 0, "b": 2, "c": 2, "d": 1}
 
@@ -315,7 +315,7 @@ def glue(cuts: list[str]) -> dict[str, int]:
     return glue_homes(model, layers, cuts, homes(layers, cuts, ORDER))
 
 
-def test_what_is_the_models_own_lives_in_partition_0() -> None:
+def test_the_models_own_parameters_live_in_partition_0() -> None:
     assert glue(["head"]) == {"offset": 0, "mask": 0}
 
 
@@ -327,13 +327,13 @@ def test_what_is_the_models_own_lives_in_partition_0() -> None:
         (["decoder.layers.1", "head"], 0),
     ],
 )
-def test_what_is_a_containers_own_lives_where_the_container_is_called(
+def test_a_containers_own_parameters_live_where_it_is_called(
     cuts: list[str], home: int
 ) -> None:
     assert glue(cuts)["decoder.scale"] == home
 
 
-def test_what_is_a_later_containers_own_lives_in_a_later_partition() -> None:
+def test_a_later_containers_own_parameters_live_in_a_later_partition() -> None:
     model = nn.Module()
     model.first, model.second = Decoder(), Decoder()
     model.second.prompts = nn.ParameterList([torch.ones(1)])

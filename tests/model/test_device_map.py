@@ -1,4 +1,4 @@
-"""Models that came with a ``device_map``, as accelerate and transformers leave it behind."""
+"""Tests models with a ``device_map``, as accelerate and transformers leave it."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def dispatched(device_map: dict[str, Any]) -> Model:
     return model
 
 
-def test_hooks_are_taken_off() -> None:
+def test_hooks_of_accelerate_are_removed() -> None:
     model = dispatched({"": "cpu"})
     before, keys = dict(model.named_parameters()), list(model.state_dict())
     assert "_hf_hook" in vars(model.head)

@@ -32,7 +32,7 @@ def test_names_are_unique() -> None:
     assert len({mutant.name for mutant in ALL}) == len(ALL)
 
 
-def test_each_breakage_names_files_of_tests_that_are_there() -> None:
+def test_each_breakage_names_existing_test_files() -> None:
     """Name those that the tests have gone to, by what the breakage says that it breaks."""
     files = [(mutant.name, file) for mutant in BREAKAGES for file in mutant.tests]
     assert {name for name, _ in files} == {mutant.name for mutant in BREAKAGES}
@@ -44,13 +44,13 @@ def test_the_tests_that_a_breakage_names_come_before_all_tests() -> None:
     assert ORDINARY.stages(mutant) == (mutant.tests, ("tests",))
 
 
-def test_each_place_that_asks_something_of_streams_has_a_mutant_or_a_reason() -> None:
+def test_each_use_of_streams_has_a_mutant_or_a_reason() -> None:
     """Write a mutant for what is new in tests/mutants/of_....py, or say in ``REASONS`` why not."""
     left = without_mutant(MUTANTS)
     assert [str(site) for site in left if (site.file, site.call) not in REASONS] == []
 
 
-def test_each_reason_is_of_a_place_that_is_there() -> None:
+def test_each_reason_names_an_existing_place() -> None:
     there = {(site.file, site.call) for site in without_mutant(MUTANTS)}
     assert set(REASONS) - there == set()
 
@@ -61,27 +61,27 @@ def test_places_are_found() -> None:
     assert ("pipert/seeing/stamp.py", "moment.synchronize()") in found
 
 
-def test_a_mutant_out_of_date_is_told_with_its_text() -> None:
+def test_an_outdated_mutant_is_reported_with_its_text() -> None:
     mutant = Mutant("old", "pipert/autograd/streams.py", "what", "no such text", "pass")
     with pytest.raises(ValueError, match="(?s)mutant old: .* 0 times.*no such text"):
         mutant.mutated()
 
 
-def test_what_a_mutant_does_away_with_is_what_differs() -> None:
+def test_the_changed_span_is_exactly_the_difference() -> None:
     text = "waiter.wait_stream(awaited)"
     mutant = Mutant("short", "pipert/autograd/streams.py", "what", text, "waiter.wait_stream(None)")
     begin, end = mutant.changed()
     assert mutant.source()[begin:end] == "awaited"
 
 
-def test_a_survivor_is_told() -> None:
+def test_a_survivor_is_reported() -> None:
     mutant = Mutant("hard", "pipert/autograd/streams.py", "all", "a", "b")
     verdict = Verdict("", "", 60.0)
     assert row(mutant, verdict) == "| hard | all | autograd/streams.py | **nobody** |  |  |"
     assert "1 survive. 1 minutes" in summary([verdict])
 
 
-def test_what_a_report_has_noticed_is_told_from_what_a_value_has() -> None:
+def test_reports_are_distinguished_from_wrong_values() -> None:
     mutant = Mutant("easy", "pipert/autograd/streams.py", "all", "a", "b")
     by_report = Verdict("tests/cuda/test_waits.py::test_it[case]", "RACE: read after write", 1.0)
     by_value = by_report._replace(how="assert 1 == 2")
@@ -93,7 +93,7 @@ def test_what_a_report_has_noticed_is_told_from_what_a_value_has() -> None:
     assert "2 noticed, 1 of them by a report" in summary([by_report, by_value])
 
 
-def test_a_breakage_is_told_with_the_time_it_took_to_notice() -> None:
+def test_a_breakage_is_printed_with_the_time_it_took_to_notice() -> None:
     mutant = Mutant("easy", "pipert/pipe.py", "all", "a", "b", ("tests/test_pipe.py",))
     verdict = Verdict("tests/test_pipe.py::test_it[case]", "assert 1 == 2", 3.2)
     noticed = row_of_breakage(mutant, verdict)

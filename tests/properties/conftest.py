@@ -1,4 +1,4 @@
-"""How hypothesis runs here: the same examples each time, and nothing written into the tree.
+"""Makes hypothesis try the same examples in each run, and write nothing into the tree.
 
 Each test runs on a thread of its own.
 """
@@ -15,17 +15,17 @@ from tests.own_thread import pytest_pyfunc_call
 
 __all__ = ["pytest_pyfunc_call"]
 
-# What hypothesis caches about characters and constants would go to .hypothesis otherwise.
+# Otherwise hypothesis would write its cache of characters and constants to .hypothesis.
 set_hypothesis_home_dir(Path(tempfile.gettempdir()) / "pipert-hypothesis")
 
 settings.register_profile(
     "pipert",
     max_examples=60,
     derandomize=True,
-    deadline=None,  # a machine that does other work too
+    deadline=None,  # the machine may be busy
     database=None,
     print_blob=False,
-    # How long it takes to draw an example is the machine's business as well.
+    # Nor does the time to draw an example count.
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("pipert")

@@ -31,7 +31,7 @@ DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool]
 
 
 class Pair(NamedTuple):
-    """A namedtuple of the user's."""
+    """A user's named tuple."""
 
     first: Any
     second: Any
@@ -74,7 +74,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Other:
-    """No tensor."""
+    """A leaf that is no tensor."""
 
     value: Any
 
@@ -120,7 +120,7 @@ rows_and_chunks = sizes(0)
 
 
 def of(kind: type[Leaf], tree: Any) -> list[Any]:
-    """The leaves of that kind."""
+    """Returns the leaves of that kind."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, kind)]
 
 
@@ -202,7 +202,7 @@ def test_any_mappings_are_split_and_joined_like_dicts(tree: Any, size: tuple[int
 
 
 @given(tree=any_tree, size=rows_and_chunks)
-def test_what_is_not_split_goes_to_each_micro_batch_as_it_is(
+def test_unsplit_arguments_go_to_each_micro_batch_unchanged(
     tree: Any, size: tuple[int, int]
 ) -> None:
     rows, chunks = size
@@ -235,7 +235,7 @@ def test_every_argument_arrives_in_its_place(
 
 
 def joined(leaf: Any, m: int) -> Any:
-    """What ``gather`` makes of a leaf that went through ``m`` micro-batches unchanged."""
+    """Returns what ``gather`` should make of a leaf unchanged by ``m`` micro-batches."""
 
     def together(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -248,7 +248,7 @@ def joined(leaf: Any, m: int) -> Any:
 
 
 @given(tree=any_tree, size=rows_and_chunks)
-def test_gather_puts_together_what_scatter_took_apart(tree: Any, size: tuple[int, int]) -> None:
+def test_gather_reverses_scatter(tree: Any, size: tuple[int, int]) -> None:
     rows, chunks = size
     batch = make(tree, rows)
     parts = values(batch, chunks)
@@ -313,7 +313,7 @@ def test_gradient_passes_through_scatter_and_gather_unchanged(
 
 
 @given(rows=st.integers(1, 6), chunks=st.integers(1, 8), wrapped=st.booleans())
-def test_gradient_of_what_goes_to_each_micro_batch_is_the_sum_of_theirs(
+def test_gradient_of_an_unsplit_argument_is_the_sum_over_micro_batches(
     rows: int, chunks: int, wrapped: bool
 ) -> None:
     scale = torch.ones(()).requires_grad_()
@@ -344,7 +344,7 @@ def test_tensors_that_disagree_on_the_number_of_rows_are_refused_wherever_they_a
 
 
 class Unregistered:
-    """Holds a tensor where no pytree looks."""
+    """An object that holds a tensor and is no pytree."""
 
     def __init__(self) -> None:
         self.rows = torch.zeros(3)
@@ -376,7 +376,7 @@ HIDDEN: list[Callable[[], object]] = [
     hidden=st.sampled_from(HIDDEN),
     size=rows_and_chunks,
 )
-def test_what_hides_rows_is_refused_wherever_it_is_and_taken_when_replicated(
+def test_objects_that_hide_rows_are_refused_anywhere_and_accepted_when_replicated(
     around: list[Any], place: int, hidden: Callable[[], object], size: tuple[int, int]
 ) -> None:
     rows, chunks = size

@@ -32,7 +32,7 @@ def chains(draw: st.DrawFn) -> tuple[list[float], list[float]]:
 def blocks(
     counts: Sequence[int], costs: Sequence[float], speeds: Sequence[float]
 ) -> list[Fraction]:
-    """What each device takes, exactly."""
+    """Returns the exact time of each device."""
     totals = [Fraction(0), *accumulate(map(Fraction, costs))]
     cuts = pairwise([0, *accumulate(counts)])
     return [
@@ -41,7 +41,7 @@ def blocks(
 
 
 def best(costs: Sequence[float], speeds: Sequence[float]) -> Fraction:
-    """The longest block of the balance that is returned."""
+    """Returns the longest block of the balance found."""
     counts = balance_by_cost(costs, len(speeds), speeds=speeds)
     return max(blocks(counts, costs, speeds))
 
@@ -82,7 +82,7 @@ def chains_around_a_heavy_layer(draw: st.DrawFn) -> tuple[list[float], int]:
 
 
 @given(chains_around_a_heavy_layer())
-def test_what_lies_beside_the_longest_block_is_split_as_well_as_can_be_among_its_devices(
+def test_layers_beside_the_longest_block_are_split_optimally_among_their_devices(
     chain: tuple[list[float], int]
 ) -> None:
     costs, n = chain
@@ -155,7 +155,7 @@ def test_entry_costs_that_are_the_same_everywhere_change_no_optimum_on_equal_dev
 
 
 @given(chains(), st.data())
-def test_what_crosses_costs_the_reversed_chain_as_much(
+def test_transfers_cost_the_reversed_chain_as_much(
     chain: tuple[list[float], list[float]], data: st.DataObject
 ) -> None:
     costs, speeds = chain
@@ -197,7 +197,7 @@ def test_one_wrong_cost_is_refused_and_named_wherever_it_is(
 
 
 @given(layers, st.data())
-def test_what_is_no_number_is_refused_and_named_wherever_it_is(
+def test_a_value_that_is_no_number_is_refused_and_named_wherever_it_is(
     costs: list[Any], data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(0, len(costs) - 1))

@@ -54,7 +54,7 @@ class Scale(nn.Module):
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """Puts aside what its own parameter makes of its input."""
+    """A layer that stashes the product of its input and its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ UNITS: dict[str, Callable[[], list[nn.Module]]] = {
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a pipe may differ in from the one before."""
+    """The settings of a call, which may differ from those of the previous call."""
 
     rows: int
     chunks: int
@@ -229,7 +229,7 @@ class Fragile(nn.Module):
 
 @settings(max_examples=40)
 @given(m=st.integers(1, 6), n=st.integers(1, 4), data=st.data())
-def test_of_any_failures_the_first_in_the_schedule_is_raised_and_the_next_call_is_right(
+def test_the_first_of_any_failures_in_schedule_order_is_raised_and_the_next_call_is_right(
     m: int, n: int, data: st.DataObject
 ) -> None:
     tasks = [(i, j) for _, i, j in plan_call(m, n, range(n))]

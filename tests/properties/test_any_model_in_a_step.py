@@ -45,7 +45,7 @@ class Hands(Scale):
 
 @skippable(stash=["skip"])
 class Stash(Scale):
-    """Puts aside what its own parameter makes of its input."""
+    """A layer that stashes the product of its input and its parameter."""
 
     def forward(self, x: Tensor) -> Generator[Any, Any, Any]:  # type: ignore[override]
         yield stash("skip", (x * self.factor, self.factor))
@@ -110,7 +110,7 @@ any_order = st.builds(Order, seed=st.integers(0, 1 << 30), ordered=st.just(False
 
 @dataclass(frozen=True)
 class Step:
-    """What one step may differ in from the one before."""
+    """The settings of a step, which may differ from those of the previous step."""
 
     rows: int
     chunks: int

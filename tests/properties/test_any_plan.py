@@ -1,4 +1,4 @@
-"""What the schedule of a step promises, for any numbers and any placement."""
+"""Tests the promises of a step's schedule, for any numbers and any placement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_action_is_there_once(schedule: Plan) -> None:
 
 
 @given(schedules())
-def test_what_an_action_needs_comes_in_an_earlier_tick(schedule: Plan) -> None:
+def test_an_action_comes_after_the_actions_it_needs(schedule: Plan) -> None:
     tick_of = {action: k for k, tick in enumerate(schedule.ticks) for action in tick}
     for action in schedule:
         assert all(tick_of[needed] < tick_of[action] for needed in schedule.needs(action))
@@ -60,7 +60,7 @@ def test_a_worker_has_one_action_in_a_tick(schedule: Plan) -> None:
 def test_workers_that_take_their_actions_in_order_never_wait_in_a_circle(
     schedule: Plan, data: st.DataObject
 ) -> None:
-    """Whoever of them comes first."""
+    """This holds whatever the threads' timing."""
     queues: dict[int, deque[Action]] = {worker: deque() for worker in schedule.placement}
     for action in schedule:
         queues[schedule.placement[action.j]].append(action)

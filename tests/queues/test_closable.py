@@ -1,4 +1,4 @@
-"""Q1 to Q3 of the closable queue: nothing lost, no thread left waiting, closed from anywhere.
+"""Tests Q1 to Q3: no item is lost, no thread is left waiting, any thread may close the queue.
 
 A finalizer that interrupts ``put``, ``get`` or ``close`` is not left to
 chance: a trace function runs it between each pair of the queue's bytecodes in turn.
@@ -28,7 +28,7 @@ WAIT = 10.0  # s; what should happen at once is given up after it
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Let threads switch about as often as they can."""
+    """Makes threads switch about as often as they can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -95,7 +95,7 @@ def test_get_waits_for_an_item() -> None:
 # Q1
 
 
-def test_close_returns_what_nobody_received_in_order() -> None:
+def test_close_returns_the_items_left_in_order() -> None:
     queue: ClosableQueue[int] = ClosableQueue()
     for item in range(4):
         queue.put(item)
@@ -117,7 +117,7 @@ def test_put_into_a_closed_queue_is_refused() -> None:
         queue.put(1)
 
 
-def test_what_was_put_before_close_is_not_received_after_it() -> None:
+def test_items_put_before_close_are_not_received_after_it() -> None:
     queue: ClosableQueue[int] = ClosableQueue()
     queue.put(1)
     queue.close()
@@ -177,7 +177,7 @@ def test_each_item_of_many_threads_is_accounted_for_exactly_once(items: int, clo
 
 
 def accounts(item: int, outcome: dict[str, list[int]]) -> list[str]:
-    """Where ``item`` went, by name."""
+    """Tells where ``item`` went."""
     return [name for name, items in outcome.items() for it in items if it == item]
 
 
@@ -352,7 +352,7 @@ def test_close_wakes_every_thread_that_waits() -> None:
     assert len(woken) == 4
 
 
-def test_whoever_comes_after_close_is_woken_too() -> None:
+def test_threads_that_wait_after_close_are_woken_too() -> None:
     queue: ClosableQueue[int] = ClosableQueue()
     queue.close()
     for _ in range(3):
@@ -360,7 +360,7 @@ def test_whoever_comes_after_close_is_woken_too() -> None:
             queue.get()
 
 
-def test_whoever_comes_after_a_second_close_is_woken_too() -> None:
+def test_threads_that_wait_after_a_second_close_are_woken_too() -> None:
     queue: ClosableQueue[int] = ClosableQueue()
     queue.close()
     queue.close()
@@ -450,7 +450,7 @@ def test_a_finalizer_may_close_the_queue_its_thread_is_inside_of(inside: str) ->
 # The hook
 
 
-def test_the_hook_is_not_called_when_an_item_is_there() -> None:
+def test_the_hook_is_not_called_if_an_item_is_waiting() -> None:
     queue: ClosableQueue[int] = ClosableQueue()
     queue.put(1)
     calls: list[bool] = []

@@ -1,4 +1,4 @@
-"""The latch opens after all arrivals, for all waiters, and lets a signal through."""
+"""Tests that the latch opens after all arrivals, for all waiters, and lets a signal through."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def start(function: Callable[[], object]) -> threading.Thread:
 
 
 def until_inside_wait(thread: threading.Thread) -> None:
-    """Return when ``thread`` executes :meth:`Latch.wait`."""
+    """Waits until ``thread`` executes :meth:`Latch.wait`."""
     assert thread.ident is not None
     while sys._current_frames()[thread.ident].f_code is not Latch.wait.__code__:
         assert thread.is_alive()
 
 
-def test_a_latch_of_nobody_is_open() -> None:
+def test_a_latch_for_zero_arrivals_is_open() -> None:
     assert Latch(0).is_open()
 
 
-def test_it_is_shut_before_the_last_arrival() -> None:
+def test_a_latch_is_shut_before_the_last_arrival() -> None:
     latch = Latch(3)
     latch.arrive()
     latch.arrive()
     assert not latch.is_open()
 
 
-def test_the_last_arrival_opens_it() -> None:
+def test_the_last_arrival_opens_the_latch() -> None:
     latch = Latch(2)
     latch.arrive()
     latch.arrive()
     assert latch.is_open()
 
 
-def test_wait_returns_at_once_when_it_is_open() -> None:
+def test_wait_returns_at_once_if_the_latch_is_open() -> None:
     latch = Latch(1)
     latch.arrive()
     latch.wait()
@@ -90,7 +90,7 @@ def test_wait_does_not_return_before_the_last_arrival() -> None:
     assert over == [True]
 
 
-def test_a_wait_that_ends_before_the_last_arrival_says_that_it_is_shut() -> None:
+def test_a_wait_that_times_out_reports_a_shut_latch() -> None:
     latch = Latch(2)
     latch.arrive()
     assert not latch.wait(timeout=0.0)

@@ -1,4 +1,4 @@
-"""A backward in several pieces, by the clock of a simulated GPU."""
+"""Tests a backward in several pieces, by the clock of a simulated GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ReadsTwice(nn.Module):
 
 
 def test_a_recomputation_on_the_spot_parts_a_backward_by_the_device_s_clock() -> None:
-    """What is read a second time is computed a second time, in the middle of the backward."""
+    """A tensor read a second time is recomputed a second time, in the middle of the backward."""
     module = nn.Sequential(ReadsTwice(), ReadsTwice())
     with Pipe(module, [1, 1], devices=["cuda:0"] * 2, chunks=1, checkpoint="always") as pipe:
         with pipe.record() as timeline:

@@ -1,4 +1,4 @@
-"""What profilers see: read from torch.profiler's own trace."""
+"""Tests what profilers see, read from torch.profiler's own trace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pipe() -> Pipe:
 
 
 def trace(path: Path, all_threads: bool = True) -> list[dict[str, Any]]:
-    """The events that torch.profiler writes about a step."""
+    """Returns the events that torch.profiler records of a step."""
     config = _ExperimentalConfig(profile_all_threads=all_threads)
     with pipe() as one:
         one(torch.ones(2, 4)).sum().backward()  # the first time torch takes long
@@ -71,7 +71,7 @@ def test_the_operations_of_a_task_are_inside_of_its_range(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_who_profiles_the_own_thread_alone_is_told_once(
+def test_advice_for_profiling_only_the_own_thread_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranges, "_has_advised", [])
@@ -84,7 +84,7 @@ def test_who_profiles_the_own_thread_alone_is_told_once(
 
 
 @pytest.mark.slow
-def test_who_profiles_all_threads_is_told_nothing(
+def test_profiling_all_threads_logs_no_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranges, "_has_advised", [])
@@ -92,16 +92,16 @@ def test_who_profiles_all_threads_is_told_nothing(
         trace(tmp_path / "trace.json")
 
 
-def test_nobody_looks_without_a_profiler() -> None:
+def test_ranges_are_off_without_a_profiler() -> None:
     assert not ranges.profiler_is_on()
 
 
-def test_under_nsight_somebody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_on_under_nsight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")  # which is read once, by the import
     assert runpy.run_path(ranges.__file__)["profiler_is_on"]()
 
 
-def test_on_cuda_ranges_and_marks_are_nvtx_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_and_marks_are_nvtx_ranges_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     nvtx = torch.cuda.nvtx
     monkeypatch.setattr(nvtx, "range_push", lambda name: log.append(f"push {name}"))

@@ -1,4 +1,4 @@
-"""What is recorded of a pipe on CPU: each task once, where and when it really ran."""
+"""Tests a recording on CPU: it has each task once, where and when it really ran."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ EACH_ONCE = Counter({(i, j): 1 for i in range(M) for j in range(N)})
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
-def test_each_forward_is_there_once_and_each_backward(checkpoint: str) -> None:
+def test_each_forward_and_each_backward_is_recorded_once(checkpoint: str) -> None:
     with pipe_of(model(), checkpoint=checkpoint) as pipe:
         timeline = record_step(pipe, batch())
     assert tasks(timeline, "forward") == EACH_ONCE
@@ -97,7 +97,7 @@ class Branches(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Changes its input, so that it is the result of another node then."""
+    """A layer that changes its input in place, so that another node has made it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.mul_(2)
@@ -112,7 +112,7 @@ def test_a_partition_that_changes_its_input_in_place_is_recorded(checkpoint: str
     assert tasks(timeline, "backward").keys() == EACH_ONCE.keys()
 
 
-def test_what_the_caller_has_computed_is_no_part_of_a_backward() -> None:
+def test_work_of_the_caller_is_no_part_of_a_recorded_backward() -> None:
     order: list[str] = []
     outside = Note(lambda: order.append("outside"))(torch.ones(4, requires_grad=True))
     module = nn.Sequential(nn.Linear(4, 4), Apply(lambda x: x * outside))
@@ -137,7 +137,7 @@ def test_a_recording_may_be_entered_again_and_without_with() -> None:
     assert {event.run for event in second.events} == {1}
 
 
-def test_nothing_comes_after_the_end_of_the_block() -> None:
+def test_no_event_is_recorded_after_the_end_of_the_block() -> None:
     with pipe_of(model()) as pipe:
         with pipe.record() as timeline:
             loss = pipe(batch()).sum()
@@ -149,7 +149,7 @@ def test_nothing_comes_after_the_end_of_the_block() -> None:
 @pytest.mark.parametrize(
     "checkpoint, recomputed", [("always", M), ("except_last", M - 1), ("never", 0)]
 )
-def test_each_recomputation_is_there_once(checkpoint: str, recomputed: int) -> None:
+def test_each_recomputation_is_recorded_once(checkpoint: str, recomputed: int) -> None:
     with pipe_of(model(), checkpoint=checkpoint) as pipe:
         timeline = record_step(pipe, batch())
     expected = Counter({(i, j): 1 for i in range(recomputed) for j in range(N)})
@@ -162,7 +162,7 @@ def test_a_partition_that_is_not_first_waits_for_each_input() -> None:
     assert tasks(timeline, "wait") == Counter({(i, j): 1 for i in range(M) for j in range(1, N)})
 
 
-def test_without_grad_there_is_no_backward() -> None:
+def test_no_backward_is_recorded_without_grad() -> None:
     with pipe_of(model()) as pipe, torch.no_grad(), pipe.record() as timeline:
         pipe(batch())
     assert {event.kind for event in timeline.events} == {"forward", "wait"}
@@ -188,7 +188,7 @@ def test_tasks_are_in_the_order_of_what_they_need() -> None:
 
 
 class MeetAt(nn.Module):
-    """Waits at one of its calls for another such layer."""
+    """A layer that waits at one of its calls for another such layer."""
 
     def __init__(self, barrier: threading.Barrier, call: int) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_events_say_which_run_clock_and_device() -> None:
 
 
 class _Noted(torch.autograd.Function):
-    """Calls ``note`` in the backward."""
+    """A function that calls ``note`` in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, note: Any) -> Tensor:
@@ -248,7 +248,7 @@ class Note(nn.Module):
 
 @pytest.mark.layered  # one partition is one layer
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_runs_in_a_backward_is_inside_of_its_event(requires_grad: bool) -> None:
+def test_tasks_in_a_backward_are_inside_its_event(requires_grad: bool) -> None:
     open_at: list[int] = []
     closed_at: list[int] = []
     timeline: Timeline
@@ -306,7 +306,7 @@ def test_only_calls_inside_of_the_block_are_recorded_with_their_backwards_in_it(
     assert {event.kind for event in timeline.events} == {"forward", "wait"}
 
 
-def test_two_recordings_see_what_is_inside_of_each() -> None:
+def test_two_recordings_see_the_calls_inside_each() -> None:
     with pipe_of(model()) as pipe, pipe.record() as outer:
         pipe(batch())
         with pipe.record() as inner:
@@ -329,7 +329,7 @@ class Fails(nn.Module):
         raise ZeroDivisionError
 
 
-def test_of_a_call_that_fails_is_recorded_what_ran() -> None:
+def test_a_failing_call_is_recorded_as_far_as_it_ran() -> None:
     module = nn.Sequential(nn.Linear(4, 4), Fails())
     with Pipe(module, [1, 1], devices=["cpu", "cpu"], chunks=2) as pipe, pipe.record() as timeline:
         with pytest.raises(ZeroDivisionError):
@@ -441,7 +441,7 @@ def stashing() -> nn.Sequential:
 @pytest.mark.parametrize("build", [model, stashing])
 @pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_what_is_computed_is_the_same_bit_for_bit(
+def test_a_recording_changes_no_result(
     build: Any, checkpoint: str, requires_grad: bool
 ) -> None:
     results = []

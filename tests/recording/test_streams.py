@@ -1,4 +1,4 @@
-"""What is recorded between devices: copies there and back, and waits for them.
+"""Tests recordings between devices: copies there and back, and waits for them.
 
 Streams are faked (see ``tests/stages.py``), and moments are what was last asked of them.
 """
@@ -49,7 +49,7 @@ def test_a_copy_and_the_one_back_say_from_where_to_where_and_how_much(fake: Fake
 
 
 def around(log: list[str], what: str) -> tuple[str, str]:
-    """The entries right before and right after the one that is ``what``."""
+    """Returns the entries right before and right after the entry ``what``."""
     place = log.index(what)
     return log[place - 1], log[place + 1]
 
@@ -97,7 +97,7 @@ class FakeEvent:
         return later.late - self.late
 
 
-def test_cuda_moments_are_dated_by_what_the_device_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_moments_have_the_devices_times(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = torch.device("cuda", 0)
     order: list[str] = []
     first = FakeEvent(5.0)

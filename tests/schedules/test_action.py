@@ -1,4 +1,4 @@
-"""Actions: their text form, there and back."""
+"""Tests that actions print as text and are parsed from it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def test_an_action_prints_as_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "F", "F[1]", "F[1,2", "f[1,2]", "F[-1,2]", " F[1,2]"])
-def test_what_is_no_action_is_refused(text: str) -> None:
+def test_a_text_that_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="reads like F\\[3,1\\]"):
         Action.parse(text)
 
 
-def test_the_phase_is_what_users_read() -> None:
+def test_actions_print_their_phase_for_users() -> None:
     phases = [Action(kind, 0, 0).phase for kind in "FRB"]
     assert phases == ["forward", "recomputation", "backward"]

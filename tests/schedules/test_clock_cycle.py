@@ -1,4 +1,4 @@
-"""The clock-cycle as data: its order, its text form, what it promises to the workers."""
+"""Tests the clock-cycle as data: its order, its text form, its promises to the workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_action_occurs_once(m: int, n: int) -> None:
 
 @every_size
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_whatever_worker_serves_a_partition_the_order_is_that_of_the_diagonals(
+def test_the_order_of_diagonals_does_not_depend_on_the_workers(
     m: int, n: int, workers: int
 ) -> None:
     shared = plan_call(m, n, [j % workers for j in range(n)])
@@ -58,15 +58,15 @@ def test_a_partition_gets_its_micro_batches_in_order(m: int, n: int) -> None:
         assert [i for _, i, j in cycle(m, n) if j == partition] == list(range(m))
 
 
-def test_it_leaves_the_backward_to_autograd() -> None:
+def test_the_clock_cycle_leaves_the_backward_to_autograd() -> None:
     assert not cycle(3, 2).goes_back
 
 
-def test_recomputations_are_no_actions_of_it() -> None:
+def test_the_clock_cycle_has_no_recomputations() -> None:
     assert plan_call(3, 2, (0, 1), recomputed=2).order == cycle(3, 2).order
 
 
-def test_it_prints_as_a_grid() -> None:
+def test_a_plan_prints_as_a_grid() -> None:
     assert str(cycle(3, 2)).splitlines() == [
         "tick  0       1       2       3",
         "w=0   F[0,0]  F[1,0]  F[2,0]",

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B is a plan: its bubble, what it keeps, and any number of micro-batches."""
+"""Tests the plan of interleaved 1F1B: its bubble, its memory, and any number of micro-batches."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipert.schedules import Plan, plan
 
 
 def in_turns(m: int, d: int, v: int, recomputed: int = 0) -> Plan:
-    """``d`` workers with ``v`` partitions each."""
+    """Plans a step for ``d`` workers with ``v`` partitions each."""
     return plan("interleaved", m, d * v, [j % d for j in range(d * v)], recomputed)
 
 
 def bubble(found: Plan) -> float:
-    """Percent of the ticks of all workers in which there is nothing to be done."""
+    """Returns the percentage of idle ticks of all workers."""
     workers = len(set(found.placement))
     return round(100 * (1 - len(found) / (workers * len(found.ticks))), 1)
 
 
 def peaks(found: Plan) -> list[int]:
-    """For each worker how many micro-batches of one partition it keeps at most."""
+    """Returns the largest number of micro-batches of one partition that each worker keeps."""
     kept = dict.fromkeys(found.placement, 0)
     most = dict(kept)
     for kind, _, j in found:
@@ -35,7 +35,7 @@ def peaks(found: Plan) -> list[int]:
 
 
 class Published(NamedTuple):
-    """The figures of the field for 8, 16 and 32 micro-batches."""
+    """The published figures for 8, 16 and 32 micro-batches."""
 
     d: int
     v: int
@@ -53,7 +53,7 @@ FIGURES = [
 
 
 @pytest.mark.parametrize("published", FIGURES, ids=lambda one: f"d={one.d} v={one.v}")
-def test_the_bubble_is_that_of_the_field(published: Published) -> None:
+def test_the_bubble_has_the_published_size(published: Published) -> None:
     d, v, bubbles = published
     for m, expected in zip((8, 16, 32), bubbles, strict=True):
         assert bubble(in_turns(m, d, v)) == expected == round(100 * (d - 1) / (v * m + d - 1), 1)
@@ -61,16 +61,16 @@ def test_the_bubble_is_that_of_the_field(published: Published) -> None:
 
 @pytest.mark.parametrize(("v", "most"), [(1, 4), (2, 11), (4, 19)])
 @pytest.mark.parametrize("m", [8, 16, 32])
-def test_what_a_device_keeps_does_not_grow_with_the_number_of_micro_batches(
+def test_a_device_keeps_no_more_for_more_micro_batches(
     m: int, v: int, most: int
 ) -> None:
-    """In units of what all partitions of a device keep of one: 4, 5.5 and 4.8."""
+    """In units of one micro-batch in all of a device's partitions: 4, 5.5 and 4.8."""
     assert peaks(in_turns(m, 4, v))[0] == most
 
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize("m", [8, 12, 32])
-def test_each_worker_keeps_what_is_promised(m: int, v: int) -> None:
+def test_each_worker_keeps_the_promised_number_of_micro_batches(m: int, v: int) -> None:
     promised = [(v - 1) * 4 + 2 * (4 - r) - 1 for r in range(4)]
     assert peaks(in_turns(m, 4, v)) == [min(kept, m * v) for kept in promised]
 
@@ -95,7 +95,7 @@ def test_the_bubble_is_as_small_where_micro_batches_are_no_multiple_of_devices(
 @pytest.mark.parametrize("d", range(1, 7))
 @pytest.mark.parametrize("v", range(1, 5))
 def test_no_number_of_micro_batches_makes_workers_wait_in_a_circle(d: int, v: int) -> None:
-    """Laid out and checked by the rules of a plan, whatever is recomputed."""
+    """Each is laid out and checked by the rules of a plan, with any recomputation."""
     for m in range(1, 14):  # each remainder, and each twice
         assert len(in_turns(m, d, v)) == 2 * m * d * v
         assert len(in_turns(m, d, v, m)) == 3 * m * d * v
@@ -126,7 +126,7 @@ def test_a_recomputation_comes_directly_before_its_backward(
 
 @pytest.mark.parametrize("m", [1, 3, 8])
 @pytest.mark.parametrize("recomputed", [0, 1])
-def test_with_a_partition_for_each_worker_it_is_1f1b(m: int, recomputed: int) -> None:
+def test_interleaving_one_partition_per_worker_is_1f1b(m: int, recomputed: int) -> None:
     one_each = plan("interleaved", m, 4, recomputed=recomputed)
     assert one_each == plan("1f1b", m, 4, recomputed=recomputed)
 

@@ -1,4 +1,4 @@
-"""Several partitions on each simulated GPU: nothing is read too early, and time is saved."""
+"""Tests several partitions on each simulated GPU: no read is too early, and time is saved."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mean_square(y: Tensor, _: object = None) -> Tensor:
 
 
 def pipe_of(d: int, v: int, m: int, checkpoint: str = "never") -> Pipe:
-    """``d`` devices with ``v`` partitions each."""
+    """Makes a pipe of ``d`` devices with ``v`` partitions each."""
     devices = [f"cuda:{j % d}" for j in range(d * v)]
     return Pipe(layers(), [32 // (d * v)] * d * v, devices=devices, chunks=m, checkpoint=checkpoint)
 
@@ -41,7 +41,7 @@ def pipe_of(d: int, v: int, m: int, checkpoint: str = "never") -> Pipe:
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize(("d", "v", "m"), [(4, 2, 8), (4, 4, 6), (2, 4, 3)])
 def test_gradients_are_those_of_the_plain_module(d: int, v: int, m: int, checkpoint: str) -> None:
-    """And no report of a wait that is missing, which would fail the test."""
+    """A report of a missing wait would fail the test."""
     x = torch.randn(m * ROWS, WIDTH, device="cuda:0")
     with pipe_of(d, v, m, checkpoint) as pipe:
         plain = copy.deepcopy(nn.Sequential(*pipe)).to("cuda:0")
@@ -58,7 +58,7 @@ def test_gradients_are_those_of_the_plain_module(d: int, v: int, m: int, checkpo
 
 
 def microseconds(schedule: str, v: int, m: int = 8) -> float:
-    """What the second step takes on four devices."""
+    """Returns the time of the second step on four devices."""
     gpus = simulated_gpus.running()
     assert gpus is not None
     x = torch.randn(m * ROWS, WIDTH, device="cuda:0")

@@ -112,7 +112,7 @@ def test_other_schedules_run_on_such_devices(schedule: str) -> None:
     same(grads_of(module), expected)
 
 
-def test_unless_it_is_asked_for_nothing_is_recomputed() -> None:
+def test_steps_recompute_only_on_request() -> None:
     with pipe_of(plain_layers(), checkpoint=None) as pipe:
         pipe.forward_backward(batch(4), loss_fn=mean, schedule="interleaved")
         assert pipe.statistics().recomputations == 0

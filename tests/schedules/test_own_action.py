@@ -67,7 +67,7 @@ def test_an_action_of_ones_own_runs_between_forward_and_backward(checkpoint: str
         assert [kind for kind, _, _ in done].count("nothing") == 8
 
 
-def test_a_plan_shows_it() -> None:
+def test_a_plan_shows_an_own_action() -> None:
     assert str(plan(with_pauses, 1, 2)) == "\n".join([
         "tick  0       1       2       3       4",
         "w=0   F[0,0]  N[0,0]                  B[0,0]",
@@ -75,7 +75,7 @@ def test_a_plan_shows_it() -> None:
     ])  # fmt: skip
 
 
-def test_its_rule_is_checked() -> None:
+def test_the_rule_of_an_own_action_is_checked() -> None:
     def too_early(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
         yield [Action("N", 0, 0)]
         yield from with_pauses(m, n, placement)
@@ -84,7 +84,7 @@ def test_its_rule_is_checked() -> None:
         plan(too_early, 1, 2)
 
 
-def test_its_failure_names_it() -> None:
+def test_the_failure_of_an_own_action_names_it() -> None:
     def fail(stage: Stage, i: int, _: object) -> None:
         raise KeyError(i)
 

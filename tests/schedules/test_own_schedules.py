@@ -112,7 +112,7 @@ def test_a_step_by_a_schedule_of_ones_own_is_the_plain_modules(
 
 
 @pytest.mark.parametrize("maker", OTHER_ORDER)
-def test_where_neighbours_differ_in_order_it_is_refused(maker: object) -> None:
+def test_a_schedule_whose_neighbours_differ_in_order_is_refused(maker: object) -> None:
     """What goes from one to the other would be taken for another micro-batch's."""
     with pytest.raises(ValueError, match="in the same order"):
         _step_is_the_plain_modules(maker, [1, 1, 2], "never")
@@ -148,7 +148,7 @@ def test_a_schedule_that_breaks_a_rule_is_refused_before_a_layer_is_called() -> 
         assert not called
 
 
-def test_after_a_schedule_that_was_refused_the_pipe_is_usable() -> None:
+def test_the_pipe_is_usable_after_a_refused_schedule() -> None:
     with Pipe(module(), [2, 2], devices=["cpu"] * 2, chunks=2) as pipe:
         with pytest.raises(ValueError, match="in the same order"):
             pipe.forward_backward(batch(4), loss_fn=mean, schedule=crossed_back)

@@ -90,7 +90,7 @@ def test_a_negative_index_is_no_action() -> None:
         ("B[0,1] is in tick 2 and needs R[0,1]", "F00 F01 B01 R01 R00 B00", 1),
     ],
 )
-def test_rule_2_what_comes_before_what_it_needs_is_named(
+def test_rule_2_an_action_before_one_it_needs_is_named(
     broken: str, texts: str, recomputed: int
 ) -> None:
     with pytest.raises(ValueError) as caught:
@@ -130,7 +130,7 @@ def test_rule_4_neighbours_that_differ_in_the_order_of_micro_batches_are_named(k
 # The order, and what a schedule is asked for.
 
 
-def test_what_runs_ask_of_a_plan_is_there_when_it_is_made() -> None:
+def test_a_plan_is_prepared_for_runs_when_it_is_made() -> None:
     # Nothing is left to a lock that a forked child may find held.
     assert {"order", "positions", "occurring_kinds"} <= vars(plan("gpipe", 2, 2)).keys()
 
@@ -144,7 +144,7 @@ def test_positions_are_the_places_in_the_order() -> None:
     ("action", "needs"),
     [("F00", ""), ("F01", "F00"), ("R01", "F01"), ("B02", "F02 R02"), ("B11", "F11 B12")],
 )
-def test_what_an_action_needs(action: str, needs: str) -> None:
+def test_actions_need_their_documented_predecessors(action: str, needs: str) -> None:
     one = plan("gpipe", 2, 3, recomputed=1)
     assert list(one.needs(actions(action)[0])) == actions(needs)
 
@@ -193,7 +193,7 @@ def test_eager_one_f_one_b_as_a_grid() -> None:
 
 
 @pytest.mark.parametrize(("name", "meanwhile"), [("1f1b", "FB"), ("eager-1f1b", "FBFB")])
-def test_what_a_partition_does_until_an_input_comes_of_its_gradient(
+def test_a_partition_knows_its_actions_until_the_gradient_of_an_input(
     name: str, meanwhile: str
 ) -> None:
     """The partition before does ``BF`` in this time, and both ways over the link are in it."""
@@ -216,7 +216,9 @@ def test_two_partitions_of_one_worker_share_its_row() -> None:
 
 @named
 @pytest.mark.parametrize(("m", "n"), [(1, 1), (1, 4), (4, 1), (3, 2), (2, 3), (8, 4)])
-def test_with_a_worker_each_they_are_as_short_as_can_be(name: str, m: int, n: int) -> None:
+def test_schedules_with_a_worker_per_partition_are_as_short_as_possible(
+    name: str, m: int, n: int
+) -> None:
     assert len(plan(name, m, n).ticks) == 2 * (m + n - 1)
 
 
@@ -354,7 +356,7 @@ class Trainer:
         return one_by_one(m, n, placement)
 
 
-def test_nothing_holds_a_function_or_what_it_belongs_to() -> None:
+def test_no_cache_holds_a_function_or_its_object() -> None:
     trainer = Trainer()
     there = weakref.ref(trainer)
     plan(trainer.schedule, 3, 2)
@@ -366,7 +368,7 @@ class Unhashable(Trainer):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_what_a_function_belongs_to_needs_no_hash() -> None:
+def test_the_object_of_a_bound_method_needs_no_hash() -> None:
     assert plan(Unhashable().schedule, 3, 2) == plan(one_by_one, 3, 2)
 
 
@@ -379,7 +381,7 @@ def test_a_name_may_be_in_any_case(name: str) -> None:
 
 
 @pytest.mark.parametrize("given", [3, None, ["1f1b"], {}])
-def test_what_is_neither_a_name_nor_a_function_is_refused(given: Any) -> None:
+def test_a_schedule_that_is_neither_a_name_nor_a_function_is_refused(given: Any) -> None:
     with pytest.raises(TypeError, match="schedule must be a name or a function that makes one"):
         plan(given, 2, 2)
 
@@ -420,7 +422,7 @@ def test_plain_tuples_are_made_actions() -> None:
         assert all(type(action) is Action for action in plan(plain, 3, 2, recomputed=recomputed))
 
 
-def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'eager-1f1b', 'interleaved'\].*got 'dualpipe'"):
         plan("dualpipe", 2, 2)
 

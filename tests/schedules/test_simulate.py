@@ -53,7 +53,7 @@ def test_a_worker_does_its_actions_one_after_the_other_in_the_order_of_the_plan(
     assert times(Chosen([B, A], [0])) == [(0, 2), (2, 3)]
 
 
-def test_workers_do_theirs_at_the_same_time() -> None:
+def test_workers_run_their_actions_at_the_same_time() -> None:
     assert times(Chosen([A, B, C], [0, 1])) == [(0, 1), (1, 3), (0, 4)]
 
 
@@ -79,7 +79,7 @@ def test_the_forward_starts_when_its_input_is_there_and_not_when_the_diagonal_is
     assert (found[2, 0], found[1, 1]) == ((2, 3), (11, 12))
 
 
-def test_a_step_is_done_as_it_was_worked_out_by_hand() -> None:
+def test_a_step_takes_the_times_computed_by_hand() -> None:
     found = simulate(plan("1f1b", 2, 2, recomputed=1), lambda a: 2 if a.kind == "B" else 1)
     assert {str(action): tuple(span) for action, span in found.items()} == {
         **{"F[0,0]": (0, 1), "F[1,0]": (1, 2), "R[0,0]": (2, 3), "B[0,0]": (5, 7)},
@@ -94,7 +94,7 @@ def test_a_step_is_done_as_it_was_worked_out_by_hand() -> None:
     [(4, 8, 27.3), (4, 16, 15.8), (4, 32, 8.6), (8, 8, 46.7), (8, 16, 30.4), (8, 32, 17.9)],
 )
 @pytest.mark.parametrize("backward", [1.0, 2.0])
-def test_the_bubble_of_equal_partitions_is_the_one_of_the_field(
+def test_the_bubble_of_equal_partitions_follows_the_known_formula(
     schedule: str, n: int, m: int, percent: float, backward: float
 ) -> None:
     """(n - 1) / (m + n - 1)"""

@@ -12,7 +12,7 @@ from tests.simulated_gpus.simulation import Simulation
 
 @pytest.fixture
 def gpus() -> Iterator[Simulation]:
-    """The simulated devices, with the rates that they have when a process starts."""
+    """Provides the simulated devices, with the rates that they have when a process starts."""
     simulation = simulated_gpus.running()
     if simulation is None:
         pytest.skip("is about the simulation: python -m pytest --simulated-gpus")
@@ -22,7 +22,7 @@ def gpus() -> Iterator[Simulation]:
 
 @pytest.fixture
 def kinds(gpus: Simulation) -> Callable[[], list[str]]:
-    """A function that takes the reports, so that they do not fail the test; returns their kinds."""
+    """Returns a function that takes the reports, before they fail a test, and lists their kinds."""
 
     def take() -> list[str]:
         found = [report.kind for report in gpus.reports()]

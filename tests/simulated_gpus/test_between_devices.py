@@ -22,14 +22,14 @@ def test_a_copy_is_ordered_for_the_current_streams_of_both_devices(kinds: Kinds)
     assert kinds() == []
 
 
-def test_it_waits_for_what_the_target_s_stream_does_with_the_memory(kinds: Kinds) -> None:
+def test_a_copy_waits_for_the_target_s_stream_to_finish_with_the_memory(kinds: Kinds) -> None:
     x, y = torch.ones(4, device="cuda:0"), torch.zeros(4, device="cuda:1")
     y.add_(1)
     y.copy_(x, non_blocking=True)
     assert kinds() == []
 
 
-def test_for_no_other_stream_of_the_target(kinds: Kinds) -> None:
+def test_a_copy_waits_for_no_other_stream_of_the_target(kinds: Kinds) -> None:
     x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:1")
     y = x.to("cuda:1", non_blocking=True)
     with torch.cuda.stream(side):
@@ -37,7 +37,7 @@ def test_for_no_other_stream_of_the_target(kinds: Kinds) -> None:
     assert "RACE" in kinds()
 
 
-def test_for_no_other_stream_of_the_source(kinds: Kinds) -> None:
+def test_a_copy_waits_for_no_other_stream_of_the_source(kinds: Kinds) -> None:
     x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:0")
     torch.cuda.synchronize("cuda:0")
     with torch.cuda.stream(side):
@@ -46,7 +46,7 @@ def test_for_no_other_stream_of_the_source(kinds: Kinds) -> None:
     assert kinds() == ["RACE"]
 
 
-def test_it_runs_on_the_current_stream_of_the_source(kinds: Kinds) -> None:
+def test_a_copy_runs_on_the_current_stream_of_the_source(kinds: Kinds) -> None:
     x, side = torch.ones(4, device="cuda:0"), torch.cuda.Stream("cuda:0")
     side.wait_stream(torch.cuda.current_stream("cuda:0"))
     with torch.cuda.stream(side):
@@ -96,7 +96,7 @@ def test_a_backward_over_two_devices_and_side_streams_needs_no_wait_of_the_user(
     assert kinds() == []
 
 
-def test_what_backward_leaves_is_ordered_for_the_stream_that_called_it(kinds: Kinds) -> None:
+def test_gradients_are_ordered_for_the_stream_that_called_backward(kinds: Kinds) -> None:
     w = torch.ones(4, device="cuda:0", requires_grad=True)
     w.exp().sum().backward()
     assert w.grad is not None

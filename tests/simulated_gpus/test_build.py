@@ -12,7 +12,7 @@ from tests.simulated_gpus import build
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A source that nobody has built, and an empty cache."""
+    """Makes a source that was never built, and an empty cache."""
     folder = tmp_path / "src"
     folder.mkdir()
     (folder / "interface.cpp").write_text("int sim_nothing() { return 0; }\n")
@@ -21,7 +21,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_without_a_compiler_it_says_what_to_install(
+def test_the_build_without_a_compiler_says_what_to_install(
     sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -44,7 +44,7 @@ def test_the_library_is_built_once_and_again_when_a_source_changes(
     assert build.library() != first
 
 
-def test_what_the_compiler_says_is_shown(sources: Path) -> None:
+def test_the_compilers_message_is_shown(sources: Path) -> None:
     if build.why_not() is not None:
         pytest.skip("there is no g++")
     (sources / "interface.cpp").write_text("no C++ at all\n")

@@ -38,7 +38,7 @@ def test_an_event_after_the_copy_is_enough_for_the_host(kinds: Kinds) -> None:
     assert here.tolist() == [0, 1, 2, 3]
 
 
-def test_an_event_before_the_copy_is_not(kinds: Kinds) -> None:
+def test_an_event_before_the_copy_is_not_enough_for_the_host(kinds: Kinds) -> None:
     there = torch.arange(4.0, device=DEVICE)
     event = torch.cuda.current_stream(DEVICE).record_event()
     here = there.to("cpu", non_blocking=True)
@@ -57,7 +57,7 @@ def test_memory_that_is_not_pinned_has_been_written_when_the_call_returns(kinds:
     assert here.tolist() == [0, 1, 2, 3]
 
 
-def test_what_the_host_writes_under_a_copy_from_it_is_reported(kinds: Kinds) -> None:
+def test_a_host_write_during_a_copy_from_it_is_reported(kinds: Kinds) -> None:
     here = pinned(1)
     here.to(DEVICE, non_blocking=True)
     here.fill_(2)
@@ -72,7 +72,7 @@ def test_a_number_is_copied_as_well(kinds: Kinds) -> None:
     assert kinds() == []
 
 
-def test_what_it_writes_after_it_has_waited_is_not(kinds: Kinds) -> None:
+def test_a_host_write_after_a_wait_is_not_reported(kinds: Kinds) -> None:
     here = pinned(1)
     here.to(DEVICE, non_blocking=True)
     torch.cuda.synchronize(DEVICE)

@@ -27,7 +27,7 @@ def megabytes(count: int) -> torch.Tensor:
     return torch.empty(count * MEGABYTE, dtype=torch.uint8, device=DEVICE)
 
 
-def test_what_is_allocated_is_counted_and_the_most_of_it(gpus: Simulation) -> None:
+def test_live_and_peak_bytes_are_counted(gpus: Simulation) -> None:
     torch.cuda.reset_peak_memory_stats(DEVICE)
     before = torch.cuda.memory_allocated(DEVICE)
     x = megabytes(3)
@@ -41,7 +41,7 @@ def test_what_is_allocated_is_counted_and_the_most_of_it(gpus: Simulation) -> No
     assert torch.cuda.max_memory_allocated(DEVICE) == before
 
 
-def test_what_does_not_fit_is_refused_as_on_a_gpu(gpus: Simulation) -> None:
+def test_an_allocation_over_the_limit_is_refused_as_on_a_gpu(gpus: Simulation) -> None:
     gpus.limit_memory(5, gpus.live_bytes(5) + 4 * MEGABYTE)
     assert torch.cuda.mem_get_info(DEVICE)[0] == 4 * MEGABYTE
     x = megabytes(3)
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused_as_on_a_gpu(gpus: Simulation) -> None:
     assert torch.cuda.memory_stats(DEVICE)["num_ooms"] >= 2
 
 
-def test_more_than_this_machine_has_is_refused_and_not_tried() -> None:
+def test_an_allocation_larger_than_the_machine_is_refused_without_a_try() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         megabytes(1 << 20)
 
@@ -72,5 +72,5 @@ def test_torch_s_summary_of_memory_can_be_printed() -> None:
     assert "Active memory" in torch.cuda.memory_summary(DEVICE)
 
 
-def test_what_nobody_has_written_is_not_a_number() -> None:
+def test_unwritten_memory_is_nan() -> None:
     assert torch.empty(7, device=DEVICE).isnan().all()

@@ -31,7 +31,7 @@ def randn(*sizes: int) -> Tensor:
 
 
 def outputs(value: Any) -> list[Tensor]:
-    """The tensors in nested tuples."""
+    """Returns the tensors in nested tuples."""
     if isinstance(value, Tensor):
         return [value]
     return [] if value is None else [t for part in value for t in outputs(part)]
@@ -73,7 +73,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_computes_what_it_does_on_the_cpu(name: str) -> None:
+def test_a_module_computes_the_same_as_on_the_cpu(name: str) -> None:
     make, data = MODULES[name]
     here = make()
     there = copy.deepcopy(here).to(DEVICE)
@@ -126,7 +126,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_computes_what_it_does_on_the_cpu(name: str) -> None:
+def test_a_function_computes_the_same_as_on_the_cpu(name: str) -> None:
     results = []
     for device in (torch.device("cpu"), DEVICE):
         x = q().to(device).requires_grad_()

@@ -17,12 +17,12 @@ DEVICE = torch.device("cuda:0")
 
 
 def streams() -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Two, of which neither is the default stream."""
+    """Makes two streams, neither of which is the default stream."""
     return torch.cuda.Stream(DEVICE), torch.cuda.Stream(DEVICE)
 
 
 def zeros() -> torch.Tensor:
-    """Memory that every stream may use: the host has waited for it."""
+    """Makes memory that every stream may use, because the host has waited for it."""
     x = torch.zeros(8, device=DEVICE)
     torch.cuda.synchronize(DEVICE)
     return x
@@ -58,7 +58,7 @@ def test_a_write_that_does_not_wait_for_a_write_is_a_race(kinds: Kinds) -> None:
     assert kinds() == ["RACE"]
 
 
-def test_two_reads_are_none(kinds: Kinds) -> None:
+def test_two_reads_are_no_race(kinds: Kinds) -> None:
     a, b = streams()
     x = zeros()
     for stream in (a, b):
@@ -191,7 +191,7 @@ def test_an_event_recorded_again_counts_from_the_next_wait_on(kinds: Kinds) -> N
     assert kinds() == []
 
 
-def test_to_wait_for_an_event_that_was_never_recorded_is_no_wait(kinds: Kinds) -> None:
+def test_waiting_for_an_event_that_was_never_recorded_is_no_wait(kinds: Kinds) -> None:
     a, b = streams()
     x = zeros()
     with torch.cuda.stream(a):
@@ -202,7 +202,7 @@ def test_to_wait_for_an_event_that_was_never_recorded_is_no_wait(kinds: Kinds) -
     assert kinds() == ["RACE"]
 
 
-def test_a_wait_in_the_other_direction_is_none(kinds: Kinds) -> None:
+def test_a_wait_in_the_other_direction_does_not_help(kinds: Kinds) -> None:
     a, b = streams()
     x = zeros()
     with torch.cuda.stream(a):
@@ -228,7 +228,7 @@ def test_streams_of_torch_do_not_wait_for_the_default_stream_nor_it_for_them(
     assert kinds() == ["RACE"]
 
 
-def test_what_one_thread_has_waited_for_all_threads_know(kinds: Kinds) -> None:
+def test_a_wait_in_one_thread_counts_for_all_threads(kinds: Kinds) -> None:
     # There is one host: what threads do to tell each other of it is not known here.
     a, b = streams()
     x = zeros()
@@ -285,7 +285,7 @@ def test_slices_that_share_a_byte_conflict(kinds: Kinds, pair: tuple[Slice, Slic
     assert set(kinds()) == {"RACE"}
 
 
-def test_to_make_a_view_is_no_use(kinds: Kinds) -> None:
+def test_making_a_view_is_no_access(kinds: Kinds) -> None:
     a, b = streams()
     x = zeros()
     with torch.cuda.stream(a):

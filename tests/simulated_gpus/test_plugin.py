@@ -109,7 +109,7 @@ def test_each_report_fails_the_test_that_it_belongs_to_and_shows_both_stacks(
     assert "after the end of the test, simulated GPUs report" in out
 
 
-def test_without_a_compiler_tests_are_skipped_with_what_to_install(tmp_path: Path) -> None:
+def test_tests_without_a_compiler_are_skipped_with_a_remedy(tmp_path: Path) -> None:
     out = run(tmp_path, "clean", path=str(tmp_path))
     assert "SKIPPED" in out and "install it (Debian: apt install g++)" in out
     assert "failed" not in out and "error" not in out.lower()

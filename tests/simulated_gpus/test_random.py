@@ -43,7 +43,7 @@ def test_each_device_draws_from_its_own_generator_and_not_from_the_cpu_s() -> No
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_state_can_be_taken_and_given_back() -> None:
+def test_a_generators_state_can_be_saved_and_restored() -> None:
     state = torch.cuda.get_rng_state(DEVICE)
     first, dropped = draw(), torch.nn.functional.dropout(torch.ones(64, device=DEVICE))
     torch.cuda.set_rng_state(state, DEVICE)
@@ -51,7 +51,7 @@ def test_a_state_can_be_taken_and_given_back() -> None:
     assert torch.equal(torch.nn.functional.dropout(torch.ones(64, device=DEVICE)), dropped)
 
 
-def test_a_generator_of_one_s_own() -> None:
+def test_an_explicit_generator_draws_from_its_own_seed() -> None:
     generator = torch.Generator(DEVICE).manual_seed(7)
     assert generator.device == DEVICE and generator.initial_seed() == 7
     before = torch.cuda.get_rng_state(DEVICE)
@@ -62,7 +62,7 @@ def test_a_generator_of_one_s_own() -> None:
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
 
 
-def test_fork_rng_puts_it_back() -> None:
+def test_fork_rng_restores_the_state() -> None:
     state = torch.cuda.get_rng_state(DEVICE)
     with torch.random.fork_rng(devices=[1]):
         draw()

@@ -33,7 +33,7 @@ def test_memory_freed_while_another_stream_reads_it_may_be_used_again(kinds: Kin
     assert kinds() == ["USE-AFTER-FREE"]
 
 
-def test_record_stream_keeps_it(kinds: Kinds) -> None:
+def test_record_stream_delays_reuse_of_memory(kinds: Kinds) -> None:
     x = torch.ones(8, device=DEVICE)
     x.record_stream(side_stream_reads(x))
     del x
@@ -41,7 +41,7 @@ def test_record_stream_keeps_it(kinds: Kinds) -> None:
     assert kinds() == []
 
 
-def test_record_stream_of_a_view_keeps_it(kinds: Kinds) -> None:
+def test_record_stream_of_a_view_delays_reuse_of_memory(kinds: Kinds) -> None:
     x = torch.ones(8, device=DEVICE)
     x[2:].record_stream(side_stream_reads(x))
     del x
@@ -49,7 +49,7 @@ def test_record_stream_of_a_view_keeps_it(kinds: Kinds) -> None:
     assert kinds() == []
 
 
-def test_record_stream_for_a_stream_that_does_not_use_it_does_not(kinds: Kinds) -> None:
+def test_record_stream_for_an_unrelated_stream_does_not_delay_reuse(kinds: Kinds) -> None:
     x = torch.ones(8, device=DEVICE)
     side_stream_reads(x)
     x.record_stream(torch.cuda.Stream(DEVICE))
@@ -67,7 +67,7 @@ def test_an_owner_that_waits_before_it_allocates_is_safe(kinds: Kinds) -> None:
     assert kinds() == []
 
 
-def test_what_another_stream_allocates_is_other_memory(kinds: Kinds) -> None:
+def test_another_stream_allocates_other_memory(kinds: Kinds) -> None:
     x = torch.ones(8, device=DEVICE)
     side_stream_reads(x)
     del x
@@ -86,7 +86,7 @@ def test_the_stream_that_allocated_may_be_busy_with_it(kinds: Kinds) -> None:
     assert kinds() == []
 
 
-def test_memory_allocated_on_a_side_stream_is_its(kinds: Kinds) -> None:
+def test_memory_allocated_on_a_side_stream_belongs_to_that_stream(kinds: Kinds) -> None:
     side = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(side):
         x = torch.ones(8, device=DEVICE)

@@ -51,7 +51,9 @@ def test_two_streams_overlap_until_one_waits(
     assert gpus.makespan() == expected
 
 
-def test_what_follows_a_synchronisation_begins_after_it_on_every_device(gpus: Simulation) -> None:
+def test_operations_after_a_synchronisation_begin_after_it_on_every_device(
+    gpus: Simulation
+) -> None:
     begin(gpus)
     sleep()
     torch.cuda.synchronize(DEVICE)
@@ -148,7 +150,7 @@ def test_a_launch_costs_the_host_and_nothing_begins_before_it(gpus: Simulation) 
     assert gpus.time(0) == pytest.approx(30, abs=0.1)
 
 
-def test_events_measure_it(gpus: Simulation) -> None:
+def test_events_measure_virtual_time(gpus: Simulation) -> None:
     begin(gpus)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
@@ -160,7 +162,7 @@ def test_events_measure_it(gpus: Simulation) -> None:
     assert start.elapsed_time(end) == SLEEP / 1e3
 
 
-def test_events_without_timing_or_of_two_devices_do_not() -> None:
+def test_events_without_timing_or_of_two_devices_measure_nothing() -> None:
     plain = torch.cuda.current_stream(DEVICE).record_event()
     with pytest.raises(ValueError, match="must be recorded"):
         plain.elapsed_time(torch.cuda.Event(enable_timing=True))

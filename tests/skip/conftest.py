@@ -1,6 +1,6 @@
-"""Each test runs on a thread of its own.
+"""Runs each test on a thread of its own.
 
-So what a failed forward has left in the store of skips of its thread is no business of other tests.
+So skips that a failed forward leaves in its thread's store cannot reach other tests.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def two_pairs() -> nn.Sequential:
 
 
 @copies
-def test_what_belonged_together_does_so_in_a_copy(copied: Copy) -> None:
+def test_skips_that_belong_together_do_so_in_a_copy(copied: Copy) -> None:
     model = two_pairs()
     other = copied(model)
     verify_skippables(other)

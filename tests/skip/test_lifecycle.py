@@ -121,7 +121,7 @@ FORWARD = {"1 stashed": 1, "2 task over": 1, "3 in between": 1, "4 begun": 1, "5
 # Event by event -----------------------------------------------------------------------------------
 
 
-def test_without_checkpointing_a_skip_is_gone_after_the_forward() -> None:
+def test_a_skip_without_checkpointing_is_gone_after_the_forward() -> None:
     setting = Setting()
     y = drive(setting, recomputed=0)
     assert setting.counts == {**FORWARD, "6 forward over": 0}
@@ -129,7 +129,7 @@ def test_without_checkpointing_a_skip_is_gone_after_the_forward() -> None:
     assert setting.left() == 0
 
 
-def test_with_checkpointing_a_skip_is_kept_for_the_recomputation_of_what_pops_it() -> None:
+def test_a_skip_with_checkpointing_is_kept_for_the_recomputation_of_the_popping_layer() -> None:
     setting = Setting()
     y = drive(setting, recomputed=1)
     assert setting.counts == {**FORWARD, "6 forward over": 1}
@@ -145,7 +145,7 @@ def test_with_checkpointing_a_skip_is_kept_for_the_recomputation_of_what_pops_it
 
 
 @no_grads
-def test_without_grad_a_skip_is_gone_after_the_forward(no_grad: Callable[[], Any]) -> None:
+def test_a_skip_without_grad_is_gone_after_the_forward(no_grad: Callable[[], Any]) -> None:
     setting = Setting()
     with no_grad():
         y = drive(setting, recomputed=1)

@@ -109,12 +109,14 @@ def test_a_model_written_for_torchgpipe_runs_plain_and_in_a_pipe(ours: ModuleTyp
     assert [p.grad is not None for p in model.parameters()] == [True, True]
 
 
-def test_it_computes_what_it_computed_there(ours: ModuleType, theirs: ModuleType) -> None:
+def test_a_model_written_for_torchgpipe_computes_the_same(
+    ours: ModuleType, theirs: ModuleType
+) -> None:
     x = torch.randn(6, 1)
     same(ours.model()(x), theirs.model()(x))
 
 
-def test_the_surface_is_theirs_and_more(theirs: ModuleType) -> None:
+def test_the_public_names_include_torchgpipes(theirs: ModuleType) -> None:
     names = set(importlib.import_module("torchgpipe.skip").__all__)
     assert names <= set(importlib.import_module("pipert.skip").__all__)
 

@@ -152,7 +152,7 @@ def test_only_must_be_a_list_of_names(only: Any) -> None:
 
 
 @pytest.mark.parametrize("namespace", ["ns", 3, Namespace])
-def test_a_namespace_must_be_one(namespace: Any) -> None:
+def test_isolate_takes_only_a_namespace(namespace: Any) -> None:
     with pytest.raises(TypeError, match="isolate takes a Namespace or None"):
         Stash().isolate(namespace)
 

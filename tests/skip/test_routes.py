@@ -84,7 +84,7 @@ def test_a_partition_may_get_one_skip_and_send_another() -> None:
     assert middle == PartitionSkips(((A, 0),), ((B, 2),), {A: 1, B: 0})
 
 
-def test_what_is_in_layers_counts_as_theirs() -> None:
+def test_skips_of_inner_layers_count_for_the_outer_layer() -> None:
     inside = nn.Sequential(nn.Sequential(nn.Tanh(), s("a")))
     first, last = routes_of([inside], [nn.Sequential(p("a"))])
     assert (first.leaving, last.arriving) == (((A, 1),), ((A, 0),))
@@ -112,7 +112,7 @@ def test_the_store_of_a_task_keeps_what_leaves() -> None:
     assert store.send(A) == "value"
 
 
-def test_what_was_not_stashed_leaves_as_absent() -> None:
+def test_a_skip_that_was_not_stashed_leaves_as_absent() -> None:
     first, _ = routes_of([s("a")], [p("a")])
     assert first.store([]).send(A) is ABSENT
 
@@ -120,7 +120,7 @@ def test_what_was_not_stashed_leaves_as_absent() -> None:
 # The links ----------------------------------------------------------------------------------------
 
 
-def test_what_is_sent_is_received_by_name_micro_batch_and_partition() -> None:
+def test_a_skip_is_received_by_name_micro_batch_and_partition() -> None:
     links = SkipLinks()
     places = [(A, 0, 1), (A, 0, 2), (A, 1, 1), (B, 0, 1)]
     for place in places:
@@ -128,7 +128,7 @@ def test_what_is_sent_is_received_by_name_micro_batch_and_partition() -> None:
     assert [links.receive(*place) for place in places[::-1]] == [*map(repr, places[::-1])]
 
 
-def test_what_was_received_is_on_its_way_no_more() -> None:
+def test_a_received_skip_is_no_longer_in_transit() -> None:
     links = SkipLinks()
     links.send(A, 0, 1, "value")
     links.send(A, 0, 2, "value")
@@ -138,7 +138,7 @@ def test_what_was_received_is_on_its_way_no_more() -> None:
     assert repr(links) == "<SkipLinks, 0 skips and 0 gradients>"
 
 
-def test_what_was_modified_in_place_on_the_way_is_refused() -> None:
+def test_a_skip_modified_in_place_in_transit_is_refused() -> None:
     links, x = SkipLinks(), torch.ones(2)
     links.send(A, 0, 1, [x])
     x.add_(1)
@@ -146,7 +146,7 @@ def test_what_was_modified_in_place_on_the_way_is_refused() -> None:
         links.receive(A, 0, 1)
 
 
-def test_what_was_not_stashed_arrives_as_absent() -> None:
+def test_a_skip_that_was_not_stashed_arrives_as_absent() -> None:
     links = SkipLinks()
     links.send(A, 0, 1, ABSENT)
     assert links.receive(A, 0, 1) is ABSENT
@@ -158,7 +158,7 @@ def test_gradients_go_back_by_the_same_places() -> None:
     assert links.receive_back(A, 0, 1) == [dx] and links.receive_back(A, 0, 1) is None
 
 
-def test_what_nobody_will_receive_can_be_dropped() -> None:
+def test_skips_that_will_not_be_received_can_be_dropped() -> None:
     links = SkipLinks()
     links.send(A, 0, 1, "value")
     links.send_back(B, 0, 1, [None])

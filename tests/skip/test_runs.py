@@ -1,4 +1,4 @@
-"""Runs of a Pipe with skips: what crosses where, recomputation, errors, callers, other pipes."""
+"""Tests runs of a Pipe with skips: transfers, recomputation, errors, callers, other pipes."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_partitions_in_between_never_see_the_skip(
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1], [2, 1]], ids=str)
-def test_without_copies_the_very_tensor_that_was_stashed_is_popped(balance: list[int]) -> None:
+def test_the_stashed_tensor_itself_is_popped_if_no_copy_is_needed(balance: list[int]) -> None:
     stashed, popped = [], []
 
     @skippable(stash=["a"])
@@ -118,7 +118,7 @@ def test_without_copies_the_very_tensor_that_was_stashed_is_popped(balance: list
 
 
 @pytest.mark.parametrize(("checkpoint", "count"), [("always", 3), ("except_last", 2), ("never", 0)])
-def test_a_recomputation_pops_what_its_forward_popped(checkpoint: str, count: int) -> None:
+def test_a_recomputation_pops_the_same_value_as_its_forward(checkpoint: str, count: int) -> None:
     popped: dict[bool, list[float]] = {False: [], True: []}
     last = PopAdd(lambda a: popped[is_recomputing()].append(a.item()))
     with pipe_of(Stash(), Apply(torch.exp), last, chunks=3, checkpoint=checkpoint) as pipe:
@@ -236,7 +236,7 @@ def test_an_error_in_a_recomputation_of_a_skippable_layer_says_where_it_was() ->
 
 @pytest.mark.parametrize("balance", [[1, 1, 1], [2, 1], [1, 2], [3]], ids=str)
 def test_a_skip_that_was_modified_in_place_is_refused_with_a_note(balance: list[int]) -> None:
-    """Whoever notices it: the layer that pops, or the partition on its way."""
+    """Either the popping layer notices it, or a partition in transit."""
 
     @skippable(stash=["a"])
     class StashItself(nn.Module):
@@ -289,7 +289,7 @@ def test_a_layer_that_does_not_run_leaves_nothing_to_pop() -> None:
 
 @modes
 def test_the_skips_of_several_callers_do_not_mix(checkpoint: str) -> None:
-    """All are in the middle partition before the first of them goes on."""
+    """All callers are in the middle partition before the first of them goes on."""
     callers = 3
     arrived, outputs = threading.Semaphore(0), {}
     all_there = threading.Event()
@@ -376,8 +376,8 @@ def test_a_replaced_layer_may_bring_skips_to_a_partition_that_had_none() -> None
         same(pipe(rows(2)), rows(2) * 7)
 
 
-def test_when_a_layer_is_replaced_the_skips_are_routed_anew() -> None:
-    """So that the layers at both ends of a skip may be put in another namespace."""
+def test_replacing_a_layer_routes_the_skips_anew() -> None:
+    """So the layers at both ends of a skip may be put in another namespace."""
     with pipe_of(Stash(), nn.Identity(), PopAdd(), chunks=2) as pipe:
         namespace, first = Namespace(), pipe[0]
         assert isinstance(first, Stash)

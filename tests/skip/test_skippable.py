@@ -1,4 +1,4 @@
-"""A skippable layer: what it yields, what it is told when it does wrong, and what its class is."""
+"""Tests a skippable layer: what it yields, the errors for mistakes, and its class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Generator[Any, Any, Any]
 
 @skippable(stash=["a"])
 class Stash(nn.Module):
-    """Stashes its input."""
+    """A layer that stashes its input."""
 
     def __init__(self, factor: float = 1.0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def layer_of(
     stash: Iterable[str] | Mapping[str, int] = (),
     pop: Iterable[str] = (),
 ) -> nn.Module:
-    """A skippable layer with this ``forward(self, x)``."""
+    """Makes a skippable layer with this ``forward(self, x)``."""
     kind: type[nn.Module] = type("Layer", (nn.Module,), {"forward": forward})
     return skippable(stash=stash, pop=pop)(kind)()
 
@@ -52,7 +52,7 @@ def one() -> Tensor:
 # What it does -------------------------------------------------------------------------------------
 
 
-def test_what_one_layer_stashes_another_pops() -> None:
+def test_a_layer_pops_a_value_stashed_by_another() -> None:
     assert nn.Sequential(Stash(factor=2.0), PopAdd())(one()).item() == 3
 
 
@@ -232,7 +232,7 @@ wrong = pytest.mark.parametrize(
 
 
 def fail(forward: Callable[..., Any], declared: dict[str, Any]) -> Exception:
-    """What a layer raises that comes after one that stashes ``a`` for it."""
+    """Returns the error of a layer that follows one that stashes ``a`` for it."""
     model = nn.Sequential(Stash(), layer_of(forward, **declared))
     with pytest.raises(Exception) as caught:
         model(one())
@@ -258,7 +258,7 @@ def test_the_traceback_shows_the_yield_that_is_wrong(
 
 
 def forget(layer: Any, x: Tensor) -> Forward:
-    """Does nothing about ``b``."""
+    """A forward that does not stash or pop ``b``."""
     if "a" in layer.skip_stashes:
         yield stash("a", x)
     return x
@@ -272,7 +272,7 @@ def forget(layer: Any, x: Tensor) -> Forward:
         ({"pop": ["b"]}, "popped 'b'"),
     ],
 )
-def test_a_layer_is_told_what_it_has_declared_and_not_done(
+def test_a_layer_that_does_not_do_what_it_declared_gets_an_error(
     forward: Callable[..., Any], declared: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RuntimeError, match=f"Layer must have {message} when its forward"):
@@ -284,7 +284,7 @@ def test_all_that_was_forgotten_is_named() -> None:
         layer_of(lambda _, x: x, pop=["b", "a"])(one())
 
 
-def test_a_layer_may_catch_what_it_is_told_and_go_on() -> None:
+def test_a_layer_may_catch_the_error_and_go_on() -> None:
     def forward(_: nn.Module, x: Tensor) -> Forward:
         try:
             return x + (yield pop("a"))
@@ -294,7 +294,7 @@ def test_a_layer_may_catch_what_it_is_told_and_go_on() -> None:
     assert layer_of(forward, pop=["a"])(one()).item() == 1
 
 
-def test_what_the_layer_itself_raises_comes_out_as_it_is() -> None:
+def test_an_error_of_the_layer_itself_is_raised_unchanged() -> None:
     error = ValueError()
 
     def forward(_: nn.Module, x: Tensor) -> Forward:
@@ -330,7 +330,7 @@ def test_a_number_of_layers_that_is_no_positive_number_is_refused(layers: Any) -
 
 
 @pytest.mark.parametrize("kind", [int, nn.Linear(1, 1), lambda x: x], ids=["class", "obj", "fn"])
-def test_what_is_no_module_class_is_refused(kind: Any) -> None:
+def test_a_class_that_is_no_module_is_refused(kind: Any) -> None:
     with pytest.raises(TypeError, match="skippable decorates subclasses of nn.Module"):
         skippable()(kind)
 
@@ -340,7 +340,7 @@ def test_a_class_with_an_attribute_that_skippable_adds_is_refused() -> None:
         skippable()(type("Layer", (nn.Module,), {"isolate": lambda self: self}))
 
 
-def test_the_surface_is_that_of_torchgpipe_and_the_base_class() -> None:
+def test_the_public_names_are_torchgpipes_and_the_base_class() -> None:
     ours = {"Namespace", "pop", "skippable", "stash", "verify_skippables"}
     assert set(pipert.skip.__all__) == ours | {"Skippable"}
 

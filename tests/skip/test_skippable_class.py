@@ -1,4 +1,4 @@
-"""A decorated class is the class it was: its names, attributes, subclasses and constructor."""
+"""Tests that a decorated class keeps its names, attributes, subclasses and constructor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Forward = Generator[Any, Any, Any]
 
 def define() -> type[Any]:
     class Layer(nn.Module):
-        """Stashes its input."""
+        """A layer that stashes its input."""
 
         limit = 5
 
@@ -49,7 +49,7 @@ def one() -> Tensor:
 
 
 def skipped(layer: nn.Module) -> float:
-    """What a layer makes of one, and what it stashes, together."""
+    """Returns the sum of a layer's output for one and the value it stashes."""
     return float(nn.Sequential(layer, PopAdd())(one()).item())
 
 
@@ -57,7 +57,7 @@ def skipped(layer: nn.Module) -> float:
 
 
 @pytest.mark.parametrize("name", ["__name__", "__qualname__", "__module__", "__doc__", "limit"])
-def test_a_decorated_class_has_what_the_class_has(name: str) -> None:
+def test_a_decorated_class_has_the_attributes_of_the_class(name: str) -> None:
     assert getattr(Stash, name) == getattr(Undecorated, name)
 
 
@@ -294,7 +294,7 @@ def test_a_subclass_that_does_what_its_base_has_done_is_told_so() -> None:
 
 
 def test_a_layer_may_run_another_of_its_class() -> None:
-    """What the inner one does is no business of the outer one."""
+    """The outer one is not affected by what the inner one stashes."""
 
     @skippable(stash=["a"])
     class Outer(Skippable):

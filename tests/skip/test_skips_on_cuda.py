@@ -1,4 +1,4 @@
-"""Skips on real GPUs: the values of the plain model, one copy each way, in the right streams.
+"""Tests skips on real GPUs: the plain model's values, one copy each way, in the right streams.
 
 Additional proof; ``tests/stage/test_skips_between_stages.py`` counts the copies and their order
 without a GPU. What waits for nobody is found out by keeping streams busy, see ``sleep``.
@@ -59,7 +59,7 @@ ROWS, WIDTH = 64, 1024  # long enough for a copy that is read too early to be se
 
 
 def sleep() -> None:
-    """Keep the current stream busy for some 20 ms, so that whoever does not wait is found out."""
+    """Keeps the current stream busy for some 20 ms, so that a missing wait shows."""
     sleep_for_cycles: Any = torch.cuda._sleep
     sleep_for_cycles(40_000_000)
 
@@ -120,7 +120,7 @@ def model(
     put: Callable[[Tensor], Any] = torch.clone,
     take: Callable[[Tensor], Tensor] = torch.clone,
 ) -> nn.Sequential:
-    """Three layers; the first stashes, the last or the last two pop."""
+    """Makes three layers; the first stashes, the last or the last two pop."""
     layers = [declaring(Stash, stash={"a": poppers})(put)]
     pops = [[], ["a"]] if poppers == 1 else [["a"], ["a"]]
     return nn.Sequential(*layers, *[declaring(Add, pop=names)(take) for names in pops])
@@ -135,7 +135,7 @@ def batch(requires_grad: bool = True) -> Tensor:
 
 
 def assert_same_step(module: nn.Sequential, devices: list[str], **options: Any) -> None:
-    """A step on ``devices`` is that on the CPU, outputs and gradients."""
+    """Asserts that a step on ``devices`` equals that on the CPU, outputs and gradients."""
     plain, x = copy.deepcopy(module), batch()
     expected = plain(x)
     expected.square().sum().backward()
@@ -176,7 +176,7 @@ def test_an_output_without_grad_is_that_of_the_plain_model(
 
 
 @placements
-def test_what_is_popped_is_on_the_device_of_the_layer_that_pops_it(devices: list[str]) -> None:
+def test_a_popped_skip_is_on_the_device_of_the_popping_layer(devices: list[str]) -> None:
     found: list[torch.device] = []
 
     def look(skip: Tensor) -> Tensor:
@@ -251,17 +251,17 @@ def test_a_copy_waits_for_the_layer_that_stashes_and_a_layer_for_the_copy_it_pop
 @placements
 @modes
 @pytest.mark.parametrize("poppers", [1, 2])
-def test_a_gradient_is_copied_back_and_added_when_it_is_there(
+def test_a_skips_gradient_is_added_after_it_was_copied_back(
     devices: list[str], checkpoint: str, poppers: int
 ) -> None:
-    """With two who pop there are two gradients, to be added after both have been copied."""
+    """With two popping layers there are two gradients, added after both have been copied."""
     assert_same_step(model(poppers, take=slow_backward), devices, checkpoint=checkpoint)
 
 
 @placements
 @pytest.mark.parametrize("poppers", [1, 2])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_grad_too_a_copy_waits_for_what_it_copies(
+def test_a_copy_without_grad_waits_for_its_source_too(
     devices: list[str], poppers: int, mode: Callable[[], Any]
 ) -> None:
     """While a skip is fetched, the stashing GPU is busy with the next micro-batches."""
@@ -313,7 +313,7 @@ def test_reserved_memory_stays_flat(devices: list[str], checkpoint: str) -> None
 
 @placements
 @modes
-def test_after_a_step_no_skip_is_left(devices: list[str], checkpoint: str) -> None:
+def test_no_skip_is_left_after_a_step(devices: list[str], checkpoint: str) -> None:
     x = batch(requires_grad=False)
     with pipe_of(model(), devices, checkpoint=checkpoint) as pipe:
         levels = []

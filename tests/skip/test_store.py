@@ -1,4 +1,4 @@
-"""Where a stashed value is: put, taken, sent, gone. And in plain models, outside of any pipe."""
+"""Tests where stashed values are kept, taken, sent and dropped, in a pipe and in plain models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fail(_: Tensor) -> Tensor:
 # The store ----------------------------------------------------------------------------------------
 
 
-def test_what_is_put_is_taken_once() -> None:
+def test_a_value_is_taken_once() -> None:
     store = Store()
     store.put(A, "value", 1)
     assert store.take(A) == "value"
@@ -50,7 +50,7 @@ def test_what_is_put_is_taken_once() -> None:
         store.take(A)
 
 
-def test_what_is_put_for_two_is_taken_twice() -> None:
+def test_a_value_for_two_is_taken_twice() -> None:
     store = Store()
     store.put(A, "value", 2)
     assert [store.take(A), store.take(A)] == ["value", "value"]
@@ -58,7 +58,7 @@ def test_what_is_put_for_two_is_taken_twice() -> None:
         store.take(A)
 
 
-def test_what_was_never_put_is_not_there() -> None:
+def test_a_value_that_was_never_put_is_missing() -> None:
     with pytest.raises(RuntimeError, match="no layer has stashed it before"):
         Store().take(A)
 
@@ -77,7 +77,7 @@ def test_the_later_of_two_values_is_the_one() -> None:
     assert store.take(A) == "second"
 
 
-def test_none_is_a_value() -> None:
+def test_none_may_be_stashed() -> None:
     store = Store()
     store.put(A, None, 1)
     assert store.take(A) is None
@@ -91,19 +91,19 @@ def test_how_many_pop_may_be_told_by_the_store() -> None:
         store.take(A)
 
 
-def test_what_nobody_pops_from_a_store_is_not_kept_in_it() -> None:
+def test_a_value_that_no_layer_pops_from_a_store_is_not_kept() -> None:
     store = Store({A: 0})
     store.put(A, "value", 3)
     assert store.send(A) is ABSENT
 
 
-def test_what_others_pop_is_kept_for_them() -> None:
+def test_a_value_for_other_partitions_is_kept() -> None:
     store = Store({A: 0}, [A])
     store.put(A, "value", 1)
     assert store.send(A) == "value"
 
 
-def test_what_others_pop_is_kept_for_them_when_it_was_popped_here() -> None:
+def test_a_value_for_other_partitions_is_kept_after_a_pop_here() -> None:
     store = Store({A: 1}, [A])
     store.put(A, "value", 2)
     assert [store.take(A), store.send(A)] == ["value", "value"]
@@ -111,13 +111,13 @@ def test_what_others_pop_is_kept_for_them_when_it_was_popped_here() -> None:
         store.take(A)
 
 
-def test_what_several_partitions_pop_is_sent_to_each() -> None:
+def test_a_value_for_several_partitions_is_sent_to_each() -> None:
     store = Store({A: 0}, [A, A])
     store.put(A, "value", 2)
     assert [store.send(A), store.send(A), store.send(A)] == ["value", "value", ABSENT]
 
 
-def test_in_inference_mode_each_partition_is_sent_a_copy_of_its_own() -> None:
+def test_each_partition_is_sent_its_own_copy_in_inference_mode() -> None:
     store = Store({A: 1}, [A, A])
     with torch.inference_mode():
         store.put(A, torch.ones(2), 3)
@@ -125,13 +125,13 @@ def test_in_inference_mode_each_partition_is_sent_a_copy_of_its_own() -> None:
     assert len({value.data_ptr() for value in values}) == 3
 
 
-def test_what_was_received_is_taken() -> None:
+def test_a_received_value_is_taken() -> None:
     store = Store({A: 1})
     store.receive(A, "value")
     assert store.take(A) == "value"
 
 
-def test_what_was_received_is_taken_as_often_as_it_is_popped() -> None:
+def test_a_received_value_is_taken_as_often_as_it_is_popped() -> None:
     store = Store({A: 2})
     store.receive(A, "value")
     assert (store.take(A), store.take(A)) == ("value", "value")
@@ -139,7 +139,7 @@ def test_what_was_received_is_taken_as_often_as_it_is_popped() -> None:
         store.take(A)
 
 
-def test_what_was_received_as_absent_is_not_there() -> None:
+def test_a_value_received_as_absent_is_missing() -> None:
     store = Store({A: 1})
     store.receive(A, ABSENT)
     with pytest.raises(RuntimeError, match="no skip 'a' to pop"):
@@ -153,7 +153,7 @@ def test_a_cleared_store_has_nothing() -> None:
     assert store.send(A) is ABSENT
 
 
-def test_the_repr_says_what_is_there() -> None:
+def test_the_repr_lists_the_values() -> None:
     store = Store()
     assert repr(store) == "<Store of nothing>"
     store.put(A, 1, 1)
@@ -205,7 +205,7 @@ def test_in_inference_mode_a_value_is_stashed_as_it_is_then(
 
 
 def test_in_inference_mode_too_the_second_to_pop_gets_what_was_stashed() -> None:
-    """Or is refused; but what the first made of it must not pass for what was stashed."""
+    """Or the pop is refused; the first one's changes must not pass for the stashed value."""
     store = Store()
     with torch.inference_mode():
         store.put(A, torch.ones(2), 2)
@@ -239,7 +239,7 @@ def test_a_container_that_is_changed_later_is_popped_as_it_was_stashed(
     assert store.take(A) == {"x": 1}
 
 
-def test_each_who_pops_has_a_container_of_its_own() -> None:
+def test_each_popping_layer_gets_its_own_container() -> None:
     store = Store()
     store.put(A, {"x": 1}, 2)
     store.take(A).clear()
@@ -257,7 +257,7 @@ def test_a_plain_model_leaves_nothing_behind(no_gc: None) -> None:
     assert gone() is None and repr(current_store()) == "<Store of nothing>"
 
 
-def test_what_a_failed_forward_left_is_replaced_by_the_next(no_gc: None) -> None:
+def test_a_value_left_by_a_failed_forward_is_replaced_by_the_next(no_gc: None) -> None:
     x = torch.ones(1)
     gone = weakref.ref(x)
     with pytest.raises(ValueError):
@@ -267,7 +267,7 @@ def test_what_a_failed_forward_left_is_replaced_by_the_next(no_gc: None) -> None
     assert gone() is None
 
 
-def test_what_is_modified_in_place_is_refused_in_a_plain_model() -> None:
+def test_a_skip_modified_in_place_is_refused_in_a_plain_model() -> None:
     model = nn.Sequential(nn.Identity(), Stash(), PopAdd())
     model[1].register_forward_hook(lambda layer, args, output: args[0].add_(1) * 0 + output)
     with pytest.raises(RuntimeError, match=CHANGED):

@@ -1,4 +1,4 @@
-"""What may be stashed in a Pipe: any value arrives as it was stashed, wherever it is popped."""
+"""Tests that any value stashed in a Pipe arrives as it was stashed, wherever it is popped."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_an_output_without_grad_is_that_of_the_plain_model_with(
 @values
 @modes
 @pytest.mark.parametrize("requires_grad", [True, False])
-def test_what_is_popped_requires_grad_as_in_the_plain_model(
+def test_a_popped_skip_requires_grad_as_in_the_plain_model(
     put: Callable[[Tensor], Any],
     take: Callable[[Tensor, Any], Tensor],
     checkpoint: str,
@@ -118,7 +118,7 @@ def test_what_is_popped_requires_grad_as_in_the_plain_model(
     assert seen == len(seen) * [expected]
 
 
-def test_what_is_popped_in_a_recomputation_is_no_part_of_the_graph_of_the_forward() -> None:
+def test_a_skip_popped_in_a_recomputation_is_no_part_of_the_forwards_graph() -> None:
     popped: list[Tensor] = []
 
     def look(x: Tensor, skip: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def modifying() -> nn.Sequential:
 
 
 def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
-    """What the model would compute if its second layer worked on a copy."""
+    """Computes the model's output as if its second layer worked on a copy."""
     first: Any = model[0]
     y: Tensor = first.before(x)
     return y.relu() * 10 + y
@@ -171,7 +171,7 @@ def unmodified(model: nn.Sequential, x: Tensor) -> Tensor:
 @balances
 @modes
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_what_is_modified_in_place_is_refused_or_popped_as_it_was_stashed(
+def test_a_skip_modified_in_place_is_refused_or_popped_as_it_was_stashed(
     balance: list[int], checkpoint: str, chunks: int
 ) -> None:
     """The latter only where the next partition works on a copy, as a checkpointed one does."""
@@ -185,7 +185,7 @@ def test_what_is_modified_in_place_is_refused_or_popped_as_it_was_stashed(
 
 
 @balances
-def test_what_is_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
+def test_a_skip_modified_in_place_is_refused_without_grad(balance: list[int]) -> None:
     with torch.no_grad(), pipe_of(modifying(), balance, chunks=2) as pipe:
         with pytest.raises(RuntimeError, match=CHANGED):
             pipe(batch())
@@ -204,13 +204,13 @@ def change(x: Tensor, skip: Tensor) -> Tensor:
 
 
 def two_poppers() -> nn.Sequential:
-    """The first who pops changes what it has popped."""
+    """Makes a model whose first popping layer changes the popped value."""
     return nn.Sequential(stashed(torch.exp, 2), taken(change), taken(torch.add))
 
 
 @balances
 @modes
-def test_what_the_first_who_pops_modifies_the_second_does_not_get(
+def test_the_second_popping_layer_does_not_get_the_first_ones_changes(
     balance: list[int], checkpoint: str
 ) -> None:
     model, x = two_poppers(), batch()
@@ -226,7 +226,7 @@ def test_what_the_first_who_pops_modifies_the_second_does_not_get(
 
 
 @balances
-def test_in_inference_mode_too_the_second_does_not_get_what_the_first_modified(
+def test_the_second_popping_layer_does_not_get_changes_in_inference_mode_either(
     balance: list[int],
 ) -> None:
     model, x = two_poppers(), batch()
@@ -267,7 +267,7 @@ def set_to_zero(d: dict[str, Tensor]) -> Tensor:
 def test_a_container_that_is_changed_later_is_popped_as_it_was_stashed(
     balance: list[int], mode: Callable[[], contextlib.AbstractContextManager[None]]
 ) -> None:
-    """So that the result does not depend on the balance and on whether there is a graph."""
+    """So the result depends neither on the balance nor on whether there is a graph."""
 
     @skippable(stash=["a"])
     class StashDict(nn.Module):

@@ -1,4 +1,4 @@
-"""Whether stashes and pops match is known before anything runs."""
+"""Tests that mismatched stashes and pops are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Forward = Generator[Any, Any, Any]
 
 
 class Both(Skippable):
-    """Stashes and pops whatever it declares."""
+    """A layer that stashes and pops whatever it declares."""
 
     def forward(self, x: Tensor) -> Forward:
         for name in sorted(self.skip_pops):
@@ -43,7 +43,7 @@ def p(*names: str) -> Both:
 
 
 class Together(nn.Module):
-    """Runs its layers in an order of its own."""
+    """A module that runs its layers in an order of its own."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -97,11 +97,11 @@ GOOD["a missing layer"][0].register_module("2", None)
 
 
 @pytest.mark.parametrize("layers", GOOD.values(), ids=GOOD)
-def test_accepted_is(layers: list[nn.Module]) -> None:
+def test_a_model_with_matching_skips_is_accepted(layers: list[nn.Module]) -> None:
     verify_skippables(nn.Sequential(*layers))
 
 
-def test_a_declared_class_that_is_not_derived_from_skippable_is_seen() -> None:
+def test_a_declared_class_that_is_not_derived_from_skippable_is_found() -> None:
     class Plain(nn.Module):
         pass
 
@@ -160,7 +160,9 @@ BAD: dict[str, tuple[list[nn.Module], list[str]]] = {
 
 
 @pytest.mark.parametrize(("layers", "expected"), BAD.values(), ids=BAD)
-def test_refused_is(layers: list[nn.Module], expected: list[str]) -> None:
+def test_a_model_with_mismatched_skips_is_refused(
+    layers: list[nn.Module], expected: list[str]
+) -> None:
     found = problems(nn.Sequential(*layers))
     starts = [re.escape(start) for start in expected]
     assert len(found) >= len(expected)
@@ -168,7 +170,7 @@ def test_refused_is(layers: list[nn.Module], expected: list[str]) -> None:
     assert all(any(re.match(start, line) for line in found) for start in starts)
 
 
-def test_all_that_does_not_match_is_in_one_message() -> None:
+def test_all_mismatches_are_in_one_message() -> None:
     model = nn.Sequential(s("a"), p("b"), s("c", "d"), p("c"), p("c"), s("d"), layer(["e"], ["e"]))
     text = "\n".join(problems(model))
     for part in ["'0' stashes 'a'", "'1' pops 'b'", "'2' stashes 'c' for 1", "'5' stashes 'd', as"]:
@@ -191,7 +193,7 @@ def test_such_a_sequential_alone_has_its_layers_named_as_it_names_them() -> None
     assert problems(Reversed(s("a"))) == ["layer '0' stashes 'a', which no layer pops"]
 
 
-def test_a_skippable_layer_in_a_skippable_layer_is_seen() -> None:
+def test_a_skippable_layer_in_a_skippable_layer_is_found() -> None:
     @skippable(stash=["a"])
     class Outer(Skippable):
         def __init__(self) -> None:
@@ -244,7 +246,7 @@ def test_a_skip_cannot_go_into_a_pipe_in_a_layer() -> None:
 
 
 @pytest.mark.parametrize("layers", [GOOD["for two"], GOOD["a chain through namespaces"]])
-def test_what_is_accepted_runs(layers: list[nn.Module]) -> None:
+def test_an_accepted_model_runs(layers: list[nn.Module]) -> None:
     model = nn.Sequential(*layers)
     with Pipe(model, [1] * len(layers), devices=["cpu"] * len(layers)) as pipe:
         assert torch.equal(pipe(torch.ones(1)), model(torch.ones(1)))
@@ -266,7 +268,7 @@ class Undecorated(nn.Module):
         return x
 
 
-def test_a_layer_that_somebody_forgot_to_decorate_is_named() -> None:
+def test_a_layer_without_the_decorator_is_named() -> None:
     model = nn.Sequential(nn.Sequential(Undecorated()), p("a"))
     first, second = problems(model)
     assert first.startswith("layer '0.0' has a generator for its forward, and Undecorated is not")

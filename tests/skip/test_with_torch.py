@@ -1,4 +1,4 @@
-"""Skippable layers under what torch offers around layers: hooks, autocast, compile, functional."""
+"""Tests skippable layers under torch's hooks, autocast, compile and functional calls."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_a_compiled_model_trains_as_the_plain_model(
 @pytest.mark.slow
 @pytest.mark.usefixtures("forget_compiled")
 @pytest.mark.filterwarnings("ignore")
-def test_a_compiled_layer_is_refused_what_was_modified_in_place_too() -> None:
+def test_a_compiled_layer_cannot_pop_a_skip_modified_in_place_either() -> None:
     class Change(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x.neg_()

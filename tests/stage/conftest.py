@@ -1,4 +1,4 @@
-"""What tests of stages between devices share."""
+"""Provides logging streams to the tests of stages between devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.stages import META, FakeStreams
 
 @pytest.fixture(scope="session")
 def meta() -> None:
-    """The first operation on the meta device imports a lot; let no test pay for that."""
+    """Runs a first operation on the meta device, whose many imports no test should pay for."""
     x = torch.ones(2, device=META, requires_grad=True)
     torch.autograd.backward((torch.zeros_like(x, device=META) * x).clone().sum())
 

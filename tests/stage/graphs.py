@@ -1,4 +1,4 @@
-"""What stages in the graph leave behind: the names of autograd nodes."""
+"""Lists the names of the autograd nodes that stages leave in the graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.layers import Apply
 
 
 def chain(y: Tensor) -> list[str]:
-    """The nodes from ``y`` down to the first one that is not pipert's, along the first edges."""
+    """Names the nodes from ``y`` down to the first that is not pipert's, along the first edges."""
     names: list[str] = []
     node = y.grad_fn
     while node is not None:
@@ -23,7 +23,7 @@ def chain(y: Tensor) -> list[str]:
 
 
 def all_nodes(y: Tensor) -> set[str]:
-    """The names of all nodes in the graph of ``y``."""
+    """Returns the names of all nodes in the graph of ``y``."""
     seen, names = set(), set()
     nodes = [y.grad_fn]
     while nodes:
@@ -36,12 +36,12 @@ def all_nodes(y: Tensor) -> set[str]:
 
 
 def scale() -> nn.Module:
-    """Multiplies by a parameter; its node is ``Mul``."""
+    """Makes a layer that multiplies by a parameter; its node is ``Mul``."""
     layer = Apply(lambda x: x * layer.get_parameter("weight"))
     layer.register_parameter("weight", nn.Parameter(torch.ones(2)))
     return layer
 
 
 def inputs_of(m: int) -> list[Any]:
-    """Inputs that require grad and are no leaves, as those of any but the first partition."""
+    """Makes non-leaf inputs that require grad, as all partitions but the first receive."""
     return [torch.ones(2, requires_grad=True).exp() for _ in range(m)]

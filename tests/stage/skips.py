@@ -1,4 +1,4 @@
-"""Runs with a skip, whose tensors are told from others by their length."""
+"""Drives runs with a skip, whose tensors differ from others by their length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.skips import declaring
 from tests.stage.graphs import inputs_of, scale
 from tests.stages import Driven, FakeStream, FakeStreams
 
-NAMES = {2: "x", 6: "skip"}  # what a tensor is, by its length
+NAMES = {2: "x", 6: "skip"}  # a tensor's name in the log, by its length
 
 
 class NamingStreams(FakeStreams):
-    """Notes for each copy what is copied."""
+    """Streams whose log also names the tensors of each copy."""
 
     def copy(
         self,
@@ -33,7 +33,7 @@ class NamingStreams(FakeStreams):
         return copied
 
     def lines(self) -> list[str]:
-        """The log. Each value waits, at once; what is said again is left out."""
+        """Returns the log without repeated lines: each value of a task logs the same wait."""
         return [line for line, _ in groupby(self.log)]
 
     def copies(self) -> list[str]:
@@ -42,7 +42,10 @@ class NamingStreams(FakeStreams):
 
 @skippable(stash=["skip"])
 class Stash(nn.Module):
-    """``layer``; stashes a longer tensor that it makes of its output, or a constant."""
+    """A layer that runs ``layer`` and stashes its output repeated to three times the length.
+
+    With ``requires_grad=False`` the skip is detached.
+    """
 
     def __init__(self, layer: nn.Module, requires_grad: bool = True) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class Stash(nn.Module):
 
 @skippable(pop=["skip"])
 class Pop(nn.Module):
-    """``layer``, of its input and the skip."""
+    """A layer that applies ``layer`` to the sum of its input and a part of the skip."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -75,7 +78,7 @@ def run_with_skip(
     requires_grad: bool = True,
     pops: Iterable[int] = (),
 ) -> Driven:
-    """A run with a skip from the first partition to the last, and to others that pop it."""
+    """Makes a run with a skip from the first partition to the last and to those in ``pops``."""
     layers = [fake.layer(j, device) for j, device in enumerate(devices)]
     poppers = {*pops, len(devices) - 1}
     layers[0] = declaring(Stash, stash={"skip": len(poppers)})(layers[0], requires_grad)
@@ -85,7 +88,10 @@ def run_with_skip(
 
 
 def popped_in(through: nn.Module, m: int, **options: Any) -> list[Tensor]:
-    """What the second of two partitions pops, for each micro-batch; it gets x by ``through``."""
+    """Returns the skips that the second of two partitions pops, one for each micro-batch.
+
+    Its input x is the output of ``through``.
+    """
     popped: list[Tensor] = []
 
     @skippable(pop=["skip"])

@@ -1,4 +1,4 @@
-"""Stages on two devices in a call: what is copied, and which stream waits for which.
+"""Tests stages on two devices in a call: which values are copied, and which stream waits for which.
 
 The second device is ``meta``, which tensors really are copied to, with streams that only note what
 they are told.
@@ -76,7 +76,7 @@ def test_the_arguments_of_a_call_are_copied_after_what_computes_them(fake: FakeS
     ]
 
 
-def test_nothing_is_copied_that_is_there_already(fake: FakeStreams) -> None:
+def test_tensors_already_on_the_device_are_not_copied(fake: FakeStreams) -> None:
     x = torch.ones(2, device=META)
     run = Driven([[nn.Identity()], [nn.Identity()]], [x], [META, META], streams=fake)
     assert run.go()[0] is x and fake.log == []

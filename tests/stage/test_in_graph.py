@@ -1,4 +1,4 @@
-"""Ends in the graph: which autograd nodes F[i,j] leaves behind, on CPU."""
+"""Tests ends in the graph: the autograd nodes that F[i,j] leaves behind on CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcome: which failure counts, which tasks may start, and when a run is over."""
+"""Tests Outcome: which failure counts, which tasks may start, and when a run is over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def outcome() -> Outcome:
 
 
 class RunError(Exception):
-    """Unlike the built-in ones it can be referenced weakly."""
+    """An error that, unlike built-in ones, can be referenced weakly."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_the_first_failed_position_is_kept_in_whatever_order_they_come(
     assert outcome.failed_at == 2
 
 
-def test_of_two_errors_at_one_position_the_first_to_come_is_kept(outcome: Outcome) -> None:
+def test_the_earlier_of_two_errors_at_one_position_is_kept(outcome: Outcome) -> None:
     first = ValueError()
     outcome.fail(3, first)
     outcome.fail(3, KeyError())
@@ -89,7 +89,7 @@ def test_an_error_that_was_taken_is_not_referenced_any_more(
     assert [ref() for ref in refs] == [None, None]
 
 
-def test_after_cancel_nothing_may_start(outcome: Outcome) -> None:
+def test_no_task_may_start_after_cancel(outcome: Outcome) -> None:
     outcome.cancel()
     assert outcome.failed_at < 0
 
@@ -133,7 +133,7 @@ def test_a_failure_does_not_end_the_waiting(outcome: Outcome) -> None:
     assert not waiter.is_alive()
 
 
-def test_to_settle_more_often_than_there_are_tasks_is_a_bug(outcome: Outcome) -> None:
+def test_settling_more_often_than_there_are_tasks_is_a_bug(outcome: Outcome) -> None:
     for _ in range(6):
         outcome.settle()
     with pytest.raises(AssertionError):
@@ -158,7 +158,7 @@ def test_many_threads_may_fail_at_once() -> None:
     assert error is not None and error.args == (0,)
 
 
-def test_what_is_sent_instead_of_an_output_can_be_told_from_every_output() -> None:
+def test_the_mark_of_a_missing_output_differs_from_every_output() -> None:
     assert NOT_RUN is not None and repr(NOT_RUN)
 
 

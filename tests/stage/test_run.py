@@ -1,4 +1,4 @@
-"""What a run does at its end, in the caller, when a wait for what was read does not go well."""
+"""Tests the end of a run, in the caller, if a wait for its reads fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_with_sources(count: int) -> Run:
 
 
 def waits(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[Any]:
-    """Of what there are waits; the second one raises."""
+    """Collects the sources that a run waits for; the second wait raises."""
     awaited: list[Any] = []
 
     def wait(_: Any, source: Any) -> None:

@@ -1,4 +1,4 @@
-"""Skips of a call: copied straight to the device where they are popped, and their gradients back.
+"""Tests that a call copies skips straight to the popping device, and their gradients back.
 
 For streams see ``test_between_devices``.
 """
@@ -95,7 +95,7 @@ def test_a_skip_is_copied_once_and_its_gradient_once(
 
 
 def test_the_gradient_of_a_skip_goes_straight_back(naming: NamingStreams) -> None:
-    """While B[0,1] runs it is there already; B[0,0] waits for both gradients."""
+    """It arrives while B[0,1] runs; B[0,0] waits for both gradients."""
     (y,) = run_with_skip(naming, [CPU, META, META]).go()
     naming.log.clear()
     torch.autograd.backward(y.sum())
@@ -146,7 +146,7 @@ def test_a_skip_for_several_partitions_is_copied_to_each(
 
 
 class LogKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes where tensors as long as a skip are added or cloned: on the compute stream."""
+    """A mode that logs additions and clones of tensors as long as a skip, on the compute stream."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ class LogKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def test_gradients_of_a_skip_from_several_partitions_are_added_after_they_were_copied(
     naming: NamingStreams, recomputed: int
 ) -> None:
-    """Autograd adds on the compute stream, and does not know on which they were copied."""
+    """Autograd adds on the compute stream, and does not know the streams of the copies."""
     (y,) = run_with_skip(naming, [CPU, META, META], recomputed, pops=[1]).go()
     naming.log.clear()
     with LogKernels(naming.log):
@@ -174,10 +174,10 @@ def test_gradients_of_a_skip_from_several_partitions_are_added_after_they_were_c
     assert naming.log.index("<compute cpu> waits for <copy cpu 0>") < added
 
 
-def test_in_inference_mode_what_is_copied_is_not_computed_on_the_way(
+def test_skips_in_inference_mode_are_copied_without_other_operations(
     naming: NamingStreams,
 ) -> None:
-    """The copy stream has waited for the layers; a clone made since would be read too early."""
+    """The copy stream has waited for the layers only; a later clone would be read too early."""
     with torch.inference_mode(), LogKernels(naming.log):
         run_with_skip(naming, [CPU, META, META], pops=[1]).go()
     waited = naming.log.index("<copy cpu 0> waits for <compute cpu>")

@@ -1,4 +1,4 @@
-"""Skips of a call: what is on its way when, and the nodes that they pass through."""
+"""Tests skips of a call: which are in transit when, and the nodes that they pass through."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_skip_is_sent_before_the_output(naming: NamingStreams) -> None:
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])
-def test_when_a_run_is_over_and_gone_back_no_skip_is_on_its_way(
+def test_no_skip_is_in_transit_after_a_run_and_its_backward(
     naming: NamingStreams, recomputed: int
 ) -> None:
     run = run_with_skip(naming, [CPU, META, CPU, META], recomputed, pops=[2])
@@ -52,7 +52,7 @@ def test_the_skip_of_a_task_that_fails_is_not_sent() -> None:
 
 
 def test_a_skip_is_one_more_value_of_the_recomputation_and_the_fork() -> None:
-    """The backward of the stash is over before that of the micro-batch before begins."""
+    """The backward of the stash ends before that of the previous micro-batch begins."""
     run = Driven([[Stash(scale())], [Pop(scale())]], inputs_of(2), recomputed=2)
     run.do("F[0,0]", "F[1,0]")
     ys = [run.stages[0].links.y.receive(i, do_nothing) for i in range(2)]

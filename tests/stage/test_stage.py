@@ -1,4 +1,4 @@
-"""One stage: what F[i,j] sends, and when it does not run.
+"""Tests one stage: what F[i,j] sends, and when it does not run.
 
 Stages are driven by hand here, on the thread of the test.
 """
@@ -33,7 +33,7 @@ def test_a_value_without_tensors_is_sent_as_it_is(value: Any) -> None:
     assert Driven([[nn.Identity()]], [value]).go() == [value]
 
 
-def test_an_input_is_let_go_when_its_task_begins() -> None:
+def test_an_input_is_released_when_its_task_begins() -> None:
     inputs: list[Any] = [torch.ones(1), torch.ones(1)]
     there: list[bool] = []
 
@@ -49,7 +49,7 @@ def test_an_input_comes_from_the_stage_before() -> None:
     assert Driven([[Apply(lambda x: x + 1)], [nn.Identity()]], [6]).go() == [7]
 
 
-def test_it_is_told_before_a_task_blocks_for_its_input() -> None:
+def test_the_worker_is_notified_before_a_task_blocks_for_its_input() -> None:
     waiting = threading.Event()
     run = Driven([[nn.Identity()], [nn.Identity()]], [7])
     task, received = run.task("F[0,1]"), list[Any]()
@@ -61,7 +61,7 @@ def test_it_is_told_before_a_task_blocks_for_its_input() -> None:
     assert received == [7]
 
 
-def test_nothing_is_told_when_the_input_is_there() -> None:
+def test_the_worker_is_not_notified_if_the_input_has_arrived() -> None:
     run = Driven([[nn.Identity()], [nn.Identity()]], [7])
     run.do("F[0,0]")
     told: list[bool] = []

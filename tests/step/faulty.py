@@ -1,7 +1,7 @@
-"""A fault at one place of a step: as ``tests/faults/injector.py``, with ``forward_backward``.
+"""Injects a fault at one place of a step, as ``tests/faults/injector.py`` does for calls.
 
-There each micro-batch has two rows, whose first column says which ones they are, and values may
-travel in a ``Box``. Here the loss may raise, too, and the graph that the inputs come from.
+In both, each micro-batch has two rows, whose first column holds the row numbers, and values may be
+wrapped in a ``Box``. Here the loss may raise, too, and the caller's graph of the inputs.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class _Acts(torch.autograd.Function):
 
 
 def acting(x: Tensor, act: Any) -> Tensor:
-    """``x``; its backward calls ``act()`` first."""
+    """Copies ``x``; the backward calls ``act()`` first."""
     y: Tensor = _Acts.apply(x, act)  # type: ignore[no-untyped-call]
     return y
 
 
 class Acts(nn.Module):
-    """Multiplies by its weight; ``act(phase, i)`` is called in F and B.
+    """A layer with a weight that calls ``act(phase, i)`` in F and B.
 
-    The first column is the number of the row, and a micro-batch is one row.
+    The first column of its input holds the row numbers, and a micro-batch is one row.
     """
 
     def __init__(self, act: Any) -> None:
@@ -54,12 +54,12 @@ class Acts(nn.Module):
 
 
 class StepSetting(Setting):
-    """A pipe whose steps fail where its site says.
+    """A pipe whose steps fail at armed places of its site.
 
     Args:
-        schedule: as of ``forward_backward``.
-        recorded: whether somebody records the steps.
-        *args: as of ``Setting``.
+        schedule: the argument of ``forward_backward``.
+        recorded: whether the steps are recorded.
+        *args: the arguments of ``Setting``.
     """
 
     def __init__(self, schedule: str, recorded: bool, *args: Any) -> None:
@@ -84,7 +84,7 @@ class StepSetting(Setting):
         return Box(x, -1, self.site) if self.boxed else x
 
     def step(self) -> None:
-        """A step, on top of gradients that are there."""
+        """Runs a step, which has to add to existing gradients."""
         for parameter in self.parameters():
             parameter.grad = torch.full_like(parameter, 3.0)
         self.grads = [self.grad_of(parameter) for parameter in self.parameters()]
@@ -111,7 +111,7 @@ class StepSetting(Setting):
         return parameter.grad
 
     def wrongs_afterwards(self) -> Iterator[str]:
-        """What is wrong after a failed step whose error was dropped."""
+        """Yields what is wrong after a failed step whose error was dropped."""
         for k, (parameter, grad) in enumerate(zip(self.parameters(), self.grads, strict=True)):
             if parameter.grad is not grad or not bool((grad == 3.0).all()):
                 yield f"the failed step has changed gradient {k}: {parameter.grad}"

@@ -1,4 +1,4 @@
-"""What ``R[i,j]`` of a step computes again, and which leaves ``B[i,j]`` finds in its graph."""
+"""Tests what ``R[i,j]`` of a step recomputes, and which leaves ``B[i,j]`` finds in its graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ modes = pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"]
 
 
 def rows(m: int = M) -> Tensor:
-    """``m`` micro-batches of one row, whose first column is its number."""
+    """Makes ``m`` micro-batches of one row, whose first column is its number."""
     return torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
 
 
@@ -36,7 +36,7 @@ def step(model: nn.Module, checkpoint: str, loss_fn: Callable[..., Tensor] = tot
 
 
 def test_a_graph_with_other_nodes_that_saves_the_same_is_no_other_computation() -> None:
-    """As of a compiler or of a cache, which have more to do the first time."""
+    """Compilers and caches, for example, have more to do the first time."""
 
     def warm_up(x: Tensor) -> Tensor:
         if not is_recomputing():
@@ -64,7 +64,7 @@ def test_a_recomputation_that_returns_another_shape_is_refused() -> None:
 
 
 class Experts(nn.Module):
-    """Each micro-batch goes through a weight of its own, by as many operations."""
+    """A layer with a weight for each micro-batch, used by equally many operations."""
 
     def __init__(self, weights: list[Tensor]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Experts(nn.Module):
 def test_each_micro_batch_may_use_other_weights(
     checkpoint: str, make: Callable[[Tensor], Tensor]
 ) -> None:
-    """Parameters, and tensors that a layer keeps for itself."""
+    """The weights are parameters, or tensors that a layer keeps for itself."""
     weights = [make(torch.full((3,), float(k))) for k in range(M)]
     step(Experts(weights), checkpoint)
     grads = [weight.grad for weight in weights]

@@ -56,7 +56,7 @@ class _Watched(torch.autograd.Function):
 
 
 class Watched(nn.Module):
-    """Partition ``j``: its tasks go to the meeting. A row begins with its micro-batch."""
+    """A layer of partition ``j`` whose tasks join a meeting; rows begin with their micro-batch."""
 
     def __init__(self, meeting: Meeting, j: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Watched(nn.Module):
 
 
 def meet(schedule: str, *tasks: Task, checkpoint: str = "never", n: int = 2) -> list[str]:
-    """The threads of two tasks of a step of four micro-batches that were there together."""
+    """Takes a step of four micro-batches; returns the threads of two tasks that met."""
     meeting = Meeting(*tasks)
     rows = torch.arange(4, dtype=torch.float64).view(4, 1).expand(4, 3)
     module = nn.Sequential(*[Watched(meeting, j) for j in range(n)])
@@ -117,7 +117,7 @@ def test_two_partitions_recompute_at_the_same_time(schedule: str, one: Task, oth
 
 
 def test_a_partition_recomputes_before_the_gradient_is_there() -> None:
-    """While the next partition is in the backward that the gradient comes from."""
+    """The next partition is then in the backward that produces the gradient."""
     assert meet("gpipe", ("R", 1, 0), ("B", 1, 1), checkpoint="always") == BOTH
 
 

@@ -1,4 +1,4 @@
-"""Compiled layers in a step: each is compiled, then wrapped."""
+"""Tests compiled layers in a step; each is compiled before it is wrapped."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 class Block(nn.Module):
-    """What one would compile."""
+    """A layer that users would compile."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What holds for ``forward`` and holds for a step: grad mode, modes of checkpoint."""
+"""Tests that a step keeps the contract of ``forward``: grad mode, modes of checkpointing."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_anomaly_mode_finds_nan_in_the_backward(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_a_step_is_refused(off: Any) -> None:
+def test_a_step_without_gradients_is_refused(off: Any) -> None:
     with piped(nn.Sequential(linear(3, 3), linear(3, 3)), [1, 1], Way("1f1b", "never")) as pipe:
         with off(), pytest.raises(RuntimeError, match="computes gradients, which are disabled"):
             pipe.forward_backward(batch(4), loss_fn=mean)
 
 
 @ways
-def test_in_eval_mode_a_step_is_the_plain_modules_in_eval_mode(way: Way) -> None:
+def test_a_step_in_eval_mode_equals_the_plain_modules_in_eval_mode(way: Way) -> None:
     norm = nn.BatchNorm1d(4, dtype=torch.float64)
     norm(torch.randn(9, 4, dtype=torch.float64))
     module = nn.Sequential(linear(3, 4), norm, nn.Dropout(0.5), linear(4, 2)).eval()
@@ -57,7 +57,7 @@ def test_in_eval_mode_a_step_is_the_plain_modules_in_eval_mode(way: Way) -> None
 
 
 class Force(nn.Module):
-    """Minus the gradient of an energy by the input."""
+    """A layer that returns minus the gradient of an energy by the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_torch_in_a_layer_is_right_or_refused_where_it_is_reentr
 
 
 def recomputed(pipe: Pipe, **options: Any) -> int:
-    """How many of four micro-batches."""
+    """Returns how many of four micro-batches are recomputed."""
     calls.clear()
     pipe.forward_backward(batch(4), loss_fn=mean, **options)
     return len(calls)
@@ -168,7 +168,7 @@ calls: list[bool] = []
 
 
 class Counts(nn.Module):
-    """Counts its recomputations; can be pickled."""
+    """A layer that counts its recomputations and can be pickled."""
 
     def forward(self, x: Tensor) -> Tensor:
         if is_recomputing():

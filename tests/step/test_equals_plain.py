@@ -1,4 +1,4 @@
-"""A step is the plain module's forward and ``loss.backward()``: outputs, gradients, losses.
+"""Tests that a step equals the plain module's forward and ``loss.backward()``.
 
 ``tests/contract`` has what holds for a call as well.
 """
@@ -35,7 +35,7 @@ from tests.layers import Apply
 
 
 @ways
-def test_what_is_returned_has_no_graph(way: Way) -> None:
+def test_the_returned_loss_and_outputs_have_no_graph(way: Way) -> None:
     with piped(seven_layers(), [3, 4], way) as pipe:
         loss, outputs = take_step(pipe, way, batch(7), return_outputs=True)
     assert not loss.requires_grad
@@ -114,7 +114,7 @@ def test_reduction_mean_weighs_by_rows_where_micro_batches_differ(way: Way) -> N
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_without_rows_to_count_there_is_one_micro_batch(reduction: str) -> None:
+def test_arguments_without_rows_make_one_micro_batch(reduction: str) -> None:
     module = nn.Sequential(Apply(lambda x: x.expand(1, 3)), linear(3, 1))
     plain = copy.deepcopy(module)
     x = torch.tensor(2.0, dtype=torch.float64)
@@ -188,7 +188,7 @@ def test_a_frozen_model_may_have_a_loss_that_learns(way: Way) -> None:
 
 @ways
 def test_a_loss_may_use_parameters_of_the_model(way: Way) -> None:
-    """As weight decay does: some of the gradient comes from another partition than the rest."""
+    """As weight decay does. Then a gradient comes from two partitions."""
     module, x = seven_layers(), batch(7)
     plain = copy.deepcopy(module)
 
@@ -212,7 +212,7 @@ def test_a_loss_may_change_the_output_in_place(schedule: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_modes_give_the_same_bits(schedule: str, mode: str) -> None:
-    """And so do two runs."""
+    """Two runs give the same bits, too."""
 
     def gradients(checkpoint: str) -> Any:
         torch.manual_seed(1)

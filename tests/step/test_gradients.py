@@ -1,4 +1,4 @@
-"""Sums of gradients: what is added to what, and where."""
+"""Tests how gradients are summed, and where."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_anomaly_detection_reads_nothing_of_a_step_on_another_stream_than_the_ca
 def test_the_sums_of_a_step_become_the_gradients_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copied, all gradients would be there twice at the end of a step."""
+    """If they were copied, all gradients would exist twice at the end of a step."""
     sums: dict[str, set[int]] = {}
 
     def noted(name: str, of: Callable[[Arriving], Any]) -> Callable[[Arriving], Any]:
@@ -176,7 +176,7 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.ones(2, 3, 4, 4))
 
 
-def test_a_gradient_of_which_nobody_else_knows_is_given() -> None:
+def test_an_unshared_gradient_becomes_grad_without_a_copy() -> None:
     one, gradient = weight(), torch.ones(2, 3, 4, 4)
     address = gradient.data_ptr()
     arriving: Arriving = [(one, gradient)]
@@ -187,7 +187,7 @@ def test_a_gradient_of_which_nobody_else_knows_is_given() -> None:
     assert one.grad is not None and one.grad.data_ptr() == address
 
 
-def test_what_others_have_begun_meanwhile_is_not_overwritten() -> None:
+def test_a_grad_set_by_others_meanwhile_is_not_overwritten() -> None:
     one, two, three = weight(), weight(), weight()
     unheard = split_off([(x, torch.ones_like(x)) for x in (one, two, three)])
     one.grad = torch.zeros_like(one)
@@ -212,7 +212,7 @@ def _hooked_after() -> tuple[Any, ...]:
 
 
 def _hooked_behind() -> tuple[Any, ...]:
-    """As ``DistributedDataParallel`` does."""
+    """Returns a weight, a gradient, and the accumulation node that DDP would hook."""
     one = weight()
     node = one.view_as(one).grad_fn
     assert node is not None
@@ -275,7 +275,9 @@ def _no_parameter() -> tuple[Any, ...]:
         _sparse, _of_another_type, _wanted_in_another_type, _added, _no_parameter,
     ],
 )  # fmt: skip
-def test_what_is_not_ours_alone_is_left_to_autograd(make: Callable[[], tuple[Any, ...]]) -> None:
+def test_a_gradient_that_is_not_ours_alone_is_left_to_autograd(
+    make: Callable[[], tuple[Any, ...]]
+) -> None:
     one, gradient, *others = make()
     arriving: Arriving = [(one, gradient)]
     del gradient

@@ -1,4 +1,4 @@
-"""What the caller has computed with a graph, and several micro-batches use."""
+"""Tests tensors that the caller computed with a graph and several micro-batches use."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def leaf(*size: int) -> Tensor:
 
 
 class Learned:
-    """Leaves of the caller, what he computes of them before a step, and who uses that."""
+    """The caller's leaves, tensors computed from them before a step, and layers that use these."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(5)
@@ -83,10 +83,10 @@ KINDS = ["loss", "layers", "both", "loss alone", "nothing else"]
 @each_way
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("balance", [[2, 1, 2, 1], [6]], ids=len)
-def test_a_graph_of_the_caller_that_all_micro_batches_use(
+def test_all_micro_batches_may_use_a_graph_of_the_caller(
     balance: list[int], kind: str, way: Way
 ) -> None:
-    """Twice: numbers of nodes are other ones then."""
+    """In two steps, since the numbers of nodes differ in the second."""
     learned, x = Learned(kind), batch(9, requires_grad=True)
     with piped(learned.module, balance, way, chunks=CHUNKS) as pipe:
         for _ in range(2):
@@ -125,8 +125,8 @@ def test_the_input_may_come_from_the_same_graph(way: Way) -> None:
 
 
 @ways
-def test_what_the_caller_has_computed_keeps_the_sum_of_its_gradient(way: Way) -> None:
-    """And a hook on it sees the part of each micro-batch, as that of any tensor in a layer."""
+def test_a_tensor_computed_by_the_caller_keeps_the_sum_of_its_gradient(way: Way) -> None:
+    """A hook on it sees the part of each micro-batch, like a hook on any tensor in a layer."""
     learned, x, seen = Learned("loss"), batch(8), list[Tensor]()
     learned.compute()
     learned.used[0].retain_grad()
@@ -244,7 +244,7 @@ def test_a_thread_begins_where_the_caller_is() -> None:
 
 
 def test_a_thread_that_makes_slow_nodes_comes_nearer_step_by_step() -> None:
-    """In anomaly detection each has a stack, and so far would take minutes."""
+    """In anomaly detection each node records a stack, and so many would take minutes."""
     before = node_count()
     with torch.autograd.set_detect_anomaly(True):
         assert before < begin_numbers(before + 10**6) < begin_numbers(before + 10**6)

@@ -1,4 +1,4 @@
-"""Steps on eight simulated GPUs, by the clocks of their streams: what copies between devices cost.
+"""Tests what copies cost in steps on eight simulated GPUs, by the clocks of their streams.
 
 A task of forward takes two matrix products' time and one of backward four; a copy takes a sixth of
 the former. No clock of the host is read, so the figures depend on order and waits alone.
@@ -39,7 +39,7 @@ def gpus() -> Iterator[Simulation]:
 
 
 def layers(n: int) -> nn.Sequential:
-    """Two linear layers and their activations for each of ``n`` devices."""
+    """Makes two linear layers and their activations for each of ``n`` devices."""
     pairs = [(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2 * n)]
     return nn.Sequential(*[layer for pair in pairs for layer in pair])
 
@@ -61,7 +61,7 @@ def pipe_of(n: int, m: int) -> Pipe:
 
 
 def microseconds(gpus: Simulation, schedule: str, n: int = 8, m: int = 32) -> float:
-    """What the second step takes."""
+    """Returns the time of the second step."""
     x = torch.randn(m * ROWS, WIDTH, device="cuda:0")
     with pipe_of(n, m) as pipe:
         step(pipe, x, schedule)
@@ -77,7 +77,7 @@ def test_eager_1f1b_is_as_fast_as_fill_and_drain(gpus: Simulation) -> None:
 
 
 def test_a_gradient_is_on_its_way_while_those_of_weights_are_added_up(gpus: Simulation) -> None:
-    """What a task adds to its sums takes longer here than both ways over a link."""
+    """Adding a task's gradients to the sums takes longer here than both ways over a link."""
     gpus.rates(launch_us=0, memory_gbps=100, link_gbps=5, tflops=1e3)
     assert microseconds(gpus, "gpipe") / microseconds(gpus, "1f1b") >= 0.97
 

@@ -1,4 +1,4 @@
-"""R3 to R5 of a whole step, one fact each: which error is raised, what runs, what is left."""
+"""Tests R3 to R5 in a whole step: which error is raised, which tasks run, what is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 def rows(m: int) -> Tensor:
-    """``m`` micro-batches of one row, whose first column is its number."""
+    """Makes ``m`` micro-batches of one row, whose first column is its number."""
     return torch.cat([torch.arange(float(m)).unsqueeze(1), torch.rand(m, 2)], 1)
 
 
@@ -56,7 +56,7 @@ def sum_of_squares(y: Tensor, target: Any) -> Tensor:
 
 
 @schedules
-def test_what_stands_before_the_failure_runs_and_nothing_behind_it_on_the_same_worker(
+def test_tasks_before_the_failure_run_and_none_after_it_on_the_same_worker(
     schedule: str,
 ) -> None:
     done: list[tuple[str, int, int]] = []
@@ -77,7 +77,7 @@ def test_what_stands_before_the_failure_runs_and_nothing_behind_it_on_the_same_w
     assert set(before) <= set(done)
 
 
-def test_after_the_first_task_failed_nothing_runs() -> None:
+def test_no_task_runs_after_the_first_one_failed() -> None:
     done: list[tuple[str, int, int]] = []
 
     def act(*task: Any) -> None:
@@ -186,7 +186,7 @@ def test_an_error_that_is_raised_again_has_the_notes_of_both_places_once_each() 
 
 
 class Branches(nn.Module):
-    """Saves activations in two branches; the backward of one of them calls ``act``."""
+    """A layer that saves activations in two branches; one branch's backward calls ``act``."""
 
     def __init__(self, seen: Activations, act: Callable[[], None]) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
-def test_what_autograd_was_about_to_do_is_not_kept_by_a_worker_whose_backward_failed(
+def test_a_worker_whose_backward_failed_does_not_keep_autograds_pending_nodes(
     checkpoint: str, no_gc: None
 ) -> None:
     seen = Activations()
@@ -248,7 +248,7 @@ def test_a_failed_step_leaves_grad_none_where_it_was_none(schedule: str) -> None
         assert steps.x.grad is None
 
 
-def test_after_a_hook_that_raised_the_pipe_takes_steps() -> None:
+def test_the_pipe_takes_steps_after_a_hook_raised() -> None:
     def no(grad: Tensor) -> None:
         raise ValueError
 

@@ -1,4 +1,4 @@
-"""What a whole step keeps alive, and what it does not. The collector of cycles is off.
+"""Tests what a whole step keeps alive, with the garbage collector off.
 
 Counted is data, not tensor objects, as in ``tests/test_memory.py``.
 """
@@ -32,7 +32,7 @@ schedules = pytest.mark.parametrize("schedule", SCHEDULES)
 
 
 class Tanh(nn.Module):
-    """Saves what it computes for the backward, and reports it with its micro-batch."""
+    """A layer that saves its result for the backward, and reports it with its micro-batch."""
 
     def __init__(self, seen: Kept, outputs: bool) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Tanh(nn.Module):
 
 
 class Kept:
-    """Of which micro-batches one partition has activations; the most there were at once.
+    """The micro-batches of which a partition has activations, and their largest number at once.
 
     It is looked when a forward or a backward of the partition begins or ends, on its worker: of
     itself, since others may go on at any moment.
@@ -72,7 +72,7 @@ class Kept:
 
 
 def rows(m: int) -> Tensor:
-    """``m`` micro-batches of two rows, whose first column is the number of the micro-batch."""
+    """Makes ``m`` micro-batches of two rows, whose first column is the micro-batch's number."""
     numbers = torch.arange(float(m)).repeat_interleave(2).unsqueeze(1)
     return torch.cat([numbers, torch.rand(2 * m, 3)], 1)
 
@@ -80,7 +80,7 @@ def rows(m: int) -> Tensor:
 def most_kept(
     schedule: str, checkpoint: str, n: int, m: int, outputs: bool = True
 ) -> list[int]:
-    """Of each partition, of how many micro-batches it had activations at once.
+    """Returns for each partition the largest number of micro-batches with activations at once.
 
     ``outputs`` says whether what layers return counts, too.
     """
@@ -112,7 +112,7 @@ def test_eager_1f1b_keeps_at_most_one_more_for_each_link_behind(n: int, m: int) 
 @pytest.mark.parametrize(
     ("schedule", "kept"), [("1f1b", [4, 3, 2, 1]), ("eager-1f1b", [7, 5, 3, 1])]
 )
-def test_what_is_kept_does_not_grow_with_the_number_of_micro_batches(
+def test_no_more_is_kept_for_more_micro_batches(
     schedule: str, kept: list[int]
 ) -> None:
     assert most_kept(schedule, "never", 4, 64) == kept
@@ -130,14 +130,14 @@ def test_with_checkpointing_a_partition_has_activations_of_one_micro_batch_at_on
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [("gpipe", [6, 6, 1]), ("1f1b", [3, 2, 1])])
-def test_with_checkpointing_what_a_partition_has_sent_is_kept_by_the_next_one(
+def test_a_checkpointed_partitions_output_is_kept_by_the_next_one(
     schedule: str, kept: list[int]
 ) -> None:
     assert most_kept(schedule, "always", 3, 6) == kept
 
 
 class Inputs:
-    """Counts what the partitions send each other, which is what a checkpoint keeps."""
+    """Counts the values that partitions send each other, which checkpoints keep."""
 
     def __init__(self, n: int, m: int, checkpoint: str) -> None:
         self.between = Activations()
@@ -244,7 +244,7 @@ def test_after_a_step_with_hooked_parameters_nothing_of_it_is_left() -> None:
 
 
 def test_a_gradient_shares_no_memory_with_what_the_step_has_computed() -> None:
-    """Such as with the gradient of a sum, which is one number that is seen many times."""
+    """The gradient of a sum, for example, is one number expanded to many."""
 
     class Adds(nn.Module):
         def __init__(self) -> None:
@@ -266,7 +266,7 @@ def test_a_gradient_shares_no_memory_with_what_the_step_has_computed() -> None:
 def test_an_idle_worker_keeps_nothing_of_the_step_while_others_are_at_work(
     checkpoint: str,
 ) -> None:
-    """Partition 1 is done with its last micro-batch when partition 0 goes back with it."""
+    """Partition 1 has finished its last micro-batch when partition 0 runs backward with it."""
     seen = Activations()
     counts: list[bool] = []
 

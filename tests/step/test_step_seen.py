@@ -1,4 +1,4 @@
-"""What is seen of a whole step: by observers, statistics, timelines, profilers and Prometheus."""
+"""Tests what observers, statistics, timelines, profilers and Prometheus show of a whole step."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_an_observer_that_calls_the_pipe_in_a_backward_is_refused_and_dropped() 
 
 
 class Fails:
-    """What a step does after all its tasks: each of these raises."""
+    """The ways in which a step fails after all its tasks; each function raises."""
 
     @staticmethod
     def no_grad(pipe: Pipe) -> None:
@@ -164,7 +164,7 @@ def test_a_step_that_fails_after_its_tasks_has_failed(what: Any) -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_step_whose_last_task_failed_is_left_out_of_the_report(phase: str) -> None:
-    """Though it has recorded each of its tasks."""
+    """Although each of its tasks was recorded."""
     calls = []
 
     def no() -> None:
@@ -282,7 +282,7 @@ def test_waits_for_inputs_and_for_gradients_are_recorded() -> None:
 
 
 def meet(schedule: str, one: tuple[int, int], other: tuple[int, int]) -> Timeline:
-    """A step in which the backwards of two tasks wait for each other."""
+    """Takes a step in which two backward tasks wait for each other."""
     barrier = threading.Barrier(2)
 
     class Meets(nn.Linear):
@@ -331,7 +331,7 @@ def test_a_report_can_be_made(schedule: str) -> None:
 @pytest.mark.slow
 @schedules
 def test_the_bubble_of_equal_stages_is_near_the_ideal_one(schedule: str) -> None:
-    """Stages that sleep once forward and twice backward."""
+    """The stages sleep once forward and twice backward."""
     pause = threading.Event()
 
     def sleeps(x: Tensor) -> Tensor:
@@ -374,7 +374,7 @@ def test_a_task_that_failed_is_recorded_to_its_end() -> None:
 
 
 def trace(path: Path) -> list[dict[str, Any]]:
-    """The events that torch.profiler writes about a step."""
+    """Returns the events that torch.profiler records of a step."""
     config = _ExperimentalConfig(profile_all_threads=True)
     with pipe_of(nn.Linear(3, 3), nn.Linear(3, 3), chunks=2, checkpoint="always") as pipe:
         step(pipe)

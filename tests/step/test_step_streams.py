@@ -1,4 +1,4 @@
-"""Copies between devices in a step: what is copied, and what waits for what.
+"""Tests copies between devices in a step, and which stream waits for which.
 
 Stages are driven by hand, with the fake streams of ``tests/stages.py``. F[0,0] runs on ``cpu`` and
 F[0,1] on ``meta``.
@@ -25,7 +25,7 @@ from tests.stages import CPU, META, Driven, FakeStreams
 
 @pytest.fixture(scope="module")
 def meta() -> None:
-    """The first operation on the meta device imports a lot; let no test pay for that."""
+    """Runs a first operation on the meta device, whose many imports no test should pay for."""
     x = torch.ones(2, device=META, requires_grad=True)
     torch.autograd.backward((torch.zeros_like(x, device=META) * x).clone().sum())
 
@@ -36,7 +36,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
 
 
 class DrivenStep(Driven):
-    """One micro-batch of a step; notes what each action asks of streams."""
+    """One micro-batch of a step, with a log of each action's stream operations."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class DrivenStep(Driven):
             raise error
 
     def sums(self, j: int) -> list[Tensor]:
-        """The gradients of the weights of stage ``j``."""
+        """Returns the gradients of the weights of stage ``j``."""
         cut = self.stages[j].cut
         assert cut is not None
         return [total for _, total in cut.gradients.take()]
@@ -111,7 +111,7 @@ def test_a_recomputation_asks_nothing_of_streams(fake: FakeStreams) -> None:
     assert (logs["R[0,0]"], logs["R[0,1]"]) == (["R[0,0]"], ["R[0,1]"])
 
 
-def test_gradients_are_on_the_devices_of_what_they_are_of(fake: FakeStreams) -> None:
+def test_gradients_are_on_the_devices_of_their_tensors(fake: FakeStreams) -> None:
     step = two(fake)
     devices = [[dw.device for dw in step.sums(j)] for j in range(2)]
     assert devices == [[CPU], [META]]
@@ -129,7 +129,7 @@ def test_a_target_is_copied_to_the_last_device_before_the_loss(fake: FakeStreams
     ]
 
 
-def test_copies_of_gradients_are_recorded_with_where_they_come_from(fake: FakeStreams) -> None:
+def test_copies_of_gradients_are_recorded_with_their_origin(fake: FakeStreams) -> None:
     recording = Recording([CPU, META])
     two(fake, recording=recording)
     there, back = (event for event in recording.events() if event.kind == COPY)

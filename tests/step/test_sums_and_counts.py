@@ -1,4 +1,4 @@
-"""A loss that returns a sum and a count: its mean is that of the mini-batch, whatever counts."""
+"""Tests losses that return a sum and a count: the result is the mean over the mini-batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def a_model() -> nn.Sequential:
 
 
 def padded(*ignored: int) -> tuple[Tensor, Tensor]:
-    """Rows of which these have a target that is ignored; micro-batch 0 has the first three."""
+    """Makes rows, some with an ignored target; micro-batch 0 has the first three rows."""
     torch.manual_seed(2)
     x = torch.randn(ROWS, 6, dtype=torch.float64, requires_grad=True)
     target = torch.randint(CLASSES, (ROWS,))
@@ -68,7 +68,7 @@ def same(found: Any, expected: Any, **options: Any) -> None:
 @pytest.mark.parametrize(
     "ignored", [(), (0, 5), (0, 1, 2, 7), (9, 10), tuple(range(10)), tuple(range(ROWS))]
 )
-def test_loss_and_gradients_are_those_of_the_mean_of_what_counts(
+def test_loss_and_gradients_are_those_of_the_mean_over_counted_rows(
     schedule: str, checkpoint: str, ignored: tuple[int, ...]
 ) -> None:
     """Also if a whole micro-batch is ignored, the first or the last, or all of them."""
@@ -112,7 +112,7 @@ def test_gradients_are_scaled_and_the_loss_is_not(schedule: str, scale: Any) -> 
 
 @schedules
 def test_a_gradient_that_other_tensors_share_is_corrected_once_for_each(schedule: str) -> None:
-    """Those of two weights and of the input are one tensor, and have nothing to be added to."""
+    """The gradients of two weights and the input are one tensor, which is added to no other."""
     bias, other = (nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64)) for _ in range(2))
     used = iter([True])
 
@@ -149,7 +149,7 @@ def test_sparse_gradients_are_corrected() -> None:
 
 
 def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
-    """The sums of 1,000 rows would, by the scale of a mean: 100 * 1000."""
+    """With the scale of a mean, the sums of 1,000 rows would overflow: 100 * 1000."""
     seen = []
 
     def loss_fn(output: Any, target: Tensor) -> Any:
@@ -168,7 +168,7 @@ def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
 def test_hooks_of_layers_see_gradients_by_the_count_that_is_expected(
     schedule: str, expected: float
 ) -> None:
-    """From what is known when the first goes back: of the first micro-batch, or of all."""
+    """The count known when the first one runs backward: of the first micro-batch, or of all."""
     seen: set[float] = set()
 
     def loss_fn(output: Tensor, target: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Values that no later backward needs: a step keeps them neither where they came from nor after.
+"""Tests that a step drops values that no later backward needs, at their source and after it.
 
 On CPU, where both devices are one. ``tests/devices/test_peak_memory.py`` has the bytes of each.
 """
@@ -17,7 +17,7 @@ from tests.devices.lockstep import in_lockstep
 from tests.layers import Apply
 
 
-def test_what_no_operation_saves_of_inputs_and_outputs_is_not_kept() -> None:
+def test_inputs_and_outputs_that_no_operation_saves_are_not_kept() -> None:
     between, counts = Activations(), list[int]()
 
     def loss(y: Tensor, target: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a report says of timelines made by hand."""
+"""Tests the reports of timelines made by hand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_forward_and_backward_have_bubbles_of_their_own() -> None:
     assert report.bubble == pytest.approx(1 - 24 / 36)
 
 
-def test_what_is_outside_of_the_pipe_counts_for_no_device() -> None:
+def test_time_outside_the_pipe_counts_for_no_device() -> None:
     events = [*grid([1.0], 2), *grid([1.0], 2, "backward", at=5.0), *grid([1.0], 2, at=8.0, run=1)]
     report = Timeline(events, CUDA[:1]).report()
     assert (report.calls, report.seconds, report.outside) == (2, 10.0, 4.0)
@@ -73,7 +73,7 @@ def test_a_device_that_computes_meanwhile_does_not_wait() -> None:
     assert Timeline(events, CUDA[:2]).report().devices[1].for_input == 0.5
 
 
-def test_it_is_said_for_whom_ranks_wait() -> None:
+def test_the_report_names_the_rank_that_others_wait_for() -> None:
     known = Event("wait", 0, 1, CUDA[1], 0.0, 1.0, origin=0)
     unknown = Event("wait", 1, 0, CUDA[0], 2.0, 2.5)
     report = Timeline([*grid([1.0, 1.0], 2), known, unknown], CUDA[:2]).report()
@@ -121,12 +121,12 @@ def test_layers_cost_what_they_take_of_the_whole_task() -> None:
     assert report.advice[0].kind == "balance"
 
 
-def test_where_no_balance_is_better_the_largest_layer_is_named() -> None:
+def test_the_largest_layer_is_named_if_no_balance_is_better() -> None:
     report = Timeline(grid([1.0, 3.0], 4), CUDA[:2], layers=[[1.0], [3.0]]).report()
     assert any("no other balance of these layers" in one.text for one in report.advice)
 
 
-def test_without_times_of_layers_it_says_how_to_find_a_balance() -> None:
+def test_the_report_without_layer_times_says_how_to_find_a_balance() -> None:
     report = Timeline(grid([1.0, 3.0], 4), CUDA[:2]).report()
     assert "balance_by_time" in report.advice[0].text
 
@@ -286,7 +286,7 @@ def test_layers_must_be_there_for_each_partition(layers: list[list[float]]) -> N
         Timeline([], [CPU, CPU], layers=layers)
 
 
-def test_intervals() -> None:
+def test_intervals_are_merged_and_measured() -> None:
     merged = union([(3, 4), (0, 1), (0.5, 2), (2, 2.5)])
     assert merged == [(0, 2.5), (3, 4)] and length(merged) == 3.5
     assert overlap(merged, [(1, 3.5), (3.75, 9)]) == [(1, 2.5), (3, 3.5), (3.75, 4)]

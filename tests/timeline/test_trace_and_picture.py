@@ -1,4 +1,4 @@
-"""The trace that Perfetto reads, the picture, and the command that makes both of any script."""
+"""Tests the trace for Perfetto, the picture, and the command that makes both for any script."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_the_same_timeline_gives_the_same_picture(tmp_path: Path) -> None:
     assert paths[0].read_bytes() == paths[1].read_bytes()
 
 
-def test_without_matplotlib_a_picture_says_what_to_install(
+def test_a_picture_without_matplotlib_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -223,7 +223,7 @@ runpy.run_module("pipert", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.slow
-def test_a_module_is_traced_and_finds_what_it_would_find_by_itself(tmp_path: Path) -> None:
+def test_a_traced_module_finds_its_package_and_its_name(tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     (tmp_path / "package" / "beside.py").write_text("HERE = 'beside'\n")
@@ -288,7 +288,7 @@ def test_a_script_that_calls_too_little_is_told_so(tmp_path: Path) -> None:
         ["--plot", "picture.xyz"],
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_before_the_script_runs(
+def test_impossible_options_are_refused_before_the_script_runs(
     tmp_path: Path, options: list[str]
 ) -> None:
     ended = run_traced(tmp_path, *options)

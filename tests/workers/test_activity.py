@@ -1,4 +1,4 @@
-"""What a worker is doing, as others see it."""
+"""Tests what others see of a worker's activity."""
 
 from __future__ import annotations
 

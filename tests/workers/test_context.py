@@ -26,7 +26,7 @@ rows_for_backward = pytest.mark.parametrize("row", ROWS[:-1], ids=lambda row: ro
 
 
 def everything() -> list[object]:
-    """What is put on where this is called."""
+    """Returns the values of all settings on the current thread."""
     return [row.see() for row in ROWS]
 
 
@@ -35,14 +35,14 @@ PLAIN = everything()
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_up() -> None:
-    """The first dispatch mode of a process takes torch a second."""
+    """Makes the process's first dispatch mode, which takes torch a second."""
     with NoNegation():  # type: ignore[no-untyped-call]
         torch.neg(ONE)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
-    """Fail the test that leaves something on, not the ones after it, which would not notice."""
+    """Fails the test that leaves a setting changed, rather than later ones."""
     yield
     assert everything() == PLAIN
 
@@ -55,7 +55,7 @@ class Failed(Exception):
 
 
 class Probe(nn.Module):
-    """Notes what it sees in ``F`` and in ``R``; fails in the phase named ``failing``."""
+    """A layer that notes a setting in ``F`` and in ``R``; fails in the phase named ``failing``."""
 
     def __init__(self, see: Callable[[], object]) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Observed:
     def train(
         self, forward: Block = contextlib.nullcontext, backward: Block = contextlib.nullcontext
     ) -> None:
-        """Forward and backward, each inside a block of its own."""
+        """Runs forward and backward, each inside a block of its own."""
         x = torch.ones(2, 1)
         with forward():
             loss = self.pipe(x).sum()
@@ -131,7 +131,7 @@ def test_R_sees_the_flag_for_deterministic_algorithms_as_it_is_then() -> None:
 
 
 @rows_for_backward
-def test_R_does_not_see_what_the_backward_runs_under(row: Row) -> None:
+def test_R_does_not_see_the_context_of_the_backward(row: Row) -> None:
     plain = row.see()
     with Observed(row.see) as observed:
         observed.train(contextlib.nullcontext, row.block)
@@ -181,7 +181,7 @@ def test_R_that_fails_leaves_nothing_on_the_thread_of_the_backward(row: Row) -> 
 
 
 @rows
-def test_R_leaves_on_what_the_backward_runs_under(row: Row) -> None:
+def test_R_leaves_the_context_of_the_backward_active(row: Row) -> None:
     with Observed(row.see) as observed:
         loss = observed.pipe(torch.ones(2, 1)).sum()
         with row.block():
@@ -257,7 +257,7 @@ def test_random_layers_work_under_another_default_device() -> None:
 
 
 class Setting(nn.Module):
-    """Notes the variable, then sets it."""
+    """A layer that notes the variable, then sets it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,7 +352,7 @@ def test_R_saves_by_the_callers_hooks() -> None:
     assert hooks.packed > 0
 
 
-def test_what_a_checkpointed_forward_does_not_save_does_not_reach_the_callers_hooks() -> None:
+def test_tensors_not_saved_by_a_checkpointed_forward_do_not_reach_the_callers_hooks() -> None:
     module, x = whole_numbers()
     hooks = Hooks()
     with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint="always") as pipe:
@@ -362,7 +362,7 @@ def test_what_a_checkpointed_forward_does_not_save_does_not_reach_the_callers_ho
 
 
 @checkpoints
-def test_all_that_the_callers_hooks_have_packed_they_unpack(checkpoint: str) -> None:
+def test_the_callers_hooks_unpack_all_that_they_packed(checkpoint: str) -> None:
     module, x = whole_numbers()
     hooks = Hooks()
     with Pipe(module, [3, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=checkpoint) as pipe:

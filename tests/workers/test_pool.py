@@ -1,4 +1,4 @@
-"""P1, P2, P3 and P6 of the pool, most of them through a pipe. P4 and P5: test_exit, test_fork."""
+"""Tests P1, P2, P3 and P6 of the pool, mostly through a pipe. P4 and P5: test_exit, test_fork."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Job:
 
 
 class Double(nn.Module):
-    """Doubles, after it has done what a test wants of it; notes the threads it runs on."""
+    """A layer that doubles its input after a test's action, and notes its threads."""
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class Double(nn.Module):
 
 
 class Square(Double):
-    """Squares, for which it has to save its input, or be recomputed."""
+    """A layer that squares its input, which it saves unless it is recomputed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).square()
 
 
 class Gate:
-    """Holds a layer up until a test lets it go on."""
+    """A layer's function that blocks until a test lets it continue."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -111,7 +111,7 @@ def workers() -> set[WorkerThread]:
 
 
 def end(threads: set[WorkerThread], wait: float = WAIT) -> set[WorkerThread]:
-    """Those of ``threads`` that do not end within ``wait`` seconds."""
+    """Returns the threads that do not end within ``wait`` seconds."""
     deadline = time.monotonic() + wait
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
@@ -159,7 +159,7 @@ def test_later_runs_start_no_threads() -> None:
         assert workers() == after_first
 
 
-def test_callers_that_come_first_at_once_start_the_threads_once() -> None:
+def test_simultaneous_first_callers_start_the_threads_once() -> None:
     before = workers()
     together = threading.Barrier(4)
     with two(Double(), Double()) as pipe:

@@ -1,4 +1,4 @@
-"""Where another thread is in Python."""
+"""Tests finding out where another thread is in Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def innermost(entered: threading.Event, go_on: threading.Event) -> None:
     go_on.wait()
 
 
-def test_it_is_where_the_thread_is() -> None:
+def test_the_stack_shows_where_the_thread_is() -> None:
     entered, go_on = threading.Event(), threading.Event()
     thread = threading.Thread(target=innermost, args=(entered, go_on))
     thread.start()

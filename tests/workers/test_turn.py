@@ -1,4 +1,4 @@
-"""Turns: who asks for one, how long one is kept, and that nobody ever depends on one."""
+"""Tests turns: which tasks ask for one, how long it is kept, and that none depends on one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BETWEEN = turn_module._SHORT * 1.5
 
 
 class Clock:
-    """Time that passes when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def do(turn: Turn, seconds: float) -> None:
-    """A task whose layers compute for ``seconds``."""
+    """Runs a task whose layers compute for ``seconds``."""
     turn.take()
     turn.executed(0.0, seconds)
 
@@ -220,7 +220,7 @@ def test_giving_up_lets_others_take_a_turn(clock: Clock) -> None:
     assert not lock.locked()
 
 
-def test_giving_up_what_is_not_held_leaves_the_turn_of_another_alone(clock: Clock) -> None:
+def test_giving_up_without_a_turn_leaves_the_turn_of_another_alone(clock: Clock) -> None:
     lock = threading.Lock()
     one, another = Turn(lock), Turn(lock)
     settle(one)

@@ -79,7 +79,7 @@ def no_gc() -> Iterator[None]:
 
 
 def throw(thread: threading.Thread, kind: type[BaseException]) -> None:
-    """Have ``kind`` raised in ``thread`` when it next executes Python."""
+    """Makes ``thread`` raise ``kind`` when it next executes Python."""
     assert thread.ident is not None
     thrown = ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(kind)
@@ -88,7 +88,7 @@ def throw(thread: threading.Thread, kind: type[BaseException]) -> None:
 
 
 def until_blocked(thread: threading.Thread) -> None:
-    """Return when ``thread`` waits for something: it sleeps, and does not move for a while."""
+    """Waits until ``thread`` is blocked: it sleeps, and does not move for a while."""
     assert thread.ident is not None
     stat = Path(f"/proc/self/task/{thread.native_id}/stat")
     seen: list[object] = []
@@ -101,7 +101,7 @@ def until_blocked(thread: threading.Thread) -> None:
 
 
 def call(function: Callable[[], object]) -> object:
-    """What ``function`` returns or raises; fails, rather than hangs, if it does neither."""
+    """Returns or raises the outcome of ``function``; fails, rather than hangs, if it has none."""
     outcome: list[object] = []
 
     def run() -> None:
@@ -118,7 +118,7 @@ def call(function: Callable[[], object]) -> object:
 
 
 class Double(nn.Module):
-    """Doubles, after it has done what a test wants of it."""
+    """A layer that doubles its input after a test's action."""
 
     def __init__(self, before: Callable[[Tensor], object] = lambda x: None) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_worker_may_be_stopped_by_its_own_task(worker: WorkerThread) -> None:
 
 @pytest.mark.slow
 def test_workers_end_one_after_another_with_what_their_threads_hold() -> None:
-    """What ``torch.compile`` leaves in two threads must not be freed at once (W4)."""
+    """Objects that ``torch.compile`` leaves in two threads must not be freed at once (W4)."""
     events: list[str] = []
 
     class Left:
@@ -307,7 +307,7 @@ def test_a_worker_that_was_ended_from_outside_refuses_tasks(worker: WorkerThread
 
 
 @kills
-def test_a_worker_that_is_ended_from_outside_logs_what_it_leaves(
+def test_a_worker_ended_from_outside_logs_its_abandoned_tasks(
     worker: WorkerThread,
 ) -> None:
     with TestCase().assertLogs("pipert") as logged:
