@@ -79,7 +79,7 @@ def micro_batch_of(data: Any) -> int:
     return int(data.detach()[0, 0].item()) // ROWS if has_rows else -1
 
 
-@dataclass
+@dataclass(frozen=True)  # so that a tensor in it is replaced by flattening it
 class Box:
     """A pytree with a tensor; ``at`` is the partition that made it, -1 for the caller."""
 

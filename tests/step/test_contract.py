@@ -107,7 +107,7 @@ def test_a_backward_that_would_lose_the_gradients_of_earlier_layers_is_refused(
 ) -> None:
     first = linear(3, 3)
     with piped(nn.Sequential(first, layer), [1, 1], Way(schedule, checkpoint), chunks=2) as pipe:
-        with pytest.raises(RuntimeError, match="gradients of earlier layers would be lost"):
+        with pytest.raises(RuntimeError, match="would be lost|into an earlier partition"):
             pipe.forward_backward(batch(4), loss_fn=loss_fn, schedule=schedule)
     assert first.weight.grad is None
 

@@ -131,6 +131,7 @@ def test_an_error_of_the_loss_says_which_task_it_was() -> None:
     ]
 
 
+@pytest.mark.layered
 def test_a_target_given_by_position_is_named_as_what_the_first_layer_does_not_take() -> None:
     with Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"], chunks=2) as pipe:
         for args, kwargs in (([rows(4)], {}), ([], {"targets": rows(4)}), ([], {"chunks": 2})):
