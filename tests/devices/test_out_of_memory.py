@@ -46,7 +46,7 @@ def wrongs_of(error: torch.OutOfMemoryError, device: int, way: str, started: Sta
         return [f"a note outside of tasks: {notes}"] if notes else []
     if len(notes) != 1:
         return [f"{len(notes)} notes: {notes}"]
-    found = NOTE.match(notes[0])
+    found = NOTE.match(notes[0].replace(", loss_fn", ""))
     if found is None or int(found[4]) != device:
         return [f"a note that does not say where cuda:{device} was out of memory: {notes[0]}"]
     kind, i, j = found[1][-1], int(found[2]), int(found[3])
