@@ -30,7 +30,7 @@ from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
-_SMALL = 4096  # elements
+_SMALL = 4096  # elements; for larger tensors a call each costs little, and memory is predicted so
 
 Arriving = list[tuple[Tensor, Tensor]]
 """Tensors, each with the gradient to deliver to it."""
