@@ -30,8 +30,6 @@ from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
-_SMALL = 4096  # elements; for larger tensors a call each costs little, and memory is predicted so
-
 Arriving = list[tuple[Tensor, Tensor]]
 """Tensors, each with the gradient to deliver to it."""
 
@@ -47,7 +45,6 @@ class _Sum:
         """Whether nobody holds the first gradient any more, which is laid out as the weight."""
         self.is_own = (
             type(self.total) is Tensor
-            and self.total.numel() <= _SMALL
             and self.total.layout == torch.strided
             and self.total.stride() == self.weight.stride()
             and self.total.untyped_storage().nbytes() == self.total.nbytes

@@ -47,8 +47,6 @@ class Alone(NamedTuple):
     """Peak of a backward that creates ``.grad``, which is counted here."""
     step: int
     """Peak of a backward that returns the gradients of all weights at once."""
-    largest: int
-    """Bytes of the largest weight."""
 
     @property
     def given(self) -> int:
@@ -129,11 +127,10 @@ class _Probe:
         self.layers.zero_grad(set_to_none=True)
         del batch, edges, outputs
         assert self._live() == before, "the probe itself keeps something"
-        weights = list(self.layers.parameters())
+        weights = nbytes(list(self.layers.parameters()))
         return Alone(
-            nbytes(weights), self._sources(), sizes, unsaved, saved, forward, quiet, backward,
-            first, step, max([weight.nbytes for weight in weights], default=0),
-        )  # fmt: skip
+            weights, self._sources(), sizes, unsaved, saved, forward, quiet, backward, first, step
+        )
 
     def _sources(self) -> dict[int, int]:
         sources = [self.j - 1, *(s for _, s in self.skips.arriving)]

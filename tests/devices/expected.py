@@ -11,7 +11,7 @@ that its graph has saved or, if it is checkpointed, of the partition's inputs.
 
 *The running task* is F, R or B, whichever needs most. R and F of a checkpointed micro-batch compute
 on a copy of the inputs. B of a step has the gradients of all weights of the partition beside their
-sums, because torch returns them together, and for a moment one more, the largest.
+sums, because torch returns them together; they are added in place.
 
 Values *in transit* come on top: outputs that the next device has not copied yet, and gradients. In
 lockstep an output for partition k leaves k - j ticks after it was made, and its gradient arrives
@@ -99,21 +99,24 @@ def _tasks(setting: Setting, part: Alone, alive: int, of_loss: int) -> Iterator[
     # When the second B begins, .grad exists, and with 1f1b another micro-batch has come.
     others = alive - 1 if setting.way == "1f1b" and setting.m > alive else max(alive - 2, 0)
     back = part.step if is_step else part.backward
-    inputs = 0 if plain else part.given
+    copies = 0 if plain else part.given
+    first, again = part.first, part.forward + copies
+    if not is_step:  # a call keeps the inputs until the backward is over, a step until R is
+        first, back = first + copies, back + copies
     if setting.mode != "always":
         yield (alive - 1) * kept + part.forward
         yield (alive - 1) * kept + part.first
     if not plain:
         yield alive * part.given + part.quiet
     if setting.mode == "always":
-        yield (alive - 1) * kept + inputs + max(part.forward, part.first)
+        yield (alive - 1) * kept + max(again, first)
     if setting.mode == "except_last" and setting.way == "1f1b" and alive > 1:
         # The last micro-batch has come, and is not the next to go back.
-        yield (alive - 2) * kept + part.saved + part.weights + inputs + max(part.forward, back)
+        yield (alive - 2) * kept + part.saved + part.weights + max(again, back)
     if setting.m > 1:
-        yield others * kept + part.weights + inputs + max(back, part.forward * (not plain))
-    if is_step and setting.m > 1:  # the second gradient of a weight is added into a new tensor
-        yield others * kept + 2 * part.weights + part.largest
+        yield others * kept + part.weights + max(back, again * (not plain))
+    if is_step and setting.m > 1:  # the second gradients are there, beside the sums
+        yield others * kept + 2 * part.weights
 
 
 def _in_transit(setting: Setting, parts: Sequence[Alone], j: int) -> int:
