@@ -35,7 +35,7 @@ from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.once import Once
-from pipert.schedules.action import Action
+from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
@@ -171,7 +171,10 @@ def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value
 class Task:
     """One action of one run, as a worker takes it."""
 
-    __slots__ = ("_action", "_due", "_how", "_position", "_stage", "layers_took", "what")
+    __slots__ = (
+        "_action", "_due", "_how", "_position", "_stage", "calls_layers", "layers_took", "nodes",
+        "what",
+    )  # fmt: skip
 
     def __init__(self, stage: Stage, action: Action) -> None:
         self._stage = stage
@@ -180,7 +183,9 @@ class Task:
         self._how = stage.how[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
+        self.calls_layers = action.kind in (FORWARD, RECOMPUTE)
         self.layers_took: float | None = None
+        self.nodes = 0
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
         """Return the action's input; ``NOT_RUN`` if the run failed earlier in the plan, or here."""
@@ -207,6 +212,7 @@ class Task:
             self._fail(error)
             raise
         self.layers_took, stage.layers.took = stage.layers.took, None
+        self.nodes = stage.layers.nodes
         return result
 
     def send(self, result: Any) -> None:

@@ -9,8 +9,8 @@ would slow them down.
 
 A turn affects speed, never order:
 
-* A worker waits for at most ``_PATIENCE``, then goes on without a turn and does not ask for a
-  while. So tasks that wait for each other, or a suddenly long task, delay no worker by more.
+* A worker waits for at most ``_PATIENCE``, or ``_BACK_OFF`` if its own layers are not short, then
+  goes on without a turn and does not ask for a while. So tasks that wait for each other, or a suddenly long task, delay no worker by more.
 * A worker gives it up before it blocks for anything else, and after ``_HOLD``.
 
 Only with a turn can a worker measure its layers: without one they may wait for the interpreter ten
@@ -18,6 +18,14 @@ times as long as they compute. So a long time counts only if the worker had a tu
 longer than any wait for other workers is likely to be. Long layers are tried again after some
 tasks. Otherwise short layers that once delayed each other would do so for ever, as each would look
 long. Three short times in a row make layers short at once; one among long ones does not.
+
+Layers of many small operations compute for milliseconds, most of them in the interpreter. Two such
+tasks at a time take as long as one after the other, and more CPU time: each operation may switch
+threads. A backward is different, since autograd walks the graph without the interpreter. So a
+worker whose layers take little time for each node of the graph takes a turn for one ``F`` or ``R``,
+and none for ``B``. Layers that build no graph are not measured, and take no such turns. With four
+workers a step of ResNet-101 at 0.03 of its width fell from 1.24 to 1.01 of torchgpipe's time, its
+CPU time from 1.8 to 1.2.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool. Where threads
 execute Python in parallel, nobody takes a turn.
@@ -41,9 +49,11 @@ _LONG = 50 * _UNIT  # layers that take more are clearly long
 _HOLD = 12 * _UNIT  # how long a worker may keep a turn while others wait
 _PATIENCE = 400 * _UNIT  # how long a worker waits for a turn; the holder may take it again
 _BACK_OFF = 4000 * _UNIT  # how long a worker does not ask again after waiting in vain
+_DOUBLE = 2.0  # the most by which the time of an operation may grow with a task that had a turn
 _GROW = 1.1  # the most by which the time may grow with each task that had a turn
 _SHRINK = 0.95  # the factor for each task without a turn: sixty tasks from long to short
 _SHORT_COUNTS = 4  # the most by which a short task without a turn may divide the time
+_SMALL = 1.5 * _UNIT  # operations that take less are small
 _SPARE = 8  # after a long task with a turn, a worker asks for none for this many times as long
 
 
@@ -60,30 +70,41 @@ class Lock(Protocol):
 class Turn:
     """One worker's side of the turns in its pool."""
 
-    __slots__ = ("_ask_again", "_held_since", "_lock", "_took")
+    __slots__ = ("_ask_again", "_held_since", "_lock", "_operation", "_took")
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
         self._held_since: float | None = None
         self._took = float("inf")  # assume that unknown layers are long
+        self._operation = float("inf")  # and their operations
         self._ask_again = 0.0
 
-    def take(self) -> None:
-        """Take a turn if layers are short; call when a task has its inputs and starts."""
+    def take(self, calls_layers: bool = False) -> None:
+        """Take a turn if layers are short, or for ``calls_layers`` if their operations are small.
+
+        Call when a task has its inputs and starts.
+        """
         now = perf_counter()
         if self._held_since is not None and now - self._held_since > _HOLD:
             self.give_up()
-        is_short = self._took < _SHORT and ONE_THREAD_AT_A_TIME
-        if self._held_since is None and is_short and now >= self._ask_again:
-            taken = self._lock.acquire(timeout=_PATIENCE)
+        is_short = self._took < _SHORT
+        wants = is_short or (calls_layers and self._operation < _SMALL)
+        may = ONE_THREAD_AT_A_TIME and now >= self._ask_again
+        if self._held_since is None and wants and may:
+            taken = self._lock.acquire(timeout=_PATIENCE if is_short else _BACK_OFF)
             now = perf_counter()
             if taken:
                 self._held_since = now
             else:
                 self._ask_again = now + _BACK_OFF
 
-    def executed(self, task: float, layers: float | None) -> None:
-        """Note how long a task took, and its layers if it has called any."""
+    def executed(self, task: float, layers: float | None, nodes: int = 0) -> None:
+        """Note how long a task took, its layers if it has called any, and how many nodes these
+        created.
+        """
+        if layers is not None and nodes:
+            most = _DOUBLE if self._held_since is not None else _SHRINK
+            self._operation = min(layers / nodes, most * self._operation)
         if layers is None:
             pass  # a backward, say
         elif layers > _LONG:

@@ -52,7 +52,11 @@ class Task(Protocol):
     what: Any
     """Identifies the task to those who look at the worker; immutable, and without tensors."""
     layers_took: float | None
-    """Seconds that the user's layers took in ``execute``; ``None`` if it called none."""
+    """Seconds that the user's layers took in ``execute``; ``None`` if nobody measured any."""
+    nodes: int
+    """The number of autograd's nodes that they created meanwhile; 0 if nobody counted."""
+    calls_layers: bool
+    """Whether ``execute`` does little but call the user's layers, forward."""
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
         """Return the input, or ``NOT_RUN``. Calls ``before_waiting`` before it blocks."""
@@ -112,11 +116,11 @@ def work(
             activity.waits(task.what)
             value = task.receive(turn.give_up)
             if value is not NOT_RUN:
-                turn.take()
+                turn.take(task.calls_layers)
                 activity.works()
                 started = perf_counter()
                 value = task.execute(value)
-                turn.executed(perf_counter() - started, task.layers_took)
+                turn.executed(perf_counter() - started, task.layers_took, task.nodes)
             activity.rests()
             task.send(value)
             task = value = None  # W2

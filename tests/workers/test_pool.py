@@ -33,6 +33,8 @@ class Job:
 
     what = "a job"
     layers_took: float | None = None
+    nodes: int = 0
+    calls_layers: bool = False
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         self.body = body

@@ -343,3 +343,77 @@ def test_tasks_that_wait_for_each_other_both_go_on_although_one_has_the_turn(
     with Pipe(layers, [1, 1], devices=["cpu", "cpu"], chunks=8, checkpoint="never") as pipe:
         pipe(torch.full((8, 1), 9.0))
         assert torch.equal(pipe(torch.arange(8.0).reshape(8, 1)).flatten(), torch.arange(8.0))
+
+
+# Layers of many small operations ------------------------------------------------------------------
+
+NODES = 100
+SMALL = NODES * turn_module._SMALL / 4
+LARGE = NODES * turn_module._SMALL * 4
+
+
+def forward(turn: Turn, seconds: float) -> bool:
+    """Runs a forward of ``NODES`` operations; returns whether it had a turn."""
+    turn.take(calls_layers=True)
+    had_turn = held(turn)
+    turn.executed(seconds, seconds, NODES)
+    return had_turn
+
+
+def test_only_what_calls_layers_of_small_operations_takes_a_turn_and_for_one_task(
+    clock: Clock,
+) -> None:
+    turn = Turn(threading.Lock())
+    assert not forward(turn, SMALL)  # nothing is known yet
+    for _ in range(3):
+        assert forward(turn, SMALL)
+        assert not held(turn)
+        turn.take()  # a backward
+        assert not held(turn)
+        turn.executed(SMALL, None)
+
+
+def test_layers_of_large_operations_take_no_turns(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    assert [forward(turn, LARGE) for _ in range(20)] == [False] * 20
+
+
+def test_layers_without_a_graph_take_no_turns(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    for _ in range(3):
+        turn.take(calls_layers=True)
+        assert not held(turn)
+        turn.executed(SMALL, SMALL, 0)
+
+
+def test_operations_that_become_large_are_noticed_and_tried_again_later(clock: Clock) -> None:
+    turn = Turn(threading.Lock())
+    forward(turn, SMALL)
+    forward(turn, SMALL)
+    had = [forward(turn, 100 * SMALL) for _ in range(200)]
+    assert sum(had[:10]) <= 5
+    assert 1 <= sum(had[10:]) <= 20
+
+
+def test_operations_that_only_waited_for_the_interpreter_are_found_to_be_small(
+    clock: Clock,
+) -> None:
+    turn = Turn(threading.Lock())
+    for _ in range(40):
+        if forward(turn, LARGE):
+            break
+    else:
+        pytest.fail("their worker never took a turn to measure them")
+    turn.executed(SMALL, SMALL, NODES)
+    assert forward(turn, SMALL)
+
+
+def test_a_forward_does_not_wait_for_ever_for_its_turn(clock: Clock) -> None:
+    lock = threading.Lock()
+    turn = Turn(lock)
+    forward(turn, SMALL)
+    with lock:
+        assert not forward(turn, SMALL)
+    assert not forward(turn, SMALL)  # it does not ask for a while
+    clock.now += 2 * turn_module._BACK_OFF
+    assert forward(turn, SMALL)
