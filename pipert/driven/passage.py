@@ -101,7 +101,7 @@ class Passage:
     ) -> None:
         self.what = journey.run.number, None
         self.layers_took: float | None = None
-        self.calls_layers, self.nodes = False, 0
+        self.takes_turn, self.nodes = False, 0
         self.i = i
         self._pid = os.getpid()
         self.j = 0

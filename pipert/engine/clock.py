@@ -32,7 +32,7 @@ class Posting:
         self._due = Once((stages[0].run.plan,))  # taken by whoever posts or abandons the run
         self.what = stages[0].run.number, None
         self.layers_took: float | None = None
-        self.calls_layers, self.nodes = False, 0
+        self.takes_turn, self.nodes = False, 0
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
         return ()

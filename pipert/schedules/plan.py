@@ -79,6 +79,8 @@ class Plan:
     """The position of each action in the order."""
     occurring_kinds: frozenset[str] = field(init=False, repr=False, compare=False)
     """The kinds of action that the plan has, including those that a schedule adds."""
+    goes_both_ways: bool = field(init=False, repr=False, compare=False)
+    """Whether some micro-batches go forward after others have begun to go back."""
     _size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +88,10 @@ class Plan:
         order = tuple([action for tick in self.ticks for action in tick])
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "positions", {action: k for k, action in enumerate(order)})
-        object.__setattr__(self, "occurring_kinds", frozenset([a.kind for a in order]))
+        kinds = [action.kind for action in order]
+        object.__setattr__(self, "occurring_kinds", frozenset(kinds))
+        both = BACKWARD in kinds and FORWARD in kinds[kinds.index(BACKWARD) :]
+        object.__setattr__(self, "goes_both_ways", both)
         object.__setattr__(self, "_size", Size(self.m, self.n, self.recomputed))
         self._check()
 

@@ -172,7 +172,7 @@ class Task:
     """One action of one run, as a worker takes it."""
 
     __slots__ = (
-        "_action", "_due", "_how", "_position", "_stage", "calls_layers", "layers_took", "nodes",
+        "_action", "_due", "_how", "_position", "_stage", "layers_took", "nodes", "takes_turn",
         "what",
     )  # fmt: skip
 
@@ -183,7 +183,8 @@ class Task:
         self._how = stage.how[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
-        self.calls_layers = action.kind in (FORWARD, RECOMPUTE)
+        is_computed = action.kind in (FORWARD, RECOMPUTE)
+        self.takes_turn = is_computed and stage.run.plan.goes_both_ways
         self.layers_took: float | None = None
         self.nodes = 0
 

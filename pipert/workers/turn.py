@@ -7,25 +7,25 @@ turns. So workers whose layers compute next to nothing take turns, and keep one 
 Real layers sleep or compute outside the interpreter lock and take no turns: running one at a time
 would slow them down.
 
+Layers of many small operations compute for milliseconds, mostly in the interpreter, and two of them
+at a time take as long as one after the other, with more CPU time: any operation may switch threads.
+A backward is different, since autograd walks the graph without the interpreter. So where some tasks
+go forward while others go back, workers whose layers take little time for each node of the graph
+take a turn for one ``F`` or ``R``, and none for ``B``. Layers that build no graph are not measured.
+
 A turn affects speed, never order:
 
 * A worker waits for at most ``_PATIENCE``, or ``_BACK_OFF`` if its own layers are not short, then
-  goes on without a turn and does not ask for a while. So tasks that wait for each other, or a suddenly long task, delay no worker by more.
+  goes on without a turn and does not ask for a while. So tasks that wait for each other, or a
+  suddenly long task, delay no worker by more.
 * A worker gives it up before it blocks for anything else, and after ``_HOLD``.
 
 Only with a turn can a worker measure its layers: without one they may wait for the interpreter ten
 times as long as they compute. So a long time counts only if the worker had a turn, or if it is
 longer than any wait for other workers is likely to be. Long layers are tried again after some
 tasks. Otherwise short layers that once delayed each other would do so for ever, as each would look
-long. Three short times in a row make layers short at once; one among long ones does not.
-
-Layers of many small operations compute for milliseconds, most of them in the interpreter. Two such
-tasks at a time take as long as one after the other, and more CPU time: each operation may switch
-threads. A backward is different, since autograd walks the graph without the interpreter. So a
-worker whose layers take little time for each node of the graph takes a turn for one ``F`` or ``R``,
-and none for ``B``. Layers that build no graph are not measured, and take no such turns. With four
-workers a step of ResNet-101 at 0.03 of its width fell from 1.24 to 1.01 of torchgpipe's time, its
-CPU time from 1.8 to 1.2.
+long. Three short times in a row make layers short at once; one among long ones does not. The time
+of an operation follows the same idea: what looks long without a turn is tried again.
 
 A ``Turn`` belongs to one worker thread; the lock is shared by the workers of a pool. Where threads
 execute Python in parallel, nobody takes a turn.
@@ -79,16 +79,16 @@ class Turn:
         self._operation = float("inf")  # and their operations
         self._ask_again = 0.0
 
-    def take(self, calls_layers: bool = False) -> None:
-        """Take a turn if layers are short, or for ``calls_layers`` if their operations are small.
+    def take(self, may_be_long: bool = False) -> None:
+        """Take a turn if layers are short; call when a task has its inputs and starts.
 
-        Call when a task has its inputs and starts.
+        With ``may_be_long`` also if layers are long, but consist of small operations.
         """
         now = perf_counter()
         if self._held_since is not None and now - self._held_since > _HOLD:
             self.give_up()
         is_short = self._took < _SHORT
-        wants = is_short or (calls_layers and self._operation < _SMALL)
+        wants = is_short or (may_be_long and self._operation < _SMALL)
         may = ONE_THREAD_AT_A_TIME and now >= self._ask_again
         if self._held_since is None and wants and may:
             taken = self._lock.acquire(timeout=_PATIENCE if is_short else _BACK_OFF)

@@ -55,8 +55,8 @@ class Task(Protocol):
     """Seconds that the user's layers took in ``execute``; ``None`` if nobody measured any."""
     nodes: int
     """The number of autograd's nodes that they created meanwhile; 0 if nobody counted."""
-    calls_layers: bool
-    """Whether ``execute`` does little but call the user's layers, forward."""
+    takes_turn: bool
+    """Whether it takes a turn if its layers consist of small operations."""
 
     def receive(self, before_waiting: Callable[[], None]) -> Any:
         """Return the input, or ``NOT_RUN``. Calls ``before_waiting`` before it blocks."""
@@ -116,7 +116,7 @@ def work(
             activity.waits(task.what)
             value = task.receive(turn.give_up)
             if value is not NOT_RUN:
-                turn.take(task.calls_layers)
+                turn.take(task.takes_turn)
                 activity.works()
                 started = perf_counter()
                 value = task.execute(value)

@@ -240,7 +240,7 @@ class Looks:
     what: Any = None
     layers_took: float | None = None
     nodes: int = 0
-    calls_layers: bool = False
+    takes_turn: bool = False
 
     def __init__(self, seen: list[Any]) -> None:
         self._seen = seen

@@ -34,6 +34,7 @@ class FakeStage:
         self.outcome = outcome
         self.layers = self
         self.took = 0.5
+        self.nodes = 0
         self.ran: list[int] = []
         self.sent: list[tuple[int, object]] = []
         how = How(lambda i, _: (), contextlib.nullcontext(), self.execute, self.send)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipert.schedules import Action, Plan, gpipe, one_f_one_b, plan
+from pipert.schedules.plan import plan_call
 
 PLACEMENTS = {
     "one each": (0, 1, 2, 3),
@@ -275,6 +276,19 @@ def test_neighbours_take_the_micro_batches_in_one_order(
 def test_gpipe_goes_back_from_the_last_micro_batch() -> None:
     backward = [a.i for a in plan("gpipe", 4, 2) if a.kind == "B" and a.j == 0]
     assert backward == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "both"), [("gpipe", 4, False), ("1f1b", 1, False), ("1f1b", 4, True)]
+)
+def test_a_plan_knows_whether_some_go_forward_after_others_have_gone_back(
+    name: str, m: int, both: bool
+) -> None:
+    assert plan(name, m, 2).goes_both_ways == both
+
+
+def test_a_call_goes_one_way() -> None:
+    assert not plan_call(4, 2, (0, 1)).goes_both_ways
 
 
 @named

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipert.autograd.leaves import node_count
 from pipert.stage.loss import Loss
 from pipert.stage.step import Step
 from pipert.workers.worker import NOT_RUN
@@ -112,6 +113,16 @@ def test_a_task_knows_how_long_its_layers_took_if_it_called_any() -> None:
         task.send(task.execute(task.receive(do_nothing)))
         took[action.kind] = task.layers_took
     assert took["F"] is not None and took["R"] is not None and took["B"] is None
+
+
+def test_a_task_counts_the_nodes_that_its_layers_create() -> None:
+    layers = [nn.Linear(1, 1), nn.Tanh()]
+    before = node_count()
+    nn.Sequential(*layers)(torch.ones(1, 1))
+    created = node_count() - before
+    task = Driven([layers], [torch.ones(1, 1)]).task("F[0,0]")
+    task.send(task.execute(task.receive(do_nothing)))
+    assert task.nodes == created > 0
 
 
 def test_a_task_before_the_failed_one_runs() -> None:

@@ -354,13 +354,13 @@ LARGE = NODES * turn_module._SMALL * 4
 
 def forward(turn: Turn, seconds: float) -> bool:
     """Runs a forward of ``NODES`` operations; returns whether it had a turn."""
-    turn.take(calls_layers=True)
+    turn.take(may_be_long=True)
     had_turn = held(turn)
     turn.executed(seconds, seconds, NODES)
     return had_turn
 
 
-def test_only_what_calls_layers_of_small_operations_takes_a_turn_and_for_one_task(
+def test_layers_of_small_operations_take_a_turn_for_one_task_and_a_backward_takes_none(
     clock: Clock,
 ) -> None:
     turn = Turn(threading.Lock())
@@ -381,7 +381,7 @@ def test_layers_of_large_operations_take_no_turns(clock: Clock) -> None:
 def test_layers_without_a_graph_take_no_turns(clock: Clock) -> None:
     turn = Turn(threading.Lock())
     for _ in range(3):
-        turn.take(calls_layers=True)
+        turn.take(may_be_long=True)
         assert not held(turn)
         turn.executed(SMALL, SMALL, 0)
 

@@ -42,7 +42,7 @@ class Job:
     what = "a job"
     layers_took: float | None = None
     nodes: int = 0
-    calls_layers: bool = False
+    takes_turn: bool = False
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         self.body = body
