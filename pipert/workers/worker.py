@@ -52,7 +52,7 @@ class Task(Protocol):
     what: Any
     """Identifies the task to those who look at the worker; immutable, and without tensors."""
     layers_took: float | None
-    """Seconds that the user's layers took in ``execute``; ``None`` if nobody measured any."""
+    """Seconds that the user's layers took in ``execute``; ``None`` if it called none."""
     nodes: int
     """The number of autograd's nodes that they created meanwhile; 0 if nobody counted."""
     takes_turn: bool

@@ -265,6 +265,21 @@ def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerTh
     assert [job.outcomes for job in jobs] == [[WorkerDiedError], [WorkerDiedError]]
 
 
+def test_a_worker_has_a_turn_only_in_forwards_of_small_operations() -> None:
+    turns, had_turn = threading.Lock(), list[bool]()
+    worker = WorkerThread("pipert-test", CPU, turns, Activity())
+    jobs = [Job(lambda: had_turn.append(turns.locked())) for _ in range(5)]
+    for job, is_forward in zip(jobs, [True, True, False, True, False], strict=True):
+        if is_forward:
+            job.takes_turn, job.layers_took, job.nodes = True, 1.0, 1_000_000
+        worker.in_queue.put(job)
+    worker.start()
+    worker.stop()
+    worker.join(WAIT)
+    assert had_turn == [False, True, False, True, False]  # the first one measures
+    assert not turns.locked()
+
+
 @kills
 def test_an_exception_that_comes_as_a_worker_takes_a_turn_leaves_the_turn_to_others() -> None:
     """It is raised when the thread has the lock, before that is noted."""
