@@ -67,6 +67,8 @@ class Behind(NamedTuple):
     """The nodes of other graphs, which other backward passes may go through as well."""
     nodes: set[Node]
     """All nodes that were found."""
+    first: Node | None
+    """The one that was created first, leaves aside; ``None`` if there is no other."""
 
 
 def leaves_behind(
@@ -89,10 +91,13 @@ def leaves_behind(
     seen: set[Any] = {*roots, *stop, None}
     accumulators = [node for node in roots if type(node) is AccumulateGrad]
     left = [node for node in roots if type(node) is not AccumulateGrad]
-    others = list[Node]()
+    others, first, lowest = list[Node](), None, _NO_NUMBER
     while left:  # takes about a microsecond a node, so it visits no more than it must
         node = left.pop()
-        if ours is not None and node._sequence_nr() not in ours:
+        number = node._sequence_nr()
+        if number < lowest:
+            first, lowest = node, number
+        if ours is not None and number not in ours:
             others.append(node)
         for child, _ in node.next_functions:
             if child not in seen:
@@ -104,7 +109,10 @@ def leaves_behind(
         if id(leaf) not in found and leaf.requires_grad:
             found.add(id(leaf))
             leaves.append(leaf)
-    return Behind(leaves, others, seen)
+    return Behind(leaves, others, seen, first)
+
+
+_NO_NUMBER = 2**64  # above any number
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:

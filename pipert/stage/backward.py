@@ -46,7 +46,10 @@ def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
     else:
         with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
             dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
-    return _scatter(stage, cut, i, dxs, kept)
+    dxs = _scatter(stage, cut, i, dxs, kept)
+    del kept  # the graph
+    cut.release.end()
+    return dxs
 
 
 def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[Tensor | None]:
@@ -85,18 +88,26 @@ def _differentiate_graph(
     behind = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    found = gradients_of((*graph.xs, *leaves), ys, given, behind)
+    retain = cut.release.is_at_end(behind)
+    found = gradients_of((*graph.xs, *leaves), ys, given, behind, retain)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     return dxs, partial(cut.gradients.add, leaves, found[len(graph.xs) :])
 
 
 def gradients_of(
-    wanted: Sequence[Any], ys: Sequence[Any], dys: Sequence[Tensor], behind: Behind
+    wanted: Sequence[Any],
+    ys: Sequence[Any],
+    dys: Sequence[Tensor],
+    behind: Behind,
+    retain: bool = False,
 ) -> Gradients:
-    """Differentiate ``ys`` by ``wanted`` on this thread; ``behind`` is the graph behind ``ys``."""
-    retain = bool(behind.others)  # other micro-batches go backward through the caller's nodes, too
+    """Differentiate ``ys`` by ``wanted`` on this thread.
+
+    ``behind`` is the graph behind ``ys``. It is retained if ``retain`` is true, or if other
+    micro-batches go backward through a part of it, which is the caller's.
+    """
     try:
-        return differentiate(ys, wanted, dys, retain_graph=retain)
+        return differentiate(ys, wanted, dys, retain_graph=retain or bool(behind.others))
     except BaseException as error:
         # When a node raises, its thread keeps the nodes that were ready until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))
