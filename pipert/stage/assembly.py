@@ -136,7 +136,7 @@ def _ends(
         # others: with the caller's in the last partition, with its own where there are no joins.
         forks_last = in_turn and (place.m == 1 or place.is_last)
         return InGraph(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
-    return Cut(step, run, place, copies, Release(run.plan, holders))
+    return Cut(step, run, place, copies, Release(run.plan, place.device, holders))
 
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:

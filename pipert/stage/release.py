@@ -13,7 +13,8 @@ weights. So a graph is retained only if
 1. workers compete for the lock: there are several, several micro-batches, a lock, and graphs of
    some size, since those of few nodes are over before others need it;
 2. it has saved little: the outputs of its operations, which it may have saved, have at most
-   ``_LITTLE`` bytes, counted once in a run for graphs of as many nodes;
+   ``_MOST`` bytes, counted once in a run for graphs of as many nodes. On CPU, where operations on
+   more take long, and memory that is reused late is in no cache, also ``_MOST_EACH`` on average;
 3. nobody else holds a part of it, as far as the last micro-batch of the partition showed. A layer
    may keep its output, or a loss function its losses, which would keep all that is retained;
 4. its nodes are torch's own. A custom function may reuse the memory of saved tensors, as that of a
@@ -27,6 +28,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import Any
 
+import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
@@ -37,7 +39,8 @@ from pipert.schedules.plan import Plan
 
 __all__: list[str] = []
 
-_LITTLE = 32 * 2**20  # bytes
+_MOST = 64 * 2**20  # bytes
+_MOST_EACH = 16 * 2**10  # bytes of an operation on CPU
 _FEW = 32  # nodes; to find out about fewer costs more than it saves
 
 
@@ -75,10 +78,11 @@ class _Canary:
 class Release:
     """Decides for one partition in one run. Used by its worker only."""
 
-    __slots__ = ("_are_little", "_compete", "_holders")
+    __slots__ = ("_are_little", "_compete", "_holders", "_most_each")
 
-    def __init__(self, plan: Plan, holders: Holders) -> None:
+    def __init__(self, plan: Plan, device: torch.device, holders: Holders) -> None:
         self._holders = holders
+        self._most_each = _MOST_EACH if device.type == "cpu" else _MOST
         self._compete = ONE_THREAD_AT_A_TIME and plan.m > 1 and len(set(plan.placement)) > 1
         self._are_little: dict[int, bool] = {}  # by the number of nodes
 
@@ -91,7 +95,8 @@ class Release:
             return False
         number = len(behind.nodes)
         if number not in self._are_little:
-            self._are_little[number] = bytes_of_outputs(behind.nodes) <= _LITTLE
+            most = min(_MOST, self._most_each * number)
+            self._are_little[number] = bytes_of_outputs(behind.nodes) <= most
         return self._are_little[number]
 
     def end(self) -> None:

@@ -48,7 +48,7 @@ def _forget() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_graph_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "_LITTLE", -1)
+    monkeypatch.setattr(release, "_MOST", -1)
 
 
 def peaks(
@@ -101,7 +101,7 @@ def test_a_graph_that_is_retained_costs_at_most_what_it_has_saved(
     n, m = 2, 4
     subject, parts = subject_and_parts(gpus, name, n)
     before = peaks(gpus, subject, n, m, "1f1b", "never")
-    monkeypatch.setattr(release, "_LITTLE", 2**30)
+    monkeypatch.setattr(release, "_MOST", 2**30)
     monkeypatch.setattr(release, "_FEW", 0)
     more = [b - a for a, b in zip(before, peaks(gpus, subject, n, m, "1f1b", "never"), strict=True)]
     for cost, part in zip(more, parts.of("1f1b"), strict=True):

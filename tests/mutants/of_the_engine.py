@@ -129,8 +129,14 @@ OF_STEPS = [
     Mutant(
         "caller-s-graph-freed", "pipert/stage/backward.py",
         "the first micro-batch that goes backward through a graph of the caller's frees it",
-        "retain = bool(behind.others)", "retain = False",
+        "retain or bool(behind.others)", "retain",
         ("tests/step/test_graphs_of_the_caller.py",),
+    ),
+    Mutant(
+        "held-graph-retained", "pipert/stage/release.py",
+        "a graph that somebody keeps a part of keeps all that it has saved",
+        "if self._holders.are_there or not", "if not",
+        ("tests/stage/test_release.py",),
     ),
     Mutant(
         "failed-after-its-tasks", RUNTIME,

@@ -89,8 +89,11 @@ def test_they_go_one_by_one_where_there_is_one_micro_batch() -> None:
     assert stays([Saving(), Saving()], m=1) == [[False] * 2] * 2
 
 
-def test_they_go_one_by_one_if_they_may_be_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "_LITTLE", 16)
+@pytest.mark.parametrize("name, most", [("_MOST", 16), ("_MOST_EACH", 4)])
+def test_they_go_one_by_one_if_they_may_be_many_bytes(
+    monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    monkeypatch.setattr(release, name, most)
     assert stays([Saving(), Saving()]) == [NEVER, NEVER]
 
 
