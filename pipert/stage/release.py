@@ -47,23 +47,24 @@ _FEW = 32  # nodes; to find out about fewer costs more than it saves
 class Holders:
     """Tells whether others held the last graphs of a partition. Used by its worker only."""
 
-    __slots__ = ("_canaries", "are_there")
+    __slots__ = ("are_there", "watched")
 
     def __init__(self) -> None:
         self.are_there = True  # until graphs were seen to end
-        self._canaries: list[weakref.ref[_Canary]] = []
+        self.watched: list[weakref.ref[_Canary]] = []
+        """The canaries of the graphs that are watched."""
 
     def watch(self, first: Node) -> None:
         """Watch the graph that begins with the node ``first``, which lives as long as any part."""
         canary = _Canary()
         metadata: Any = first.metadata
         metadata["pipert"] = canary
-        self._canaries.append(weakref.ref(canary))
+        self.watched.append(weakref.ref(canary))
 
     def look(self) -> None:
         """Find out whether anybody holds the watched graphs, which this worker has dropped."""
-        self.are_there = any([canary() is not None for canary in self._canaries])
-        self._canaries.clear()
+        self.are_there = any([canary() is not None for canary in self.watched])
+        self.watched.clear()
 
     def __repr__(self) -> str:
         return f"<Holders, {'some' if self.are_there else 'none'}>"
@@ -101,7 +102,7 @@ class Release:
 
     def end(self) -> None:
         """Note who holds the graphs; called when ``B`` has dropped them."""
-        if self._compete:
+        if self._holders.watched:
             self._holders.look()
 
     def __repr__(self) -> str:
