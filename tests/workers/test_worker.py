@@ -266,14 +266,16 @@ def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerTh
 
 
 def test_a_worker_has_a_turn_only_in_forwards_of_small_operations() -> None:
-    turns, had_turn = threading.Lock(), list[bool]()
+    turns, had_turn, all_done = threading.Lock(), list[bool](), threading.Event()
     worker = WorkerThread("pipert-test", CPU, turns, Activity())
     jobs = [Job(lambda: had_turn.append(turns.locked())) for _ in range(5)]
     for job, is_forward in zip(jobs, [True, True, False, True, False], strict=True):
         if is_forward:
             job.takes_turn, job.layers_took, job.nodes = True, 1.0, 1_000_000
         worker.in_queue.put(job)
+    worker.in_queue.put(Job(all_done.set))
     worker.start()
+    assert all_done.wait(WAIT)
     worker.stop()
     worker.join(WAIT)
     assert had_turn == [False, True, False, True, False]  # the first one measures
