@@ -99,7 +99,7 @@ def gradients_of(
     ys: Sequence[Any],
     dys: Sequence[Tensor],
     behind: Behind,
-    retain: bool = False,
+    retain: bool,
 ) -> Gradients:
     """Differentiate ``ys`` by ``wanted`` on this thread.
 

@@ -35,7 +35,7 @@ from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.once import Once
-from pipert.schedules.action import FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
@@ -183,8 +183,7 @@ class Task:
         self._how = stage.how[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
-        is_computed = action.kind in (FORWARD, RECOMPUTE)
-        self.takes_turn = is_computed and stage.run.plan.goes_both_ways
+        self.takes_turn = action.kind in stage.run.plan.kinds_in_turn
         self.layers_took: float | None = None
         self.nodes = 0
 

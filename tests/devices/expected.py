@@ -17,6 +17,9 @@ Values *in transit* come on top: outputs that the next device has not copied yet
 lockstep an output for partition k leaves k - j ticks after it was made, and its gradient arrives
 the same number of ticks before it is needed. This is the difference between the two bounds.
 
+A graph that has saved little is retained until B is over (``stage/release.py``). These predictions
+are for graphs that are not, and tests that use them switch it off.
+
 Bytes count until the host frees them. A GPU's allocator also holds back memory that another stream
 was recorded to use, until that stream is done; the simulation does not count these bytes.
 """
