@@ -3,8 +3,8 @@
 The engine releases what a node has saved right after it has run the node. Python has seen most of
 these tensors, as inputs of layers, and to release such a tensor the engine needs the interpreter's
 lock. Meanwhile other workers call layers, or go back as well. So ``B`` would wait for the lock, and
-make others wait, after every few operations: a tenth of the time and of the CPU time of a step of
-small operations.
+make others wait, after every few operations: up to a tenth of the time and of the CPU time of a
+step of small operations (``benchmarks/small_operations.py``).
 
 Here the graph is retained, and the worker drops it when ``B`` is over. For that it needs the lock
 once. The price is memory: what the graph has saved is alive beside all of the gradients of its
