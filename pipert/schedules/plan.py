@@ -79,9 +79,8 @@ class Plan:
     """The position of each action in the order."""
     occurring_kinds: frozenset[str] = field(init=False, repr=False, compare=False)
     """The kinds of action that the plan has, including those that a schedule adds."""
-    kinds_in_turn: frozenset[str] = field(init=False, repr=False, compare=False)
-    """The kinds of action for which workers take turns if operations are small: ``F`` and ``R``,
-    where some micro-batches go forward after others have begun to go back."""
+    goes_both_ways: bool = field(init=False, repr=False, compare=False)
+    """Whether some micro-batches go forward after others have begun to go back."""
     _size: Size = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +91,7 @@ class Plan:
         kinds = [action.kind for action in order]
         object.__setattr__(self, "occurring_kinds", frozenset(kinds))
         goes_both_ways = BACKWARD in kinds and FORWARD in kinds[kinds.index(BACKWARD) :]
-        in_turn = frozenset((FORWARD, RECOMPUTE) if goes_both_ways else ())
-        object.__setattr__(self, "kinds_in_turn", in_turn)
+        object.__setattr__(self, "goes_both_ways", goes_both_ways)
         object.__setattr__(self, "_size", Size(self.m, self.n, self.recomputed))
         self._check()
 

@@ -35,7 +35,7 @@ from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.once import Once
-from pipert.schedules.action import Action
+from pipert.schedules.action import FORWARD, RECOMPUTE, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
@@ -48,6 +48,7 @@ from pipert.workers.worker import NOT_RUN
 
 __all__: list[str] = []
 
+_FORTH = (FORWARD, RECOMPUTE)
 
 Execute = Callable[["Stage", int, Value], Value]
 
@@ -183,7 +184,7 @@ class Task:
         self._how = stage.how[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
-        self.takes_turn = action.kind in stage.run.plan.kinds_in_turn
+        self.takes_turn = stage.run.in_turn and action.kind in _FORTH
         self.layers_took: float | None = None
         self.nodes = 0
 

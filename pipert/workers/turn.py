@@ -9,9 +9,10 @@ would slow them down.
 
 Layers of many small operations compute for milliseconds, mostly in the interpreter, and two of them
 at a time take as long as one after the other, with more CPU time: any operation may switch threads.
-A backward is different, since autograd walks the graph without the interpreter. So where some tasks
-go forward while others go back, workers whose layers take little time for each node of the graph
-take a turn for one ``F`` or ``R``, and none for ``B``. Layers that build no graph are not measured.
+A backward is different, since autograd walks the graph without the interpreter. So workers whose
+layers take little time for each node of the graph take a turn for one ``F`` or ``R``, and none for
+``B``, in runs where that has been found to take less time (``engine.trials``). Layers that build no
+graph are not measured.
 
 A turn affects speed, never order:
 
@@ -53,7 +54,7 @@ _DOUBLE = 2.0  # the most by which the time of an operation may grow with a task
 _GROW = 1.1  # the most by which the time may grow with each task that had a turn
 _SHRINK = 0.95  # the factor for each task without a turn: sixty tasks from long to short
 _SHORT_COUNTS = 4  # the most by which a short task without a turn may divide the time
-_SMALL = 1.5 * _UNIT  # operations that take less are small
+_SMALL = 4 * _UNIT  # operations that take less may be small; a trial decides
 _SPARE = 8  # after a long task with a turn, a worker asks for none for this many times as long
 
 

@@ -18,6 +18,7 @@ from pipert.workers import worker
 
 class FakeRun:
     number = 7
+    in_turn = False
     dropped = False
 
     def __init__(self, workers: list[int]) -> None:

@@ -279,16 +279,16 @@ def test_gpipe_goes_back_from_the_last_micro_batch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "m", "kinds"), [("gpipe", 4, ""), ("1f1b", 1, ""), ("1f1b", 4, "FR")]
+    ("name", "m", "both"), [("gpipe", 4, False), ("1f1b", 1, False), ("1f1b", 4, True)]
 )
-def test_layers_take_turns_where_some_go_forward_after_others_have_gone_back(
-    name: str, m: int, kinds: str
+def test_a_step_goes_both_ways_if_some_go_forward_after_others_have_gone_back(
+    name: str, m: int, both: bool
 ) -> None:
-    assert plan(name, m, 2).kinds_in_turn == set(kinds)
+    assert plan(name, m, 2).goes_both_ways == both
 
 
-def test_a_call_goes_one_way_and_its_layers_take_no_turns() -> None:
-    assert not plan_call(4, 2, (0, 1)).kinds_in_turn
+def test_a_call_goes_one_way() -> None:
+    assert not plan_call(4, 2, (0, 1)).goes_both_ways
 
 
 @named

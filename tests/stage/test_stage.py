@@ -125,14 +125,14 @@ def test_a_task_counts_the_nodes_that_its_layers_create() -> None:
     assert task.nodes == created > 0
 
 
-def test_only_tasks_that_compute_while_others_go_back_take_turns() -> None:
+def test_tasks_that_go_forward_take_turns_in_runs_in_turn() -> None:
     layers, inputs = [[nn.Linear(1, 1)], [nn.Linear(1, 1)]], [torch.ones(1, 1)] * 3
     step = Step(Loss(nn.functional.mse_loss, [torch.zeros(1, 1)] * 3, [1.0] * 3, 1.0))
-    going_both_ways = Driven(layers, inputs, recomputed=3, step=step)
-    for action in going_both_ways.plan:
-        assert going_both_ways.task(action).takes_turn == (action.kind in ("F", "R"))
-    call = Driven(layers, inputs)
-    assert not any(call.task(action).takes_turn for action in call.plan)
+    run = Driven(layers, inputs, recomputed=3, step=step)
+    assert not any(run.task(action).takes_turn for action in run.plan)
+    run.run.in_turn = True
+    for action in run.plan:
+        assert run.task(action).takes_turn == (action.kind in ("F", "R"))
 
 
 def test_a_task_before_the_failed_one_runs() -> None:

@@ -1,0 +1,100 @@
+"""Finds out by trial in which runs of a pipe the workers take turns (``workers.turn``).
+
+Layers of many small operations compute mostly in the interpreter, of which each operation lets go
+for a moment. Whether two workers then get on better side by side or one after the other depends on
+what a switch between threads costs, on how long operations last without the interpreter, on the
+number of workers and of cores, and on what else there is to do meanwhile. No figure of one of these
+decides: chains of ``Linear(128)`` and ResNet-101 switch threads equally often, and with turns one
+of them gets slower, the other faster. So a pipe does both, and does what took less time.
+
+The standard way to choose between two is to measure both for a while. But one machine differs from
+one second to the next by more than the two do. So one run at a time is tried the other way, and
+compared with those just before and after it. Three in a row that are faster change the way of the
+pipe. After a slower one the next is tried after twice as many runs, up to ``_MOST``: a trial may
+take several times as long.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
+from pipert.schedules.plan import Plan
+
+__all__: list[str] = []
+
+_BEFORE = 3  # runs before the first trial; the very first ones do what later ones do not
+_FIRST = 2  # runs between a comparison and the next trial at first, and after a faster one
+_MOST = 64  # and the most
+_IN_A_ROW = 3  # trials that must be faster
+_DEARER = 1.05  # the factor for runs without turns, which take more CPU time for the same result
+
+
+class Trial:
+    """Chooses for runs of one kind. Used by the callers of a pipe, from any thread.
+
+    It has no lock: if two runs begin or end at the same time, a comparison may be lost or wrong.
+    """
+
+    __slots__ = ("_between", "_faster", "_last", "_left", "_tried", "in_turn")
+
+    def __init__(self, in_turn: bool) -> None:
+        self.in_turn = in_turn
+        """Whether workers take turns, in runs that are no trial."""
+        self._left, self._between = _BEFORE, _FIRST  # runs until the next trial, and between two
+        self._last = 0.0  # what the last run took that was no trial
+        self._tried: float | None = None  # what the trial took that is to be compared with the next
+        self._faster = 0  # trials in a row
+
+    def next_in_turn(self) -> bool:
+        """Return whether workers take turns in the run that begins."""
+        is_trial = self._left <= 0 and self._tried is None
+        return self.in_turn != is_trial
+
+    def took(self, seconds: float, in_turn: bool) -> None:
+        """Note how long a run took that has succeeded, and whether its workers took turns."""
+        weighted = seconds if in_turn else seconds * _DEARER
+        if in_turn != self.in_turn:
+            self._tried = weighted
+            return
+        tried, self._tried = self._tried, None
+        self._left -= 1
+        if tried is not None:
+            self._compare(tried < (self._last + weighted) / 2)
+        self._last = weighted
+
+    def _compare(self, is_faster: bool) -> None:
+        if not is_faster:
+            self._faster, self._left = 0, self._between
+            self._between = min(2 * self._between, _MOST)
+            return
+        self._faster, self._left, self._between = self._faster + 1, _FIRST, _FIRST
+        if self._faster == _IN_A_ROW:
+            self.in_turn, self._faster = not self.in_turn, 0
+
+    def __repr__(self) -> str:
+        return f"<Trial, {'in turn' if self.in_turn else 'side by side'}>"
+
+
+class Trials:
+    """The trials of one pipe, one for each kind of run."""
+
+    __slots__ = ("_trials",)
+
+    def __init__(self) -> None:
+        self._trials: dict[tuple[object, ...], Trial] = {}
+
+    def of(self, plan: Plan) -> Trial | None:
+        """Return the trial for runs like ``plan``; ``None`` if no two workers are in each other's
+        way.
+        """
+        if not (ONE_THREAD_AT_A_TIME and plan.m > 1 and len(set(plan.placement)) > 1):
+            return None
+        key = plan.m, plan.recomputed, plan.kinds, plan.goes_both_ways, torch.is_grad_enabled()
+        trial = self._trials.get(key)
+        if trial is None:
+            trial = self._trials.setdefault(key, Trial(plan.goes_both_ways))
+        return trial
+
+    def __repr__(self) -> str:
+        return f"<Trials of {len(self._trials)} kinds of run>"
