@@ -55,6 +55,7 @@ _GROW = 1.1  # the most by which the time may grow with each task that had a tur
 _SHRINK = 0.95  # the factor for each task without a turn: sixty tasks from long to short
 _SHORT_COUNTS = 4  # the most by which a short task without a turn may divide the time
 _SMALL = 4 * _UNIT  # operations that take less may be small; a trial decides
+_MANY = 32  # nodes; for fewer, a turn for each task costs more than it saves
 _SPARE = 8  # after a long task with a turn, a worker asks for none for this many times as long
 
 
@@ -103,7 +104,7 @@ class Turn:
         """Note how long a task took, its layers if it has called any, and how many nodes these
         created.
         """
-        if layers is not None and nodes:
+        if layers is not None and nodes >= _MANY:
             most = _DOUBLE if self._held_since is not None else _SHRINK
             self._operation = min(layers / nodes, most * self._operation)
         if layers is None:

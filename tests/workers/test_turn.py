@@ -378,12 +378,15 @@ def test_layers_of_large_operations_take_no_turns(clock: Clock) -> None:
     assert [forward(turn, LARGE) for _ in range(20)] == [False] * 20
 
 
-def test_layers_without_a_graph_take_no_turns(clock: Clock) -> None:
+@pytest.mark.parametrize("nodes", [0, turn_module._MANY - 1])
+def test_layers_without_a_graph_or_with_few_operations_take_no_turns(
+    clock: Clock, nodes: int
+) -> None:
     turn = Turn(threading.Lock())
     for _ in range(3):
         turn.take(may_be_long=True)
         assert not held(turn)
-        turn.executed(SMALL, SMALL, 0)
+        turn.executed(SMALL, BETWEEN, nodes)
 
 
 def test_operations_that_become_large_are_noticed_and_tried_again_later(clock: Clock) -> None:
