@@ -167,36 +167,35 @@ class Buffers:
     def add(self, module: nn.Module, parts: Collection[nn.Module]) -> None:
         """Record the buffers of ``parts``: a module and all modules inside it."""
         self._modules.append(module)
-        self._may_change |= any(part.training and part._buffers for part in parts)
         compiled = any(map(_runs_compiled_code, _of_each_kind(parts)))
         self._runs_compiled |= compiled
-        dicts = [part._buffers for part in parts if part._buffers]
-        norm_dicts = [buffers for buffers in dicts if _COUNTER in buffers]
-        self._norm_dicts += norm_dicts
-        other_dicts = [d for d in dicts if isinstance(d, dict) and _COUNTER not in d]
-        self._other_dicts += other_dicts
-        for part in parts:
-            buffers = part._buffers
-            if isinstance(buffers, dict) and (_COUNTER not in buffers or not part.training):
-                self._before += [(buffers, name, buffer) for name, buffer in buffers.items()]
-            if part.training and buffers and _COUNTER not in buffers:
-                self._fingerprints.add(part)
         # Compiled code copies running statistics, which changes their versions.
         updated = ("running_mean", "running_var", _COUNTER) if compiled else (_COUNTER,)
-        known = {id(d[name]) for d in norm_dicts for name in updated if name in d}
-        self._shortcuts += [
-            (part.__dict__, Shortcut(_normalise, part))
-            for part in parts
-            if isinstance(part, _BatchNorm)
-            and type(part).forward is _FORWARD
-            and "forward" not in part.__dict__
-        ]
-        watched = [
-            buffer
-            for buffers in dicts
-            for buffer in buffers.values()
-            if buffer is not None and id(buffer) not in known and not is_lazy(buffer)
-        ]
+        known, found = set[int](), list[Tensor]()
+        for part in parts:  # runs for each module in each run
+            buffers: Any = part._buffers
+            if not buffers:
+                continue
+            if _COUNTER in buffers:
+                self._norm_dicts.append(buffers)
+                known.update([id(buffers[name]) for name in updated if name in buffers])
+                is_fixed = not part.training
+                if isinstance(part, _BatchNorm) and type(part).forward is _FORWARD:
+                    if "forward" not in part.__dict__:
+                        self._shortcuts.append((part.__dict__, Shortcut(_normalise, part)))
+            else:
+                is_fixed = True
+                if isinstance(buffers, dict):
+                    self._other_dicts.append(buffers)
+                if part.training:
+                    self._fingerprints.add(part)
+            if is_fixed and isinstance(buffers, dict):
+                self._before += [(buffers, name, buffer) for name, buffer in buffers.items()]
+            held = [buffer for buffer in buffers.values() if buffer is not None]
+            found += held
+            if part.training and (held or _COUNTER not in buffers):
+                self._may_change = True
+        watched = [x for x in found if id(x) not in known and (type(x) is Tensor or not is_lazy(x))]
         self._watched.update(zip(map(id, watched), watched, strict=True))
         self._versions.add(watched)
 
@@ -271,6 +270,14 @@ class Buffers:
         return found
 
 
+def has_buffers(module: nn.Module) -> bool:
+    """Whether a module has buffers of its own, or may have; a norm without statistics has none."""
+    buffers = module._buffers
+    if not buffers:
+        return False
+    return _COUNTER not in buffers or any([buffer is not None for buffer in buffers.values()])
+
+
 def _runs_compiled_code(module: nn.Module) -> bool:
     """Whether torch.compile made the module, its call, or its ``forward``."""
     return (
@@ -282,6 +289,6 @@ def _runs_compiled_code(module: nn.Module) -> bool:
 
 def _of_each_kind(modules: Collection[nn.Module]) -> Iterable[nn.Module]:
     """Return one module of each class, and those with a call or ``forward`` of their own."""
-    by_class = {type(module): module for module in modules}
+    by_class = dict(zip(map(type, modules), modules, strict=True))
     special = [m for m in modules if "forward" in m.__dict__ or SLOT in m.__dict__]
     return (*by_class.values(), *special)

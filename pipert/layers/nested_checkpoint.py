@@ -56,8 +56,8 @@ def refuse_nested_checkpoint(message: str) -> None:
         NestedCheckpointError: there is one; with ``message``.
     """
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename != _CALL:
-        if frame.f_code.co_filename in _CHECKPOINTS:
+    while frame is not None and (file := frame.f_code.co_filename) != _CALL:
+        if file in _CHECKPOINTS:
             raise NestedCheckpointError(
                 f"{message}. Take it out of the layer and let the pipe checkpoint, with "
                 "checkpoint='except_last' or 'always'"

@@ -123,7 +123,9 @@ class Stream:
         return found
 
     def get_if_drawn(self, device: torch.device) -> torch.Generator | None:
-        return self.generator(device) if self.seed.used else None
+        if not self.seed.used:
+            return None
+        return self._generators.get(device) or self.generator(device)
 
     @contextlib.contextmanager
     def exclusive(self, device: torch.device) -> Iterator[torch.Generator]:

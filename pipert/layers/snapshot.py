@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pipert.batch.tensors import Versions
-from pipert.layers.buffers import Buffers
+from pipert.layers.buffers import Buffers, has_buffers
 from pipert.layers.lazy import initialise_apart
 from pipert.layers.modules import modules_of
 
@@ -53,20 +53,29 @@ class Snapshot:
         self._modules.add(module)
         parts = modules_of(module)
         known = len(self._parameters)
-        for part in [] if _are_sharded(parts) else parts:
-            parameters: Any = part._parameters
-            for name, parameter in parameters.items():
-                if parameter is not None and is_lazy(parameter):  # until the first call
-                    initialise_apart(part)
-                else:
-                    is_dict = isinstance(parameters, dict)  # not that of a scripted module
-                    self._dicts.append(parameters if is_dict else {name: parameter})
-                    self._names.append(name)
-                    self._parameters.append(parameter)
+        for part in [] if _are_sharded(parts) else parts:  # runs for each module in each run
+            if part._parameters:
+                self._add_parameters(part)
         self._versions.add(p for p in self._parameters[known:] if p is not None)
-        if any([part._buffers for part in parts]):
+        if any(map(has_buffers, parts)):
             self.buffers = self.buffers or Buffers()
             self.buffers.add(module, parts)
+
+    def _add_parameters(self, part: nn.Module) -> None:
+        parameters: Any = part._parameters
+        if type(parameters) is dict and _ORDINARY.issuperset(map(type, parameters.values())):
+            self._dicts += [parameters] * len(parameters)
+            self._names += parameters
+            self._parameters += parameters.values()
+            return
+        for name, parameter in parameters.items():
+            if parameter is not None and is_lazy(parameter):  # until the first call
+                initialise_apart(part)
+            else:
+                is_dict = isinstance(parameters, dict)  # not that of a scripted module
+                self._dicts.append(parameters if is_dict else {name: parameter})
+                self._names.append(name)
+                self._parameters.append(parameter)
 
     def refuse_replaced(self, module: nn.Module) -> None:
         """Refuse to call ``module``, one of those inside, if its parameters were replaced.
@@ -98,6 +107,7 @@ class Snapshot:
         return next((layer for layer, mode in each if layer.training != mode), None)
 
 
+_ORDINARY = {nn.Parameter, type(None)}
 _mode: Callable[[nn.Module], bool] = operator.attrgetter("training")
 
 

@@ -328,16 +328,27 @@ def test_other_tasks_can_draw_after_a_function_failed(one_draw: bytes) -> None:
     assert state_after(nn.Dropout()) == one_draw
 
 
-def test_an_explicit_generator_is_used_unchanged(unmoved: bytes) -> None:
+given: dict[str, Callable[[torch.Generator | None], Tensor]] = {
+    "by name": lambda generator: torch.rand(3, generator=generator),
+    "by position": lambda generator: torch.ops.aten.poisson(torch.ones(3), generator),
+}
+
+
+@pytest.mark.parametrize("how", given)
+def test_an_explicit_generator_is_used_unchanged(how: str, unmoved: bytes) -> None:
     own = torch.Generator().manual_seed(5)
     drawn: list[Tensor] = []
 
     def draw(x: Tensor) -> Tensor:
-        drawn.append(torch.rand(3, generator=own))
+        drawn.append(given[how](own))
         return x
 
     assert state_after(Apply(draw)) == unmoved
-    assert torch.equal(drawn[0], torch.rand(3, generator=torch.Generator().manual_seed(5)))
+    assert torch.equal(drawn[0], given[how](torch.Generator().manual_seed(5)))
+
+
+def test_no_generator_given_by_position_is_none_given(one_draw: bytes) -> None:
+    assert state_after(Apply(lambda x: x + given["by position"](None).sum())) == one_draw
 
 
 def test_the_default_generator_is_recognised_when_it_is_given_explicitly(one_draw: bytes) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipert import Pipe, RecomputationError, is_recomputing
 from pipert.layers import fingerprints
+from pipert.layers.snapshot import Snapshot
 
 instance_norm: Any = F.instance_norm
 
@@ -245,3 +246,19 @@ def test_a_buffer_that_changes_before_its_recomputation_is_refused_in_evaluation
         with pytest.raises(RecomputationError, match=f"uses its buffer '.*{name}'"):
             y.sum().backward()
         pipe(torch.randn(4, 3, 3)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("norm", "has"),
+    [
+        (nn.InstanceNorm1d(3), False),
+        (nn.BatchNorm1d(3, track_running_stats=False), False),
+        (nn.InstanceNorm1d(3, track_running_stats=True), True),
+        (nn.BatchNorm1d(3), True),
+    ],
+    ids=str,
+)
+def test_a_normalisation_without_statistics_has_no_buffers_to_protect(
+    norm: nn.Module, has: bool
+) -> None:
+    assert (Snapshot(nn.Sequential(nn.Linear(3, 3), norm)).buffers is not None) is has
