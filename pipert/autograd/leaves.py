@@ -89,30 +89,24 @@ def leaves_behind(
     """
     roots: list[Any] = [*dict.fromkeys(ends)]
     seen: set[Any] = {*roots, *stop, None}
-    accumulators = [node for node in roots if type(node) is AccumulateGrad]
-    left = [node for node in roots if type(node) is not AccumulateGrad]
-    others, first, lowest = list[Node](), None, _NO_NUMBER
-    while left:  # takes about a microsecond a node, so it visits no more than it must
-        node = left.pop()
-        number = node._sequence_nr()
-        if number < lowest:
-            first, lowest = node, number
-        if ours is not None and number not in ours:
-            others.append(node)
+    accumulating = AccumulateGrad  # a local name, as the loop takes half a microsecond a node
+    accumulators = [node for node in roots if type(node) is accumulating]
+    found = [node for node in roots if type(node) is not accumulating]
+    for node in found:  # which grows
         for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
-                (accumulators if type(child) is AccumulateGrad else left).append(child)
-    found, leaves = {id(leaf) for leaf in known}, list[Tensor]()
-    for node in accumulators:
-        leaf = node.variable
-        if id(leaf) not in found and leaf.requires_grad:
-            found.add(id(leaf))
-            leaves.append(leaf)
-    return Behind(leaves, others, seen, first)
-
-
-_NO_NUMBER = 2**64  # above any number
+                (accumulators if type(child) is accumulating else found).append(child)
+    numbers = [node._sequence_nr() for node in found]
+    first = found[numbers.index(min(numbers))] if found else None
+    others = list[Node]()
+    if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
+        others = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
+    variables = [node.variable for node in accumulators]
+    leaves = dict(zip(map(id, variables), variables, strict=True))
+    for leaf in known:
+        leaves.pop(id(leaf), None)
+    return Behind([leaf for leaf in leaves.values() if leaf.requires_grad], others, seen, first)
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:
@@ -131,24 +125,30 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     seen: set[Any] = {*begins, None}
     leaves = {id(y): y for y in ys if y.is_leaf}  # by id: to hash a tensor is a call into Python
     roots: dict[Any, None] = dict.fromkeys([y.grad_fn for y in ys])
-    left = [node for node in roots if node not in seen]
-    seen.update(left)
+    found = [node for node in roots if node not in seen]
+    seen.update(found)
     accumulators: list[Any] = []
-    numbers: set[int] = set()
-    while left:
-        node = left.pop()
+    accumulating, numbers = AccumulateGrad, list[int]()
+    for node in found:  # which grows
         number = node._sequence_nr()
-        # Each thread counts its own nodes, so of two with the same number one is not the task's.
-        if number not in made or number in numbers or isinstance(node, BackwardCFunction):
+        if number not in made:
             return None
-        numbers.add(number)
+        numbers.append(number)
         for child, _ in node.next_functions:
             if child not in seen:
                 seen.add(child)
-                (accumulators if type(child) is AccumulateGrad else left).append(child)
+                (accumulators if type(child) is accumulating else found).append(child)
+    # Each thread counts its own nodes, so of two with the same number one is not the task's.
+    if len(set(numbers)) < len(numbers) or is_in_python(map(type, found)):
+        return None
     for node in accumulators:
         leaf = node.variable
         leaves[id(leaf)] = leaf
     if any(leaf._backward_hooks for leaf in leaves.values()):
         return None
     return [leaf for leaf in leaves.values() if leaf.requires_grad]
+
+
+def is_in_python(classes: Iterable[type]) -> bool:
+    """Whether one of these classes of nodes is that of a ``Function`` written in Python."""
+    return any([issubclass(a_class, BackwardCFunction) for a_class in set(classes)])

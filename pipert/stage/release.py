@@ -29,10 +29,9 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from pipert.autograd.leaves import AccumulateGrad, Behind
+from pipert.autograd.leaves import AccumulateGrad, Behind, is_in_python
 from pipert.autograd.order import ENTERED
 from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 from pipert.schedules.plan import Plan
@@ -111,8 +110,7 @@ class Release:
 
 def are_from_torch(nodes: Iterable[Any]) -> bool:
     """Return whether no node but those that graphs of a step begin with is written in Python."""
-    classes = {*map(type, nodes)} - {ENTERED}
-    return not any([issubclass(a_class, BackwardCFunction) for a_class in classes])
+    return not is_in_python({*map(type, nodes)} - {ENTERED})
 
 
 def bytes_of_outputs(nodes: Iterable[Any]) -> float:
