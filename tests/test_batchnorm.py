@@ -586,3 +586,33 @@ def test_a_norm_that_would_be_shared_by_partitions_cannot_replace_a_layer() -> N
         with pytest.raises(ValueError, match="used in partitions 0 and 1"):
             setattr(pipe, "2", module[0])
         assert isinstance(pipe[2], nn.ReLU)
+
+
+class To(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_recomputed_norm_computes_what_its_forward_did(
+    dtype: torch.dtype, affine: bool, in_step: bool
+) -> None:
+    x, found = torch.randn(8, 3, 40), list[list[Tensor]]()
+    layers = nn.Sequential(nn.Conv1d(3, 3, 3), To(dtype), nn.BatchNorm1d(3, affine=affine))
+    for mode in ("never", "always"):
+        module = copy.deepcopy(layers)
+        with Pipe(
+            module, [3], devices=["cpu"], chunks=2, checkpoint=mode, deferred_batch_norm=False
+        ) as pipe:
+            if in_step:
+                pipe.forward_backward(x, loss_fn=lambda y, _: y.float().tanh().mean())
+            else:
+                pipe(x).float().tanh().mean().backward()
+        found.append([p.grad for p in pipe.parameters() if p.grad is not None] + [*pipe.buffers()])
+    assert all(map(torch.equal, *found))

@@ -49,6 +49,11 @@ def refuse_transform(error: RuntimeError) -> None:
         raise refused from error
 
 
+def are_hooks_on() -> bool:
+    """Whether this thread has saved-tensor hooks, pipert's own or the caller's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextlib.contextmanager
 def without_hooks() -> Iterator[None]:
     """Remove the current saved-tensor hooks in the block.

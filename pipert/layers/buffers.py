@@ -5,9 +5,9 @@ recomputation calls it again. Switching the module's updates off would affect ot
 use it at the same moment, so the operations are redirected (``layers/dispatch_keys.py``): they get
 copies of the statistics, and a counter is returned unchanged (and read as 1 if it is 0). A kernel
 in Python costs as much as the operation itself. So during a recomputation torch's own BatchNorm
-layers have a shortcut in the slot of ``layers/intercepted.py``, which updates scratch statistics
-and counts nothing. It is ignored by threads that are not recomputing. Where it is missing, or
-there are hooks, the kernels do the work.
+layers have a shortcut in the slot of ``layers/intercepted.py``, which updates no statistics and
+counts nothing. It is ignored by threads that are not recomputing. Where it is missing, or there are
+hooks, the kernels do the work.
 
 Other layers change their buffers in their own ways, such as the power iteration of spectral norm,
 and their results may depend on the change. So a recomputation is refused if it changes a buffer
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from pipert.autograd.hooks import are_hooks_on
 from pipert.batch.tensors import Versions
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.changes import (
@@ -130,8 +131,12 @@ def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
         if mean is None or var is None or not (norm.training and norm.track_running_stats):
             return norm._call_impl(input)  # type: ignore[no-untyped-call]  # changes nothing
         norm._check_input_dim(input)  # type: ignore[no-untyped-call]
-        scratch = torch.empty_like(mean), torch.empty_like(var)
-        return F.batch_norm(input, *scratch, norm.weight, norm.bias, True, 0.0, norm.eps)
+        # Hooks see the statistics among the saved tensors, and their dtype may be computed with.
+        if input.dtype is mean.dtype and not are_hooks_on():
+            mean = var = None
+        else:
+            mean, var = torch.empty_like(mean), torch.empty_like(var)
+        return F.batch_norm(input, mean, var, norm.weight, norm.bias, True, 0.0, norm.eps)
 
 
 def _has_hooks(module: nn.Module) -> bool:
