@@ -1,9 +1,14 @@
-"""Tests that pipert's functions never deadlock on a leaf that another thread uses first."""
+"""Tests that a task's leaves are found, and without deadlocks on leaves that other threads use."""
 
 from __future__ import annotations
 
-import pytest
+import threading
 
+import pytest
+import torch
+from torch import Tensor
+
+from pipert.autograd.leaves import begin_numbers, node_count, origins
 from tests import scripts
 
 SCRIPT = """
@@ -63,3 +68,27 @@ def test_workers_that_begin_graphs_in_anomaly_detection_do_not_wait_for_each_oth
     """Making an ``AccumulateGrad`` then takes the interpreter's lock, for its stack."""
     done = scripts.run(STEPS)
     assert done.stdout == "nobody waits\n", done.stderr
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_node_of_another_thread_is_not_the_task_s_though_its_number_might_be(
+    elsewhere: bool,
+) -> None:
+    leaf, first, made = torch.ones(2, requires_grad=True), node_count(), list[Tensor]()
+
+    def make() -> None:
+        while begin_numbers(first) < first:
+            pass
+        made.append(leaf * 2)
+
+    if elsewhere:
+        thread = threading.Thread(target=make)
+        thread.start()
+        thread.join()
+    else:
+        make()
+    y = leaf.exp() * made[0]
+    numbers = range(first, node_count())
+    assert made[0].grad_fn is not None and made[0].grad_fn._sequence_nr() in numbers
+    found = origins([y], [], numbers)
+    assert found is None if elsewhere else found == [leaf]
