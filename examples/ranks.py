@@ -110,6 +110,16 @@ def join(timeout: float | None = None) -> None:
         dist.init_process_group("nccl" if on_gpu else "gloo", timeout=limit)
 
 
+def leave() -> None:
+    """Leaves the process group: the last thing that a process does when all has gone well.
+
+    Otherwise a thread of the group may still be freeing a tensor while the interpreter ends, and
+    then the process aborts (``terminate called without an active exception``).
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def call_in_first(make: Callable[[], T]) -> T:
     """Calls ``make`` in the first process only, and returns its result in every process.
 

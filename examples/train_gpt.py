@@ -41,6 +41,7 @@ from ranks import (
     clip,
     is_first,
     join,
+    leave,
     load_whole_state,
     say,
     whole_state,
@@ -405,3 +406,4 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 if __name__ == "__main__":
     main()
+    leave()

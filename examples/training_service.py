@@ -32,7 +32,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from ranks import is_first
+from ranks import is_first, leave
 from service.log_lines import log_event, log_to
 from service.loop import Service, Stop
 from service.options import read_options
@@ -66,4 +66,7 @@ def main(argv: Sequence[str] | None = None, service: type[Service] = Service) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == 0:  # after a failure another process may be stuck, and leaving would wait for it
+        leave()
+    sys.exit(code)

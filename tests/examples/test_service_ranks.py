@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from pipert import Pipe
 from tests.distributed.ranks import run
@@ -51,7 +53,7 @@ def steps(rank: int, folder: Path, ranks: int, count: int, save: bool) -> list[f
         with checkpoints.Checkpoints(folder / "state", keep=2) as saved:
             state[0] = saved.load()
     if ranks > 1:
-        torch.distributed.broadcast_object_list(state, src=0)
+        dist.broadcast_object_list(state, src=0)
     if state[0] is None:
         corpus.look()
     else:
@@ -203,3 +205,29 @@ def test_the_program_runs_under_torchrun(turns: Folders) -> None:
     subprocess.run([*launcher, *program, *folders], env=ENVIRONMENT, check=True, timeout=60)
     turns.run("--steps 6 --schedule 1f1b")
     assert turns.final(6)["trainer"]["steps"] == 6
+
+
+def has_left(rank: int, program: str, argv: list[str]) -> bool:
+    """Runs an example as Python does; returns whether it has left the process group."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", [program, *argv])
+        try:
+            runpy.run_path(str(ROOT / "examples" / program), run_name="__main__")
+        except SystemExit as exiting:
+            assert exiting.code == 0
+    return not dist.is_initialized()
+
+
+@pytest.mark.parametrize("program", ["train_gpt.py", "training_service.py"])
+def test_a_program_leaves_the_process_group(program: str, tmp_path: Path) -> None:
+    """Else a thread of gloo that frees a tensor late aborts the process that exits."""
+    (tmp_path / "text.txt").write_bytes(TEXT)
+    options = {
+        "train_gpt.py": ["--sample", "0", "--data", str(tmp_path / "text.txt")],
+        "training_service.py": [
+            *"--save-every 2 --keep 1 --log-every 1 --port 0 --data".split(),
+            *[str(tmp_path), "--state", str(tmp_path / "state")],
+        ],
+    }
+    argv = [*MODEL.split(), "--distributed", "--chunks", "2", "--steps", "2", *options[program]]
+    assert run(1, has_left, program, argv) == [True]
