@@ -27,7 +27,7 @@ _BEFORE = 3  # runs before the first trial; the very first ones do what later on
 _FIRST = 2  # runs between a comparison and the next trial at first, and after a faster one
 _MOST = 64  # and the most
 _IN_A_ROW = 3  # trials that must be faster
-_DEARER = 1.05  # the factor for runs without turns, which take more CPU time for the same result
+_DEARER = 1.1  # the factor for runs without turns, which take more CPU time for the same result
 
 
 class Trial:
