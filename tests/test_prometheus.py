@@ -17,7 +17,7 @@ from tests import scripts
 from tests.activations import until
 from tests.callers import Caller
 from tests.contract.ways import CALL, Way, take_step
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 from tests.faults.stuck import WAIT, WHERES, Stuck
 from tests.layers import Apply
 from tests.step.faulty import acting

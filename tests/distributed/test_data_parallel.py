@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
 from pipert import distributed
-from tests.distributed.ranks import in_sweep, run
+from tests.distributed.launcher import in_sweep, run
 from tests.distributed.test_rank_faults import (
     Oops,
     Trap,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "several_machines.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipert import distributed
 from pipert.distributed.agreement import Control
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 
 
 def layers() -> nn.Sequential:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import pipert
 from pipert import distributed
 from pipert.skip import pop, skippable, stash
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 from tests.distributed.tied_head import Head
 
 

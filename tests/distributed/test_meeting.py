@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipert import distributed
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 
 X, TARGET = torch.arange(16.0).reshape(4, 4) / 16, torch.zeros(4, 4)
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 
 from pipert import distributed, is_recomputing
-from tests.distributed.ranks import Ended, endings, in_sweep, run
+from tests.distributed.launcher import Ended, endings, in_sweep, run
 from tests.distributed.tied_head import Head
 
 

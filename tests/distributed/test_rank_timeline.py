@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from pipert import Event, Observer, RunInfo, Statistics, TaskInfo, distributed
 from pipert.seeing.recorder import Recording
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 
 N, M = 2, 4
 

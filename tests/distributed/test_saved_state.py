@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_as
 
 import pipert
 from pipert import distributed
-from tests.distributed.ranks import in_sweep, run
+from tests.distributed.launcher import in_sweep, run
 
 
 class Head(nn.Linear):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
 from pipert import distributed
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 from tests.distributed.test_saved_state import batch, layers
 
 

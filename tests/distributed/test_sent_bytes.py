@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from pipert import distributed
 from pipert.balance import Arguments, crossing_sizes
 from pipert.distributed.boundary import Boundary
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 from tests.distributed.test_features import Case, trees, u_net
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from pipert import distributed
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 from tests.distributed.test_rank_faults import batch, caught
 
 # fully_shard warns that layers must not change the output of a partition in place.

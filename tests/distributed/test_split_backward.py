@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 from pipert import distributed
 from pipert.distributed.halves import behind_one_node, can_be_split
-from tests.distributed.ranks import in_sweep, run
+from tests.distributed.launcher import in_sweep, run
 
 SCHEDULES = ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 

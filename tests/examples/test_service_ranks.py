@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipert import Pipe
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 
 pytest.importorskip("tqdm", reason="the service takes its model from an example that needs tqdm")
 pytest.importorskip("prometheus_client", reason="the service shows its metrics with it")

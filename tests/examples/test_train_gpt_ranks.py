@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.ranks import run
+from tests.distributed.launcher import run
 
 pytest.importorskip("tqdm", reason="the example shows its progress with tqdm")
 
