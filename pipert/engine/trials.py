@@ -4,8 +4,8 @@ Layers of many small operations compute mostly in the interpreter, of which each
 for a moment. Whether two workers then get on better side by side or one after the other depends on
 what a switch between threads costs, on how long operations last without the interpreter, on the
 number of workers and of cores, and on what else there is to do meanwhile. No figure of one of these
-decides: chains of ``Linear(128)`` and ResNet-101 switch threads equally often, and with turns one
-of them gets slower, the other faster. So a pipe does both, and does what took less time.
+decides. So a pipe does both, and does what took less time. Where both take equally long, turns are
+better: two workers that call layers side by side take more CPU time for the same.
 
 The standard way to choose between two is to measure both for a while. But one machine differs from
 one second to the next by more than the two do. So one run at a time is tried the other way, and
