@@ -7,7 +7,8 @@ here runs on CPU with one intra-op thread.
 **Models.** AmoebaNet-D (18, 256) and ResNet-101 have 0.03 of their width, images of 64x64, two rows
 in each micro-batch, and partitions with equal numbers of modules. *Plain* is the module itself, one
 micro-batch after the other. All take turns; wall-clock and CPU time of a step are measured, without
-the optimizer.
+the optimizer. Before, each does WARM_UP steps, in which a pipe finds out whether its workers should
+take turns (``pipert/engine/trials.py``); with ``--short`` two, so it has not found out.
 
 **One partition** has 200 custom operations on 4 numbers: a linear layer, a sum and a tanh each. CPU
 time of forward and backward is measured. With ``never`` the pipe is compared with a direct call,
@@ -41,6 +42,7 @@ from pipert.balance import balance_by_cost
 __all__ = ["main"]
 
 SCALE, SIDE, ROWS = 0.03, 64, 2
+WARM_UP = 40
 SETTINGS = (
     (AMOEBANET, 1, 1, "never"),
     (AMOEBANET, 2, 4, "never"),
@@ -73,11 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints both tables."""
     arguments = start(argv, __doc__)
     check, slack = arguments.check, arguments.slack
-    repeats = 5 if arguments.short else 9
+    repeats, warm_up = (5, 2) if arguments.short else (9, WARM_UP)
     table = [
         row
         for setting in SETTINGS
-        for row in rows(partial(_compare, *setting, repeats, slack), check=check)
+        for row in rows(partial(_compare, *setting, warm_up, repeats, slack), check=check)
     ]
     columns = ("model", "n", "m", "recomputed", *(f"{name}, ms" for name in NAMES))
     of_peer = ("pipert / torchgpipe", "1f1b / torchgpipe", "CPU: pipert", "CPU: 1f1b")
@@ -96,10 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(
-    model: Model, n: int, m: int, checkpoint: str, repeats: int, slack: float
+    model: Model, n: int, m: int, checkpoint: str, warm_up: int, repeats: int, slack: float
 ) -> list[Row]:
     with _steps(model, n, m, checkpoint) as steps:
-        samples = take_turns(lambda name: _timed(steps[name]), NAMES, repeats=repeats)
+        samples = take_turns(
+            lambda name: _timed(steps[name]), NAMES, repeats=repeats, warm_up=warm_up
+        )
     wall = {name: median(took for took, _ in found) for name, found in samples.items()}
     cpu = {name: median(took for _, took in found) for name, found in samples.items()}
     peer, title = "torchgpipe", f"{model.name}, n={n} m={m} {checkpoint}"

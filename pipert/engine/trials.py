@@ -9,7 +9,7 @@ better: two workers that call layers side by side take more CPU time for the sam
 
 The standard way to choose between two is to measure both for a while. But one machine differs from
 one second to the next by more than the two do. So one run at a time is tried the other way, and
-compared with those just before and after it. Three in a row that are faster change the way of the
+compared with those just before and after it. Four in a row that are faster change the way of the
 pipe. After a slower one the next is tried after twice as many runs, up to ``_MOST``: a trial may
 take several times as long.
 """
@@ -26,7 +26,7 @@ __all__: list[str] = []
 _BEFORE = 3  # runs before the first trial; the very first ones do what later ones do not
 _FIRST = 2  # runs between a comparison and the next trial at first, and after a faster one
 _MOST = 64  # and the most
-_IN_A_ROW = 3  # trials that must be faster
+_IN_A_ROW = 4  # trials that must be faster
 _DEARER = 1.1  # the factor for runs without turns, which take more CPU time for the same result
 
 
