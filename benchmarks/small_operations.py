@@ -42,7 +42,7 @@ from pipert.balance import balance_by_cost
 __all__ = ["main"]
 
 SCALE, SIDE, ROWS = 0.03, 64, 2
-WARM_UP = 40
+WARM_UP = 50
 SETTINGS = (
     (AMOEBANET, 1, 1, "never"),
     (AMOEBANET, 2, 4, "never"),

@@ -9,9 +9,9 @@ better: two workers that call layers side by side take more CPU time for the sam
 
 The standard way to choose between two is to measure both for a while. But one machine differs from
 one second to the next by more than the two do. So one run at a time is tried the other way, and
-compared with those just before and after it. Four in a row that are faster change the way of the
-pipe. After a slower one the next is tried after twice as many runs, up to ``_MOST``: a trial may
-take several times as long.
+compared with those just before and after it. When six more trials were faster than were slower, the
+way of the pipe changes: four in a row happen by chance. After a slower one the next is tried after
+twice as many runs, up to ``_MOST``: a trial may take several times as long.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__: list[str] = []
 _BEFORE = 3  # runs before the first trial; the very first ones do what later ones do not
 _FIRST = 2  # runs between a comparison and the next trial at first, and after a faster one
 _MOST = 64  # and the most
-_IN_A_ROW = 4  # trials that must be faster
+_AHEAD = 6  # faster trials, less the slower ones, that change the way
 _DEARER = 1.1  # the factor for runs without turns, which take more CPU time for the same result
 
 
@@ -36,7 +36,7 @@ class Trial:
     It has no lock: if two runs begin or end at the same time, a comparison may be lost or wrong.
     """
 
-    __slots__ = ("_between", "_faster", "_last", "_left", "_tried", "in_turn")
+    __slots__ = ("_ahead", "_between", "_last", "_left", "_tried", "in_turn")
 
     def __init__(self, in_turn: bool) -> None:
         self.in_turn = in_turn
@@ -44,7 +44,7 @@ class Trial:
         self._left, self._between = _BEFORE, _FIRST  # runs until the next trial, and between two
         self._last = 0.0  # what the last run took that was no trial
         self._tried: float | None = None  # what the trial took that is to be compared with the next
-        self._faster = 0  # trials in a row
+        self._ahead = 0  # faster trials, less the slower ones
 
     def next_in_turn(self) -> bool:
         """Return whether workers take turns in the run that begins."""
@@ -65,12 +65,12 @@ class Trial:
 
     def _compare(self, is_faster: bool) -> None:
         if not is_faster:
-            self._faster, self._left = 0, self._between
+            self._ahead, self._left = max(0, self._ahead - 1), self._between
             self._between = min(2 * self._between, _MOST)
             return
-        self._faster, self._left, self._between = self._faster + 1, _FIRST, _FIRST
-        if self._faster == _IN_A_ROW:
-            self.in_turn, self._faster = not self.in_turn, 0
+        self._ahead, self._left, self._between = self._ahead + 1, _FIRST, _FIRST
+        if self._ahead == _AHEAD:
+            self.in_turn, self._ahead = not self.in_turn, 0
 
     def __repr__(self) -> str:
         return f"<Trial, {'in turn' if self.in_turn else 'side by side'}>"
