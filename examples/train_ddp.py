@@ -59,15 +59,16 @@ class Result:
 
 @contextlib.contextmanager
 def process_group(backend: str) -> Iterator[tuple[int, int]]:
-    """Joins torchrun's process group, or one of this process alone; yields rank and world size."""
+    """Joins torchrun's process group, or one of this process alone; yields rank and world size.
+
+    After a failure it does not leave the group: that would wait for what the others have not done.
+    """
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
+    yield dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
 
 
 def own_devices() -> list[torch.device]:

@@ -11,7 +11,7 @@ Layers of many small operations compute for milliseconds, mostly in the interpre
 at a time take as long as one after the other, with more CPU time: any operation may switch threads.
 A backward is different, since autograd walks the graph without the interpreter. So workers whose
 layers take little time for each node of the graph take a turn for one ``F`` or ``R``, and none for
-``B``, in runs where that has been found to take less time (``engine.trials``). Layers that build no
+``B``, in runs where that has been found to be better (``engine.trials``). Layers that build no
 graph are not measured.
 
 A turn affects speed, never order:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pipert
 
@@ -119,6 +120,15 @@ def test_process_0_alone_prints(runs: Runs) -> None:
 def test_the_saved_model_loads_into_the_plain_sequential(example: ModuleType, runs: Runs) -> None:
     config = example.ModelConfig(context=16, width=16, layers=2, heads=2)
     example.build_model(config).load_state_dict(runs.model, strict=True)
+
+
+def test_a_process_that_fails_does_not_wait_for_the_others(example: ModuleType) -> None:
+    """To leave the process group is to wait for operations that other processes have not begun."""
+    with pytest.raises(ValueError, match="a layer has failed"):
+        with example.process_group("gloo"):
+            raise ValueError("a layer has failed")
+    assert dist.is_initialized()
+    dist.destroy_process_group()
 
 
 @pytest.mark.slow
