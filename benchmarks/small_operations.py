@@ -9,6 +9,9 @@ in each micro-batch, and partitions with equal numbers of modules. *Plain* is th
 micro-batch after the other. All take turns; wall-clock and CPU time of a step are measured, without
 the optimizer. Before, a pipe takes WARM_UP steps of each kind, in which it finds out whether its
 workers should take turns (``pipert/engine/trials.py``); none with ``--short``, so it has not then.
+At each turn two steps are taken and the second is measured: in a training loop, steps follow steps
+of their own kind. In one that follows a step of torchgpipe, whose threads have just ended, Linux
+lets pipert's workers wait for one core while another is idle.
 
 **One partition** has 200 custom operations on 4 numbers: a linear layer, a sum and a tanh each. CPU
 time of forward and backward is measured. With ``never`` the pipe is compared with a direct call,
@@ -167,6 +170,7 @@ def _clear(model: nn.Module, step: Step) -> Step:
 
 
 def _timed(prepare: Callable[[], Step]) -> Seconds:
+    prepare()()  # the first one after another product's
     step = prepare()
     wall, cpu = time.perf_counter(), time.process_time()
     step()
