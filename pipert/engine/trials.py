@@ -8,13 +8,17 @@ decides. So a pipe does both, and does what took less time. Where both take equa
 better: two workers that call layers side by side take more CPU time for the same.
 
 The standard way to choose between two is to measure both for a while. But one machine differs from
-one second to the next by more than the two do. So one run at a time is tried the other way, and
-compared with those just before and after it. When six more trials were faster than were slower, the
-way of the pipe changes: four in a row happen by chance. After a slower one the next is tried after
-twice as many runs, up to ``_MOST``: a trial may take several times as long.
+one second to the next by more than the two do. So one run at a time is tried the other way, and is
+faster only if it took less than each of the two before it and the next one: a training loop may let
+some runs follow on more than others do. When six more trials were faster than were not, the way of
+the pipe changes. After one that was not, the next is tried after twice as many runs, up to
+``_MOST``: a trial may take several times as long. How many runs exactly is left to chance, since a
+trial that recurs with the training loop would always be compared with the same others.
 """
 
 from __future__ import annotations
+
+from random import Random
 
 import torch
 
@@ -25,8 +29,8 @@ __all__: list[str] = []
 
 _BEFORE = 3  # runs before the first trial; the very first ones do what later ones do not
 _FIRST = 2  # runs between a comparison and the next trial at first, and after a faster one
-_MOST = 64  # and the most
-_AHEAD = 6  # faster trials, less the slower ones, that change the way
+_MOST = 48  # and the most; each time fewer than twice as many
+_AHEAD = 6  # faster trials, less the others, that change the way
 _DEARER = 1.1  # the factor for runs without turns, which take more CPU time for the same result
 
 
@@ -36,15 +40,16 @@ class Trial:
     It has no lock: if two runs begin or end at the same time, a comparison may be lost or wrong.
     """
 
-    __slots__ = ("_ahead", "_between", "_last", "_left", "_tried", "in_turn")
+    __slots__ = ("_ahead", "_before", "_between", "_chance", "_left", "_tried", "in_turn")
 
     def __init__(self, in_turn: bool) -> None:
         self.in_turn = in_turn
         """Whether workers take turns, in runs that are no trial."""
         self._left, self._between = _BEFORE, _FIRST  # runs until the next trial, and between two
-        self._last = 0.0  # what the last run took that was no trial
+        self._before = 0.0, 0.0  # what the last two runs took that were no trial
         self._tried: float | None = None  # what the trial took that is to be compared with the next
-        self._ahead = 0  # faster trials, less the slower ones
+        self._ahead = 0  # faster trials, less the others
+        self._chance = Random(0)
 
     def next_in_turn(self) -> bool:
         """Return whether workers take turns in the run that begins."""
@@ -60,15 +65,15 @@ class Trial:
         tried, self._tried = self._tried, None
         self._left -= 1
         if tried is not None:
-            self._compare(tried < (self._last + weighted) / 2)
-        self._last = weighted
+            self._compare(tried < min(*self._before, weighted))
+        self._before = self._before[1], weighted
 
     def _compare(self, is_faster: bool) -> None:
-        if not is_faster:
-            self._ahead, self._left = max(0, self._ahead - 1), self._between
-            self._between = min(2 * self._between, _MOST)
-            return
-        self._ahead, self._left, self._between = self._ahead + 1, _FIRST, _FIRST
+        if is_faster:
+            self._ahead, self._between = self._ahead + 1, _FIRST
+        else:
+            self._ahead, self._between = max(0, self._ahead - 1), min(2 * self._between, _MOST)
+        self._left = self._between + self._chance.randrange(self._between)
         if self._ahead == _AHEAD:
             self.in_turn, self._ahead = not self.in_turn, 0
 

@@ -32,15 +32,24 @@ def ways(trial: Trial, runs: int, seconds: Callable[[bool], float]) -> list[bool
 def test_a_pipe_comes_to_the_faster_way(begins_in_turn: bool, faster_in_turn: bool) -> None:
     done = ways(Trial(begins_in_turn), 400, lambda in_turn: 2.0 - (in_turn == faster_in_turn))
     assert done[:3] == [begins_in_turn] * 3
-    assert done[25:].count(faster_in_turn) >= 365
+    assert done[30:].count(faster_in_turn) >= 355
 
 
 def test_a_slower_way_is_tried_more_and_more_seldom_but_for_ever() -> None:
     done = ways(Trial(False), 2000, lambda in_turn: 2.0 if in_turn else 1.0)
     tried = [k for k, in_turn in enumerate(done) if in_turn]
     apart = [later - earlier for earlier, later in zip(tried, tried[1:], strict=False)]
-    assert apart == sorted(apart)
-    assert apart[0] < 5 and set(apart[-5:]) == {trials._MOST + 2}
+    assert apart[0] < 10 and max(apart[:2]) < min(apart[4:])
+    assert all(trials._MOST + 2 <= runs < 2 * trials._MOST + 2 for runs in apart[-5:])
+
+
+@pytest.mark.parametrize("first", range(6))
+@pytest.mark.parametrize("period", range(2, 7))
+def test_what_recurs_in_a_training_loop_changes_nothing(period: int, first: int) -> None:
+    """As a run after each step of the optimizer does, which may take longer."""
+    trial, number = Trial(True), itertools.count(first)
+    ways(trial, 500, lambda _: 1.0 if next(number) % period else 1.5)
+    assert trial.in_turn
 
 
 def test_one_slow_run_changes_nothing() -> None:
