@@ -89,6 +89,7 @@ while interrupted < 50 and attempts < 1000:
     halves += HOW != "call" and len(there) == 2
     if found is not None or HOW != "call" and there == {{True}}:
         wrong += not right((found or []) + grads(pipe), wanted)
+torch.set_grad_enabled(True)
 print(wrong, halves, interrupted, is_right(pipe))
 pipe.close()
 """
