@@ -28,7 +28,6 @@ def turns(monkeypatch: pytest.MonkeyPatch, shared: list[bool], repeats: int) -> 
         return (number - 1) // 2
 
     monkeypatch.setattr(_measure, "watched_cores", watched)
-    monkeypatch.setattr(_measure, "_ROUNDS", type(_measure._ROUNDS)())
     found = take_turns(measure, ("pipert", "torchgpipe"), repeats=repeats, warm_up=0)
     assert found["pipert"] == found["torchgpipe"]
     return found["pipert"]
