@@ -79,7 +79,7 @@ def refuse_compilation() -> None:
         raise not_traced("torch.export")
     if _is_traced_by_jit():
         raise not_traced("torch.jit.trace")
-    if symbolic_trace._is_fx_tracing_flag and _proxy_mode(_PROXY) is None:  # not make_fx
+    if symbolic_trace.is_fx_symbolic_tracing() and _proxy_mode(_PROXY) is None:  # not make_fx
         raise not_traced("torch.fx.symbolic_trace")
     if torch.compiler.is_dynamo_compiling() or callable(_watcher()):
         raise TransformError(
