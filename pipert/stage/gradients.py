@@ -6,27 +6,23 @@ that share a parameter add to it in the order in which they happen to run. So he
 
 1. Each partition has its own sums. Only its worker adds to them, in the order of its schedule.
 2. When the step has succeeded, the caller takes the sums of all partitions, in their order.
-3. A sum that no hook or thread can observe becomes ``.grad`` as it is (:func:`split_off`).
-4. The others are delivered by autograd, through a graph of nothing else (:func:`delivery`), at ten
-   times the cost. So hooks of parameters and of ``DistributedDataParallel`` are called as always,
-   and callers on other threads do no harm.
+3. Autograd delivers them, through a graph of nothing else (:func:`delivery`). So hooks of
+   parameters and of ``DistributedDataParallel`` are called as always.
+4. What is delivered has memory of its own, which autograd makes the ``.grad`` if there is none. A
+   gradient that came from a graph may share its memory with other gradients, or with whatever a
+   layer keeps, so a sum of only one is copied.
 """
 
 from __future__ import annotations
 
-import operator
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat, starmap
-from sys import getrefcount
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert.autograd.leaves import accumulators
-from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 
 __all__: list[str] = []
 
@@ -39,38 +35,27 @@ class _Sum:
     weight: Tensor
     total: Tensor
     is_own: bool = False
-    """Whether nobody else holds the total."""
+    """Whether the total was computed here, so that nobody else has its memory."""
 
-    def has_become_own(self) -> bool:
-        """Whether nobody holds the first gradient any more, which is laid out as the weight."""
-        self.is_own = (
-            type(self.total) is Tensor
-            and self.total.layout == torch.strided
-            and self.total.stride() == self.weight.stride()
-            and self.total.untyped_storage().nbytes() == self.total.nbytes
-            and self.holders() in _NOBODY_ELSE
-            and ONE_THREAD_AT_A_TIME
-        )
-        return self.is_own
-
-    def holders(self) -> tuple[int, ...]:
-        """Count who holds the total, its memory, and the tensor of which it is a view."""
-        total, storage, base = self.total, self.total.untyped_storage(), self.total._base
-        of_total = getrefcount(total), _use_count(total)
-        of_storage = getrefcount(storage), _storage_use_count(storage._cdata)
-        of_base = () if base is None else (getrefcount(base), _use_count(base))
-        return *of_total, *of_storage, *of_base
+    def takes_in_place(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` can be added to the total in place."""
+        return self.is_own and self.total.layout == gradient.layout == torch.strided
 
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
         if self.total.layout == gradient.layout == torch.strided:
             # In the memory format of the weight, which may live on another device.
             result = torch.empty_like(self.weight, device=gradient.device)
-            self.total, self.is_own = torch.add(self.total, gradient, out=result), True
+            self.total = torch.add(self.total, gradient, out=result)
         elif gradient.layout == torch.strided:
             self.total = gradient + self.total  # torch adds sparse to dense, not the other way
         else:
             self.total = self.total + gradient
+        self.is_own = True
+
+    def on_device_of_weight(self) -> Tensor:
+        """Return the total on the weight's device, in memory that nobody else has."""
+        return self.total.to(self.weight.device, copy=not self.is_own)
 
 
 class Gradients:
@@ -98,7 +83,7 @@ class Gradients:
             entry = self._sums.get(id(weight))
             if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
-            elif gradient.layout == torch.strided and (entry.is_own or entry.has_become_own()):
+            elif entry.takes_in_place(gradient):
                 totals.append(entry.total)
                 added.append(gradient)
             else:
@@ -113,14 +98,17 @@ class Gradients:
             if entry.is_own and entry.total.layout == torch.strided:
                 in_place.setdefault(entry.total.device, []).append(entry.total)
             else:
-                entry.total = scaled(entry.total, factor)
+                entry.total, entry.is_own = scaled(entry.total, factor), True
         for device, totals in in_place.items():
             torch._foreach_mul_(totals, _on(factor, device))
 
     def take(self) -> Arriving:
-        """Return each weight with its sum, and forget them."""
-        sums, self._sums = self._sums, {}
-        return [(entry.weight, entry.total) for entry in sums.values()]
+        """Return each weight with its sum, on the weight's device; forget each as it is copied."""
+        taken = []
+        while self._sums:
+            entry = self._sums.pop(next(iter(self._sums)))
+            taken.append((entry.weight, entry.on_device_of_weight()))
+        return taken
 
     def clear(self) -> None:
         """Forget all sums."""
@@ -128,80 +116,6 @@ class Gradients:
 
     def __repr__(self) -> str:
         return f"<Gradients of {len(self._sums)} weights>"
-
-
-def split_off(arriving: Arriving) -> Arriving:
-    """Take out and return the gradients that nobody observes, for :func:`give` to deliver.
-
-    A hook is on the tensor, or on its ``AccumulateGrad``, which holds the tensor while it lives.
-    Autograd also delivers a gradient that must be added to another, that somebody else holds, that
-    has another layout than the tensor, or that comes in several parts.
-    """
-    parts = Counter([id(tensor) for tensor, _ in arriving])
-    strided, observed, unobserved = torch.strided, Arriving(), Arriving()
-    for pair in arriving:
-        tensor, gradient = pair
-        if (
-            getrefcount(gradient) == _UNSHARED_REFERENCES
-            and _use_count(gradient) == parts[id(tensor)] == _use_count(tensor) == 1
-            and type(tensor) is nn.Parameter
-            and not tensor._backward_hooks
-            and not tensor._post_accumulate_grad_hooks
-            and tensor.grad is None
-            and tensor.requires_grad
-            and type(gradient) is Tensor
-            and gradient.layout is strided is tensor.layout
-            and gradient.dtype is tensor.dtype is tensor.grad_dtype
-            and gradient.stride() == tensor.stride()
-            and ONE_THREAD_AT_A_TIME
-        ):
-            unobserved.append(pair)
-        else:
-            observed.append(pair)
-    arriving[:] = observed
-    return unobserved
-
-
-def give(gradients: Arriving) -> Arriving:
-    """Assign gradients to ``.grad``; return those that somebody has begun to observe meanwhile.
-
-    A backward on another thread holds a lock that Python code cannot take. But none can begin
-    between the check of a tensor and the assignment: ``deque`` runs the loop without Python code.
-    """
-    tensors = [tensor for tensor, _ in gradients]
-    are_without_grad = map(operator.is_, map(_grad.__get__, tensors), repeat(None))
-    are_unobserved = map(operator.eq, map(_use_count, tensors), repeat(1))
-    both = map(operator.and_, are_without_grad, are_unobserved)
-    deque(starmap(_grad.__set__, compress(gradients, both)), maxlen=0)
-    return [pair for pair in gradients if pair[0].grad is not pair[1]]
-
-
-def _unshared_references() -> int:
-    """Count the references to a gradient in :func:`split_off` that nobody else holds."""
-    pairs = [(torch.empty(0, device="cpu"), torch.empty(0, device="cpu"))]
-    for pair in pairs:
-        tensor, gradient = pair
-        count = getrefcount(gradient)
-    return count
-
-
-_UNSHARED_REFERENCES = _unshared_references()
-_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-_storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
-_grad: Any = Tensor.grad
-
-
-def _nobody_else() -> set[tuple[int, ...]]:
-    """Count the holders of totals that nobody else holds, one of which is a view."""
-    with torch.inference_mode(False):
-        weight = torch.empty(0, device="cpu")
-        return {
-            _Sum(weight, torch.empty(1, 2, device="cpu")).holders(),
-            _Sum(weight, torch.empty(1, 2, device="cpu").t()).holders(),
-        }
-
-
-_NOBODY_ELSE = _nobody_else()
 
 
 class _Deliver(torch.autograd.Function):
@@ -268,12 +182,8 @@ def _on(factor: float | Tensor, device: torch.device) -> Any:
 
 
 def gathered(sums: Iterable[Gradients]) -> Arriving:
-    """Return each weight with its sum, moved to the weight's device, partition by partition.
+    """Return each weight with its sum, partition by partition.
 
     A weight that several partitions use occurs several times: autograd adds, also sparse to dense.
     """
-    return [
-        (weight, total if total.device == weight.device else total.to(weight.device))
-        for partition_sums in sums
-        for weight, total in partition_sums.take()
-    ]
+    return [pair for partition_sums in sums for pair in partition_sums.take()]

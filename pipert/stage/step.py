@@ -12,15 +12,7 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.joining import gather
-from pipert.stage.gradients import (
-    Arriving,
-    Gradients,
-    delivery,
-    gathered,
-    give,
-    scaled,
-    split_off,
-)
+from pipert.stage.gradients import Arriving, Gradients, delivery, gathered, scaled
 from pipert.stage.loss import Loss
 
 __all__: list[str] = []
@@ -83,15 +75,12 @@ class Step:
         for_weights = gathered(sums)
         for i, xs in enumerate(self.inputs):
             pairs = zip(xs, self.input_gradients.pop(i, ()), strict=False)
-            for_inputs += [(x, dx.to(x.device)) for x, dx in pairs if dx is not None]
+            for_inputs += [(x, dx.to(x.device, copy=True)) for x, dx in pairs if dx is not None]
         self.inputs = []
         turns = _in_turn(for_inputs, for_weights)
         del for_inputs, for_weights  # a gradient that nobody else holds need not be copied
-        unobserved = split_off(turns[1])
         for end in [delivery(arriving) for arriving in turns if arriving]:
             torch.autograd.backward(end)
-        if left := give(unobserved):
-            torch.autograd.backward(delivery(left))
         return loss
 
     def _losses(self) -> Tensor:

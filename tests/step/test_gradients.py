@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Pipe
-from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
-from pipert.stage.gradients import Arriving, Gradients, delivery, give, split_off
+from pipert import Pipe, pipeline
+from pipert.stage.gradients import Arriving, Gradients, delivery
 
 META = torch.device("meta")
 
@@ -21,7 +20,7 @@ def test_a_weight_of_another_device_is_summed_where_its_gradients_are() -> None:
     sums = Gradients()
     for _ in range(3):
         sums.add([weight], [torch.empty(3, device=META)])
-    assert [total.device for _, total in sums.take()] == [META]
+    assert sums._sums[id(weight)].total.device == META
 
 
 def test_the_first_gradient_is_never_changed() -> None:
@@ -71,17 +70,6 @@ def test_a_sum_keeps_no_larger_memory_alive() -> None:
         sums.add([weight], [torch.ones(100)[:4]])
     ((_, total),) = sums.take()
     assert total.untyped_storage().nbytes() == total.nbytes
-
-
-@pytest.mark.skipif(not ONE_THREAD_AT_A_TIME, reason="references are not counted at once")
-@pytest.mark.parametrize("is_view", [False, True])
-def test_a_first_gradient_that_nobody_else_holds_becomes_the_sum(*, is_view: bool) -> None:
-    weight, sums = torch.ones(2, 3, requires_grad=True), Gradients()
-    sums.add([weight], [torch.ones(6).view(2, 3) if is_view else torch.ones(2, 3)])
-    address = sums._sums[id(weight)].total.data_ptr()
-    sums.add([weight], [torch.ones(2, 3)])
-    ((_, total),) = sums.take()
-    assert total.data_ptr() == address and total.eq(2).all()
 
 
 @pytest.mark.parametrize("of_first", [torch.channels_last, torch.contiguous_format])
@@ -148,154 +136,102 @@ def test_the_sums_of_a_step_become_the_gradients_as_they_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If they were copied, all gradients would exist twice at the end of a step."""
-    sums: dict[str, set[int]] = {}
+    delivered: set[int] = set()
 
-    def noted(name: str, of: Callable[[Arriving], Any]) -> Callable[[Arriving], Any]:
-        def look(arriving: Arriving) -> Any:
-            sums[name] = {gradient.data_ptr() for _, gradient in arriving}
-            return of(arriving)
+    def note(arriving: Arriving) -> Any:
+        delivered.update(gradient.data_ptr() for _, gradient in arriving)
+        return delivery(arriving)
 
-        return look
-
-    monkeypatch.setattr("pipert.stage.step.delivery", noted("delivered", delivery))
-    monkeypatch.setattr("pipert.stage.step.give", noted("given", give))
-    layers: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    layers[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-    with Pipe(layers, [1, 1], devices=["cpu"] * 2) as pipe:
-        pipe.chunks = 2
+    monkeypatch.setattr("pipert.stage.step.delivery", note)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with Pipe(layers, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
         pipe.forward_backward(torch.rand(4, 3), loss_fn=lambda y, _: y.sum())
         grads = {p.grad.data_ptr() for p in pipe.parameters() if p.grad is not None}
-    assert [len(found) for found in (sums["delivered"], sums["given"])] == [1, 3]
-    assert grads == sums["delivered"] | sums["given"]
+    assert len(grads) == 4 and grads == delivered
 
 
-# Without autograd ---------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------
 
 
-def weight() -> nn.Parameter:
-    return nn.Parameter(torch.ones(2, 3, 4, 4))
+class SumOfWeights(nn.Module):
+    """A layer whose weight is a sum: the gradients of both terms are views of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.dw = nn.Parameter(torch.zeros(16))
+        self.b = nn.Parameter(torch.zeros(4))
+        self.db = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.w + self.dw.view(4, 4), self.b + self.db).tanh()
 
 
-def test_an_unshared_gradient_becomes_grad_without_a_copy() -> None:
-    one, gradient = weight(), torch.ones(2, 3, 4, 4)
-    address = gradient.data_ptr()
-    arriving: Arriving = [(one, gradient)]
-    del gradient
-    unheard = split_off(arriving)
-    assert not arriving
-    assert not give(unheard)
-    assert one.grad is not None and one.grad.data_ptr() == address
+class Keeping(torch.autograd.Function):
+    """Multiplies by one. Its gradient is a view of a tensor that it keeps."""
+
+    kept: Tensor
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> Tensor:
+        Keeping.kept = dx.clone()
+        return Keeping.kept.view_as(dx)
 
 
-def test_a_grad_set_by_others_meanwhile_is_not_overwritten() -> None:
-    one, two, three = weight(), weight(), weight()
-    unheard = split_off([(x, torch.ones_like(x)) for x in (one, two, three)])
-    one.grad = torch.zeros_like(one)
-    graph = two * 2  # which may go backward any time
-    left = give(unheard)
-    assert {id(tensor) for tensor, _ in left} == {id(one), id(two)}
-    assert three.grad is not None and two.grad is None and not one.grad.any()
-    del graph
+class KeptWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Tensor = Keeping.apply(self.weight)  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, weight, self.bias)
 
 
-def _hooked() -> tuple[Any, ...]:
-    one = weight()
-    one.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
-    return one, torch.ones_like(one)
+def make_model() -> nn.Sequential:
+    sparse = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(0, -2))
+    return nn.Sequential(sparse, SumOfWeights(), KeptWeight(4, 4), nn.Linear(4, 4))
 
 
-def _hooked_after() -> tuple[Any, ...]:
-    one = weight()
-    hooked: Any = one
-    hooked.register_post_accumulate_grad_hook(lambda _: None)
-    return one, torch.ones_like(one)
+def storages(tensors: Iterable[Tensor]) -> list[int]:
+    parts = [x._values() if x.layout == torch.sparse_coo else x for x in tensors]
+    return [x.untyped_storage().data_ptr() for x in parts]
 
 
-def _hooked_behind() -> tuple[Any, ...]:
-    """Returns a weight, a gradient, and the accumulation node that DDP would hook."""
-    one = weight()
-    node = one.view_as(one).grad_fn
-    assert node is not None
-    return one, torch.ones_like(one), node.next_functions[0][0]
-
-
-def _kept() -> tuple[Any, ...]:
-    one = weight()
-    gradient = torch.ones_like(one)
-    return one, gradient, [gradient]
-
-
-def _saved() -> tuple[Any, ...]:
-    one = weight()
-    gradient = torch.ones_like(one)
-    return one, gradient, torch.ones(1, requires_grad=True) * gradient
-
-
-def _frozen() -> tuple[Any, ...]:
-    one = weight().requires_grad_(False)
-    return one, torch.ones_like(one)
-
-
-def _laid_out_otherwise() -> tuple[Any, ...]:
-    one = weight()
-    return one, torch.ones_like(one, memory_format=torch.channels_last)
-
-
-def _sparse() -> tuple[Any, ...]:
-    one = weight()
-    return one, torch.ones_like(one).to_sparse()
-
-
-def _of_another_type() -> tuple[Any, ...]:
-    one = weight()
-    return one, torch.ones_like(one, dtype=torch.float64)
-
-
-def _wanted_in_another_type() -> tuple[Any, ...]:
-    one = weight()
-    one.grad_dtype = torch.float64
-    return one, torch.ones_like(one)
-
-
-def _added() -> tuple[Any, ...]:
-    one = weight()
-    one.grad = torch.ones_like(one)
-    return one, torch.ones_like(one)
-
-
-def _no_parameter() -> tuple[Any, ...]:
-    one = weight().detach().requires_grad_() * 2
-    return one, torch.ones_like(one)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        _hooked, _hooked_after, _hooked_behind, _kept, _saved, _frozen, _laid_out_otherwise,
-        _sparse, _of_another_type, _wanted_in_another_type, _added, _no_parameter,
-    ],
-)  # fmt: skip
-def test_a_gradient_that_is_not_ours_alone_is_left_to_autograd(
-    make: Callable[[], tuple[Any, ...]]
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", ["layers", "any model"])
+def test_no_two_gradients_share_memory_with_each_other_or_with_anything(
+    chunks: int, schedule: str, checkpoint: str, kind: str
 ) -> None:
-    one, gradient, *others = make()
-    arriving: Arriving = [(one, gradient)]
-    del gradient
-    assert not split_off(arriving)
-    assert [tensor is one for tensor, _ in arriving] == [True]
+    model: Any = make_model()
+    settings: Any = {"devices": ["cpu"] * 2, "chunks": chunks, "checkpoint": checkpoint}
+    is_layered = kind == "layers"
+    pipe = Pipe(model, [2, 2], **settings) if is_layered else pipeline(model, ["2"], **settings)
+    x, seen = torch.arange(6).view(6, 1) % 5, list[Tensor]()
+    for weight in (model[1].w, model[3].weight):
+        weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad))
+    with pipe:
+        _, y = pipe.forward_backward(
+            x, target=torch.randn(6, 4), loss_fn=nn.functional.mse_loss, return_outputs=True,
+            schedule=schedule,
+        )  # fmt: skip
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(grads) == len(list(model.parameters())) and len(seen) == 2
+    others = [*model.parameters(), x, y, Keeping.kept]
+    found = storages(grads)
+    assert len({*found}) == len(found) and not {*found} & {*storages(others)}
 
 
-def test_one_gradient_of_two_weights_is_copied_by_autograd() -> None:
-    one, two = weight(), weight()
-    gradient = torch.ones_like(one)
-    arriving: Arriving = [(one, gradient), (two, gradient)]
-    del gradient
-    assert not split_off(arriving)
-    assert [tensor is one for tensor, _ in arriving] == [True, False]
+def test_inputs_have_gradients_of_their_own() -> None:
+    class Add(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + y.view_as(x)
 
-
-def test_a_gradient_in_parts_is_added_by_autograd() -> None:
-    one = weight()
-    arriving: Arriving = [(one, torch.ones_like(one)), (one, torch.ones_like(one))]
-    assert not split_off(arriving)
-    assert len(arriving) == 2
+    x, y = torch.ones(2, 4, requires_grad=True), torch.ones(2, 2, 2, requires_grad=True)
+    with Pipe(nn.Sequential(Add(), nn.Linear(4, 1)), [1, 1], devices=["cpu"] * 2) as pipe:
+        pipe.forward_backward(x, y, loss_fn=lambda y, _: y.sum())
+    assert x.grad is not None and y.grad is not None
+    first, second = storages([x.grad, y.grad])
+    assert first != second
