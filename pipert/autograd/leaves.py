@@ -2,8 +2,17 @@
 
 A task's graph continues into a graph of the caller's where the task uses a tensor that the caller
 computed, such as a learned temperature. Sequence numbers tell the nodes apart, but each thread
-counts its own, so a thread that builds graphs starts beyond any number that a caller has used
-(:func:`begin_numbers`).
+counts its own. So:
+
+1. A thread that builds graphs starts beyond any number that a caller has used
+   (:func:`begin_numbers`).
+2. Autocast casts a weight once and caches it for all threads, so a graph may hold the cast of
+   another micro-batch's thread, with any number. Such a node saves nothing and leads to a leaf
+   alone (:func:`is_cast_of_leaf`): any number of backward passes may go through it at once, and it
+   belongs to whichever graph reaches it.
+3. Other nodes of a third thread are there only if the model keeps a tensor with its graph from
+   another micro-batch. Then a number decides at most which ``B[i,j]`` goes through them, not which
+   gradients come out; where their memory is freed before another needs it, torch raises.
 
 torch (2.13) looks up or creates the ``AccumulateGrad`` of a leaf while it holds the leaf's lock,
 and may take the interpreter's lock meanwhile: to create the node, or if only Python references it.
@@ -59,12 +68,20 @@ _FAST, _SLOW = 1_000_000, 1_000  # nodes in 0.1 s; under anomaly detection each 
 _Node: Callable[[], object] = torch._C._functions.UndefinedGrad
 
 
+def is_cast_of_leaf(node: Any) -> bool:
+    """Whether ``node`` does nothing but cast a leaf, as autocast does (rule 2)."""
+    if type(node).__name__ != "ToCopyBackward0":
+        return False
+    ((child, _),) = node.next_functions
+    return type(child) is AccumulateGrad
+
+
 class Behind(NamedTuple):
     """What a backward from the ends of graphs would reach."""
 
     leaves: list[Tensor]
     others: list[Node]
-    """The nodes of other graphs, which other backward passes may go through as well."""
+    """The nodes of other graphs, which other backward passes may go through as well; no casts."""
     nodes: set[Node]
     """All nodes that were found."""
     first: Node | None
@@ -101,7 +118,8 @@ def leaves_behind(
     first = found[numbers.index(min(numbers))] if found else None
     others = list[Node]()
     if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
-        others = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
+        strange = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
+        others = [node for node in strange if not is_cast_of_leaf(node)]
     variables = [node.variable for node in accumulators]
     leaves = dict(zip(map(id, variables), variables, strict=True))
     for leaf in known:
@@ -138,7 +156,8 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
             if child not in seen:
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
-    # Each thread counts its own nodes, so of two with the same number one is not the task's.
+    # Each thread counts its own nodes, so of two with the same number one is not the task's. If the
+    # numbers do not tell, the pair is right as well: it differentiates all that it computes again.
     if len(set(numbers)) < len(numbers) or is_in_python(map(type, found)):
         return None
     for node in accumulators:

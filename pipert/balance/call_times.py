@@ -12,8 +12,8 @@ measured by itself, forward and then backward. The model continues with its deta
    arguments that need a gradient. There is none if its output needs no gradient, as under
    ``no_grad``.
 3. The model's own code has a graph of its own, which begins at the detached outputs of the layers.
-   Its backward runs once, at the end. torch numbers nodes in the order in which they are made, so
-   the number of a node tells its block.
+   Its backward runs once, at the end. torch numbers the nodes of a thread in the order in which
+   they are made, and one thread makes them all, so the number of a node tells its block.
 4. The model may be on other devices. The layers' copies are on the measuring device, and every
    tensor that an operation of the model's own code uses is brought there.
 

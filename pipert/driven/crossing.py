@@ -3,8 +3,9 @@
 Nothing lists what a partition passes to a later one: arguments of layers, but also whatever the
 model's own code between them (its *glue*) has kept in a variable. So tensors are inspected when
 they are used: in the arguments of an intercepted call, and in those of each torch function that
-glue calls. One thread makes and numbers all nodes of a micro-batch. So a tensor whose node has a
-lower number than those of the current partition was made by an earlier one, and *crosses*:
+glue calls. One thread makes and numbers all nodes of a micro-batch (but see rules 2 and 3 of
+``autograd.leaves``). So a tensor whose node has a lower number than those of the current partition
+was made by an earlier one, and *crosses*:
 
 * In a step the graph is cut there. A *stand-in* is used, with the tensor's values but not its
   graph; ``B[i,j]`` keeps its gradient for the ``B`` of the partition that made the tensor.

@@ -153,6 +153,7 @@ class Moves:
             number = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
             (tensor,) = transfer.wait_back((tensor,), copying, compute)
             first = None if self._checkpoint_before is None else self._checkpoint_before()
+            # A node of another thread, which a model has kept, would at most recompute early.
             if first is not None and number in self._nodes_before:
                 (tensor,) = recompute_before((tensor,), first)
             # In the backward the fork comes first, so nothing waits for a gradient before its turn.

@@ -1,7 +1,8 @@
 """Records a passage, and shows it to profilers: each ``F[i,j]``, and in a call each ``B[i,j]``.
 
 In a call ``B[i,j]`` is autograd's own walk through the nodes that were made in ``F[i,j]``. They are
-identified by their numbers: one driver makes all nodes of a micro-batch, partition by partition.
+identified by their numbers: one driver makes all nodes of a micro-batch, partition by partition,
+but for the casts of weights, which are left out (``autograd.leaves``, rule 2).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from pipert._typing import Value
-from pipert.autograd.leaves import node_count
+from pipert.autograd.leaves import is_cast_of_leaf, node_count
 from pipert.batch.tensors import differentiable
 from pipert.driven.layers import Layers
 from pipert.schedules.action import FORWARD, Action
@@ -76,8 +77,8 @@ class Recording:
             node, user = left.pop()
             number = node._sequence_nr()
             k = bisect_right(self._starts, number) - 1
-            if not 0 <= k < len(outputs) or number >= last:
-                continue  # the caller's node, or a leaf's
+            if not 0 <= k < len(outputs) or number >= last or is_cast_of_leaf(node):
+                continue  # the caller's node, a leaf's, or maybe another micro-batch's
             if k < user:
                 outputs[k].add(node)
             if node not in seen:

@@ -88,7 +88,8 @@ class StandIns:
     def refuse_unseen(self, key: Key, user: Node) -> None:
         """Refuse a node that used a tensor unseen when it had a stand-in that was changed.
 
-        It is refused even if the change came after the use.
+        It is refused even if the change came after the use. The user was made by this thread, which
+        alone holds the tensor, so its number can be compared.
         """
         found = self._changed.get(key)
         if found is not None and user._sequence_nr() > found.since:

@@ -232,7 +232,7 @@ class Call(Again):
     ) -> None:
         value = get_value()
         try:
-            with autocast(self._autocast, False):  # glue may have switched it for this call
+            with self._autocast_of_glue():
                 y = self.call_layer(value)
         except BaseException as error:
             add_note(error, partial(self._note, *_arguments(value)))
@@ -240,6 +240,11 @@ class Call(Again):
         if self.is_used:
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
+
+    def _autocast_of_glue(self) -> AbstractContextManager[object]:
+        """Return a block with the autocast of this call; without a cache, as nobody clears it."""
+        is_same = get_autocast() == self._autocast
+        return NOTHING if is_same else autocast((False, self._autocast[1]), False)
 
     def fresh(self, begin: Callable[[Tensors], Tensors] | None = None) -> Value:
         return super().fresh(partial(begin_again, begin, self._retaining))

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.schedules.action import Action
 from pipert.seeing.event import BACKWARD
 from pipert.seeing.ranges import mark
@@ -147,6 +148,8 @@ def _ends(outputs: Iterable[Node], inputs: set[Node], made: range) -> list[Node]
         for child, _ in node.next_functions:
             if child is None or child in inputs or child._sequence_nr() not in made:
                 is_end = True  # also before a leaf, whose number is the largest there is
+            elif is_cast_of_leaf(child):
+                is_end = True  # maybe another thread's, whose numbers say nothing
             elif child not in seen:
                 seen.add(child)
                 left.append(child)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import HOWS, How, assert_equal, results
 
@@ -70,3 +71,45 @@ def test_gradients_flow_through_captured_tensors_as_in_the_plain_model(name: str
     two_rows = how._replace(rows=ROWS)  # which normalisation needs
     family = Family("capturing", lambda: Made(model, batch), ("blocks.1", "blocks.3"))
     assert_equal(*results(family.make(), family, two_rows))
+
+
+class Keeping(nn.Module):
+    """A model that computes a weight in the first micro-batch, and keeps it with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+        self.kept: Tensor | None = None
+        self.first, self.second = Using(self), Using(self)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
+
+
+class Using(nn.Module):
+    def __init__(self, owner: Keeping) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.owner = [owner]
+
+    def forward(self, x: Tensor) -> Any:
+        (owner,) = self.owner
+        if owner.kept is None:
+            owner.kept = owner.weight + owner.weight  # which saves nothing
+        return self.linear(x) * owner.kept
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_a_function_of_weights_alone_may_be_kept_for_other_micro_batches(schedule: str) -> None:
+    """Whichever partition goes backward through it, the gradients are the plain model's."""
+    model, x = Keeping().double(), torch.randn(8, 4, dtype=torch.float64)
+    model(x).square().mean().backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    settings: Any = {"devices": ["cpu"] * 2, "chunks": 4, "checkpoint": "never"}
+    with pipert.pipeline(model, ["second"], **settings) as pipe:
+        for _ in range(5):
+            model.kept = None
+            model.zero_grad()
+            pipe.forward_backward(x, loss_fn=lambda y, _: y.square().mean(), schedule=schedule)
+            found = {name: p.grad for name, p in model.named_parameters()}
+            torch.testing.assert_close(found, expected)

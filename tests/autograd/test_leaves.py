@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from pipert.autograd.leaves import begin_numbers, node_count, origins
+from pipert.autograd.leaves import (
+    begin_numbers,
+    is_cast_of_leaf,
+    leaves_behind,
+    node_count,
+    origins,
+)
 from tests import scripts
 
 SCRIPT = """
@@ -92,3 +100,30 @@ def test_a_node_of_another_thread_is_not_the_task_s_though_its_number_might_be(
     assert made[0].grad_fn is not None and made[0].grad_fn._sequence_nr() in numbers
     found = origins([y], [], numbers)
     assert found is None if elsewhere else found == [leaf]
+
+
+# Casts of weights, which autocast shares among threads --------------------------------------------
+
+
+def test_only_the_cast_of_a_leaf_is_one() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    others = [leaf.exp(), leaf.exp().to(torch.bfloat16), leaf.view(2, 1)]
+    nodes = [leaf.to(torch.bfloat16).grad_fn, *[x.grad_fn for x in others]]
+    assert list(map(is_cast_of_leaf, nodes)) == [True, False, False, False]
+
+
+def test_the_cast_of_another_thread_belongs_to_every_graph() -> None:
+    """A backward need not retain its graph for it, since it saves nothing."""
+    leaf: Any = torch.ones(2, requires_grad=True)
+    casts = list[Tensor]()
+    thread = threading.Thread(target=lambda: casts.append(leaf.to(torch.bfloat16)))
+    thread.start()
+    thread.join()
+    first = max(node_count(), 1000)
+    begin_numbers(first)
+    nodes: list[Any] = [(casts[0] * k).sum().grad_fn for k in (2, 3)]
+    behind = leaves_behind(nodes[:1], (), range(first, node_count()))
+    assert behind.leaves == [leaf] and not behind.others
+    for node in nodes:
+        (found,) = torch.autograd.grad([GradientEdge(node, 0)], [leaf])
+        assert found.eq(nodes.index(node) + 2).all()
