@@ -17,6 +17,7 @@ from pipert.errors import (
     ReentrantCallError,
     SharedStateWarning,
     TransformError,
+    UnsupportedTorchError,
     WorkerBusyError,
     WorkerDiedError,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "TaskStatus",
     "Timeline",
     "TransformError",
+    "UnsupportedTorchError",
     "WorkerBusyError",
     "WorkerDiedError",
     "WorkerStatistics",

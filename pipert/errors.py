@@ -23,6 +23,7 @@ __all__ = [
     "ReentrantCallError",
     "SharedStateWarning",
     "TransformError",
+    "UnsupportedTorchError",
     "WorkerBusyError",
     "WorkerDiedError",
 ]
@@ -115,6 +116,13 @@ class TransformError(PipertError):
 
     Also raised for a layer that differentiates in forward mode while another thread does, as torch
     has one level for the whole process. Use ``torch.func.jacrev`` or ``vjp``, or a lock around it.
+    """
+
+
+class UnsupportedTorchError(PipertError):
+    """The installed torch lacks something that every pipe needs, as a newer one may.
+
+    Raised when a pipe is made. The message names torch's version and what is missing.
     """
 
 

@@ -17,7 +17,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # Rooms, from the ground up: each may import from those below it and from its own.
 ROOMS = [
-    {"errors", "_typing", "status"},
+    {"errors", "_typing", "_torch", "status"},
     {"queues"},  # knows no torch
     {"schedules", "batch"},
     {"autograd"},
@@ -58,6 +58,7 @@ PUBLIC = {
     "TaskStatus",
     "Timeline",
     "TransformError",
+    "UnsupportedTorchError",
     "WorkerBusyError",
     "WorkerDiedError",
     "WorkerStatistics",
@@ -151,8 +152,8 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     assert not [relative(file) for file in taken if not file.stem.startswith("_")]
 
 
-def test_the_root_has_at_most_nine_modules() -> None:
-    assert len([file for file in FILES if file.parent == ROOT]) <= 9
+def test_the_root_has_at_most_ten_modules() -> None:
+    assert len([file for file in FILES if file.parent == ROOT]) <= 10
 
 
 def test_every_module_has_a_docstring_and_a_surface() -> None:

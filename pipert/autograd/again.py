@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from pipert._torch import node_count
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.hooks import Forget, Hook, Hooks, refuse, refuse_transform, without_hooks
-from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import describe, differentiable, tensors_of, version
 from pipert.errors import RecomputationError
 

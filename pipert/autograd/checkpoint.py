@@ -40,6 +40,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from pipert._torch import is_autocast_on, keeps_graph, top_hooks, will_execute
 from pipert._typing import Tensors, Value
 from pipert.autograd.again import Again, Graph
 from pipert.autograd.engine import differentiate
@@ -183,7 +184,7 @@ def hooks_of_caller() -> Hooks:
     to this task alone: the threads of the inner run would mix up their order, so its graph is kept
     unchanged. The hooks of torch's checkpoint depend on order, too, and are refused.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = top_hooks(True)
     if hooks is None:
         return None
     if isinstance(hooks[0], Forget):
@@ -199,7 +200,7 @@ def hooks_of_caller() -> Hooks:
 
 
 def _shares_casts() -> bool:
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()
+    return is_autocast_on() and torch.is_autocast_cache_enabled()
 
 
 class _Checkpoint(torch.autograd.Function):
@@ -220,7 +221,7 @@ class _Checkpoint(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         needed = [_is_needed(node) for node, _ in ctx.next_functions]
         found = ctx.checkpoint.differentiate(dys, ctx.leaves, needed)
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not keeps_graph():
             ctx.checkpoint = ctx.leaves = None
         return (None, None, *found)
 
@@ -228,7 +229,7 @@ class _Checkpoint(torch.autograd.Function):
 def _is_needed(node: Any) -> bool:
     """Whether the current backward asks for the gradient that goes to this node."""
     try:
-        return torch._C._will_engine_execute_node(node)
+        return will_execute(node)
     except RuntimeError:  # torch does not answer for a leaf that autograd.grad asks for
         return True
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
 from torch.overrides import has_torch_function
 
-__all__: list[str] = []
+from pipert._torch import run_backward
 
-_run: Any = graph._engine_run_backward  # private, but torch.autograd.grad has long relied on it
+__all__: list[str] = []
 
 
 def differentiate(
@@ -46,7 +45,7 @@ def differentiate(
     retain_graph = retain_graph or create_graph
     if has_torch_function((*ys, *wanted)):
         return torch.autograd.grad(ys, wanted, dys, retain_graph, create_graph, allow_unused=True)
-    found: tuple[Tensor | None, ...] = _run(
+    found: tuple[Tensor | None, ...] = run_backward(
         tuple(ys),
         tuple(dys),
         retain_graph,

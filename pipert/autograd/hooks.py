@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from pipert._torch import pop_hooks, push_hooks, top_hooks
 from pipert.errors import RecomputationError
 
 __all__: list[str] = []
@@ -51,7 +51,7 @@ def refuse_transform(error: RuntimeError) -> None:
 
 def are_hooks_on() -> bool:
     """Whether this thread has saved-tensor hooks, pipert's own or the caller's."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return top_hooks(True) is not None
 
 
 @contextlib.contextmanager
@@ -60,13 +60,12 @@ def without_hooks() -> Iterator[None]:
 
     Hooks that are on around a backward are not meant for what the backward computes.
     """
-    hooks: Any = torch._C._autograd
     removed = []
-    while (pair := hooks._top_saved_tensors_default_hooks(True)) is not None:
-        hooks._pop_saved_tensors_default_hooks()
+    while (pair := top_hooks(True)) is not None:
+        pop_hooks()
         removed.append(pair)
     try:
         yield
     finally:
         while removed:
-            hooks._push_saved_tensors_default_hooks(*removed.pop())
+            push_hooks(*removed.pop())

@@ -2,7 +2,7 @@
 
 A task's graph continues into a graph of the caller's where the task uses a tensor that the caller
 computed, such as a learned temperature. Sequence numbers tell the nodes apart, but each thread
-counts its own. So:
+counts its own. So (**V2**):
 
 1. A thread that builds graphs starts beyond any number that a caller has used
    (:func:`begin_numbers`).
@@ -26,7 +26,7 @@ lookup need the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,10 +34,9 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-__all__: list[str] = []
+from pipert._torch import AccumulateGrad, make_node, node_count, sequence_nr
 
-AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-"""The class of the node that adds to a leaf's ``.grad``."""
+__all__: list[str] = []
 
 
 def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -49,10 +48,6 @@ def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
         return [leaf.view_as(leaf) for leaf in leaves]
 
 
-node_count: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The sequence number of the next node that the current thread creates."""
-
-
 def begin_numbers(after: int) -> int:
     """Advances the current thread's sequence numbers to ``after``; returns the next node's number.
 
@@ -60,12 +55,11 @@ def begin_numbers(after: int) -> int:
     """
     most = _SLOW if torch.is_anomaly_enabled() else _FAST
     for _ in range(min(after - node_count(), most)):
-        _Node()
+        make_node()
     return node_count()
 
 
 _FAST, _SLOW = 1_000_000, 1_000  # nodes in 0.1 s; under anomaly detection each records a stack
-_Node: Callable[[], object] = torch._C._functions.UndefinedGrad
 
 
 def is_cast_of_leaf(node: Any) -> bool:
@@ -114,7 +108,7 @@ def leaves_behind(
             if child not in seen:
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
-    numbers = [node._sequence_nr() for node in found]
+    numbers = list(map(sequence_nr, found))
     first = found[numbers.index(min(numbers))] if found else None
     others = list[Node]()
     if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
@@ -148,7 +142,7 @@ def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[T
     accumulators: list[Any] = []
     accumulating, numbers = AccumulateGrad, list[int]()
     for node in found:  # which grows
-        number = node._sequence_nr()
+        number = sequence_nr(node)
         if number not in made:
             return None
         numbers.append(number)

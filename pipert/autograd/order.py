@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipert._torch import set_sequence_nr
 from pipert._typing import Tensors
 from pipert.autograd.function import applied
 
@@ -53,7 +54,7 @@ class _Fork(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.materialize_grads = False
         if turn is not None:
-            ctx._set_sequence_nr(turn)
+            set_sequence_nr(ctx, turn)
         return (_EMPTY.detach(), *map(Tensor.detach, ys))
 
     @staticmethod

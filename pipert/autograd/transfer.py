@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipert._torch import call_after_backward, is_shared
 from pipert._typing import Tensors
 from pipert.autograd import streams
 from pipert.autograd.function import applied
@@ -39,28 +40,19 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         given = tuple(grad for grad in grads if grad is not None)
         reader = ctx.back[1]
-        if reader is not None and any(map(_is_shared, given)):
+        # A gradient whose memory autograd passes to another node as well may be added to in place
+        # there while the copy still reads it, if the copy was made late in its partition, so that
+        # its backward comes early. A hook on this node, such as a recording's, counts as a node.
+        if reader is not None and any(map(is_shared, given)):
             given = tuple(map(Tensor.clone, given))
             streams.wait(reader, streams.compute_stream(given[0].device))
         moved = streams.copy(given, *ctx.back)
         if torch.is_anomaly_enabled():
             _let_autograd_read(moved, ctx.back[2])
         if reader is not None and given:
-            _at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))
+            call_after_backward(partial(_wait_in_caller, given[0].device, reader))
         copied = iter(moved)
         return (None, None, None, None, *[None if g is None else next(copied) for g in grads])
-
-
-def _is_shared(gradient: Tensor) -> bool:
-    """Whether autograd passes the gradient's memory to another node as well, in any shape.
-
-    Once the copy has begun, that node's next gradient may be added to it in place while the copy
-    still reads it. This happens if the copy was made late in its partition, so that its backward
-    comes early. A hook on this node, such as a recording's, counts as another node.
-    """
-    found: Any = gradient
-    users: int = torch._C._storage_Use_Count(found.untyped_storage()._cdata)  # this counts as one
-    return users > 2 or bool(found._use_count() > 1)
 
 
 def _let_autograd_read(moved: Tensors, target: Stream) -> None:
@@ -79,10 +71,6 @@ def _wait_in_caller(device: torch.device, reader: Stream) -> None:
     overwrite it next.
     """
     streams.wait(streams.compute_stream(device), reader)
-
-
-# Calls its argument once the backward has succeeded, with the caller's current streams.
-_at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class _Wait(torch.autograd.Function):

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
 from pipert.autograd.hooks import without_hooks
 from pipert.balance.by_time import now
@@ -147,7 +148,7 @@ class _Trial:
             error.add_note(f"while layer {name!r} ({type(module).__qualname__}) was measured")
             raise
         # The number of the next node that is made on this thread.
-        self._marks.append((torch._C._autograd._get_sequence_nr(), self._block))
+        self._marks.append((node_count(), self._block))
         output = self._detached(output)
         self.start_clock()
         return output
@@ -191,7 +192,7 @@ class _Trial:
         # Hooks of parameters must only see gradients that count.
         parameters = [p for p in state if p.requires_grad and not p._backward_hooks]
         for node in _nodes([root.grad_fn for root in self._roots]):
-            k = bisect_right(self._marks, node._sequence_nr(), key=itemgetter(0)) - 1
+            k = bisect_right(self._marks, sequence_nr(node), key=itemgetter(0)) - 1
             node.register_prehook(partial(self._enter_block, self._marks[k][1]))
         self._backward(self._roots, [*self._leaves, *parameters])
 

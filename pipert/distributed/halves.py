@@ -25,9 +25,10 @@ from typing import Any
 
 from torch import Tensor
 
+from pipert._torch import AccumulateGrad
 from pipert._typing import Tensors
 from pipert.autograd import order
-from pipert.autograd.leaves import AccumulateGrad, leaves_behind
+from pipert.autograd.leaves import leaves_behind
 
 __all__: list[str] = []
 

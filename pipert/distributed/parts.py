@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipert._torch import refuse_unsupported
 from pipert._typing import Device
 from pipert.distributed.gradients import SharedParameters, find_shared
 from pipert.distributed.schedules import ranks_of
@@ -60,6 +61,7 @@ def parts_of(
     device: torch.device,
 ) -> Parts:
     """Split a model, and move only this rank's partitions to its device."""
+    refuse_unsupported()
     DRAWING.prepare()
     KEEPING.prepare()
     partitions = split(module, balance)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from pipert._torch import is_wrapped
 from pipert._typing import Tensors
 
 __all__: list[str] = []
@@ -84,7 +84,7 @@ def _nodes(tensors: Iterable[Tensor]) -> list[Node]:
     return [
         get_gradient_edge(tensor).node
         for tensor in tensors
-        if tensor.requires_grad and not is_functorch_wrapped_tensor(tensor)
+        if tensor.requires_grad and not is_wrapped(tensor)
     ]
 
 

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
+from pipert._torch import node_count, sequence_nr
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
 from pipert.autograd.again import edges_of
-from pipert.autograd.leaves import node_count
 from pipert.autograd.order import ENTERED
 from pipert.batch.tensors import differentiable, tensors_of
 from pipert.driven.asked import refuse_going_back
@@ -145,7 +145,7 @@ class Crossing(TorchFunctionMode):
             return self._on_device(tensor)
         node = tensor.grad_fn
         if node is not None:
-            number = node._sequence_nr()
+            number = sequence_nr(node)
             if number >= self._start:
                 if tensor._is_view():
                     refuse_old_base(tensor, range(self._starts[0], self._start))
@@ -274,7 +274,7 @@ class Crossing(TorchFunctionMode):
             if type(node) is ENTERED and getattr(node, "mark", self.mark) is not self.mark:
                 raise RuntimeError(_KEPT)
         numbers = range(self._starts[0], part.first)
-        earlier = {node for node in others if node._sequence_nr() in numbers}
+        earlier = {node for node in others if sequence_nr(node) in numbers}
         edges: dict[tuple[Any, int], None] = {}
         for node in nodes - earlier - {None} if earlier else ():
             for key in node.next_functions:
@@ -283,7 +283,7 @@ class Crossing(TorchFunctionMode):
                     edges[key] = None
         found = []
         for place in edges:
-            edge, sources = GradientEdge(*place), self._made_in(place[0]._sequence_nr()).sources
+            edge, sources = GradientEdge(*place), self._made_in(sequence_nr(place[0])).sources
             found.append((edge, sources.setdefault(place, Source(edge))))
         part.entries += found
         return [edge for edge, _ in found]

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import _C, Tensor
+from torch import Tensor
+
+from pipert._torch import (
+    function_mode_at,
+    function_mode_count,
+    pop_function_mode,
+    push_function_mode,
+)
 
 __all__: list[str] = []
 
@@ -49,15 +56,15 @@ class OutsideOfGlue:
         self._crossing = crossing
 
     def __enter__(self) -> None:
-        depth = _C._len_torch_function_stack()
-        self._was_on_top = depth > 0 and _C._get_function_stack_at(depth - 1) is self._crossing
+        depth = function_mode_count()
+        self._was_on_top = depth > 0 and function_mode_at(depth - 1) is self._crossing
         if self._was_on_top:
-            _C._pop_torch_function_stack()
+            pop_function_mode()
         else:
             self._was_glue, self._crossing.is_glue = self._crossing.is_glue, False
 
     def __exit__(self, *_: object) -> None:
         if self._was_on_top:
-            _C._push_on_torch_function_stack(self._crossing)
+            push_function_mode(self._crossing)
         else:
             self._crossing.is_glue = self._was_glue

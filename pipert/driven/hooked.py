@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipert._torch import AccumulateGrad
 from pipert._typing import Tensors
 from pipert.autograd import order
-from pipert.autograd.leaves import AccumulateGrad
 
 __all__: list[str] = []
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import node_count
 from pipert._typing import Value
-from pipert.autograd.leaves import begin_numbers, node_count
+from pipert.autograd.leaves import begin_numbers
 from pipert.driven.crossing import Crossing
 from pipert.driven.drivers import Drivers
 from pipert.driven.layers import Layer, Layers

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
 from pipert.autograd import order, streams, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
-from pipert.autograd.leaves import node_count
 from pipert.batch.tensors import tensors_of, version
 from pipert.driven.hooked import GradientHooks, hooks_for
 from pipert.driven.lending import Lending
@@ -150,7 +150,7 @@ class Moves:
         elif tensor.requires_grad:
             copying = self._run.streams.get(tensor.device, self._i)
             compute = streams.compute_stream(tensor.device)
-            number = -1 if tensor.grad_fn is None else tensor.grad_fn._sequence_nr()
+            number = -1 if tensor.grad_fn is None else sequence_nr(tensor.grad_fn)
             (tensor,) = transfer.wait_back((tensor,), copying, compute)
             first = None if self._checkpoint_before is None else self._checkpoint_before()
             # A node of another thread, which a model has kept, would at most recompute early.

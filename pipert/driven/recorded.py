@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
-from pipert.autograd.leaves import is_cast_of_leaf, node_count
+from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.batch.tensors import differentiable
 from pipert.driven.layers import Layers
 from pipert.schedules.action import FORWARD, Action
@@ -75,7 +76,7 @@ class Recording:
         seen: set[Node] = set()
         while left:
             node, user = left.pop()
-            number = node._sequence_nr()
+            number = sequence_nr(node)
             k = bisect_right(self._starts, number) - 1
             if not 0 <= k < len(outputs) or number >= last or is_cast_of_leaf(node):
                 continue  # the caller's node, a leaf's, or maybe another micro-batch's

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from pipert.autograd.leaves import node_count
+from pipert._torch import node_count, sequence_nr
 from pipert.batch.tensors import describe
 from pipert.stage.shared_memory import overlap
 
@@ -92,7 +92,7 @@ class StandIns:
         alone holds the tensor, so its number can be compared.
         """
         found = self._changed.get(key)
-        if found is not None and user._sequence_nr() > found.since:
+        if found is not None and sequence_nr(user) > found.since:
             raise RuntimeError(
                 "a tensor that one partition has made is changed in place in a later one, and used "
                 "in a custom autograd function or compiled code, where a step of a pipe does not "
@@ -147,7 +147,7 @@ def refuse_old_base(view: Tensor, numbers: range) -> None:
     """
     base = view._base
     node = None if base is None else base.grad_fn
-    if node is not None and node._sequence_nr() in numbers:
+    if node is not None and sequence_nr(node) in numbers:
         raise _another_name()
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from pipert import _torch
+from pipert._torch import is_wrapped
 from pipert.batch.tensors import describe
 
 __all__: list[str] = []
@@ -46,10 +46,10 @@ def refuse_to_move(tensor: Tensor) -> None:
 
 
 def _refuse_tracked(tensor: Tensor, reason: str) -> None:
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if is_wrapped(tensor):
         raise RuntimeError(f"a transform {reason}: {describe(tensor)} on {tensor.device}")
 
 
 def outside_of_transforms() -> AbstractContextManager[object]:
     """Return a block that runs outside all transforms."""
-    return temporarily_clear_interpreter_stack()
+    return _torch.outside_of_transforms()  # type: ignore[no-any-return]

@@ -31,10 +31,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from pipert._torch import BatchNorm
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
 from pipert.queues.process_lock import ProcessLock
 
@@ -68,7 +68,7 @@ def check_batch_norm(module: nn.Module, deferred: bool | None) -> None:
             )
     names = [
         name for name, layer in _modules(module)
-        if isinstance(layer, _BatchNorm) and layer.training and layer.running_mean is not None
+        if isinstance(layer, BatchNorm) and layer.training and layer.running_mean is not None
     ]  # fmt: skip
     if names and deferred is None:
         shown = ", ".join(map(repr, names[:3]))
@@ -108,7 +108,7 @@ class _Call(NamedTuple):
     """The running mean."""
     var: Tensor
     """The running variance."""
-    norm: _BatchNorm | None
+    norm: BatchNorm | None
     """The layer that has these running statistics, if it is a BatchNorm."""
     notes: list[_Note]
 
@@ -123,7 +123,7 @@ class PartitionStats:
     def __init__(self, partition: nn.Module) -> None:
         modules = {module for _, module in _modules(partition) if module.training}
         self.buffers = {id(b) for module in modules for b in module.buffers(recurse=False)}
-        norms = [module for module in modules if isinstance(module, _BatchNorm)]
+        norms = [module for module in modules if isinstance(module, BatchNorm)]
         self.by_mean = {id(norm.running_mean): norm for norm in norms}
         self.by_counter = {id(norm.num_batches_tracked): norm for norm in norms}
         self.running = {
@@ -132,7 +132,7 @@ class PartitionStats:
             for buffer in (norm.running_mean, norm.running_var)
             if buffer is not None and not is_lazy(buffer)  # a lazy one is yet to be initialised
         }
-        self.counted: set[_BatchNorm] = set()
+        self.counted: set[BatchNorm] = set()
         self.calls: dict[tuple[int, int], _Call] = {}
 
     def collecting(self) -> AbstractContextManager[object]:
@@ -144,7 +144,7 @@ class PartitionStats:
         return _Collect(self, deferring=False)
 
 
-def _cannot_be_deferred(norm: _BatchNorm) -> RuntimeError:
+def _cannot_be_deferred(norm: BatchNorm) -> RuntimeError:
     return RuntimeError(
         f"the BatchNorm layer {norm} computes its statistics by other functions than "
         "torch.nn.functional.batch_norm or torch.batch_norm, so they cannot be deferred; use "
@@ -258,7 +258,7 @@ class DeferredStats:
                 _update(*call)
 
 
-def _update(mean: Tensor, var: Tensor, norm: _BatchNorm | None, notes: list[_Note]) -> None:
+def _update(mean: Tensor, var: Tensor, norm: BatchNorm | None, notes: list[_Note]) -> None:
     factor = notes[0].momentum
     if norm is not None and norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)

@@ -28,9 +28,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from pipert._torch import HOOKS_OF_ALL, BatchNorm
 from pipert.autograd.hooks import are_hooks_on
 from pipert.batch.tensors import Versions
 from pipert.layers.batchnorm import PartitionStats
@@ -43,7 +43,6 @@ from pipert.layers.changes import (
     unused,
 )
 from pipert.layers.dispatch_keys import Key, operations
-from pipert.layers.drawing import HOOKS_OF_ALL
 from pipert.layers.fingerprints import Fingerprints, Pair
 from pipert.layers.intercepted import SLOT, Shortcut, compiled_call
 
@@ -56,7 +55,7 @@ change. Set in a recomputation, and in runs inside it."""
 T = TypeVar("T")
 
 _COUNTER = "num_batches_tracked"
-_FORWARD = _BatchNorm.forward  # as it is now: others may replace it later
+_FORWARD = BatchNorm.forward  # as it is now: others may replace it later
 
 
 def _register(keeping: Key) -> None:
@@ -121,7 +120,7 @@ def _read_number(tensor: Tensor) -> Any:
     return number or 1 if id(tensor) in (kept_counters.get() or ()) else number
 
 
-def _normalise(norm: _BatchNorm, input: Tensor) -> Any:
+def _normalise(norm: BatchNorm, input: Tensor) -> Any:
     """Call a BatchNorm layer; take the shortcut if this thread is recomputing it."""
     buffers = norm._buffers
     if id(buffers[_COUNTER]) not in (kept_counters.get() or ()) or _has_hooks(norm):
@@ -185,7 +184,7 @@ class Buffers:
                 self._norm_dicts.append(buffers)
                 known.update([id(buffers[name]) for name in updated if name in buffers])
                 is_fixed = not part.training
-                if isinstance(part, _BatchNorm) and type(part).forward is _FORWARD:
+                if isinstance(part, BatchNorm) and type(part).forward is _FORWARD:
                     if "forward" not in part.__dict__:
                         self._shortcuts.append((part.__dict__, Shortcut(_normalise, part)))
             else:

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipert._torch import node_count
 from pipert._typing import Value
-from pipert.autograd.leaves import node_count
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
 from pipert.errors import RecomputationError, add_note

@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert._torch import get_stashed, is_stashed
 from pipert._typing import Value
 from pipert.batch.tensors import differentiable
 from pipert.layers.dispatch_keys import stash_as
 
 __all__: list[str] = []
-
-_C: Any = torch._C
 
 
 def call_compiled(call: Callable[..., Value], *args: Any, **kwargs: Any) -> Value:
@@ -53,7 +51,7 @@ def give_own_contexts(ys: Iterable[Tensor], makers: Iterable[Node | None]) -> No
 
 def _use_own_context(gradients: tuple[Tensor, ...]) -> None:
     # Affects this node only: the engine restores its thread-local state for each node.
-    if _C._is_key_in_tls("context"):
-        context = _C._get_obj_in_tls("context")
+    if is_stashed("context"):
+        context = get_stashed("context")
         if context is not None:
             stash_as("context", context.copy())

@@ -24,8 +24,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.fx import _symbolic_trace as symbolic_trace
 
+from pipert._torch import dispatch_mode, is_traced_by_fx, is_traced_by_jit, mode_kinds, watcher
 from pipert.errors import TransformError
 
 __all__: list[str] = []
@@ -77,11 +77,11 @@ def refuse_compilation() -> None:
     """
     if torch.compiler.is_exporting():
         raise not_traced("torch.export")
-    if _is_traced_by_jit():
+    if is_traced_by_jit():
         raise not_traced("torch.jit.trace")
-    if symbolic_trace.is_fx_symbolic_tracing() and _proxy_mode(_PROXY) is None:  # not make_fx
+    if is_traced_by_fx() and dispatch_mode(mode_kinds.PROXY) is None:  # not make_fx
         raise not_traced("torch.fx.symbolic_trace")
-    if torch.compiler.is_dynamo_compiling() or callable(_watcher()):
+    if torch.compiler.is_dynamo_compiling() or callable(watcher()):
         raise TransformError(
             "a pipe was called inside of torch.compile, which does not see the threads of the pipe "
             "and would leave its layers uncompiled. Compile each layer, then wrap: "
@@ -96,9 +96,3 @@ def not_traced(by: str) -> TransformError:
         f"{by} got a pipe, whose threads it does not see. Give it the layers: the plain module, or "
         "nn.Sequential(*pipe), after moving them to one device if there are several"
     )
-
-
-_is_traced_by_jit = torch._C._is_tracing
-_proxy_mode: Any = torch._C._get_dispatch_mode
-_PROXY: Any = torch._C._TorchDispatchModeKey.PROXY
-_watcher = torch._C._dynamo.eval_frame.get_eval_frame_callback

@@ -11,8 +11,7 @@ threads. But at each operation torch looks up the kernel by the thread's set of 
    of the thread that starts a backward.
 3. A kernel excludes its key from what it calls.
 
-All private parts of torch that this needs are in this file: the keys' names, how they are included,
-excluded and inherited, and the stash. A pipe is refused where they do not work;
+A pipe is refused where the keys do not work as that needs;
 ``tests/layers/test_dispatch_keys.py`` fails when torch changes them.
 """
 
@@ -23,15 +22,16 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any
 
 import torch
 
+from pipert import _torch
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
-_C: Any = torch._C
 _Library: Any = torch.library.Library
 _STASH = "pipert_task"
 _preparing = ProcessLock(reentrant=True)
@@ -63,8 +63,8 @@ class Key:
             if self._key is not None:
                 return
             try:
-                key = _C._parse_dispatch_key(self._name)
-                self._set = _C.DispatchKeySet(key)
+                key = _torch.parse_key(self._name)
+                self._set = _torch.DispatchKeySet(key)
                 self._libraries = [_Library("_", "IMPL", self._name), _Library("aten", "IMPL")]
                 self._libraries[0].fallback(torch.library.fallthrough_kernel)
                 self._register(self)
@@ -83,7 +83,7 @@ class Key:
         probe = _Library("pipert", "FRAGMENT")
         probe.define(f"{self._name}() -> ()")
         probe.impl(self._name, lambda: seen.append(True), self._name)
-        with _C._IncludeDispatchKeyGuard(key):
+        with _torch.Including(key):
             getattr(torch.ops.pipert, self._name)()
         assert seen, "its kernels are not called"
         self._libraries.append(probe)
@@ -99,16 +99,16 @@ class Key:
         """
         if self._key is None:
             self.prepare()
-        return _C._IncludeDispatchKeyGuard(self._key)  # type: ignore[no-any-return]
+        return _torch.Including(self._key)  # type: ignore[no-any-return]
 
     def excluded(self) -> AbstractContextManager[object]:
         """Return a block in which this thread's operations do not go through the kernels."""
-        return _C._ExcludeDispatchKeyGuard(self._set)  # type: ignore[no-any-return]
+        return _torch.Excluding(self._set)  # type: ignore[no-any-return]
 
     def is_included(self) -> bool:
         """Whether this thread includes the key."""
         key = self._key
-        return key is not None and _C._dispatch_tls_is_dispatch_key_included(key)
+        return key is not None and _torch.is_included(key)
 
     def __repr__(self) -> str:
         return f"<Key {self._name}>"
@@ -116,38 +116,38 @@ class Key:
 
 def _let_higher_order_pass(key: Any) -> None:
     """Let higher-order operators pass, such as ``torch.cond``; each keeps its own list of keys."""
-    operators: Any = torch._ops
-    operators._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
-    for operator in list(operators._higher_order_ops.values()):
+    _torch.higher_order_keys.append(key)
+    for operator in list(_torch.higher_order.values()):
         operator.fallthrough(key)
 
 
 def stashed() -> Any:
     """Return the object stashed by this thread, or by the one whose backward it is running."""
-    return _C._get_obj_in_tls(_STASH) if _C._is_key_in_tls(_STASH) else None
+    return _torch.get_stashed(_STASH) if _torch.is_stashed(_STASH) else None
 
 
 def stash(value: Any) -> None:
     """Stash ``value`` for this thread and its backward; ``None`` empties the stash."""
     if value is not None:
         stash_as(_STASH, value)
-    elif _C._is_key_in_tls(_STASH):
+    elif _torch.is_stashed(_STASH):
         _remove(_STASH)
 
 
 def _stash_counted(name: str, value: Any) -> None:
     """Stash ``value`` with the reference that torch does not count."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    _C._stash_obj_in_tls(name, value)
+    _torch.stash(name, value)
 
 
 def _stash_none(name: str) -> None:
     _stash_counted(name, None)
 
 
-_remove = getattr(_C, "_remove_obj_from_tls", _stash_none)  # torch 2.13 has this function
+_remove = _torch.unstash or _stash_none  # torch 2.13 has this function
 
 
+@cache
 def _counts_references() -> bool:
     """Whether torch counts its reference to a stashed object. torch 2.11 only drops it."""
     probe = object()
@@ -158,18 +158,17 @@ def _counts_references() -> bool:
     return after > before + 1
 
 
-stash_as: Callable[[str, Any], None] = (
-    _C._stash_obj_in_tls if _counts_references() else _stash_counted
-)
-"""Stashes a value under a name of its own; otherwise like :func:`stash`."""
+def stash_as(name: str, value: Any) -> None:
+    """Stash a value under a name of its own; otherwise like :func:`stash`."""
+    (_torch.stash if _counts_references() else _stash_counted)(name, value)
 
 
 @contextlib.contextmanager
 def plain_operations() -> Iterator[None]:
     """Hide the operations in the block from all modes and transforms."""
-    keys, key_set = _C.DispatchKey, _C.DispatchKeySet
+    keys, key_set = _torch.DispatchKey, _torch.DispatchKeySet
     usual = key_set(keys.BackendSelect) | key_set(keys.ADInplaceOrView)
-    with _C.DisableTorchFunction(), _C._ForceDispatchKeyGuard(usual, key_set.from_raw_repr(0)):
+    with _torch.WithoutFunctions(), _torch.Forcing(usual, key_set.from_raw_repr(0)):
         yield
 
 
@@ -179,7 +178,7 @@ def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
     ``dir(torch.ops.aten)`` would list only operations that have been used before.
     """
     found = []
-    for schema in _C._jit_get_all_schemas():
+    for schema in _torch.schemas():
         namespace, _, name = schema.name.partition("::")
         if namespace == "aten" and wanted(schema):
             packet = getattr(torch.ops.aten, name)
@@ -189,8 +188,8 @@ def operations(wanted: Callable[[Any], bool]) -> list[tuple[Any, Any]]:
 
 def is_traced() -> bool:
     """Whether operations are being traced, or run on tensors without data."""
-    if not _C._len_torch_dispatch_stack():
-        return bool(_C._get_tracing_state())
-    kinds = _C._TorchDispatchModeKey
+    if not _torch.dispatch_mode_count():
+        return _torch.is_traced_by_jit()
+    kinds = _torch.mode_kinds
     tracing = (kinds.FAKE, kinds.FUNCTIONAL, kinds.PROXY)
-    return any(_C._get_dispatch_mode(kind) is not None for kind in tracing)
+    return any(_torch.dispatch_mode(kind) is not None for kind in tracing)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.nn.modules import module as all_modules
 
+from pipert._torch import HOOKS_OF_ALL
 from pipert.layers.intercepted import compiled_call
 from pipert.layers.modules import modules_of
 
@@ -46,13 +46,6 @@ def is_compiled_itself(module: nn.Module) -> bool:
         or compiled_call(module) is not None
     )
 
-
-HOOKS_OF_ALL = (
-    all_modules._global_forward_hooks,
-    all_modules._global_forward_pre_hooks,
-    all_modules._global_backward_hooks,
-    all_modules._global_backward_pre_hooks,
-)
 
 _DROPOUTS = frozenset(
     {

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import WithoutDispatch, WithoutFunctions, is_wrapped
 from pipert.batch.tensors import version
 
 __all__: list[str] = []
@@ -95,13 +96,13 @@ def _can_be_read(buffer: Tensor | None) -> bool:
         and buffer.layout == torch.strided
         and not (buffer.is_meta or buffer.is_quantized or buffer.is_inference())
         and not (buffer.is_conj() or buffer.is_neg())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(buffer)
+        and not is_wrapped(buffer)
     )
 
 
 def _taken(module: nn.Module, name: str, buffer: Tensor) -> Fingerprint:
     """Take a fingerprint, unseen by the caller's modes and transforms."""
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+    with WithoutFunctions(), WithoutDispatch(), torch.no_grad():
         values = buffer.detach().contiguous().reshape(-1).view(torch.uint8)
         total = int(values.sum(dtype=torch.int64))
     return Fingerprint(module, name, buffer, version(buffer), total)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipert._torch import kinds_of_transforms, transforms
 from pipert.errors import TransformError
 from pipert.layers.dispatch_keys import Key
 
@@ -43,6 +44,4 @@ def _nesting_of_process() -> int:
 
 
 def _nesting_of_thread() -> int:
-    functorch: Any = torch._C._functorch
-    stack = functorch.get_interpreter_stack() or ()
-    return sum(level.key() == functorch.TransformType.Jvp for level in stack)
+    return sum(level.key() == kinds_of_transforms.Jvp for level in transforms() or ())

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipert._torch import has_kernel, overload_of
 from pipert.layers import forward_mode
 from pipert.layers.dispatch_keys import Key, is_traced, operations, stashed
 from pipert.layers.nested_checkpoint import refuse_nested_checkpoint
@@ -67,7 +68,7 @@ def _place_of_generator(schema: Any) -> int | None:
 
 def _kind(operation: Any) -> tuple[Any, ...]:
     """Return a key that ``randint.low_out`` and ``randint.low_generator_out`` have in common."""
-    words = operation._overloadname.split("_")
+    words = overload_of(operation).split("_")
     return operation.overloadpacket, *[word for word in words if word not in _IGNORED]
 
 
@@ -84,8 +85,8 @@ def _needs_default(operation: Any) -> bool:
     """Whether an operation itself draws. Composite ones do not, nor does attention on CPU."""
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    delegates = any(has(operation.name(), key) for key in ("CPU", "CompositeImplicitAutograd"))
+    name = operation.name()
+    delegates = has_kernel(name, "CPU") or has_kernel(name, "CompositeImplicitAutograd")
     return not delegates or operation.overloadpacket.__name__ == "native_dropout"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from pipert._torch import top_hooks
 from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
@@ -26,7 +27,7 @@ _CALL = os.path.join(os.path.dirname(__file__), "call.py")
 
 def is_in_checkpoint() -> bool:
     """Whether a ``torch.utils.checkpoint`` around this code will recompute what operations save."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = top_hooks(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == _CHECKPOINT
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from torch import nn
 from torch.nn.utils import parametrize
 
+from pipert._torch import is_caching_parametrizations
 from pipert.layers.modules import modules_of
 
 __all__: list[str] = []
@@ -19,7 +20,7 @@ __all__: list[str] = []
 
 def compute_cached(partitions: Iterable[nn.Module]) -> None:
     """Compute all parametrized weights if they are being cached."""
-    if not parametrize._cache_enabled:
+    if not is_caching_parametrizations():
         return
     for partition in partitions:
         for module in modules_of(partition):

@@ -8,6 +8,7 @@ from typing import NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from pipert._torch import refuse_unsupported
 from pipert.autograd.leaves import begin_numbers
 from pipert.layers.buffers import KEEPING
 from pipert.layers.compiling import not_traced
@@ -40,6 +41,7 @@ class Placed(nn.Module):
         self._workers = assign_workers(devices)
         self._devices = where_tensors_are(devices)
         self._deferred_batch_norm = bool(deferred_batch_norm)
+        refuse_unsupported()
         DRAWING.prepare()
         KEEPING.prepare()
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from pipert._torch import NormBase
 from pipert.layers.tied import Weights, borrowed, check_borrowers
 from pipert.model.partition import Partition
 
@@ -167,7 +167,7 @@ def _check_shared_norms(partitions: Sequence[nn.Sequential]) -> None:
     homes: dict[nn.Module, int] = {}
     for j, partition in enumerate(partitions):
         for name, module in partition.named_modules():
-            statistics = isinstance(module, _NormBase) and module.track_running_stats
+            statistics = isinstance(module, NormBase) and module.track_running_stats
             if statistics and homes.setdefault(module, j) != j:
                 raise ValueError(
                     f"the normalisation layer {name!r} is used in partitions {homes[module]} and "

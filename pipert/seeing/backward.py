@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from pipert._torch import backward_id, sequence_nr
 from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.schedules.action import Action
 from pipert.seeing.event import BACKWARD
@@ -71,7 +72,7 @@ class _Task:
         self._span: Span | None = None
 
     def begin(self, *_: Any) -> None:
-        graph_task = torch._C._current_graph_task_id()
+        graph_task = backward_id()
         if self._graph_task == graph_task:
             return  # another output has begun it
         self._graph_task = graph_task
@@ -82,7 +83,7 @@ class _Task:
             _thread.switch_to(self, self._span.start)
 
     def end(self, *_: Any) -> None:
-        if self._span is None or self._graph_task != torch._C._current_graph_task_id():
+        if self._span is None or self._graph_task != backward_id():
             return  # the node runs without the task, as in a backward from its middle
         now = stamp(self._span.clock)
         current = _thread.task
@@ -146,7 +147,7 @@ def _ends(outputs: Iterable[Node], inputs: set[Node], made: range) -> list[Node]
         node = left.pop()
         is_end = False
         for child, _ in node.next_functions:
-            if child is None or child in inputs or child._sequence_nr() not in made:
+            if child is None or child in inputs or sequence_nr(child) not in made:
                 is_end = True  # also before a leaf, whose number is the largest there is
             elif is_cast_of_leaf(child):
                 is_end = True  # maybe another thread's, whose numbers say nothing

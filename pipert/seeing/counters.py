@@ -16,7 +16,7 @@ from time import perf_counter
 from pipert.queues.process_lock import ProcessLock
 from pipert.schedules.plan import Plan
 from pipert.seeing.observers import Observer, Observers, RunInfo
-from pipert.seeing.ranges import profiler_is_on
+from pipert.seeing.ranges import is_profiled
 from pipert.seeing.recorder import Recorder, Recording
 from pipert.seeing.told import Told
 
@@ -81,7 +81,7 @@ class Counters:
 
     def begin(self, plan: Plan) -> Told:
         """Count a run of ``plan`` that is about to begin."""
-        profiled = profiler_is_on()  # before the lock: it may log
+        profiled = is_profiled()  # before the lock: it may log
         with _counting.current:
             self._reset_in_child()
             recorder, is_step = None, plan.goes_back

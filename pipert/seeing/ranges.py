@@ -22,7 +22,8 @@ import os
 from collections.abc import Iterator
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
+
+from pipert._torch import Range, profiler_is_on, profiles_this_thread
 
 __all__: list[str] = []
 
@@ -33,13 +34,13 @@ _UNDER_NSIGHT = "NSYS_PROFILING_SESSION_ID" in os.environ
 _has_advised: list[bool] = []  # not empty once the advice was logged
 
 
-def profiler_is_on() -> bool:
+def is_profiled() -> bool:
     """Return whether any profiler would see ranges made now."""
     if _UNDER_NSIGHT:
         return True
-    if not torch.autograd.profiler._is_profiler_enabled:  # in the process; the check costs 50 ns
+    if not profiler_is_on():  # in the process
         return False
-    if torch._C._autograd._profiler_enabled() and not _has_advised:  # in this thread only
+    if profiles_this_thread() and not _has_advised:  # in this thread only
         _has_advised.append(True)
         _log.warning(
             "torch.profiler sees the thread that started it alone, and not the workers of a pipe; "
@@ -56,7 +57,7 @@ def task_range(name: str, device: torch.device) -> Iterator[None]:
     if on_cuda:
         torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
     try:
-        with _RecordFunctionFast(name):
+        with Range(name):
             yield
     finally:
         if on_cuda:
@@ -65,6 +66,6 @@ def task_range(name: str, device: torch.device) -> Iterator[None]:
 
 def mark(name: str, device: torch.device) -> None:
     """Mark the beginning of the task called ``name``."""
-    with _RecordFunctionFast(name):
+    with Range(name):
         if device.type == "cuda":
             torch.cuda.nvtx.mark(name)  # type: ignore[no-untyped-call]

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of
 from pipert.autograd.hooks import refuse
-from pipert.autograd.leaves import begin_numbers, node_count
+from pipert.autograd.leaves import begin_numbers
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, find, registered
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipert._torch import add_in_place, multiply_in_place
 from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []
@@ -89,7 +90,7 @@ class Gradients:
             else:
                 entry.add(gradient)  # one by one: a single call would hold all sums twice
         if totals:
-            torch._foreach_add_(totals, added)  # for small tensors a call each would dominate
+            add_in_place(totals, added)  # for small tensors a call each would dominate
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply all sums by ``factor``, in place where nobody else holds them."""
@@ -100,7 +101,7 @@ class Gradients:
             else:
                 entry.total, entry.is_own = scaled(entry.total, factor), True
         for device, totals in in_place.items():
-            torch._foreach_mul_(totals, _on(factor, device))
+            multiply_in_place(totals, _on(factor, device))
 
     def take(self) -> Arriving:
         """Return each weight with its sum, on the weight's device; forget each as it is copied."""

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from pipert._torch import node_count
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams
-from pipert.autograd.leaves import node_count
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place

@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from pipert.autograd.leaves import AccumulateGrad, Behind, is_in_python
+from pipert._torch import AccumulateGrad
+from pipert.autograd.leaves import Behind, is_in_python
 from pipert.autograd.order import ENTERED
 from pipert.queues.interpreter import ONE_THREAD_AT_A_TIME
 from pipert.schedules.plan import Plan

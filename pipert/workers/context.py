@@ -36,8 +36,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd import forward_ad
 
+from pipert._torch import forward_level, set_grad, transform
 from pipert.autograd.checkpoint import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
@@ -62,7 +62,7 @@ NOTHING: AbstractContextManager[object] = contextlib.nullcontext()
 
 def is_transformed() -> bool:
     """Return whether the current thread is in a ``torch.func`` transform."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return transform() is not None
 
 
 def refuse_transforms() -> None:
@@ -75,7 +75,7 @@ def refuse_transforms() -> None:
     what = ""
     if is_transformed():
         what = "a torch.func transform such as grad, jvp or vmap"
-    elif forward_ad._current_level >= 0:
+    elif forward_level() >= 0:
         what = "forward-mode differentiation"
     if what:
         raise TransformError(
@@ -141,14 +141,14 @@ class CallerContext:
         if count != self._threads:
             set_own_threads(self._threads)
         try:
-            torch._C._set_grad_enabled(self._grad)
+            set_grad(self._grad)
             if self._is_plain and has_default_settings():
                 yield
             else:
                 with self._all(clear_cache=True):
                     yield
         finally:
-            torch._C._set_grad_enabled(grad)
+            set_grad(grad)
             if count != self._threads:
                 set_own_threads(count)
 
@@ -158,7 +158,7 @@ class CallerContext:
         with contextlib.ExitStack() as stack:
             if self._inference != torch.is_inference_mode_enabled():
                 stack.enter_context(torch.inference_mode(self._inference))
-                torch._C._set_grad_enabled(self._grad)
+                set_grad(self._grad)
             stack.enter_context(autocast(self._autocast, clear_cache))
             if hooks is not None and hooks != hooks_of_caller():
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
@@ -190,7 +190,7 @@ class OnWorker:
     def __enter__(self) -> None:
         if torch.get_num_threads() != self._threads:
             set_own_threads(self._threads)
-        torch._C._set_grad_enabled(self._grad)
+        set_grad(self._grad)
         if self._make_block is not None:
             self._block = self._make_block()
             self._block.__enter__()
@@ -201,4 +201,4 @@ class OnWorker:
             if block is not None:
                 block.__exit__(*error)
         finally:
-            torch._C._set_grad_enabled(True)
+            set_grad(True)

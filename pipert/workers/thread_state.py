@@ -8,20 +8,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _python_dispatch as dispatch
 
+from pipert import _torch
+from pipert._torch import AUTOCAST_TYPES
 from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
 T = TypeVar("T")
-
-_AUTOCAST_TYPES = tuple(
-    kind
-    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
-    if torch.amp.is_autocast_available(kind)
-)
 
 Autocast = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
 
@@ -79,7 +73,7 @@ def _on_new_thread(function: Callable[[], T]) -> T:
 
 def get_autocast() -> Autocast:
     """Return what ``torch.autocast`` sets."""
-    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in _AUTOCAST_TYPES]
+    by_type = [(torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in AUTOCAST_TYPES]
     return torch.is_autocast_cache_enabled(), tuple(by_type)
 
 
@@ -88,7 +82,7 @@ NEW_THREAD_AUTOCAST = _on_new_thread(get_autocast)
 
 def _set_autocast(autocast: Autocast) -> None:
     torch.set_autocast_cache_enabled(autocast[0])
-    for kind, (enabled, dtype) in zip(_AUTOCAST_TYPES, autocast[1], strict=True):
+    for kind, (enabled, dtype) in zip(AUTOCAST_TYPES, autocast[1], strict=True):
         torch.set_autocast_enabled(kind, enabled)
         torch.set_autocast_dtype(kind, dtype)
 
@@ -119,24 +113,24 @@ def has_default_settings() -> bool:
     """Return whether the current thread has the settings of a new one, grad mode aside."""
     return (
         not torch.is_inference_mode_enabled()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
+        and not _torch.function_mode_count()
+        and not _torch.dispatch_mode_count()
         and get_autocast() == NEW_THREAD_AUTOCAST
     )
 
 
 def function_modes() -> list[Any]:
     """Return the stack of torch-function modes."""
-    if not torch._C._len_torch_function_stack():
+    if not _torch.function_mode_count():
         return []
-    return _get_current_function_mode_stack()  # type: ignore[no-untyped-call,no-any-return]
+    return _torch.function_modes()  # type: ignore[no-any-return]
 
 
 def dispatch_modes() -> list[Any]:
     """Return the stack of dispatch modes."""
-    if not torch._C._len_torch_dispatch_stack():
+    if not _torch.dispatch_mode_count():
         return []
-    return dispatch._get_current_dispatch_mode_stack()
+    return _torch.dispatch_modes()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -158,10 +152,10 @@ def modes(functions: list[Any], dispatches: list[Any]) -> Iterator[None]:
 
 def _set_modes(functions: list[Any], dispatches: list[Any]) -> None:
     for _ in function_modes():
-        _pop_mode()  # type: ignore[no-untyped-call]
+        _torch.pop_function_mode()
     for mode in functions:
-        _push_mode(mode)  # type: ignore[no-untyped-call]
+        _torch.push_function_mode(mode)
     for _ in dispatch_modes():
-        dispatch._pop_mode()
+        _torch.pop_dispatch_mode()
     for mode in dispatches:
-        dispatch._push_mode(mode)
+        _torch.push_dispatch_mode(mode)

@@ -21,8 +21,8 @@ from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-from torch.multiprocessing import _set_thread_name
 
+from pipert._torch import set_thread_name
 from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.process_lock import ProcessLock
@@ -102,7 +102,7 @@ def work(
 ) -> None:
     """Receive, execute and send one task after the other, until the queue is closed."""
     name = threading.current_thread().name
-    _set_thread_name(name[:15])  # what Linux takes
+    set_thread_name(name[:15])  # what Linux takes
     task: Task | None = None
     reason: BaseException | None = None
     try:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipert._torch import node_count
 from pipert.autograd.leaves import (
     begin_numbers,
     is_cast_of_leaf,
     leaves_behind,
-    node_count,
     origins,
 )
 from tests import scripts

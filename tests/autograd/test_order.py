@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, is_recomputing
+from pipert._torch import node_count
 from pipert.autograd import order
-from pipert.autograd.leaves import begin_numbers, node_count
+from pipert.autograd.leaves import begin_numbers
 from pipert.autograd.order import edge_of, enter
 from tests.callers import Caller
 

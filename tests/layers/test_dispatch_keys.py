@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.layers import dispatch_keys
 from pipert.layers.buffers import KEEPING
 from pipert.layers.dispatch_keys import Key, operations, plain_operations, stash, stashed
 from pipert.layers.generators import DRAWING
@@ -151,7 +150,6 @@ def test_a_pipe_is_refused_where_a_key_does_not_work(monkeypatch: pytest.MonkeyP
         raise RuntimeError("could not parse dispatch key")
 
     monkeypatch.setattr("pipert.layers.generators.DRAWING._key", None)
-    private = vars(dispatch_keys)["_C"]
-    monkeypatch.setattr(private, "_parse_dispatch_key", missing)
+    monkeypatch.setattr("pipert._torch.parse_key", missing)
     with pytest.raises(RuntimeError, match=rf"torch {torch.__version__}".replace("+", r"\+")):
         Pipe(nn.Sequential(nn.Identity()), [1], devices=["cpu"])

@@ -93,12 +93,12 @@ def test_profiling_all_threads_logs_no_advice(
 
 
 def test_ranges_are_off_without_a_profiler() -> None:
-    assert not ranges.profiler_is_on()
+    assert not ranges.is_profiled()
 
 
 def test_ranges_are_on_under_nsight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", "1")  # which is read once, by the import
-    assert runpy.run_path(ranges.__file__)["profiler_is_on"]()
+    assert runpy.run_path(ranges.__file__)["is_profiled"]()
 
 
 def test_ranges_and_marks_are_nvtx_ranges_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.autograd.leaves import node_count
+from pipert._torch import node_count
 from pipert.stage.loss import Loss
 from pipert.stage.step import Step
 from pipert.workers.worker import NOT_RUN

@@ -13,7 +13,8 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from pipert import Pipe
-from pipert.autograd.leaves import begin_numbers, leaves_behind, node_count
+from pipert._torch import node_count
+from pipert.autograd.leaves import begin_numbers, leaves_behind
 from tests.contract.ways import (
     Way,
     batch,

@@ -1,0 +1,300 @@
+"""Every private name of torch that pipert uses, and what happens where torch lacks it.
+
+Any release of torch may drop such a name. So each is looked up here, once, at import:
+
+1. Without a *needed* name no pipe would be right. If one is missing, making a pipe raises
+   :class:`.UnsupportedTorchError`, which names torch's version and all that is missing
+   (:func:`refuse_unsupported`).
+2. Any other name has a *fallback*: a public way that is slower, or one feature less.
+
+``tests/test_private_names.py`` takes each of them away. Attributes of tensors, modules, nodes and
+storages are read where they are used; here is only noted that they are needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad, profiler
+from torch.nn.utils import parametrize
+
+from pipert.errors import UnsupportedTorchError
+
+__all__: list[str] = []
+
+Flag = Callable[[], bool]
+Get = Callable[[], Any]
+
+NEEDED: list[str] = []
+OTHERS: list[str] = []
+"""All needed names, and all with a fallback."""
+_missing: list[str] = []
+
+
+class _Absent:
+    """Stands for a needed name that is missing; raises an error when it is called."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> _Absent:
+        return _Absent(f"{self._name}.{name}")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_unsupported()
+
+    def __repr__(self) -> str:
+        return f"<{self._name}, which torch {torch.__version__} lacks>"
+
+
+def refuse_unsupported() -> None:
+    """Refuse a torch that lacks what every pipe needs.
+
+    Raises:
+        UnsupportedTorchError: it does.
+    """
+    if _missing:
+        raise UnsupportedTorchError(
+            f"pipert does not support torch {torch.__version__}, which lacks "
+            f"{', '.join(_missing)}; README says which versions of torch are tested. Use one of "
+            "these, or a newer pipert"
+        )
+
+
+def _look_up(path: str, owner: Any) -> Any:
+    """Return the attribute at ``path`` of ``owner``, or of the module that ``path`` begins with."""
+    if owner is not None:
+        return getattr(owner, path)
+    name, _, rest = path.partition(":")
+    found: Any = importlib.import_module(name)
+    for part in rest.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _needed(path: str, owner: Any = None) -> Any:
+    NEEDED.append(path)
+    try:
+        return _look_up(path, owner)
+    except (AttributeError, ImportError):
+        name = path.replace(":", ".")
+        _missing.append(name)
+        return _Absent(name)
+
+
+def _or(fallback: Any, path: str, owner: Any = None) -> Any:
+    OTHERS.append(path)
+    try:
+        return _look_up(path, owner)
+    except (AttributeError, ImportError):
+        return fallback
+
+
+def _nothing(*args: Any) -> None:
+    """Do nothing."""
+
+
+_leaf = torch.ones(1, device="cpu", requires_grad=True)
+_node: Any = _leaf.view_as(_leaf).grad_fn
+
+# Graphs -------------------------------------------------------------------------------------------
+
+AccumulateGrad: Any = type(_node.next_functions[0][0])
+"""The class of the node that adds to a leaf's ``.grad``."""
+
+node_count: Callable[[], int] = _needed("torch._C:_autograd._get_sequence_nr")
+"""The sequence number of the next node that the current thread creates."""
+
+_needed("_sequence_nr", _node)
+sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""The number of a node, counted by the thread that created it."""
+
+set_sequence_nr: Callable[[Any, int], None] = _needed("torch._C:_FunctionBase._set_sequence_nr")
+"""Sets the number of the node of a ``Function``, given its context."""
+
+make_node: Callable[[], object] = _or(
+    lambda: _leaf.view_as(_leaf), "torch._C:_functions.UndefinedGrad"
+)
+"""Creates a node of no use, in 0.1 us; the fallback takes ten times as long."""
+
+_needed("_register_hook_dict", _node)
+
+run_backward: Callable[..., Any] = _needed("torch.autograd.graph:_engine_run_backward")
+"""Runs the engine, without ``torch.autograd.grad``'s checks of its arguments."""
+
+call_after_backward: Callable[[Callable[[], None]], None] = _needed(
+    "torch.autograd:Variable._execution_engine.queue_callback"
+)
+"""Calls its argument once the current backward has succeeded, with the caller's streams."""
+
+will_execute: Callable[[Any], bool] = _or(lambda _: True, "torch._C:_will_engine_execute_node")
+"""Whether the current backward executes a node. The fallback computes what nobody asked for."""
+
+keeps_graph: Flag = _or(lambda: True, "torch._C:_autograd._get_current_graph_task_keep_graph")
+"""Whether the current backward retains the graph. The fallback frees memory later."""
+
+backward_id: Callable[[], int] = _or(lambda: 0, "torch._C:_current_graph_task_id")
+"""The number of the current backward, for recordings. The fallback takes all for one."""
+
+top_hooks: Callable[[bool], Any] = _needed("torch._C:_autograd._top_saved_tensors_default_hooks")
+"""The innermost saved-tensor hooks of this thread, or ``None``."""
+pop_hooks: Callable[[], None] = _needed("torch._C:_autograd._pop_saved_tensors_default_hooks")
+push_hooks: Callable[..., None] = _needed("torch._C:_autograd._push_saved_tensors_default_hooks")
+
+# Tensors, storages and modules --------------------------------------------------------------------
+
+for _name in ("_backward_hooks", "_base", "_is_view", "_version"):
+    _needed(_name, Tensor)
+_needed("_cdata", _leaf.untyped_storage())
+for _name in (
+    "_backward_hooks", "_backward_pre_hooks", "_call_impl", "_compiled_call_impl",
+    "_forward_hooks", "_forward_pre_hooks",
+):  # fmt: skip
+    _needed(_name, nn.Identity())
+
+_use_count: Any = _or(None, "_use_count", Tensor)
+_storage_use_count: Any = _or(None, "torch._C:_storage_Use_Count")
+
+
+def is_shared(gradient: Tensor) -> bool:
+    """Whether others hold the memory of ``gradient``, whose caller holds it once.
+
+    Without the counts, every gradient is taken for shared, and copied once more.
+    """
+    if _use_count is None or _storage_use_count is None:
+        return True
+    users = _storage_use_count(gradient.untyped_storage()._cdata)  # this counts as one
+    return bool(users > 2 or _use_count(gradient) > 1)
+
+
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+
+    BatchNorm: TypeAlias = _BatchNorm
+    NormBase: TypeAlias = _NormBase
+else:
+    BatchNorm, NormBase = nn.BatchNorm1d.__mro__[1:3]
+
+_UNKNOWN = {"unknown": True}
+HOOKS_OF_ALL: tuple[Any, ...] = tuple(
+    _or(_UNKNOWN, f"torch.nn.modules.module:_global_{kind}_hooks")
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+"""The hooks of all modules. With the fallback, any layer is taken for one that might draw."""
+
+add_in_place: Callable[..., object] = _or(
+    lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"
+)
+multiply_in_place: Callable[..., object] = _or(
+    lambda xs, factor: [x.mul_(factor) for x in xs], "torch:_foreach_mul_"
+)
+"""Adds the tensors of a second list to those of a first, or multiplies all by one factor. The
+fallbacks make a call for each tensor."""
+
+# Modes of a thread --------------------------------------------------------------------------------
+
+AUTOCAST_TYPES = tuple(
+    kind
+    for kind in ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
+    if torch.amp.is_autocast_available(kind)
+)
+is_autocast_on: Flag = _or(
+    lambda: any(map(torch.is_autocast_enabled, AUTOCAST_TYPES)), "torch._C:_is_any_autocast_enabled"
+)
+
+set_grad: Callable[[bool], object] = _or(torch.set_grad_enabled, "torch._C:_set_grad_enabled")
+
+function_mode_count: Callable[[], int] = _needed("torch._C:_len_torch_function_stack")
+function_mode_at: Callable[[int], Any] = _needed("torch._C:_get_function_stack_at")
+function_modes: Get = _needed("torch.overrides:_get_current_function_mode_stack")
+push_function_mode: Callable[[Any], None] = _needed("torch._C:_push_on_torch_function_stack")
+pop_function_mode: Get = _needed("torch._C:_pop_torch_function_stack")
+
+dispatch_mode_count: Callable[[], int] = _needed("torch._C:_len_torch_dispatch_stack")
+dispatch_modes: Get = _needed("torch.utils._python_dispatch:_get_current_dispatch_mode_stack")
+push_dispatch_mode: Callable[[Any], None] = _needed("torch.utils._python_dispatch:_push_mode")
+pop_dispatch_mode: Get = _needed("torch.utils._python_dispatch:_pop_mode")
+dispatch_mode: Callable[[Any], Any] = _needed("torch._C:_get_dispatch_mode")
+"""The dispatch mode of a kind, or ``None``."""
+mode_kinds: Any = _needed("torch._C:_TorchDispatchModeKey")
+
+# torch.func and tools that make graphs ------------------------------------------------------------
+
+transform: Get = _needed("torch._C:_functorch.peek_interpreter_stack")
+"""The innermost ``torch.func`` transform of this thread, or ``None``."""
+transforms: Get = _needed("torch._C:_functorch.get_interpreter_stack")
+kinds_of_transforms: Any = _needed("torch._C:_functorch.TransformType")
+is_wrapped: Callable[[Tensor], bool] = _needed("torch._C:_functorch.is_functorch_wrapped_tensor")
+"""Whether a transform tracks a tensor."""
+outside_of_transforms: Get = _needed(
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack"
+)
+
+_needed("_current_level", forward_ad)
+
+
+def forward_level() -> int:
+    """Return the level of forward-mode differentiation of the process; -1 if there is none."""
+    level: int = forward_ad._current_level
+    return level
+
+
+is_traced_by_jit: Flag = vars(torch.jit)["is_tracing"]  # public, but untyped
+is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
+"""The fallback lets ``torch.fx`` trace a pipe, which fails in torch."""
+watcher: Get = _or(_nothing, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
+"""What torch.compile watches this thread with. The fallback lets it watch a pipe."""
+
+
+_or(True, "_cache_enabled", parametrize)
+
+
+def is_caching_parametrizations() -> bool:
+    """Whether ``torch.nn.utils.parametrize.cached`` may be on."""
+    return bool(getattr(parametrize, "_cache_enabled", True))
+
+
+# Dispatch keys and thread-local objects -----------------------------------------------------------
+
+parse_key: Callable[[str], Any] = _needed("torch._C:_parse_dispatch_key")
+DispatchKey: Any = _needed("torch._C:DispatchKey")
+DispatchKeySet: Any = _needed("torch._C:DispatchKeySet")
+Including: Any = _needed("torch._C:_IncludeDispatchKeyGuard")
+Excluding: Any = _needed("torch._C:_ExcludeDispatchKeyGuard")
+Forcing: Any = _needed("torch._C:_ForceDispatchKeyGuard")
+is_included: Callable[[Any], bool] = _needed("torch._C:_dispatch_tls_is_dispatch_key_included")
+has_kernel: Callable[[str, str], bool] = _needed("torch._C:_dispatch_has_kernel_for_dispatch_key")
+schemas: Get = _needed("torch._C:_jit_get_all_schemas")
+WithoutFunctions: Any = _needed("torch._C:DisableTorchFunction")
+WithoutDispatch: Any = _needed("torch._C:_DisableTorchDispatch")
+higher_order_keys: Any = _needed("torch._ops:_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS")
+higher_order: Any = _needed("torch._ops:_higher_order_ops")
+overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
+_needed("_overloadname", torch.ops.aten.add.Tensor)
+
+get_stashed: Callable[[str], Any] = _needed("torch._C:_get_obj_in_tls")
+is_stashed: Callable[[str], bool] = _needed("torch._C:_is_key_in_tls")
+stash: Callable[[str, Any], None] = _needed("torch._C:_stash_obj_in_tls")
+unstash: Callable[[str], None] | None = _or(None, "torch._C:_remove_obj_from_tls")
+"""torch 2.13 has it; before, ``None`` is stashed in place of the object."""
+
+# Profilers and names ------------------------------------------------------------------------------
+
+_or(False, "_is_profiler_enabled", profiler)
+
+
+def profiler_is_on() -> bool:
+    """Return whether ``torch.profiler`` is on in the process; if torch differs, it is not."""
+    return bool(getattr(profiler, "_is_profiler_enabled", False))
+
+
+profiles_this_thread: Flag = _or(lambda: False, "torch._C:_autograd._profiler_enabled")
+Range: Any = _or(profiler.record_function, "torch._C:_profiler._RecordFunctionFast")
+"""A range in profiles; the fallback is public, and slower."""
+set_thread_name: Callable[[str], None] = _or(_nothing, "torch.multiprocessing:_set_thread_name")
+"""Names the current thread for the operating system."""

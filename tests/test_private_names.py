@@ -1,0 +1,116 @@
+"""Tests what happens where torch lacks a private name that pipert uses (guarantee V1)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from pipert import _torch
+from tests import scripts
+
+SCRIPT = '''
+import builtins, json, os, sys
+import torch
+from torch import nn
+
+def hide(name):
+    """Hide an attribute from pipert/_torch.py alone: torch needs its own names."""
+    look_up = builtins.getattr
+
+    def without(owner, key, *default):
+        if key == name and sys._getframe(1).f_code.co_filename.endswith("_torch.py"):
+            if default:
+                return default[0]
+            raise AttributeError(name)
+        return look_up(owner, key, *default)
+
+    builtins.getattr = without
+
+class GPT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 16, 0.1, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def take_steps(make, x):
+    import pipert
+    try:
+        pipe = make(pipert)
+    except pipert.UnsupportedTorchError as error:
+        return str(error)
+    with pipe:
+        pipe.forward_backward(x, loss_fn=lambda y, _: y.float().square().mean())
+        pipe(x).float().square().mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in pipe.parameters())
+    return "right"
+
+def run():
+    two = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    settings = dict(devices=["cpu", "cpu"], chunks=2, checkpoint="always")
+    return [
+        take_steps(lambda pipert: pipert.Pipe(two, [1, 1], **settings), torch.ones(4, 2)),
+        take_steps(lambda pipert: pipert.pipeline(GPT(), ["blocks.1"], **settings),
+                   torch.arange(8).view(4, 2)),
+    ]
+
+torch.set_num_threads(1)
+run_of = {}
+for path in NAMES:
+    read, write = os.pipe()
+    if not os.fork():
+        hide(path.rpartition(".")[2].rpartition(":")[2])
+        try:
+            found = run()
+        except BaseException as error:
+            found = [repr(error)]
+        os.write(write, json.dumps(found).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        run_of[path] = json.loads(pipe.read() or "[]")
+    os.wait()
+print(json.dumps(run_of))
+'''
+
+
+def results_without(names: list[str]) -> dict[str, list[str]]:
+    """Makes two pipes and takes steps with them, once without each of the names."""
+    done = scripts.run(f"NAMES = {names}\n{SCRIPT}", fresh=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    return found
+
+
+PARTS = [0, *[pytest.param(k, marks=pytest.mark.sweep) for k in (1, 2, 3)]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_a_pipe_without_a_needed_name_is_refused_when_it_is_made(part: int) -> None:
+    names = _torch.NEEDED[part::4]
+    for path, found in results_without(names).items():
+        name = path.replace(":", ".").removeprefix("torch.")
+        assert len(found) == 2, f"{path}: {found}"
+        for message in found:
+            assert f"torch {torch.__version__}" in message and name in message, message
+
+
+@pytest.mark.slow
+def test_a_pipe_without_any_other_name_is_right() -> None:
+    for path, found in results_without(_torch.OTHERS).items():
+        assert found == ["right", "right"], f"{path}: {found}"
+
+
+def test_all_names_are_there() -> None:
+    _torch.refuse_unsupported()
+    assert _torch.NEEDED and _torch.OTHERS
