@@ -8,6 +8,8 @@ Two marks say which cases run only with ``--sweep``:
     All cases of this test except some that contain each pair of values of its parameters
     (``tests/pairwise.py``). A named tuple or a dataclass counts as its fields.
     ``pairwise(keep=...)`` takes a function from the parameters to whether a case always runs.
+
+A line at the end of each run says what was left out, and with which option it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import pytest
 
 from tests.pairwise import pairwise
 
-__all__ = ["pytest_addoption", "pytest_collection_modifyitems"]
+__all__ = ["pytest_addoption", "pytest_collection_modifyitems", "pytest_terminal_summary"]
+
+_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,7 +43,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.option.sweep:
         left_out = [item for item in items if item.get_closest_marker("sweep")]
         config.hook.pytest_deselected(items=left_out)
+        config.stash[_LEFT_OUT] = len(left_out)
         items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """Says what was left out, and how to run it."""
+    skips = [report.longrepr[2] for report in terminalreporter.getreports("skipped")]
+    for_gpus = sum(reason.endswith((" CUDA device", " CUDA devices")) for reason in skips)
+    left_out = [
+        (config.stash.get(_LEFT_OUT, 0), "(--sweep runs them)"),
+        (for_gpus, "that need GPUs (--simulated-gpus runs them)"),
+        (len(skips) - for_gpus, "others (-rs names them)"),
+    ]
+    shown = [f"{count} {what}" for count, what in left_out if count]
+    if shown:
+        terminalreporter.write_line("left out: " + ", ".join(shown))
 
 
 def _name(item: pytest.Function) -> str:

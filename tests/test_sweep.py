@@ -1,4 +1,4 @@
-"""Tests which cases pytest runs with ``--sweep`` and without."""
+"""Tests which cases pytest runs with ``--sweep`` and without, and what it says of the others."""
 
 from __future__ import annotations
 
@@ -96,3 +96,40 @@ def test_a_named_case_runs_and_k_chooses_among_cases_that_run(folder: Path) -> N
     command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-q", str(named)]
     assert subprocess.run(command, cwd=ROOT).returncode == 0
     assert collected(folder, "-k", "test_once") == {"once": ["1"]}
+
+
+def test_plain_pytest_finds_the_plugins_of_the_checkout() -> None:
+    """It does not begin its path with the working directory, nor does ``-P``."""
+    command = [sys.executable, "-P", "-m", "pytest", "--collect-only", "-q", "tests/test_value.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+SKIPPING = """
+import pytest
+
+@pytest.mark.skip(reason="needs two CUDA devices")
+def test_devices(): pass
+
+@pytest.mark.skip(reason="needs another package")
+def test_package(): pass
+
+def test_once(): pass
+
+@pytest.mark.sweep
+def test_left_out(): pass
+"""
+
+
+def test_the_last_lines_say_what_was_left_out_and_how_to_run_it(tmp_path: Path) -> None:
+    (tmp_path / "test_program.py").write_text(SKIPPING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sweep\n    pairwise\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.sweep", "-p", "no:cacheprovider", "-q",
+               f"--rootdir={tmp_path}", str(tmp_path)]  # fmt: skip
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert (
+        "left out: 1 (--sweep runs them), 1 that need GPUs (--simulated-gpus runs them), "
+        "1 others (-rs names them)"
+    ) in shown
+    whole = subprocess.run([*command, "-k", "once"], cwd=ROOT, capture_output=True, text=True)
+    assert "left out: 1 (--sweep runs them)\n" in whole.stdout
