@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert import Observer, Pipe, PipeClosedError, RunInfo, TaskInfo, WorkerDiedError
+from pipert import (
+    Event,
+    Observer,
+    Pipe,
+    PipeClosedError,
+    RunInfo,
+    TaskInfo,
+    TaskStatus,
+    WorkerDiedError,
+)
 from tests.layers import Apply
 from tests.observers import Log
 
@@ -35,6 +44,11 @@ def fail(error: BaseException) -> Callable[[Tensor], Tensor]:
         raise error
 
     return function
+
+
+@pytest.mark.parametrize("record", [Event, TaskInfo, TaskStatus])
+def test_all_records_of_a_task_name_its_place_alike(record: type) -> None:
+    assert {"run", "micro_batch", "partition"} <= set(record.__annotations__)
 
 
 def test_a_run_is_told_with_its_number_and_size() -> None:

@@ -98,7 +98,7 @@ def _overlap(a: torch.device, b: torch.device) -> bool:
             two.synchronize()
             with pipe.record() as timeline:
                 pipe(x)
-            found = {(e.kind, e.i, e.j): e for e in timeline.events}
+            found = {(e.kind, e.micro_batch, e.partition): e for e in timeline.events}
             # The first GPU timestamps both.
             if cycles > 1 and found[COPY, 1, 1].end < found[FORWARD, 2, 0].end:
                 return True

@@ -118,16 +118,16 @@ def _waits(events: Sequence[Event], workers: Sequence[int]) -> list[Event]:
     done: dict[tuple[str, int, int, int], float] = {}
     run_starts: dict[int, float] = {}
     for task in tasks:
-        done.setdefault((task.kind, task.run, task.i, task.j), task.end)
+        done.setdefault((task.kind, task.run, task.micro_batch, task.partition), task.end)
         run_starts.setdefault(task.run, task.start)
     idle_since: dict[int, float] = {}
     waits = []
     for task in tasks:
-        rank, origin = workers[task.j], task.j + (-1 if task.kind == FORWARD else 1)
+        rank, origin = workers[task.partition], task.partition + (-1 if task.kind == FORWARD else 1)
         start = max(idle_since.get(rank, 0.0), run_starts[task.run])
-        end = min(done.get((task.kind, task.run, task.i, origin), start), task.start)
+        end = min(done.get((task.kind, task.run, task.micro_batch, origin), start), task.start)
         if start < end and workers[origin] != rank:
-            about = WAIT, task.i, task.j, task.device, start, end, task.run
+            about = WAIT, task.micro_batch, task.partition, task.device, start, end, task.run
             waits.append(Event(*about, origin=origin))
         idle_since[rank] = task.end
     return waits
@@ -138,10 +138,11 @@ def _cut_at_recomputations(events: Sequence[Event]) -> Iterator[Event]:
     recomputations: dict[tuple[int, int, int], list[Event]] = {}
     for event in events:
         if event.kind == RECOMPUTE:
-            recomputations.setdefault((event.run, event.i, event.j), []).append(event)
+            task = event.run, event.micro_batch, event.partition
+            recomputations.setdefault(task, []).append(event)
     for event in events:
         if event.kind == BACKWARD:
-            for inner in recomputations.get((event.run, event.i, event.j), ()):
+            for inner in recomputations.get((event.run, event.micro_batch, event.partition), ()):
                 yield replace(event, end=inner.start)
                 event = replace(event, start=inner.end)
         yield event

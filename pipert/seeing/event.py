@@ -34,9 +34,8 @@ class Event:
 
     kind: str
     """``'forward'``, ``'recompute'``, ``'backward'``, ``'copy'`` or ``'wait'``."""
-    i: int
-    """The micro-batch."""
-    j: int
+    micro_batch: int
+    partition: int
     """The partition; for a copy, its destination."""
     device: torch.device
     """Where it ran; for a copy, its destination."""
@@ -51,15 +50,15 @@ class Event:
     origin: int | None = None
     """For a copy, the partition it comes from; ``None`` for what comes from no partition, i.e. the
     arguments of the call and parameters that live on another device. Their gradients are copied
-    with ``origin == j``, other gradients with ``origin > j``. For a wait, the partition it waits
-    for, if that is another rank's."""
+    with ``origin == partition``, other gradients with ``origin > partition``. For a wait, the
+    partition it waits for, if that is another rank's."""
     bytes: int = 0
     """For a copy, its size."""
 
     @property
     def clock(self) -> int:
-        """The diagonal of the task: ``i + j``."""
-        return self.i + self.j
+        """The diagonal of the task: ``micro_batch + partition``."""
+        return self.micro_batch + self.partition
 
     @property
     def seconds(self) -> float:
@@ -71,7 +70,7 @@ class Event:
         """The name of the task, such as ``F[3,1]``; for a copy or a wait, a description."""
         letter = _LETTERS.get(self.kind)
         if letter is not None:
-            return str(Action(letter, self.i, self.j))
+            return str(Action(letter, self.micro_batch, self.partition))
         if self.kind == COPY and self.origin is not None:
-            return f"copy {self.i}: {self.origin} to {self.j}"
-        return f"{self.kind} {self.i}"
+            return f"copy {self.micro_batch}: {self.origin} to {self.partition}"
+        return f"{self.kind} {self.micro_batch}"

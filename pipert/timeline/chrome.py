@@ -60,7 +60,7 @@ def _threads(events: Sequence[Event], workers: Sequence[int]) -> list[tuple[int,
     ends: dict[tuple[int, bool], list[float]] = {}
     threads = []
     for event in events:
-        key = workers[event.j], event.kind == COPY
+        key = workers[event.partition], event.kind == COPY
         tracks = ends.setdefault(key, [])
         free = (k for k, end in enumerate(tracks) if end <= event.start)
         track = next(free, len(tracks))
@@ -78,8 +78,10 @@ def _microseconds(seconds: float) -> float:
 
 
 def _slice(event: Event, thread: int) -> Record:
-    args: Record = {"run": event.run, "i": event.i, "j": event.j, "clock": event.clock}
-    args["device"] = str(event.device)
+    args: Record = {
+        "run": event.run, "micro_batch": event.micro_batch, "partition": event.partition,
+        "clock": event.clock, "device": str(event.device),
+    }  # fmt: skip
     if event.kind == COPY:
         args.update(source=str(event.source), bytes=event.bytes)
     return {
@@ -100,17 +102,17 @@ def _arrows(events: Sequence[Event]) -> list[tuple[Event, Event]]:
     tasks: dict[tuple[str, int, int, int], Event] = {}
     for event in events:  # of a backward that is split or runs twice, the last piece counts
         if event.kind in (FORWARD, BACKWARD):
-            tasks[event.kind, event.run, event.i, event.j] = event
+            tasks[event.kind, event.run, event.micro_batch, event.partition] = event
     arrows, copied = [], set()
     for copy in events:
-        if copy.kind != COPY or copy.origin is None or copy.origin == copy.j:
+        if copy.kind != COPY or copy.origin is None or copy.origin == copy.partition:
             continue
-        kind = FORWARD if copy.origin < copy.j else BACKWARD
-        before = tasks.get((kind, copy.run, copy.i, copy.origin))
-        after = tasks.get((kind, copy.run, copy.i, copy.j))
+        kind = FORWARD if copy.origin < copy.partition else BACKWARD
+        before = tasks.get((kind, copy.run, copy.micro_batch, copy.origin))
+        after = tasks.get((kind, copy.run, copy.micro_batch, copy.partition))
         if before is not None and after is not None:
             arrows += [(before, copy), (copy, after)]
-            copied.add((kind, copy.run, copy.i, copy.origin, copy.j))
+            copied.add((kind, copy.run, copy.micro_batch, copy.origin, copy.partition))
     for (kind, run, i, j), before in tasks.items():
         neighbour = j + 1 if kind == FORWARD else j - 1
         after = tasks.get((kind, run, i, neighbour))

@@ -91,7 +91,7 @@ def _draw(axes: Any, timeline: Drawable) -> None:
             for event, (left, width) in zip(drawn, spans, strict=True):
                 if text and event.seconds > 0.012 * duration:
                     axes.text(
-                        left + width / 2, top + height / 2, str(event.i), ha="center",
+                        left + width / 2, top + height / 2, str(event.micro_batch), ha="center",
                         va="center", fontsize=7, color=text, clip_on=True,
                     )  # fmt: skip
     axes.set_yticks(range(len(timeline.lanes)), timeline.lanes)

@@ -111,7 +111,7 @@ def make_report(
     work = union([*forward, *backward])
     m, n = int(median_low(sizes.values())), len(lanes)
     seconds = max(event.end for event in events) - min(event.start for event in events)
-    lane_events = [[event for event in events if workers[event.j] == lane] for lane in range(n)]
+    lane_events = [[e for e in events if workers[e.partition] == lane] for lane in range(n)]
     busy = [times_of(on_lane, COMPUTE) for on_lane in lane_events]
     costs = _costs(events, len(devices))
     outside = max(0.0, seconds - length(work))
@@ -149,9 +149,9 @@ def _calls(
     forward: dict[int, set[tuple[int, int]]] = {}
     for event in events:
         if event.kind == FORWARD:
-            forward.setdefault(event.run, set()).add((event.i, event.j))
+            forward.setdefault(event.run, set()).add((event.micro_batch, event.partition))
     sizes = {run: 1 + max(i for i, _ in tasks) for run, tasks in forward.items()}
-    backward = {(event.run, event.i) for event in events if event.kind == BACKWARD}
+    backward = {(event.run, event.micro_batch) for event in events if event.kind == BACKWARD}
     complete = {
         run: m
         for run, m in sizes.items()
@@ -204,7 +204,7 @@ def _waits(
     times: dict[tuple[str, str], list[Interval]] = {}
     for event in events:
         if event.kind == WAIT and event.origin is not None:
-            waiting, awaited = lanes[workers[event.j]], lanes[workers[event.origin]]
+            waiting, awaited = lanes[workers[event.partition]], lanes[workers[event.origin]]
             times.setdefault((waiting, awaited), []).append((event.start, event.end))
     found = [(*pair, length(overlap(union(waits), work))) for pair, waits in times.items()]
     return tuple(sorted(found, key=lambda wait: -wait[2]))
@@ -221,8 +221,8 @@ def _costs(events: Sequence[Event], n: int) -> tuple[Costs, ...]:
     seconds: dict[tuple[str, int], dict[tuple[int, int], float]] = {}
     for event in events:
         if event.kind in COMPUTE:  # a backward may be in several pieces
-            by_task = seconds.setdefault((event.kind, event.j), {})
-            task = event.run, event.i
+            by_task = seconds.setdefault((event.kind, event.partition), {})
+            task = event.run, event.micro_batch
             by_task[task] = by_task.get(task, 0.0) + event.seconds
     costs = []
     for j in range(n):

@@ -90,7 +90,7 @@ class Timeline:
 
     def lane(self, event: Event) -> int:
         """Returns an event's index in :attr:`lanes`; a copy belongs to its destination."""
-        return self._workers[event.j]
+        return self._workers[event.partition]
 
     @property
     def steps(self) -> frozenset[int]:
@@ -216,7 +216,7 @@ def _check(event: Event, n: int) -> None:
     wrong = ""
     if event.kind not in KINDS:
         wrong = f"a kind that is none of {list(KINDS)}"
-    elif not (event.i >= 0 and 0 <= event.j < n):
+    elif not (event.micro_batch >= 0 and 0 <= event.partition < n):
         wrong = f"no place in {n} partitions"
     elif not (math.isfinite(event.start) and event.start <= event.end < math.inf):
         wrong = "no start, or an end before it"

@@ -188,6 +188,7 @@ def test_micro_batches_go_back_in_reverse_order_even_without_fork_and_join(
         with pipe.record() as timeline:
             pipe(torch.rand(5, 2)).sum().backward()
     for j in range(3):
-        order = [event.i for event in timeline.events if (event.kind, event.j) == ("backward", j)]
+        backwards = [e for e in timeline.events if (e.kind, e.partition) == ("backward", j)]
+        order = [event.micro_batch for event in backwards]
         assert order == sorted(order, reverse=True)
         assert {*order} == {*range(5)}

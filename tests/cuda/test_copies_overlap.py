@@ -149,7 +149,7 @@ ways = pytest.mark.parametrize("train", [train_by_call, train_by_step])
 
 def microseconds(events: Iterable[Event]) -> dict[tuple[int, int, int | None], int]:
     """Returns the duration of each, by micro-batch, partition and origin."""
-    return {(e.i, e.j, e.origin): round(1e6 * e.seconds) for e in events}
+    return {(e.micro_batch, e.partition, e.origin): round(1e6 * e.seconds) for e in events}
 
 
 def of(timeline: Timeline, *kinds: str) -> list[Event]:
@@ -175,10 +175,10 @@ def test_a_recorded_copy_begins_when_its_source_has_been_computed(
 ) -> None:
     with pipe.record() as timeline:
         train(pipe, batch())
-    copies = {(e.i, e.j, e.origin): e.start for e in of(timeline, COPY)}
+    copies = {(e.micro_batch, e.partition, e.origin): e.start for e in of(timeline, COPY)}
     for i in range(M):
         for kind, way in [(FORWARD, 1), (BACKWARD, -1)]:
-            ends = {e.j: e.end for e in of(timeline, kind) if e.i == i}
+            ends = {e.partition: e.end for e in of(timeline, kind) if e.micro_batch == i}
             for j in range(max(0, -way), N - max(0, way)):
                 assert copies[i, j + way, j] == pytest.approx(ends[j], abs=1e-6)
 
@@ -197,7 +197,8 @@ def test_waits_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> N
     with pipe.record() as timeline:
         train(pipe, batch())
     waits = of(timeline, WAIT)
-    took = sorted((e.i, e.j, round(1e6 * e.seconds)) for e in waits if round(1e6 * e.seconds))
+    took = sorted((e.micro_batch, e.partition, round(1e6 * e.seconds)) for e in waits)
+    took = [wait for wait in took if wait[2]]
     first, second = WAITS_BACK[train]
     there = [(0, 1, COMPUTE + MOVE), (0, 2, 2 * (COMPUTE + MOVE))]
     assert len(waits) == 4 * M

@@ -75,10 +75,11 @@ def test_each_rank_sees_all_tasks_of_all_ranks(checkpoint: str, recomputed: int)
     assert found[0][:2] == found[1][:2]  # the same events, the same words
     events, text, drawn, lanes, calls = found[0]
     assert calls == 3 and "3 calls of 4 micro-batches on 2 devices" in text
-    counts = Counter((event.kind, event.j) for event in events if event.kind != "wait")
+    counts = Counter((event.kind, event.partition) for event in events if event.kind != "wait")
     for j in range(N):
         assert counts["forward", j] == 3 * M
-        assert len({(e.run, e.i) for e in events if (e.kind, e.j) == ("backward", j)}) == 2 * M
+        backwards = [e for e in events if (e.kind, e.partition) == ("backward", j)]
+        assert len({(e.run, e.micro_batch) for e in backwards}) == 2 * M
         assert counts["recompute", j] == 2 * recomputed
     assert lanes == ["rank 0", "rank 1"]  # a lane each: no two tasks of a rank overlap
     assert "rank 0" in drawn and "rank 1" in drawn
@@ -104,7 +105,7 @@ def other_clock(rank: int) -> list[Event]:
 def test_clocks_of_ranks_are_compared() -> None:
     """Whatever crosses is sent before it is used, by one clock, and not a second before."""
     events = run(2, other_clock)[1]
-    at = {(event.kind, event.i, event.j): event for event in events}
+    at = {(event.kind, event.micro_batch, event.partition): event for event in events}
     for i in range(2):
         assert at["forward", i, 0].start < at["forward", i, 1].end
         assert at["forward", i, 1].start < at["forward", 1, 0].start + 0.5
@@ -120,7 +121,7 @@ def test_several_partitions_on_a_rank() -> None:
     found = run(2, recorded, "s", [0.0] * 4, {"schedule": "interleaved"})
     events, _, _, lanes, calls = found[1]
     assert calls == 1 and lanes == ["rank 0", "rank 1"]
-    assert {event.j for event in events if event.kind == "backward"} == {0, 1, 2, 3}
+    assert {event.partition for event in events if event.kind == "backward"} == {0, 1, 2, 3}
 
 
 def replicas(rank: int) -> tuple[list[str], int, int]:

@@ -64,7 +64,7 @@ def test_a_recomputation_on_the_spot_parts_a_backward_by_the_device_s_clock() ->
         with pipe.record() as timeline:
             pipe(torch.ones(4, 4, device="cuda:0", requires_grad=True)).sum().backward()
     found = [e for e in timeline.events if e.kind in (BACKWARD, RECOMPUTE)]
-    assert [(e.kind, e.j) for e in found] == [
+    assert [(e.kind, e.partition) for e in found] == [
         (kind, j) for j in (1, 0) for kind in (RECOMPUTE, BACKWARD) * 2
     ]
     began = found[0].start

@@ -45,12 +45,12 @@ def record_step(pipe: Pipe, x: Tensor) -> Timeline:
 
 
 def tasks(timeline: Timeline, kind: str) -> Counter[tuple[int, int]]:
-    return Counter((event.i, event.j) for event in timeline.events if event.kind == kind)
+    return Counter((e.micro_batch, e.partition) for e in timeline.events if e.kind == kind)
 
 
 def pieces(timeline: Timeline, kind: str, i: int, j: int) -> list[Event]:
     """A backward may be in several: one thread does those of all CPU partitions."""
-    return [e for e in timeline.events if (e.kind, e.i, e.j) == (kind, i, j)]
+    return [e for e in timeline.events if (e.kind, e.micro_batch, e.partition) == (kind, i, j)]
 
 
 def only(timeline: Timeline, kind: str, i: int, j: int) -> Event:
@@ -290,7 +290,7 @@ def test_backwards_that_share_a_node_do_not_overlap() -> None:
         with pipe.record() as timeline, parametrize.cached():
             pipe(torch.ones(3, 4)).sum().backward()
     backwards = [event for event in timeline.events if event.kind == "backward"]
-    assert [event.i for event in backwards] == [2, 1, 0]
+    assert [event.micro_batch for event in backwards] == [2, 1, 0]
     assert all(one.end <= next.start for one, next in zip(backwards, backwards[1:], strict=False))
 
 

@@ -44,8 +44,9 @@ def of(events: list[Event], kind: str) -> list[Event]:
 
 def test_a_copy_and_the_one_back_say_from_where_to_where_and_how_much(fake: FakeStreams) -> None:
     there, back = of(record_step(fake)[0], COPY)
-    assert (there.j, there.origin, there.device, there.source, there.bytes) == (1, 0, META, CPU, 8)
-    assert (back.j, back.origin, back.device, back.source, back.bytes) == (0, 1, CPU, META, 8)
+    assert (there.partition, there.origin, there.device, there.source) == (1, 0, META, CPU)
+    assert (back.partition, back.origin, back.device, back.source) == (0, 1, CPU, META)
+    assert there.bytes == back.bytes == 8
 
 
 def around(log: list[str], what: str) -> tuple[str, str]:
@@ -75,7 +76,7 @@ def test_waits_are_stamped_on_the_device_that_waits(
 ) -> None:
     events = of(record_step(fake)[0], WAIT)
     # The first is for the input to be sent, which is not asked for on CUDA devices.
-    assert [(event.i, event.j) for event in events] == [(0, 1), (0, 1), (0, 0)]
+    assert [(event.micro_batch, event.partition) for event in events] == [(0, 1), (0, 1), (0, 0)]
     there = around(fake.log, "<compute meta> waits for <copy meta 0>")
     back = around(fake.log, "<compute cpu> waits for <copy cpu 0>")
     assert there == ("stamp on meta",) * 2  # the current stream, which computes

@@ -208,7 +208,7 @@ def test_a_recording_has_a_lane_for_each_logical_device() -> None:
         with pipe.record() as timeline:
             pipe.forward_backward(batch(4), loss_fn=mean, schedule="interleaved")
     assert timeline.lanes == ("cpu 0", "cpu 1")
-    of_lane = {(event.j, timeline.lane(event)) for event in timeline.events if event.j >= 0}
+    of_lane = {(event.partition, timeline.lane(event)) for event in timeline.events}
     assert of_lane == {(0, 0), (1, 1), (2, 0), (3, 1)}
     assert "cpu 1" in str(timeline.report())
 

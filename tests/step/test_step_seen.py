@@ -236,7 +236,7 @@ def record_step(pipe: Pipe, **options: Any) -> Timeline:
 
 
 def tasks(timeline: Timeline, kind: str) -> Counter[tuple[int, int]]:
-    return Counter((event.i, event.j) for event in timeline.events if event.kind == kind)
+    return Counter((e.micro_batch, e.partition) for e in timeline.events if e.kind == kind)
 
 
 @modes
@@ -256,7 +256,7 @@ def test_tasks_of_a_device_are_recorded_one_after_the_other_in_the_order_of_the_
     with three("always") as pipe:
         timeline = record_step(pipe, schedule=schedule)
     for k in range(N):
-        own = [e for e in timeline.events if e.j == k and e.kind not in ("wait", "copy")]
+        own = [e for e in timeline.events if e.partition == k and e.kind not in ("wait", "copy")]
         expected = [a for a in plan(schedule, M, N, recomputed=M).order if a.j == k]
         assert [event.name for event in own] == [str(action) for action in expected]
         assert all(one.end <= next.start for one, next in zip(own, own[1:], strict=False))

@@ -133,8 +133,9 @@ def test_copies_of_gradients_are_recorded_with_their_origin(fake: FakeStreams) -
     recording = Recording([CPU, META])
     two(fake, recording=recording)
     there, back = (event for event in recording.events() if event.kind == COPY)
-    assert (there.j, there.origin, there.device, there.source, there.bytes) == (1, 0, META, CPU, 8)
-    assert (back.j, back.origin, back.device, back.source, back.bytes) == (0, 1, CPU, META, 8)
+    assert (there.partition, there.origin, there.device, there.source) == (1, 0, META, CPU)
+    assert (back.partition, back.origin, back.device, back.source) == (0, 1, CPU, META)
+    assert there.bytes == back.bytes == 8
 
 
 def test_arguments_from_elsewhere_are_copied_after_what_computes_them(fake: FakeStreams) -> None:

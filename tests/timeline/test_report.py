@@ -202,7 +202,7 @@ def test_with_one_micro_batch_no_balance_is_better() -> None:
 
 
 def test_unlike_devices_get_no_advice_about_their_balance() -> None:
-    events = [replace(e, device=CPU) if e.j == 0 else e for e in grid([1.0, 3.0], 4)]
+    events = [replace(e, device=CPU) if e.partition == 0 else e for e in grid([1.0, 3.0], 4)]
     report = Timeline(events, [CPU, CUDA[1]], layers=[[1.0], [1.0, 1.0, 1.0]]).report()
     assert not any(one.kind == "balance" for one in report.advice)
 

@@ -44,6 +44,10 @@ def test_each_event_is_a_box_of_its_length(tmp_path: Path) -> None:
     boxes = [(r["name"], r["ts"], r["dur"], r["cat"]) for r in records if r["ph"] == "X"]
     expected = [(e.name, 1e6 * e.start, 1e6 * e.seconds, e.kind) for e in EVENTS]
     assert sorted(boxes) == sorted(expected)
+    args = [r["args"] for r in records if r["ph"] == "X"]
+    assert [(a["micro_batch"], a["partition"]) for a in args] == [
+        (e.micro_batch, e.partition) for e in EVENTS
+    ]
 
 
 def test_each_device_has_a_lane_for_what_it_computes_and_one_for_its_copies(tmp_path: Path) -> None:
