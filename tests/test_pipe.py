@@ -81,25 +81,28 @@ def test_missing_balance_claims_nothing_about_what_is_no_sequential() -> None:
     assert "has 4 layers" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("chunks", "kind"), [("auto", ValueError), (2.5, ValueError), (None, TypeError)]
-)
-def test_chunks_that_are_no_number_are_refused_with_a_remedy(
-    chunks: Any, kind: type[Exception]
-) -> None:
-    message = rf"chunks must be a whole number, got {chunks!r}; .*four times the partitions"
-    with pytest.raises(kind, match=message):
+@pytest.mark.parametrize("chunks", ["auto", "2", 2.5, 2.0, None])
+def test_chunks_that_are_no_int_are_refused_with_a_remedy(chunks: Any) -> None:
+    kind = type(chunks).__qualname__
+    message = rf"chunks must be a whole number, an int, got {chunks!r}, a {kind}; .*four times the"
+    with pytest.raises(TypeError, match=message):
         made(chunks=chunks)
     with made(chunks=2) as pipe:
-        with pytest.raises(kind, match=message):
+        with pytest.raises(TypeError, match=message):
             pipe.chunks = chunks
         assert pipe.chunks == 2
 
 
-@pytest.mark.parametrize("entry", ["two", None, 1.5])
-def test_an_entry_of_balance_that_is_no_number_is_refused(entry: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="each entry of balance must be a whole"):
+@pytest.mark.parametrize("entry", ["two", "3", None, 1.5, 3.0])
+def test_an_entry_of_balance_that_is_no_int_is_refused(entry: Any) -> None:
+    message = f"each entry of balance must be a whole number, an int, got {entry!r}"
+    with pytest.raises(TypeError, match=message):
         made(balance=[1, entry])
+
+
+def test_a_balance_in_a_string_is_refused_with_how_to_write_it() -> None:
+    with pytest.raises(TypeError, match=r"such as \[2, 2\], got '22'"):
+        made(balance="22")
 
 
 @pytest.mark.parametrize("chunks", [0, -1])
@@ -239,9 +242,9 @@ def test_devices_may_be_any_iterable() -> None:
         assert pipe.devices == [torch.device("cpu")] * 2
 
 
-def test_chunks_are_an_int() -> None:
-    with made(chunks="4") as pipe:
-        assert pipe.chunks == 4
+def test_chunks_may_be_a_tensor_and_are_kept_as_an_int() -> None:
+    with made(chunks=torch.tensor(4)) as pipe:
+        assert pipe.chunks == 4 and type(pipe.chunks) is int
 
 
 def test_more_devices_than_partitions_are_dropped() -> None:
@@ -793,11 +796,22 @@ def test_pipe_may_be_a_layer_of_another_module(pipe: Pipe) -> None:
     assert model(torch.ones(4, 2)).shape == (4, 1)
 
 
-def test_a_replaced_layer_runs_and_is_in_the_state_dict() -> None:
+@pytest.mark.parametrize(
+    "replace",
+    [
+        lambda pipe, new: setattr(pipe, "0", new),
+        lambda pipe, new: pipe.__setitem__(0, new),
+        lambda pipe, new: pipe.__setitem__(-4, new),
+    ],
+    ids=["by name", "by index", "from the end"],
+)
+def test_a_replaced_layer_runs_and_is_in_the_state_dict(
+    replace: Callable[[Pipe, nn.Module], None],
+) -> None:
     module = layers()
     with made(module) as pipe:
         new = nn.Linear(pipe[0].in_features, pipe[0].out_features)  # type: ignore[arg-type]
-        setattr(pipe, "0", new)
+        replace(pipe, new)
         assert pipe[0] is new
         assert pipe.partitions[0][0] is new
         assert torch.equal(pipe.state_dict()["0.weight"], new.weight)
@@ -815,8 +829,9 @@ def test_a_module_that_is_no_layer_is_refused_as_an_attribute(pipe: Pipe) -> Non
         lambda pipe: setattr(pipe, "0", None),
         lambda pipe: setattr(pipe, "0", nn.Parameter(torch.ones(1))),
         lambda pipe: pipe.add_module("0", None),
+        lambda pipe: pipe.__setitem__(0, None),
     ],
-    ids=["deleted", "none", "parameter", "added none"],
+    ids=["deleted", "none", "parameter", "added none", "none by index"],
 )
 def test_a_layer_cannot_be_removed(remove: Callable[[Pipe], None], pipe: Pipe) -> None:
     """It would be missing in ``parameters()`` but still be computed."""

@@ -29,6 +29,10 @@ from pipert.batch.trees import flatten, is_whole, keys_of
 __all__ = ["Replicate"]
 
 
+TARGET = "target of forward_backward"
+"""The keyword under which a step's target is split with the arguments; no layer could have it."""
+
+
 class Arguments(NamedTuple):
     """The first layer's arguments, if they are not a single positional one.
 
@@ -102,7 +106,7 @@ def scatter_with_sizes(
         if keys is None:
             return f"leaf {k} of the arguments"
         root = "args" if pytree.keystr(keys[:1]) == "[0]" else "kwargs"
-        return root + pytree.keystr(keys[1:])
+        return (root + pytree.keystr(keys[1:])).replace(f"kwargs[{TARGET!r}]", "target", 1)
 
     for k, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):

@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 class Step(NamedTuple):
     """The arguments of one call of ``forward_backward``."""
 
-    loss_fn: LossFunction
+    loss_fn: LossFunction | None
     target: Value
     reduction: str
     scale: float | Tensor | torch.amp.GradScaler | None
@@ -104,13 +104,13 @@ def bring(
     target_sizes: list[int] = []
     kind = "forward"
     if step is not None:
-        check_step(step.loss_fn, step.reduction)
+        loss_fn = check_step(step.loss_fn, step.reduction)
         scale = scale_of(step.scale, [site.device])
         # Reading a scale on a GPU would wait for the GPU.
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
         shown = None if step.scale is None else value
         kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
-        step = step._replace(scale=scale)
+        step = step._replace(loss_fn=loss_fn, scale=scale)
     if 0 in modules:
         inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)
     if step is not None and len(site.homes) - 1 in modules:

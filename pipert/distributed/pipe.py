@@ -168,7 +168,7 @@ class Pipe(nn.Module):
     def forward_backward(
         self,
         *args: Any,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         target: Value = None,
         reduction: str = "mean",
         loss_scale: float | Tensor | torch.amp.GradScaler | None = None,

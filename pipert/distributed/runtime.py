@@ -111,8 +111,9 @@ class Runtime:
         loss = None
         if step is not None and self._n - 1 in self.parts.modules:
             targets = targets if len(targets) == m else targets * m  # a target without rows
+            loss_fn: Any = step.loss_fn  # checked by bring, as the scale is
             scale: Any = step.scale
-            loss = loss_of(step.loss_fn, targets, first.sizes, step.reduction, scale)
+            loss = loss_of(loss_fn, targets, first.sizes, step.reduction, scale)
         context = CallerContext([device] if device.type == "cuda" else [])
         context.set_variable(store.of_task, store.NEW)
         return MiniBatch(

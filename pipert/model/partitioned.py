@@ -151,6 +151,10 @@ class Partitioned(Placed):
             return layer
         return sequential(dict(layers[index]), self.training)
 
+    def __setitem__(self, index: int, layer: nn.Module) -> None:
+        """Replace the layer at ``index``, as :meth:`add_module` does."""
+        self.add_module(list(self._modules)[index], layer)
+
     def __iter__(self) -> Iterator[nn.Module]:
         for partition in self._partitions:
             yield from partition

@@ -6,6 +6,7 @@ import inspect
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from operator import index
 from typing import Any
 
 from torch import nn
@@ -42,15 +43,13 @@ def recomputed(checkpoint: str, m: int) -> int:
 
 
 def whole(number: Any, what: str, advice: str = "") -> int:
-    """Return ``number`` as an integer; refuse it unless it is whole."""
+    """Return ``number`` as an int; refuse anything else, such as ``2.0`` or ``"2"``."""
     try:
-        integer = int(number)
-        if isinstance(number, str) or integer == number:
-            return integer
-    except (TypeError, ValueError, OverflowError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"{what} must be a whole number, got {number!r}{advice}") from None
-    raise ValueError(f"{what} must be a whole number, got {number!r}{advice}")
+        return index(number)
+    except TypeError:
+        kind = type(number).__qualname__
+        message = f"{what} must be a whole number, an int, got {number!r}, a {kind}{advice}"
+        raise TypeError(message) from None
 
 
 def check_timeout(timeout: Any) -> float | None:

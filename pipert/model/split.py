@@ -65,8 +65,10 @@ def require_balance(balance: Any) -> Iterable[int]:
             "balance is required: how many layers each partition takes, one entry for each "
             "device" + balance_advice(max(2, torch.cuda.device_count()))
         )
-    if not isinstance(balance, Iterable):
-        raise TypeError(f"balance must be a sequence of numbers of layers, got {balance!r}")
+    if not isinstance(balance, Iterable) or isinstance(balance, str | bytes):
+        raise TypeError(
+            f"balance must be a sequence of numbers of layers, such as [2, 2], got {balance!r}"
+        )
     return balance
 
 

@@ -176,7 +176,7 @@ class Pipelined(Placed):
     def forward_backward(
         self,
         *args: Any,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None = None,
         target: Value = None,
         schedule: str | Schedule = "1f1b",
         reduction: str = "mean",
@@ -204,8 +204,9 @@ class Pipelined(Placed):
         Args:
             *args: as in :meth:`forward`.
             **kwargs: likewise.
-            loss_fn: called with the output and the target of each micro-batch, on the last worker;
-                returns a tensor of one element, or a pair: a sum, and the count to divide it by.
+            loss_fn: required; called with the output and the target of each micro-batch, on the
+                last worker; returns a tensor of one element, or a pair: a sum, and the count to
+                divide it by.
             target: any pytree; split like the arguments, and moved to the last device.
             schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps the activations of
                 ``2 * (n - j) - 1`` micro-batches and waits for no copies; ``'interleaved'``, for
@@ -225,7 +226,8 @@ class Pipelined(Placed):
 
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
-            TypeError: as :meth:`forward`; or ``loss_fn`` returned anything else.
+            TypeError: as :meth:`forward`; or ``loss_fn`` is missing, or returned
+                anything else.
             RuntimeError: gradients are disabled, or the loss does not require any.
             Exception: as :meth:`forward`; also whatever a layer raises in the backward.
         """

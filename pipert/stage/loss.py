@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._typing import Value
-from pipert.batch.microbatch import as_value, scatter_with_sizes
+from pipert.batch.microbatch import TARGET, as_value, scatter_with_sizes
 from pipert.batch.tensors import describe
 from pipert.errors import add_note
 from pipert.layers.generators import DRAWING
@@ -31,32 +31,39 @@ def split_step(
     kwargs: dict[str, Any],
     target: Value,
     chunks: int,
-    function: LossFunction,
+    function: LossFunction | None,
     reduction: str,
     scale: float | Tensor,
 ) -> tuple[list[Value], Loss]:
     """Return the micro-batches of a step, and the loss of their mini-batch.
 
     Raises:
+        TypeError: ``function`` is missing, or no function.
         ValueError: arguments and target disagree on the number of rows, or ``reduction`` is
             unknown.
         RuntimeError: gradients are disabled.
     """
-    check_step(function, reduction)
-    named = {**kwargs, _TARGET: target}
+    function = check_step(function, reduction)
+    named = {**kwargs, TARGET: target}
     split, sizes = scatter_with_sizes(args, named, chunks)
     inputs, targets = [], []
     for micro_batch in split:
         keywords = dict(micro_batch.kwargs)
-        targets.append(keywords.pop(_TARGET))
+        targets.append(keywords.pop(TARGET))
         inputs.append(as_value(micro_batch.args, keywords))
     return inputs, loss_of(function, targets, sizes, reduction, scale)
 
 
-def check_step(function: Any, reduction: Any) -> None:
-    """Refuse arguments and modes that a step cannot begin with; raises as :func:`split_step`."""
+def check_step(function: Any, reduction: Any) -> LossFunction:
+    """Return the loss function; refuse what a step cannot begin with, as :func:`split_step`."""
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
+    if function is None:
+        raise TypeError(
+            "loss_fn must be given, and by keyword, like the target: "
+            "pipe.forward_backward(x, target=y, loss_fn=loss_fn); all that is given by position "
+            "goes to the first layer"
+        )
     if not callable(function):
         raise TypeError(f"loss_fn must be a function of output and target, got {function!r}")
     if isinstance(function, type) and issubclass(function, nn.Module):
@@ -70,6 +77,8 @@ def check_step(function: Any, reduction: Any) -> None:
             "forward_backward computes gradients, which are disabled here; call it outside of "
             "torch.no_grad() and torch.inference_mode(), or call the pipe for outputs alone"
         )
+    checked: LossFunction = function
+    return checked
 
 
 def loss_of(
@@ -83,9 +92,6 @@ def loss_of(
     rows = sum(sizes)
     shares = [1.0 if reduction == "sum" or not rows else size / rows for size in sizes]
     return Loss(function, targets, shares, scale, reduction == "mean", sizes)
-
-
-_TARGET = "target of forward_backward"  # no keyword that a layer could have
 
 
 def scale_of(
@@ -214,9 +220,11 @@ class Loss:
 def _note(i: int, place: Place, output: Value, target: Value) -> str:
     where = place.describe(Action(FORWARD, i, place.j), ", loss_fn")
     note = f"{where}, output {describe(output)}, target {describe(target)}"
-    if output is not None:
-        return note
-    return f"{note}, because the last layer returned None; does it lack a return?"
+    if output is None:
+        return f"{note}, because the last layer returned None; does it lack a return?"
+    if target is None:
+        return f"{note}; forward_backward got no target: does the call lack target=...?"
+    return note
 
 
 def _is_functional(function: Any) -> bool:

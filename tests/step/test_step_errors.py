@@ -127,8 +127,22 @@ def test_an_error_of_the_loss_says_which_task_it_was() -> None:
         pipe.forward_backward(rows(4), loss_fn=no)
     assert caught.value.__notes__ == [
         "in forward F[0,1]: partition 1 on cpu, loss_fn, micro-batch 0 of 4, "
-        "output float32[1, 3], target NoneType"
+        "output float32[1, 3], target NoneType; forward_backward got no target: does the call lack "
+        "target=...?"
     ]
+
+
+def test_a_loss_function_given_by_position_is_answered_with_how_to_give_it() -> None:
+    with Steps(lambda *_: None).pipe as pipe:
+        with pytest.raises(TypeError, match=r"loss_fn must be given, and by keyword, like the"):
+            pipe.forward_backward(rows(4), rows(4), functional.mse_loss)
+
+
+@pytest.mark.parametrize(("target", "name"), [(rows(3), "target"), ({"y": rows(3)}, "target['y']")])
+def test_a_target_with_other_rows_than_the_input_is_named(target: Any, name: str) -> None:
+    with Steps(lambda *_: None).pipe as pipe, pytest.raises(ValueError) as caught:
+        pipe.forward_backward(rows(4), target=target, loss_fn=functional.mse_loss)
+    assert f"args[0] has 4 and {name} has 3;" in str(caught.value)
 
 
 @pytest.mark.layered
@@ -141,7 +155,7 @@ def test_a_target_given_by_position_is_named_as_what_the_first_layer_does_not_ta
         with pytest.raises(TypeError) as caught:
             pipe.forward_backward(rows(4), loss_fn=functional.cross_entropy)
         (note,) = caught.value.__notes__
-        assert "loss_fn" in note and note.endswith("target NoneType")
+        assert "loss_fn" in note and note.endswith("got no target: does the call lack target=...?")
 
 
 @pytest.mark.parametrize("phase", ["forward", "recomputation", "backward"])
