@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import pipert
 from pipert.check import command
 from pipert.pipes import traced_script
 
@@ -17,6 +18,7 @@ _TOOLS = (traced_script, command)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a tool and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m pipert", description="Tools of pipert.")
+    parser.add_argument("--version", action="version", version=f"pipert {pipert.__version__}")
     tools = parser.add_subparsers(dest="tool", required=True)
     for tool in _TOOLS:
         tool.add_parser(tools)

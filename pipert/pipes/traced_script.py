@@ -12,6 +12,7 @@ import importlib.util
 import os
 import runpy
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -52,9 +53,9 @@ class _Traced(Observer):
             self._begin()
 
     def end(self) -> Timeline | None:
-        """Stop recording, and return the timeline, if there is one."""
+        """Stop recording, and return the timeline, if anything is in it."""
         self._open.close()
-        return self.timeline
+        return self.timeline if self.timeline is not None and self.timeline.events else None
 
 
 def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,7 +64,8 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "trace",
         help="run a script and record its pipes",
         description="Run a script as python does, record the calls of each Pipe it makes, and print"
-        " a report when it ends, for whatever reason.",
+        " a report when it ends, for whatever reason. The exit status is the script's, but 1 if"
+        " it succeeds and no call was recorded.",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("trace.json"),
@@ -71,7 +73,10 @@ def add_parser(tools: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )  # fmt: skip
     parser.add_argument("--plot", type=Path, help="a picture too: .png, .svg or .pdf")
     parser.add_argument("--skip", type=int, default=2, help="calls not to record, to warm up (2)")
-    parser.add_argument("--calls", type=int, default=10, help="calls to record (10)")
+    parser.add_argument(
+        "--calls", type=int, default=3,
+        help="calls to record (3); with more, the boxes of a picture get too narrow for numbers",
+    )  # fmt: skip
     parser.add_argument(
         "-m", action="store_true", dest="is_module", help="SCRIPT is a module, as for python -m"
     )
@@ -113,13 +118,18 @@ def _numbered(path: Path, number: int) -> Path:
     return path.with_stem(stem if number == 0 else f"{stem}-{number}")
 
 
-def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
+def _recorded(traced: Sequence[_Traced]) -> list[Timeline]:
+    """Stop recording, and return the timelines in which there is anything."""
     timelines = [one.end() for one in traced]
-    recorded = [timeline for timeline in timelines if timeline is not None and timeline.events]
+    return [timeline for timeline in timelines if timeline is not None]
+
+
+def _finish(traced: Sequence[_Traced], arguments: argparse.Namespace) -> None:
+    recorded = _recorded(traced)
     if not recorded:
         print(
             f"pipert: no call was recorded. Pipes made: {len(traced)}; the first {arguments.skip} "
-            "calls of each are not recorded (--skip)",
+            "calls of each are not recorded: give a smaller --skip, or let the script make more",
             file=sys.stderr,
         )
     for number, timeline in enumerate(recorded):
@@ -147,18 +157,29 @@ def _trace(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> in
         if os.getpid() == process:  # not in a forked child
             _finish(traced, arguments)
 
-    # At exit, so after the threads that the script leaves behind have ended, and without affecting
-    # how it ends.
+    # At exit, so after the threads that the script leaves behind have ended, and however it ends.
     atexit.register(finish)
+    try:
+        _run(arguments)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    for thread in threading.enumerate():  # which may record, and the interpreter waits for anyway
+        if not thread.daemon and thread is not threading.current_thread():
+            thread.join()
+    return 0 if _recorded(traced) else 1
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    """Run the script as ``__main__``."""
     sys.argv = [arguments.script, *arguments.arguments]
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module  # where pickle and spawned processes look
     if arguments.is_module:  # sys.path begins with the working directory, as under python -m
         run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]
         run_as_main(arguments.script)
-        return 0
+        return
     script = Path(arguments.script).absolute()
     sys.path[0] = str(script.parent)
     module.__file__ = str(script)
     exec(compile(script.read_bytes(), script, "exec"), module.__dict__)
-    return 0

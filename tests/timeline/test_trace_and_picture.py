@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +19,10 @@ from torch import nn
 
 import pipert
 from pipert import Event, Pipe, Timeline
+from pipert.__main__ import main
 from tests import scripts
+
+ROOT = Path(__file__).parents[2]
 
 CUDA = [torch.device("cuda", k) for k in range(2)]
 
@@ -273,7 +277,7 @@ def test_calls_are_skipped_and_counted_with_their_backwards(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_each_pipe_has_a_trace_of_its_own(tmp_path: Path) -> None:
-    run_traced(tmp_path, "--skip", "0", pipes=2)
+    run_traced(tmp_path, "--skip", "0", "--calls", "9", pipes=2)
     assert runs_in(tmp_path / "trace.json") == runs_in(tmp_path / "trace-1.json") == set(range(5))
 
 
@@ -282,6 +286,39 @@ def test_a_script_that_calls_too_little_is_told_so(tmp_path: Path) -> None:
     ended = run_traced(tmp_path, "--skip", "5")
     assert "no call was recorded. Pipes made: 1" in ended.stderr
     assert not (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("skip", "end", "status"), [(5, "0", 1), (5, "None", 1), (2, "0", 0)])
+def test_a_script_that_succeeds_unrecorded_does_not_end_with_success(
+    tmp_path: Path, skip: int, end: str, status: int
+) -> None:
+    (tmp_path / "ends.py").write_text(SCRIPT.replace("sys.exit(3)", f"sys.exit({end})"))
+    assert run_traced(tmp_path, "--skip", str(skip), what=["ends.py"]).returncode == status
+
+
+@pytest.mark.slow
+def test_what_a_thread_records_that_the_script_leaves_behind_counts(tmp_path: Path) -> None:
+    called = SCRIPT.replace("sys.exit(3)", "").replace('if __name__ == "__main__":', "def main():")
+    thread = "import threading\nthreading.Thread(target=main).start()\n"
+    (tmp_path / "leaves.py").write_text(called + thread)
+    ended = run_traced(tmp_path, what=["leaves.py"])
+    assert ended.returncode == 0 and runs_in(tmp_path / "trace.json") == {2, 3, 4}
+
+
+def test_git_ignores_what_trace_leaves_here() -> None:
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a checkout of git")
+    names = ["trace.json", "trace-1.json", "trace-rank0.json", "timeline.svg", "timeline-1.svg"]
+    ignored = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True)
+    assert ignored.stdout.decode().split() == names
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"pipert {pipert.__version__}\n"
 
 
 @pytest.mark.slow
