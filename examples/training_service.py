@@ -6,7 +6,8 @@
     torchrun --nproc_per_node=2 --max-restarts=3 examples/training_service.py --distributed ...
 
 However it stopped, restart it with the same command: it resumes from the last saved state and ends
-bit for bit where it would have ended without the stop. It exits
+bit for bit where it would have ended without the stop. It saves every ten steps (``--save-every``),
+so a kill costs ten at most. It exits
 
 * with code 0 after ``--steps``, and after SIGTERM or SIGINT, once it has finished the step and
   saved;

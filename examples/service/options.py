@@ -59,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, required=True, help="a folder of text files; it may grow")
     add("--state", type=Path, required=True, help="a folder for the saved states of this run only")
     add("--steps", type=positive, help="end after this step; if omitted, never")
-    add("--save-every", type=positive, default=100, help="steps between saves and looks for text")
+    add("--save-every", type=positive, default=10, help="steps between saves and looks for text:"
+        " as many are lost at most if the process is killed")  # fmt: skip
     add("--keep", type=positive, default=3, help="number of saved states to keep")
     add("--log-every", type=positive, default=10, help="steps between log lines")
     add("--batch", type=positive, default=16, help="windows of text in a mini-batch")

@@ -28,6 +28,7 @@ from service.checkpoints import CheckpointError, Checkpoints  # noqa: E402
 from service.endpoints import Endpoints  # noqa: E402
 from service.health import Health  # noqa: E402
 from service.log_lines import JsonLines, log_event  # noqa: E402
+from service.options import read_options  # noqa: E402
 from service.random_state import get_random_state, set_random_state  # noqa: E402
 
 # --- the saved states -----------------------------------------------------------------------------
@@ -48,6 +49,12 @@ def step_loaded(checkpoints: Checkpoints) -> int:
     assert state is not None
     assert torch.equal(state["weight"], torch.full((50,), float(state["step"])))
     return int(state["step"])
+
+
+def test_a_kill_costs_at_most_the_steps_that_readme_says(tmp_path: Path) -> None:
+    options = read_options(["--data", str(tmp_path), "--state", str(tmp_path / "state")])
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert options.save_every == 10 and "It saves every ten steps, so a kill costs ten" in readme
 
 
 def test_the_newest_state_is_loaded_and_the_last_ones_are_kept(checkpoints: Checkpoints) -> None:
