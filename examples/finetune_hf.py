@@ -21,6 +21,7 @@ import math
 import os
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,6 +212,8 @@ def share_cores(devices: Sequence[torch.device]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> Result:
     """Trains with the options in ``argv``."""
+    # peft 0.21 asks transformers 5.23 by a deprecated name; no option of either avoids it.
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
     parser = build_parser()
     options = parser.parse_args(argv)
     paragraphs = read_paragraphs(options.data)

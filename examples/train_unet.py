@@ -6,8 +6,9 @@
     python examples/train_unet.py --balance 30,35                        # without measuring layers
 
 The photographs come with scikit-image. The network gets noisy color images and predicts
-their clean luminance. One photograph is held out; at the end ``unet.png`` shows it with
-noise, without noise, and as restored by the network.
+their clean luminance, so what it restores is gray. One photograph is held out; at the end
+``unet.png`` shows it with noise, without noise, and as restored by the network. By default that
+takes most of the noise, from 19 to 29 dB, and some of the fine texture.
 
 The model is in ``examples/models/unet.py``. Its skip connections cross devices, but this program
 does not have to know: the model is an ``nn.Sequential`` in a ``Pipe``, like any other.
@@ -199,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> Result:
     result = Result(psnr(luminance(noisy), target), psnr(restored, target), losses)
     save_side_by_side(options.out, [noisy[0], target[0], restored[0]])
     print(f"held-out PSNR: {result.noisy:.2f} dB noisy, {result.denoised:.2f} dB denoised")
-    print(f"wrote {options.out}")
+    print(f"wrote {options.out}: noisy, clean and restored; in gray, as luminance is predicted")
     return result
 
 

@@ -11,10 +11,7 @@ import torch
 pytest.importorskip("transformers", reason="the example trains a model of it")
 pytest.importorskip("peft", reason="the example's adapters are from it")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = pytest.mark.slow
 
 SENTENCE = b"the pipeline is full when every worker has a task."
 TEXT = b"\n\n".join(SENTENCE[k % 9 :] for k in range(99))
