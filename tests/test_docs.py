@@ -242,8 +242,29 @@ def test_readme_leads_to_every_page() -> None:
     assert {f"docs/{page.stem}.md" for page in DOCS.glob("*.md") if page.stem not in ours} <= linked
 
 
-def test_readme_cites_times_that_the_benchmarks_list() -> None:
-    row = re.search(r"^\| measured: .*", OUTSIDE[0].read_text(), re.MULTILINE)
+INTRODUCTION = OUTSIDE[0].read_text().partition("<!-- end of the introduction -->")[0]
+
+
+def test_the_first_page_of_the_site_fits_installs_and_says_what_is_untested() -> None:
+    """A wider line would be cut off there: furo shows some 90 characters of code."""
+    fenced = [block[1] for block in re.finditer(r"^```\w+\n(.*?)^```", INTRODUCTION, re.M | re.S)]
+    assert max(len(line) for block in fenced for line in block.splitlines()) <= 84
+    assert "pip install -c constraints.txt .\n" in fenced
+    assert "**No GPU has run pipert yet.**" in INTRODUCTION
+    assert "```{include} ../README.md\n:end-before: <!-- end of" in (DOCS / "index.md").read_text()
+
+
+def test_ci_runs_each_command_of_readme_under_its_number() -> None:
+    commands = re.findall(r"^```bash\n(.*?)^```", OUTSIDE[0].read_text(), re.DOTALL | re.MULTILINE)
+    runs = (ROOT / ".ci" / "run").read_text()
+    shortened = re.findall(r"readme_command (\d+) \| sed 's\|([^|]+)\|([^|]+)\|'", runs)
+    assert sorted(int(number) for number, *_ in shortened) == [*range(1, len(commands) + 1)]
+    for number, what, short in shortened:
+        assert what in commands[int(number) - 1] and short != what
+
+
+def test_the_page_beside_other_libraries_cites_times_that_the_benchmarks_list() -> None:
+    row = re.search(r"^\| measured: .*", (DOCS / "other_libraries.md").read_text(), re.MULTILINE)
     assert row is not None
     times = re.findall(r"(\d+) ms", row[0])
     steps = OUTSIDE[2].read_text().partition("## `forward_backward.py`")[2].partition("\n## ")[0]
