@@ -3,8 +3,7 @@
 Other work on the machine distorts every absolute time, sometimes by factors. So the products run
 in one process and alternate call by call, swapping their order in each round, and the ratio of the
 two medians counts. A bar missed under ``--check`` is measured again, up to ``ATTEMPTS`` times in
-all, and the output says so each time. A round in which two threads had to share a core is left out
-(``_cores.py``), and the output says how many there were.
+all, and the output says so each time.
 
 PyTorch computes with one intra-op thread, on every thread of both products: on layers this small a
 second one adds only noise, and costs torchgpipe most, which makes new threads in each call.
@@ -20,7 +19,6 @@ import ctypes
 import os
 import platform
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -29,7 +27,6 @@ from statistics import median
 from typing import TypeVar
 
 import torch
-from _cores import watched_cores
 from torch import nn
 
 from pipert import Pipe, __version__
@@ -125,31 +122,15 @@ def both(
 def take_turns(
     measure: Callable[[str], T], names: Sequence[str], *, repeats: int, warm_up: int = 2
 ) -> dict[str, list[T]]:
-    """Calls ``measure(name)`` for each name in turn; collects the results of ``repeats`` rounds.
-
-    A round counts if two threads had a core each just before and just after it. If there are too
-    few of these among twice as many rounds, all count.
-    """
+    """Calls ``measure(name)`` for each name in turn; collects the results of ``repeats`` rounds."""
     for _ in range(warm_up):
         for name in names:
             measure(name)
-    rounds, counting = list[dict[str, T]](), list[dict[str, T]]()
-    with watched_cores() as are_shared:
-        were_shared = are_shared()
-        while len(counting) < repeats and len(rounds) < 2 * repeats:
-            order = names if len(rounds) % 2 else tuple(reversed(names))
-            rounds.append({name: measure(name) for name in order})
-            before, were_shared = were_shared, are_shared()
-            if not (before or were_shared):
-                counting.append(rounds[-1])
-    used = rounds if len(counting) < repeats else counting
-    _ROUNDS.update(
-        taken=len(rounds), shared=len(rounds) - len(counting), out=len(rounds) - len(used)
-    )
-    return {name: [results[name] for results in used] for name in names}
-
-
-_ROUNDS = Counter[str]()  # of all tables
+    rounds = []
+    for k in range(repeats):
+        order = names if k % 2 else tuple(reversed(names))
+        rounds.append({name: measure(name) for name in order})
+    return {name: [results[name] for results in rounds] for name in names}
 
 
 def medians(samples: Sequence[Sequence[float]]) -> list[float]:
@@ -198,11 +179,6 @@ def verdict(
         reports: reports of missing waits, each a failure even without ``check``; ``None`` if the
             benchmark does not look for them.
     """
-    if _ROUNDS["shared"]:
-        print(
-            f"Threads shared a core in {_ROUNDS['shared']} of {_ROUNDS['taken']} rounds; "
-            f"{_ROUNDS['out']} of these were left out."
-        )
     if reports is not None:
         print(f"Missing waits: {len(reports)} reports.", *reports[:10], sep="\n")
     print(*([f"MISSED: {line}" for line in missed] or ["Every bar held."]), sep="\n")

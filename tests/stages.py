@@ -32,13 +32,9 @@ from pipert.workers.worker import NOT_RUN
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
-def do_nothing() -> None:
-    """Does nothing, in place of the function by which a worker gives up its turn."""
-
-
 def do(task: Task) -> None:
     """Carries out ``task`` as a worker does."""
-    value = task.receive(do_nothing)
+    value = task.receive()
     if value is not NOT_RUN:
         value = task.execute(value)
     task.send(value)
@@ -106,7 +102,7 @@ class Driven:
 
     def between(self, j: int) -> Any:
         """Returns the value that stage ``j`` has sent and the next stage has not yet received."""
-        value = self.stages[j].links.y.receive(0, do_nothing)
+        value = self.stages[j].links.y.receive(0)
         self.stages[j].links.y.send(0, value)
         return value
 

@@ -78,8 +78,6 @@ class Behind(NamedTuple):
     """The nodes of other graphs, which other backward passes may go through as well; no casts."""
     nodes: set[Node]
     """All nodes that were found."""
-    first: Node | None
-    """The one that was created first, leaves aside; ``None`` if there is no other."""
 
 
 def leaves_behind(
@@ -109,7 +107,6 @@ def leaves_behind(
                 seen.add(child)
                 (accumulators if type(child) is accumulating else found).append(child)
     numbers = list(map(sequence_nr, found))
-    first = found[numbers.index(min(numbers))] if found else None
     others = list[Node]()
     if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
         strange = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
@@ -118,7 +115,7 @@ def leaves_behind(
     leaves = dict(zip(map(id, variables), variables, strict=True))
     for leaf in known:
         leaves.pop(id(leaf), None)
-    return Behind([leaf for leaf in leaves.values() if leaf.requires_grad], others, seen, first)
+    return Behind([leaf for leaf in leaves.values() if leaf.requires_grad], others, seen)
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:

@@ -30,7 +30,7 @@ class Driver(WorkerThread):
 
     def __init__(self, number: int) -> None:
         name = f"pipert-driver-{number}"
-        super().__init__(name, torch.device("cpu"), threading.RLock(), Activity())
+        super().__init__(name, torch.device("cpu"), Activity())
         self.passage: Passage | None = None
 
     def stop(self) -> None:
@@ -72,7 +72,7 @@ class Drivers:
     def _give(self, passage: Passage, driver: Driver) -> None:
         passage.driver, driver.passage = driver, passage
         try:
-            passage.wake(driver)
+            driver.in_queue.put(passage)
         except QueueClosed:
             passage.driver = driver.passage = None
             if self._stopped:

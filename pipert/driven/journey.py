@@ -70,7 +70,6 @@ class Journey:
         self.stats: PartitionStats | None = None
         """The deferred statistics of the whole model, if any. One worker notes each layer's."""
         self._moves = {device.type for device in run.devices} != {"cpu"}  # at least the arguments
-        self.binds = not self._moves
         self._lending = Lending(module, step is not None, self._moves)
         self._drivers = drivers
         several = run.plan.m > 1 and self.n > 1

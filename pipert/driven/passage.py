@@ -41,7 +41,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 from typing import Any, Protocol
 
 from torch import nn
@@ -76,7 +75,6 @@ class Journey(Protocol):
     n: int
     module: nn.Module
     layers: Layers
-    binds: bool
 
     def pass_through(self, passage: Passage, x: Value) -> Value:
         """Run the model; return what the last stage sends."""
@@ -100,8 +98,6 @@ class Passage:
         self, journey: Journey, i: int, x: Value, release: Callable[[Passage], None]
     ) -> None:
         self.what = journey.run.number, None
-        self.layers_took: float | None = None
-        self.takes_turn, self.nodes = False, 0
         self.i = i
         self._pid = os.getpid()
         self.j = 0
@@ -118,7 +114,7 @@ class Passage:
         """Set if the run is recorded."""
         self.calls = 0  # of layers, so far
         self._stage: Stage | None = None
-        self._loans = Loans(journey.n, journey.binds)
+        self._loans = Loans(journey.n)
         self._ended = Latch(1)
         self._unsettled = Once((self.i,))
         self._is_in_layer = False
@@ -132,18 +128,7 @@ class Passage:
         """
         if self.j > stage.place.j:
             return ()
-        started = perf_counter()
-        if self.driver is not None and self.j > 0:
-            self._loans.bind(self.driver)
-        try:
-            return self._loans.lend(stage, self._is_lost)
-        finally:
-            stage.layers.took = perf_counter() - started
-
-    def wake(self, driver: WorkerThread) -> None:
-        """Hand this passage to ``driver``, which is idle."""
-        self._loans.bind(driver)
-        driver.in_queue.put(self)
+        return self._loans.lend(stage, self._is_lost)
 
     def _is_lost(self) -> bool:
         """Return whether no turn can be returned: the passage has ended, or its driver is dead."""
@@ -164,7 +149,7 @@ class Passage:
 
     # On its driver.
 
-    def receive(self, before_waiting: Callable[[], None]) -> Any:
+    def receive(self) -> Any:
         stage = self._loans.take()
         return NOT_RUN if stage is None else stage
 
@@ -244,10 +229,13 @@ class Passage:
             raise PipertError("a child that was forked in a forward cannot go on through the pipe")
         stage = self.stage
         self._journey.end(self)
-        tell = None if stage.run.told.is_observed else partial(stage.links.y.send, self.i, ())
         try:
             self.j = j
-            self._loans.give_back(stage.place.j, SENT if tell else (), tell)
+            if stage.run.told.is_observed:
+                self._loans.give_back(stage.place.j, ())
+            else:
+                stage.links.y.send(self.i, ())
+                self._loans.give_back(stage.place.j, SENT)
             self._stage = None
             self._stage = self._loans.take()
         except BaseException as error:  # from outside, and the model may catch it

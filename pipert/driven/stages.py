@@ -70,8 +70,6 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     told, action = stage.run.told, Action(BACKWARD, i, j)
     with told.watched(action, stage.place.device) if told.is_watched else NOTHING:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
-    del part  # the graph
-    cut.release.end()
     return ()
 
 
@@ -104,7 +102,7 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
             refuse_through(unseen, behind.leaves)
         leaves = behind.leaves
         refuse_hooked(cut, leaves)
-        found = gradients_of((*xs, *leaves), ys, dys, behind, cut.release.is_at_end(behind))
+        found = gradients_of((*xs, *leaves), ys, dys, behind)
     inputs = []
     for (_, source), dx in zip(part.entries, found, strict=False):
         if source.edge is None:

@@ -31,10 +31,8 @@ class Posting:
         self._put = put
         self._due = Once((stages[0].run.plan,))  # taken by whoever posts or abandons the run
         self.what = stages[0].run.number, None
-        self.layers_took: float | None = None
-        self.takes_turn, self.nodes = False, 0
 
-    def receive(self, before_waiting: Callable[[], None]) -> Any:
+    def receive(self) -> Any:
         return ()
 
     def execute(self, received: Any) -> Any:

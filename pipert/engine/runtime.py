@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextvars import ContextVar
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from pipert.autograd.leaves import begin_numbers
 from pipert.autograd.streams import CopyStreams, devices_with_own_streams
 from pipert.batch.tensors import differentiable
 from pipert.engine.clock import Posting
-from pipert.engine.trials import Trials
 from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
@@ -72,7 +70,6 @@ class Runtime:
         self._cpu_workers = sum(device.type == "cpu" for device in served)
         self.pool = Pool([*names, "pipert-clock"], [*served, torch.device("cpu")])
         self.waiting = Waiting(self.pool, len(names))
-        self._trials = Trials()
 
     def call(
         self,
@@ -144,15 +141,13 @@ class Runtime:
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         self._streams.follow_the_caller(on_cuda)
-        trial = self._trials.of(plan)
-        in_turn = trial is not None and trial.next_in_turn()
-        return Run(plan, self.devices, context, self._streams, told, in_turn)
+        return Run(plan, self.devices, context, self._streams, told)
 
     def _execute(
         self, run: Run, stages: Sequence[Stage], threads: list[WorkerThread], timeout: float | None
     ) -> None:
         """Execute ``run``; raise its failure, if any."""
-        posting, started = Posting(stages, self.pool.put), perf_counter()
+        posting = Posting(stages, self.pool.put)
         try:
             self.waiting.execute(run, posting, threads, timeout)
         finally:
@@ -161,9 +156,6 @@ class Runtime:
             run.seed.settle()
         told, error = run.told, run.outcome.take_error()
         if error is None:
-            trial = self._trials.of(run.plan)
-            if trial is not None:
-                trial.took(perf_counter() - started, run.in_turn)
             return
         if not (isinstance(error, PipeClosedError) and self.pool.closed):
             told.outcome = "failed"

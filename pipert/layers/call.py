@@ -10,12 +10,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from torch import Tensor, nn
 
-from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import Carried, describe
@@ -85,7 +83,7 @@ class Layers:
 
     __slots__ = (
         "_compiled", "_context", "_partition", "_place", "_skips", "_snapshot", "_substitutes",
-        "_told", "nodes", "took",
+        "_told",
     )  # fmt: skip
 
     def __init__(
@@ -106,8 +104,6 @@ class Layers:
         # On CPU one thread runs the backward of all partitions.
         on_gpu = context.grad_enabled and place.device.type == "cuda"
         self._compiled = {layer for layer in partition if is_compiled(layer)} if on_gpu else set()
-        self.took: float | None = None  # s, of the last forward, until it has been recorded
-        self.nodes = 0  # of autograd, that it created
 
     def lend(self, weights: Weights, copies: Sequence[Tensor], versions: Sequence[int]) -> None:
         """Let the layers compute with ``copies`` of parameters that live on other devices.
@@ -139,7 +135,7 @@ class Layers:
             value, arriving = value
             store = self._skips.store(arriving)
             of_task.set(store)
-        done, nodes, started = 0, node_count(), perf_counter()
+        done = 0
         try:
             for layer in self._partition._modules.values():
                 call: Any = layer
@@ -154,7 +150,6 @@ class Layers:
                 if after_layer is not None:
                     after_layer()
                 done += 1
-            self.took, self.nodes = perf_counter() - started, node_count() - nodes
             if self._skips is None or store is None:
                 return value
             return Carried(value, tuple([store.send(key) for key, _ in self._skips.leaving]))

@@ -23,7 +23,6 @@ this way the item stays in the queue, where ``close`` finds it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -58,11 +57,8 @@ class ClosableQueue(Generic[T]):
         if self._closed and cell.take() is not None:
             raise QueueClosed
 
-    def get(self, before_waiting: Callable[[], None] | None = None) -> T:
-        """Remove and return the oldest item, waiting for one; or raise :class:`QueueClosed`.
-
-        If the queue is empty, ``before_waiting`` is called before the thread blocks.
-        """
+    def get(self) -> T:
+        """Remove and return the oldest item, waiting for one; or raise :class:`QueueClosed`."""
         while True:
             if self._closed:
                 raise QueueClosed
@@ -72,8 +68,6 @@ class ClosableQueue(Generic[T]):
                 except Empty:  # the put was interrupted before it woke anybody, or is about to
                     pass
             else:
-                if before_waiting is not None:
-                    before_waiting()
                 self._wakeups.get()
             if self._closed:
                 self._wakeups.put(None)  # for the next waiter

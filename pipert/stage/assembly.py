@@ -7,7 +7,7 @@ or last stage, one device or several.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import nn
@@ -26,7 +26,6 @@ from pipert.stage.cut import Cut
 from pipert.stage.in_graph import InGraph
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
 from pipert.stage.recorded import RecordedTransport, recorded_link
-from pipert.stage.release import Holders, Release
 from pipert.stage.run import Run
 from pipert.stage.stage import Links, Stage
 from pipert.stage.step import Step
@@ -54,11 +53,6 @@ class Layered:
     partitions: tuple[nn.Sequential, ...]
     skips: tuple[PartitionSkips, ...]
     """For each partition, where its skips come from and go to."""
-    holders: tuple[Holders, ...] = field(init=False, repr=False)
-    """For each partition, whether others held the last graphs of its steps."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "holders", tuple([Holders() for _ in self.partitions]))
 
     def assemble(
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
@@ -95,7 +89,7 @@ def assemble(
         links = Links(values[j], values[j + 1], gradients[j], gradients[j + 1])
         copies = Copies(run, j, skips, _transport(run, place, step))
         partition_stats = stats.partitions[j] if stats else None
-        ends = _ends(run, place, copies, step, model.holders[j])
+        ends = _ends(run, place, copies, step)
         stage = Stage(run, place, layers, skips or None, links, ends, weights[j], partition_stats)
         stage.how = {kind: actions[kind](stage) for kind in run.plan.occurring_kinds}
         stages.append(stage)
@@ -127,7 +121,7 @@ def _transport(run: Run, place: Place, step: Step | None) -> Transport:
 
 
 def _ends(
-    run: Run, place: Place, copies: Copies, step: Step | None, holders: Holders
+    run: Run, place: Place, copies: Copies, step: Step | None
 ) -> InGraph | Cut:
     if step is None:
         grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
@@ -136,7 +130,7 @@ def _ends(
         # others: with the caller's in the last partition, with its own where there are no joins.
         forks_last = in_turn and (place.m == 1 or place.is_last)
         return InGraph(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
-    return Cut(step, run, place, copies, Release(run.plan, place.device, holders))
+    return Cut(step, run, place, copies)
 
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:

@@ -47,8 +47,6 @@ def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
         with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
             dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
     dxs = _scatter(stage, cut, i, dxs, kept)
-    del kept  # the graph
-    cut.release.end()
     return dxs
 
 
@@ -88,8 +86,7 @@ def _differentiate_graph(
     behind = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    retain = cut.release.is_at_end(behind)
-    found = gradients_of((*graph.xs, *leaves), ys, given, behind, retain)
+    found = gradients_of((*graph.xs, *leaves), ys, given, behind)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     return dxs, partial(cut.gradients.add, leaves, found[len(graph.xs) :])
 
@@ -99,15 +96,14 @@ def gradients_of(
     ys: Sequence[Any],
     dys: Sequence[Tensor],
     behind: Behind,
-    retain: bool,
 ) -> Gradients:
     """Differentiate ``ys`` by ``wanted`` on this thread.
 
-    ``behind`` is the graph behind ``ys``. It is retained if ``retain`` is true, or if other
-    micro-batches go backward through a part of it, which is the caller's.
+    ``behind`` is the graph behind ``ys``. It is retained if other micro-batches go backward through
+    a part of it, which is the caller's.
     """
     try:
-        return differentiate(ys, wanted, dys, retain_graph=retain or bool(behind.others))
+        return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))
     except BaseException as error:
         # When a node raises, its thread keeps the nodes that were ready until its next backward.
         torch.autograd.backward(torch.ones((), device="cpu", requires_grad=True))

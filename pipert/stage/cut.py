@@ -27,7 +27,6 @@ from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.stage.copies import Copies
 from pipert.stage.gradients import Gradients
-from pipert.stage.release import Release
 from pipert.stage.run import Run
 from pipert.stage.step import Step
 
@@ -64,16 +63,15 @@ class Cut:
         run: the run that the stage belongs to.
         place: the stage's place. The last stage computes the loss.
         copies: brings values to the stage's device.
-        release: decides when graphs release what they have saved.
     """
 
     __slots__ = (
         "_again", "_callers", "_entered", "_first", "_hooks", "_is_last", "_place",
-        "_recomputed", "_seed", "copies", "gradients", "kept", "release", "step",
+        "_recomputed", "_seed", "copies", "gradients", "kept", "step",
     )  # fmt: skip
 
     def __init__(
-        self, step: Step, run: Run, place: Place, copies: Copies, release: Release
+        self, step: Step, run: Run, place: Place, copies: Copies
     ) -> None:
         self.step = step
         self.gradients = Gradients()
@@ -84,7 +82,6 @@ class Cut:
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
         self.copies = copies
-        self.release = release
         self._entered = Entered((), ())
         self._again: Again | None = None  # of the current micro-batch
         self._callers = node_count()  # the caller's nodes have numbers below this

@@ -29,14 +29,13 @@ class Link(NamedTuple):
 
     send: Callable[[int, Value], None]
     """Sends the value of a micro-batch, or ``NOT_RUN``. Never blocks."""
-    receive: Callable[[int, Callable[[], None]], Value]
-    """Waits for the value of a micro-batch, and calls its other argument before it blocks. Returns
-    ``NOT_RUN`` if there will be no value."""
+    receive: Callable[[int], Value]
+    """Waits for the value of a micro-batch. Returns ``NOT_RUN`` if there will be none."""
     close: Callable[[], object]
     """Wakes all who wait, and drops what is on its way. Thread-safe."""
 
 
-NOWHERE = Link(lambda i, value: None, lambda i, before_waiting: (), lambda: None)
+NOWHERE = Link(lambda i, value: None, lambda i: (), lambda: None)
 """Discards what is sent, and delivers an empty tuple."""
 
 
@@ -50,9 +49,9 @@ def between() -> Link:
         except QueueClosed:
             pass  # the run was given up
 
-    def receive(i: int, before_waiting: Callable[[], None]) -> Value:
+    def receive(i: int) -> Value:
         try:
-            return queue.get(before_waiting)
+            return queue.get()
         except QueueClosed:
             return NOT_RUN
 
@@ -62,7 +61,7 @@ def between() -> Link:
 def from_caller(inputs: list[Value]) -> Link:
     """Return a link to the first stage, which empties ``inputs`` as the run proceeds."""
 
-    def receive(i: int, before_waiting: Callable[[], None]) -> Value:
+    def receive(i: int) -> Value:
         value, inputs[i] = inputs[i], None
         return value
 

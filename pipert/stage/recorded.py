@@ -38,9 +38,9 @@ def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
     Only for a receiver on CPU: a CUDA device waits for its input later, in its stream.
     """
 
-    def receive(i: int, before_waiting: Callable[[], None]) -> Value:
+    def receive(i: int) -> Value:
         with recorder.during(WAIT, i, place.j, place.device):
-            return link.receive(i, before_waiting)
+            return link.receive(i)
 
     return link._replace(receive=receive)
 

@@ -30,8 +30,6 @@ class Run:
     context: CallerContext
     streams: CopyStreams
     told: Told
-    in_turn: bool = False
-    """Whether workers take turns to go forward, if operations are small."""
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
     seed: RunSeed = field(default_factory=RunSeed)

@@ -35,7 +35,7 @@ from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.once import Once
-from pipert.schedules.action import FORWARD, RECOMPUTE, Action
+from pipert.schedules.action import Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.cut import Cut
@@ -48,16 +48,14 @@ from pipert.workers.worker import NOT_RUN
 
 __all__: list[str] = []
 
-_FORTH = (FORWARD, RECOMPUTE)
-
 Execute = Callable[["Stage", int, Value], Value]
 
 
 class How(NamedTuple):
     """How a stage carries out one kind of action."""
 
-    receive: Callable[[int, Callable[[], None]], Value]
-    """Takes the micro-batch and a function to call before blocking; returns the action's input."""
+    receive: Callable[[int], Value]
+    """Takes the micro-batch; waits for the action's input and returns it."""
     context: AbstractContextManager[None]
     """The context of ``execute``, beside the caller's context variables."""
     execute: Execute
@@ -172,10 +170,7 @@ def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value
 class Task:
     """One action of one run, as a worker takes it."""
 
-    __slots__ = (
-        "_action", "_due", "_how", "_position", "_stage", "layers_took", "nodes", "takes_turn",
-        "what",
-    )  # fmt: skip
+    __slots__ = ("_action", "_due", "_how", "_position", "_stage", "what")
 
     def __init__(self, stage: Stage, action: Action) -> None:
         self._stage = stage
@@ -184,16 +179,13 @@ class Task:
         self._how = stage.how[action.kind]
         self._due = Once((stage.outcome,))  # taken by whoever settles the action
         self.what = stage.run.number, action
-        self.takes_turn = stage.run.in_turn and action.kind in _FORTH
-        self.layers_took: float | None = None
-        self.nodes = 0
 
-    def receive(self, before_waiting: Callable[[], None]) -> Any:
+    def receive(self) -> Any:
         """Return the action's input; ``NOT_RUN`` if the run failed earlier in the plan, or here."""
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
         try:
-            received = self._how.receive(self._action.i, before_waiting)
+            received = self._how.receive(self._action.i)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
         # Checked again, since it may have waited for long; a task left out here is not counted.
@@ -212,8 +204,6 @@ class Task:
             # Parts of the context may still be in effect, so the worker must end (W4).
             self._fail(error)
             raise
-        self.layers_took, stage.layers.took = stage.layers.took, None
-        self.nodes = stage.layers.nodes
         return result
 
     def send(self, result: Any) -> None:

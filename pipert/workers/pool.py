@@ -67,7 +67,6 @@ class Pool:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._turns = threading.RLock()
         self._threads: list[WorkerThread] = []
         self._activities = tuple(Activity() for _ in self._names)
         self._pid = os.getpid()
@@ -115,7 +114,7 @@ class Pool:
                 for old in self._threads[k : k + 1]:
                     old.stop()  # its start may have been interrupted, so it may still come alive
                 thread = WorkerThread(
-                    self._names[k], self._devices[k], self._turns, self._activities[k]
+                    self._names[k], self._devices[k], self._activities[k]
                 )
                 self._threads[k : k + 1] = [thread]  # first: nothing else would stop it
                 thread.start()

@@ -16,8 +16,6 @@ import enum
 import logging
 import threading
 import traceback
-from collections.abc import Callable
-from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +25,6 @@ from pipert.errors import PipeClosedError, WorkerDiedError
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.process_lock import ProcessLock
 from pipert.workers.activity import Activity
-from pipert.workers.turn import Lock, Turn
 
 __all__: list[str] = []
 
@@ -51,15 +48,9 @@ class Task(Protocol):
 
     what: Any
     """Identifies the task to those who look at the worker; immutable, and without tensors."""
-    layers_took: float | None
-    """Seconds that the user's layers took in ``execute``; ``None`` if it called none."""
-    nodes: int
-    """The number of autograd's nodes that they created meanwhile; 0 if nobody counted."""
-    takes_turn: bool
-    """Whether it takes a turn if its layers consist of small operations."""
 
-    def receive(self, before_waiting: Callable[[], None]) -> Any:
-        """Return the input, or ``NOT_RUN``. Calls ``before_waiting`` before it blocks."""
+    def receive(self) -> Any:
+        """Wait for the input and return it, or ``NOT_RUN``."""
 
     def execute(self, received: Any) -> Any:
         """Return the result; ``NOT_RUN`` if the execution fails, which the task handles itself."""
@@ -76,11 +67,9 @@ class WorkerThread(threading.Thread):
     """A daemon thread with an in-queue. As a daemon it cannot keep the interpreter alive if a layer
     never returns; ``pool`` ends the others properly."""
 
-    def __init__(
-        self, name: str, device: torch.device, turns: Lock, activity: Activity
-    ) -> None:
+    def __init__(self, name: str, device: torch.device, activity: Activity) -> None:
         in_queue: ClosableQueue[Task] = ClosableQueue()
-        args = in_queue, device, Turn(turns), activity
+        args = in_queue, device, activity
         super().__init__(target=work, args=args, name=name, daemon=True)
         self.in_queue = in_queue
         self.lends_to: threading.Thread | None = None
@@ -97,9 +86,7 @@ class WorkerThread(threading.Thread):
             _abandon(self.in_queue.close(), None, self.name)
 
 
-def work(
-    in_queue: ClosableQueue[Task], device: torch.device, turn: Turn, activity: Activity
-) -> None:
+def work(in_queue: ClosableQueue[Task], device: torch.device, activity: Activity) -> None:
     """Receive, execute and send one task after the other, until the queue is closed."""
     name = threading.current_thread().name
     set_thread_name(name[:15])  # what Linux takes
@@ -110,17 +97,14 @@ def work(
             torch.cuda.set_device(device)
         while True:
             try:
-                task = in_queue.get(turn.give_up)
+                task = in_queue.get()
             except QueueClosed:
                 return
             activity.waits(task.what)
-            value = task.receive(turn.give_up)
+            value = task.receive()
             if value is not NOT_RUN:
-                turn.take(task.takes_turn)
                 activity.works()
-                started = perf_counter()
                 value = task.execute(value)
-                turn.executed(perf_counter() - started, task.layers_took, task.nodes)
             activity.rests()
             task.send(value)
             task = value = None  # W2
@@ -128,7 +112,6 @@ def work(
         reason = error
     finally:
         value = None
-        turn.end()
         activity.rests()
         left = in_queue.close()
         if task is not None:

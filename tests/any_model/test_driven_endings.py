@@ -238,14 +238,11 @@ class Looks:
     """A task that notes which contexts are active in its thread."""
 
     what: Any = None
-    layers_took: float | None = None
-    nodes: int = 0
-    takes_turn: bool = False
 
     def __init__(self, seen: list[Any]) -> None:
         self._seen = seen
 
-    def receive(self, before_waiting: Callable[[], None]) -> Any:
+    def receive(self) -> Any:
         return ()
 
     def execute(self, received: Any) -> Any:

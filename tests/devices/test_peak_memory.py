@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from pipert import Pipe
-from pipert.stage import release
 from pipert.stage.copies import Copies
 from pipert.stage.cut import Cut
 from tests.devices.expected import bounds, for_each
@@ -44,11 +43,6 @@ def subject_and_parts(gpus: Simulation, name: str, n: int) -> tuple[Subject, Par
 def _forget() -> Iterator[None]:
     yield
     found.clear()
-
-
-@pytest.fixture(autouse=True)
-def _no_graph_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "_MOST", -1)
 
 
 def peaks(
@@ -92,20 +86,6 @@ def test_peaks_and_costs_of_a_micro_batch_are_as_predicted(
     gpus: Simulation, name: str, n: int, way: str, mode: str
 ) -> None:
     assert wrongs(gpus, name, n, way, mode) == []
-
-
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_a_graph_that_is_retained_costs_at_most_what_it_has_saved(
-    gpus: Simulation, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    n, m = 2, 4
-    subject, parts = subject_and_parts(gpus, name, n)
-    before = peaks(gpus, subject, n, m, "1f1b", "never")
-    monkeypatch.setattr(release, "_MOST", 2**30)
-    monkeypatch.setattr(release, "_FEW", 0)
-    more = [b - a for a, b in zip(before, peaks(gpus, subject, n, m, "1f1b", "never"), strict=True)]
-    for cost, part in zip(more, parts.of("1f1b"), strict=True):
-        assert 0 < cost <= part.saved + parts.of_loss
 
 
 # Injected leaks, which must be noticed ------------------------------------------------------------

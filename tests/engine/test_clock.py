@@ -33,12 +33,9 @@ class FakeStage:
     def __init__(self, run: FakeRun, outcome: Outcome) -> None:
         self.run = run
         self.outcome = outcome
-        self.layers = self
-        self.took = 0.5
-        self.nodes = 0
         self.ran: list[int] = []
         self.sent: list[tuple[int, object]] = []
-        how = How(lambda i, _: (), contextlib.nullcontext(), self.execute, self.send)
+        how = How(lambda i: (), contextlib.nullcontext(), self.execute, self.send)
         self.how = {"F": how}
 
     def execute(self, stage: object, i: int, received: object) -> str:
@@ -63,7 +60,7 @@ class Fixture:
         self.posted.append((worker, task))
 
     def post(self) -> None:
-        self.posting.send(self.posting.execute(self.posting.receive(lambda: None)))
+        self.posting.send(self.posting.execute(self.posting.receive()))
 
     def task(self, i: int, j: int) -> Task:
         return Task(cast(Stage, self.stages[j]), Action("F", i, j))
@@ -79,7 +76,7 @@ class Fixture:
 
 
 def do(task: Task) -> None:
-    task.send(task.execute(task.receive(lambda: None)))
+    task.send(task.execute(task.receive()))
 
 
 @pytest.fixture
@@ -161,7 +158,7 @@ def test_an_abandoned_task_is_settled_once_its_run_knows(run: Fixture) -> None:
 def test_an_abandoned_task_does_not_run(run: Fixture) -> None:
     task = run.task(1, 0)
     task.abandon(ValueError())
-    assert task.receive(lambda: None) is worker.NOT_RUN and run.stages[0].ran == []
+    assert task.receive() is worker.NOT_RUN and run.stages[0].ran == []
 
 
 def test_abandoning_a_task_that_has_run_does_nothing(run: Fixture) -> None:

@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "shared-gradient-copied", TRANSFER, "the separate memory for a gradient that others add to",
-        "any(map(_is_shared, given))", "False",
+        "any(map(is_shared, given))", "False",
     ),
     Mutant(
         "own-gradient-not-awaited", TRANSFER, "the wait for that memory before it is copied",
@@ -128,12 +128,12 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-not-returned", TRANSFER, "the caller's wait until his gradients have been read",
-        "_at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))", "pass",
+        "call_after_backward(partial(_wait_in_caller, given[0].device, reader))", "pass",
     ),
     Mutant(
         "gradients-returned-too-soon", TRANSFER,
         "the place of that wait, at the end, in the caller",
-        "_at_end_of_backward(partial(_wait_in_caller, given[0].device, reader))",
+        "call_after_backward(partial(_wait_in_caller, given[0].device, reader))",
         "_wait_in_caller(given[0].device, reader)",
     ),
     Mutant(

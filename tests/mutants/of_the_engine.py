@@ -25,7 +25,7 @@ OF_WORKERS = [
     Mutant(
         "threads-nameless-outside", WORKER,
         "the operating system does not learn the names of the workers' threads (P6)",
-        "_set_thread_name(name[:15])  # what Linux takes", "pass",
+        "set_thread_name(name[:15])  # what Linux takes", "pass",
         ("tests/workers/test_pool.py",),
     ),
     Mutant(
@@ -58,7 +58,7 @@ OF_RUNS = [
         if self._position >= self._stage.outcome.failed_at:
             return NOT_RUN
         try:
-            received = self._how.receive(self._action.i, before_waiting)
+            received = self._how.receive(self._action.i)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
         # Checked again, since it may have waited for long; a task left out here is not counted.
@@ -66,7 +66,7 @@ OF_RUNS = [
 """,
         """\
         try:
-            received = self._how.receive(self._action.i, before_waiting)
+            received = self._how.receive(self._action.i)
         except BaseException as error:  # noqa: B036  raised in the caller
             return self._fail(error)
         return received
@@ -129,14 +129,8 @@ OF_STEPS = [
     Mutant(
         "caller-s-graph-freed", "pipert/stage/backward.py",
         "the first micro-batch that goes backward through a graph of the caller's frees it",
-        "retain or bool(behind.others)", "retain",
+        "retain_graph=bool(behind.others)", "retain_graph=False",
         ("tests/step/test_graphs_of_the_caller.py",),
-    ),
-    Mutant(
-        "held-graph-retained", "pipert/stage/release.py",
-        "a graph that somebody keeps a part of keeps all that it has saved",
-        "if self._holders.are_there or not", "if not",
-        ("tests/stage/test_release.py",),
     ),
     Mutant(
         "failed-after-its-tasks", RUNTIME,

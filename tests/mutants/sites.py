@@ -21,7 +21,7 @@ ANYWHERE = {
     "compute_stream", "stamp", "current_streams", "_set_streams",
     "_wait_for", "let_others_copy", "watch_node",
     "follow_the_caller", "return_what_was_read", "devices_with_own_streams",
-    "_at_end_of_backward", "_let_autograd_read",
+    "call_after_backward", "_let_autograd_read",
 }  # fmt: skip
 """Functions and methods that count as such a place, whatever they are called on."""
 

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 )
 
 from pipert.queues.closable import ClosableQueue, QueueClosed
+from tests.wakeups import watch
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +36,13 @@ class Getter(threading.Thread):
         self.got: list[int | None] = []  # None when it was told that the queue is closed
         self._queue = queue
         self._done = done
-        self._waits = threading.Event()
+        self.waits = threading.Event()
         self.start()
-        assert self._waits.wait(WAIT)
+        assert self.waits.wait(WAIT)
 
     def run(self) -> None:
         try:
-            self.got.append(self._queue.get(before_waiting=self._waits.set))
+            self.got.append(self._queue.get())
         except QueueClosed:
             self.got.append(None)
         self._done.release()
@@ -53,6 +54,7 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: ClosableQueue[int] = ClosableQueue()
+        watch(self.queue, lambda: threading.current_thread().waits.set())  # type: ignore[attr-defined]
         self.waiting: list[Getter] = []
         self.done = threading.Semaphore(0)
         self.inside: list[int] = []

@@ -22,6 +22,7 @@ import pytest
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.once import Once
 from tests.faults.places import places
+from tests.wakeups import watch
 
 WAIT = 10.0  # s; what should happen at once is given up after it
 
@@ -85,7 +86,8 @@ def test_get_waits_for_an_item() -> None:
     queue: ClosableQueue[int] = ClosableQueue()
     waiting = threading.Event()
     got: list[int] = []
-    thread = start(lambda: got.append(queue.get(before_waiting=waiting.set)))
+    watch(queue, waiting.set)
+    thread = start(lambda: got.append(queue.get()))
     assert waiting.wait(WAIT)
     queue.put(7)
     join([thread])
@@ -295,11 +297,13 @@ def test_an_item_that_is_received_during_close_is_accounted_for_once() -> None:
         outcome: dict[str, list[int]] = {"returned": [], "received": []}
 
         def get() -> None:
-            try:  # another thread would wait where this one puts an item of its own
-                outcome["received"].append(queue.get(lambda: queue.put(2)))  # noqa: B023
+            try:
+                outcome["received"].append(queue.get())  # noqa: B023
             except QueueClosed:
                 pass
 
+        # Another thread would wait where this one puts an item of its own.
+        watch(queue, partial(queue.put, 2))
         queue.put(1)
         stop = between_bytecodes(k, CLOSE, get)
         outcome["returned"] += queue.close()
@@ -326,7 +330,7 @@ def test_an_interrupted_put_does_not_make_later_items_wait_for_others() -> None:
         if not stop():
             break
         queue.put(2)
-        while queue.get(before_waiting=wait) != 2:
+        while queue.get() != 2:
             pass
     assert k > 2, "nothing was interrupted"
 
@@ -341,9 +345,10 @@ def test_close_wakes_every_thread_that_waits() -> None:
 
     def get() -> None:
         with pytest.raises(QueueClosed):
-            queue.get(before_waiting=waiting.release)
+            queue.get()
         woken.append(True)
 
+    watch(queue, waiting.release)
     threads = [start(get) for _ in range(4)]
     for _ in threads:
         assert waiting.acquire(timeout=WAIT)
@@ -400,9 +405,10 @@ def test_a_finalizer_on_another_thread_may_close_the_queue() -> None:
         waiting.wait(WAIT)
         owners.clear()
 
+    watch(queue, waiting.set)
     thread = start(drop)
     with pytest.raises(QueueClosed):
-        queue.get(before_waiting=waiting.set)
+        queue.get()
     join([thread])
 
 
@@ -418,11 +424,9 @@ def test_the_garbage_collector_may_close_the_queue_that_its_thread_is_about_to_w
     queue: ClosableQueue[int] = ClosableQueue()
     Owner(queue)
 
-    def collect() -> None:
-        gc.collect()
-
+    watch(queue, gc.collect)
     with pytest.raises(QueueClosed):
-        queue.get(before_waiting=collect)
+        queue.get()
 
 
 @pytest.mark.parametrize("inside", ["put", "get"])
@@ -445,31 +449,6 @@ def test_a_finalizer_may_close_the_queue_its_thread_is_inside_of(inside: str) ->
         with pytest.raises(QueueClosed):
             queue.get()
     assert k > 10, "no bytecode was interrupted"
-
-
-# The hook
-
-
-def test_the_hook_is_not_called_if_an_item_is_waiting() -> None:
-    queue: ClosableQueue[int] = ClosableQueue()
-    queue.put(1)
-    calls: list[bool] = []
-    queue.get(before_waiting=lambda: calls.append(True))
-    assert calls == []
-
-
-def test_the_hook_is_not_called_when_the_queue_is_closed() -> None:
-    queue: ClosableQueue[int] = ClosableQueue()
-    queue.close()
-    calls: list[bool] = []
-    with pytest.raises(QueueClosed):
-        queue.get(before_waiting=lambda: calls.append(True))
-    assert calls == []
-
-
-def test_the_hook_is_called_before_the_thread_blocks() -> None:
-    queue: ClosableQueue[int] = ClosableQueue()
-    assert queue.get(before_waiting=lambda: queue.put(3)) == 3
 
 
 def test_the_repr_says_whether_it_is_open() -> None:

@@ -12,7 +12,7 @@ from pipert.workers.worker import NOT_RUN
 from tests.layers import Apply
 from tests.stage.graphs import chain, inputs_of, scale
 from tests.stage.skips import NAMES, NamingStreams, Pop, Stash, popped_in, run_with_skip
-from tests.stages import CPU, META, Driven, do_nothing
+from tests.stages import CPU, META, Driven
 
 
 def never(x: Any) -> Any:
@@ -29,7 +29,7 @@ def test_partitions_in_between_get_and_send_x_alone(naming: NamingStreams) -> No
 def test_a_skip_is_sent_before_the_output(naming: NamingStreams) -> None:
     run = run_with_skip(naming, [CPU, CPU, CPU])
     task = run.task("F[0,0]")
-    y = task.execute(task.receive(do_nothing))
+    y = task.execute(task.receive())
     assert repr(run.run.skips) == "<SkipLinks, 1 skips and 0 gradients>"
     task.send(y)
     assert NAMES[len(run.between(0))] == "x"
@@ -55,7 +55,7 @@ def test_a_skip_is_one_more_value_of_the_recomputation_and_the_fork() -> None:
     """The backward of the stash ends before that of the previous micro-batch begins."""
     run = Driven([[Stash(scale())], [Pop(scale())]], inputs_of(2), recomputed=2)
     run.do("F[0,0]", "F[1,0]")
-    ys = [run.stages[0].links.y.receive(i, do_nothing) for i in range(2)]
+    ys = [run.stages[0].links.y.receive(i) for i in range(2)]
     ((key, _),) = run.stages[1].arriving
     skips = [run.run.skips.receive(key, i, 1) for i in range(2)]
     assert [chain(skip)[:2] for skip in skips] == [

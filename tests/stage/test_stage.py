@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert._torch import node_count
-from pipert.stage.loss import Loss
-from pipert.stage.step import Step
+from pipert.queues.closable import ClosableQueue
 from pipert.workers.worker import NOT_RUN
 from tests.layers import Apply
-from tests.stages import Driven, do, do_nothing
+from tests.stages import Driven, do
+from tests.wakeups import watch
 
 TIMEOUT = 3.0  # s
 
@@ -50,23 +49,28 @@ def test_an_input_comes_from_the_stage_before() -> None:
     assert Driven([[Apply(lambda x: x + 1)], [nn.Identity()]], [6]).go() == [7]
 
 
-def test_the_worker_is_notified_before_a_task_blocks_for_its_input() -> None:
+def links_that_call(before_waiting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes links call a function before a stage waits for a value."""
+
+    def make() -> ClosableQueue[Any]:
+        queue = ClosableQueue[Any]()
+        watch(queue, before_waiting)
+        return queue
+
+    monkeypatch.setattr("pipert.stage.links.ClosableQueue", make)
+
+
+def test_a_task_waits_for_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = threading.Event()
+    links_that_call(waiting.set, monkeypatch)
     run = Driven([[nn.Identity()], [nn.Identity()]], [7])
     task, received = run.task("F[0,1]"), list[Any]()
-    thread = threading.Thread(target=lambda: received.append(task.receive(waiting.set)))
+    thread = threading.Thread(target=lambda: received.append(task.receive()))
     thread.start()
     assert waiting.wait(TIMEOUT) and not received
     run.do("F[0,0]")
     thread.join(TIMEOUT)
     assert received == [7]
-
-
-def test_the_worker_is_not_notified_if_the_input_has_arrived() -> None:
-    run = Driven([[nn.Identity()], [nn.Identity()]], [7])
-    run.do("F[0,0]")
-    told: list[bool] = []
-    assert run.task("F[0,1]").receive(lambda: told.append(True)) == 7 and not told
 
 
 # When a task does not run -------------------------------------------------------------------------
@@ -93,7 +97,10 @@ def test_a_task_after_the_failed_one_does_not_wait_for_its_input() -> None:
     assert run.do("F[1,1]") == [NOT_RUN]
 
 
-def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_run() -> None:
+def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    links_that_call(lambda: fail_and_send(), monkeypatch)
     run = Driven([[nn.Identity()], [Apply(never)]], [1, 1])
 
     def fail_and_send() -> None:
@@ -101,38 +108,7 @@ def test_a_task_that_comes_to_be_after_the_failed_one_while_it_waits_does_not_ru
         run.stages[0].links.y.send(1, 1)
 
     # So the worker does not count it either.
-    assert run.task("F[1,1]").receive(fail_and_send) is NOT_RUN
-
-
-def test_a_task_knows_how_long_its_layers_took_if_it_called_any() -> None:
-    step = Step(Loss(nn.functional.mse_loss, [torch.zeros(1, 1)], [1.0], 1.0))
-    run = Driven([[nn.Linear(1, 1)]], [torch.ones(1, 1)], recomputed=1, step=step)
-    took = {}
-    for action in run.plan:
-        task = run.task(action)
-        task.send(task.execute(task.receive(do_nothing)))
-        took[action.kind] = task.layers_took
-    assert took["F"] is not None and took["R"] is not None and took["B"] is None
-
-
-def test_a_task_counts_the_nodes_that_its_layers_create() -> None:
-    layers = [nn.Linear(1, 1), nn.Tanh()]
-    before = node_count()
-    nn.Sequential(*layers)(torch.ones(1, 1))
-    created = node_count() - before
-    task = Driven([layers], [torch.ones(1, 1)]).task("F[0,0]")
-    task.send(task.execute(task.receive(do_nothing)))
-    assert task.nodes == created > 0
-
-
-def test_tasks_that_go_forward_take_turns_in_runs_in_turn() -> None:
-    layers, inputs = [[nn.Linear(1, 1)], [nn.Linear(1, 1)]], [torch.ones(1, 1)] * 3
-    step = Step(Loss(nn.functional.mse_loss, [torch.zeros(1, 1)] * 3, [1.0] * 3, 1.0))
-    run = Driven(layers, inputs, recomputed=3, step=step)
-    assert not any(run.task(action).takes_turn for action in run.plan)
-    run.run.in_turn = True
-    for action in run.plan:
-        assert run.task(action).takes_turn == (action.kind in ("F", "R"))
+    assert run.task("F[1,1]").receive() is NOT_RUN
 
 
 def test_a_task_before_the_failed_one_runs() -> None:

@@ -32,16 +32,13 @@ class Job:
     """A task that notes its outcomes."""
 
     what = "a job"
-    layers_took: float | None = None
-    nodes: int = 0
-    takes_turn: bool = False
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         self.body = body
         self.outcomes: list[object] = []
         self.settled = threading.Event()
 
-    def receive(self, before_waiting: Callable[[], None]) -> tuple[()]:
+    def receive(self) -> tuple[()]:
         return ()
 
     def execute(self, received: object) -> None:

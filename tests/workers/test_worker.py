@@ -40,16 +40,13 @@ class Job:
     """A task that notes its outcomes."""
 
     what = "a job"
-    layers_took: float | None = None
-    nodes: int = 0
-    takes_turn: bool = False
 
     def __init__(self, body: Callable[[], object] = lambda: None) -> None:
         self.body = body
         self.outcomes: list[object] = []
         self.settled = threading.Event()
 
-    def receive(self, before_waiting: Callable[[], None]) -> tuple[()]:
+    def receive(self) -> tuple[()]:
         return ()
 
     def execute(self, received: object) -> None:
@@ -66,7 +63,7 @@ class Job:
 
 @pytest.fixture
 def worker() -> Iterator[WorkerThread]:
-    thread = WorkerThread("pipert-test", CPU, threading.RLock(), Activity())
+    thread = WorkerThread("pipert-test", CPU, Activity())
     thread.start()
     yield thread
     thread.stop()
@@ -230,7 +227,7 @@ def test_workers_end_one_after_another_with_what_their_threads_hold() -> None:
             events.append("ends")
 
     held = threading.local()
-    workers = [WorkerThread("pipert-test", CPU, threading.RLock(), Activity()) for _ in range(3)]
+    workers = [WorkerThread("pipert-test", CPU, Activity()) for _ in range(3)]
     for worker in workers:
         job = Job(lambda: setattr(held, "left", Left()))
         worker.start()
@@ -263,46 +260,6 @@ def test_an_exception_from_outside_abandons_the_tasks_that_wait(worker: WorkerTh
     go_on.set()
     worker.join(WAIT)
     assert [job.outcomes for job in jobs] == [[WorkerDiedError], [WorkerDiedError]]
-
-
-def test_a_worker_has_a_turn_only_in_forwards_of_small_operations() -> None:
-    turns, had_turn, all_done = threading.Lock(), list[bool](), threading.Event()
-    worker = WorkerThread("pipert-test", CPU, turns, Activity())
-    jobs = [Job(lambda: had_turn.append(turns.locked())) for _ in range(5)]
-    for job, is_forward in zip(jobs, [True, True, False, True, False], strict=True):
-        if is_forward:
-            job.takes_turn, job.layers_took, job.nodes = True, 1.0, 1_000_000
-        worker.in_queue.put(job)
-    worker.in_queue.put(Job(all_done.set))
-    worker.start()
-    assert all_done.wait(WAIT)
-    worker.stop()
-    worker.join(WAIT)
-    assert had_turn == [False, True, False, True, False]  # the first one measures
-    assert not turns.locked()
-
-
-@kills
-def test_an_exception_that_comes_as_a_worker_takes_a_turn_leaves_the_turn_to_others() -> None:
-    """It is raised when the thread has the lock, before that is noted."""
-    turns = threading.RLock()
-
-    class Interrupted:
-        release = turns.release
-
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            turns.acquire(blocking, timeout)
-            raise SystemExit
-
-    worker = WorkerThread("pipert-test", CPU, Interrupted(), Activity())
-    jobs = [Job() for _ in range(8)]
-    for job in jobs:
-        job.layers_took = 0.0
-        worker.in_queue.put(job)
-    worker.start()
-    worker.join(WAIT)
-    assert jobs[-1].outcomes == [WorkerDiedError]
-    assert turns.acquire(timeout=0.0)
 
 
 @kills
