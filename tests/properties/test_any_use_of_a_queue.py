@@ -48,13 +48,19 @@ class Getter(threading.Thread):
         self._done.release()
 
 
+def _note_that_it_waits() -> None:
+    getter = threading.current_thread()
+    assert isinstance(getter, Getter)
+    getter.waits.set()
+
+
 class Machine(RuleBasedStateMachine):
     """The queue, and what must be in it: nothing while somebody waits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queue: ClosableQueue[int] = ClosableQueue()
-        watch(self.queue, lambda: threading.current_thread().waits.set())  # type: ignore[attr-defined]
+        watch(self.queue, _note_that_it_waits)
         self.waiting: list[Getter] = []
         self.done = threading.Semaphore(0)
         self.inside: list[int] = []
