@@ -115,15 +115,19 @@ def draw_batches(paragraphs: Sequence[bytes], options: argparse.Namespace) -> It
 # --- training -------------------------------------------------------------------------------------
 
 
-def next_byte_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the losses of all bytes except each row's first, and their number.
+def number_of(labels: Tensor) -> Tensor:
+    """Returns how many bytes are predicted: all except each row's first."""
+    return labels[:, 1:].ne(IGNORED).sum()
+
+
+def next_byte_loss(output: Any, labels: Tensor) -> Tensor:
+    """Returns the sum of the losses of all bytes except each row's first.
 
     It does not return the mean, because micro-batches contain different amounts of padding.
     """
     targets = labels[:, 1:].flatten()
     logits = output.logits[:, :-1].flatten(0, 1)
-    total = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
-    return total, (targets != IGNORED).sum()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def train(pipe: pipert.ModulePipe, batches: Iterator[Batch], options: argparse.Namespace) -> None:
@@ -135,8 +139,9 @@ def train(pipe: pipert.ModulePipe, batches: Iterator[Batch], options: argparse.N
         batch: dict[str, Any] = dict(next(batches))
         labels = batch.pop("labels")
         loss = pipe.forward_backward(
-            **batch, target=labels, loss_fn=next_byte_loss, schedule=options.schedule
-        )
+            **batch, target=labels, loss_fn=next_byte_loss, denominator=number_of(labels),
+            schedule=options.schedule,
+        )  # fmt: skip
         nn.utils.clip_grad_norm_(trained, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -152,8 +157,8 @@ def evaluate(pipe: pipert.ModulePipe, paragraphs: Sequence[bytes], batch: int) -
         for first in range(0, len(paragraphs), batch):
             rows = batch_of(paragraphs[first : first + batch])
             labels = rows.pop("labels").to(pipe.devices[-1])
-            loss, bytes_ = next_byte_loss(pipe(**rows), labels)
-            total, count = total + loss.item(), count + int(bytes_)
+            total += next_byte_loss(pipe(**rows), labels).item()
+            count += int(number_of(labels))
     return total / count
 
 

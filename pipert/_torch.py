@@ -190,11 +190,7 @@ HOOKS_OF_ALL: tuple[Any, ...] = tuple(
 add_in_place: Callable[..., object] = _or(
     lambda xs, ys: [x.add_(y) for x, y in zip(xs, ys, strict=True)], "torch:_foreach_add_"
 )
-multiply_in_place: Callable[..., object] = _or(
-    lambda xs, factor: [x.mul_(factor) for x in xs], "torch:_foreach_mul_"
-)
-"""Adds the tensors of a second list to those of a first, or multiplies all by one factor. The
-fallbacks make a call for each tensor."""
+"""Adds the tensors of a second list to those of a first; the fallback makes a call for each."""
 
 # Modes of a thread --------------------------------------------------------------------------------
 

@@ -89,14 +89,15 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             train()  # schedule-free optimizers have a training mode
         inputs = self._prepare_inputs(inputs)
         arguments, labels = self._split(inputs)
-        loss_fn = self._loss_fn(num_items_in_batch)
+        total = self._total(labels, num_items_in_batch)
         with self.compute_loss_context_manager():
             loss: Tensor = self.pipe.forward_backward(
                 **arguments,
-                loss_fn=loss_fn,
+                loss_fn=self._loss_fn(num_items_in_batch),
                 target=labels,
                 schedule=self._schedule,
                 reduction="mean" if num_items_in_batch is None else "sum",
+                denominator=total,
                 loss_scale=self.accelerator.scaler,
             )
         return loss.to(self.args.device)
@@ -135,26 +136,29 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
             )
         return {name: value for name, value in inputs.items() if name != "labels"}, labels
 
-    def _loss_fn(self, total: Tensor | int | None) -> Callable[[Any, dict[str, Tensor]], Any]:
-        """Return the loss function of a micro-batch.
+    def _total(self, labels: dict[str, Tensor], number: Tensor | int | None) -> Any:
+        """Return what the sum of a batch's losses is divided by; ``None`` for a mean over rows.
 
         Args:
-            total: the number of labels in all batches of the optimizer's step; ``None`` if each
+            labels: the batch's.
+            number: the number of labels in all batches of the optimizer's step; ``None`` if each
                 batch has the same weight.
         """
+        if self.compute_loss_func is not None or not labels:
+            return None
+        if number is not None:
+            return number
+        return self._count(labels) * self.current_gradient_accumulation_steps
+
+    def _loss_fn(self, number: Tensor | int | None) -> Callable[[Any, dict[str, Tensor]], Tensor]:
+        """Return the loss function of a micro-batch; ``number`` as in :meth:`_total`."""
         steps = self.current_gradient_accumulation_steps
 
         def loss_fn(outputs: Any, labels: dict[str, Tensor]) -> Any:
             if self.compute_loss_func is not None:
-                return self.compute_loss_func(outputs, labels["labels"], num_items_in_batch=total)
+                return self.compute_loss_func(outputs, labels["labels"], num_items_in_batch=number)
             loss = _loss_in(outputs)
-            if not labels:
-                return loss / steps
-            count = self._count(labels)
-            loss_sum = _sum(loss, count)
-            if total is None:
-                return loss_sum / steps, count
-            return loss_sum / torch.as_tensor(total, device=loss.device)
+            return _sum(loss, self._count(labels)) if labels else loss / steps
 
         return loss_fn
 

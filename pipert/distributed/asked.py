@@ -17,7 +17,7 @@ from pipert.distributed.gradients import Tied, differ
 from pipert.layers.compiling import refuse_compilation
 from pipert.layers.parametrized import compute_cached
 from pipert.layers.random_numbers import next_seed
-from pipert.stage.loss import LossFunction, check_step, scale_of
+from pipert.stage.loss import LossFunction, check_step, denominator_of, scale_of
 from pipert.workers.context import refuse_transforms
 
 __all__: list[str] = []
@@ -55,6 +55,7 @@ class Step(NamedTuple):
     loss_fn: LossFunction | None
     target: Value
     reduction: str
+    denominator: float | Tensor | None
     scale: float | Tensor | torch.amp.GradScaler | None
     keep_outputs: bool
 
@@ -110,7 +111,8 @@ def bring(
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
         shown = None if step.scale is None else value
         kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
-        step = step._replace(loss_fn=loss_fn, scale=scale)
+        denominator = denominator_of(step.denominator, [site.device])
+        step = step._replace(loss_fn=loss_fn, denominator=denominator, scale=scale)
     if 0 in modules:
         inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)
     if step is not None and len(site.homes) - 1 in modules:

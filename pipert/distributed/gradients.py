@@ -156,11 +156,8 @@ class Gradients:
         for leaf, before in self._before:
             leaf.grad = before
 
-    def add(self, tied: Sequence[Tied], factor: Tensor) -> None:
-        """Add the gradients of the mini-batch, times ``factor``, to earlier ones.
-
-        Those of ``tied`` parameters are summed over their ranks first.
-        """
+    def add(self, tied: Sequence[Tied]) -> None:
+        """Add the gradients of the mini-batch to earlier ones; first sum those of ``tied`` ones."""
         for parameter, group, *_ in tied:
             if parameter.requires_grad:
                 if parameter.grad is None:
@@ -171,10 +168,8 @@ class Gradients:
         for leaf, before in self._before:
             new = leaf.grad
             if new is not None and before is not None:
-                leaf.grad = before.add_(new.mul_(factor))
-            elif new is not None:
-                new.mul_(factor)
-            else:
+                leaf.grad = before.add_(new)
+            elif new is None:
                 leaf.grad = before
 
 

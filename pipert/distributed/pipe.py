@@ -171,6 +171,7 @@ class Pipe(nn.Module):
         loss_fn: LossFunction | None = None,
         target: Value = None,
         reduction: str = "mean",
+        denominator: float | Tensor | None = None,
         loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
         **kwargs: Any,
@@ -185,6 +186,7 @@ class Pipe(nn.Module):
             loss_fn: as in :meth:`pipert.Pipe.forward_backward`; called on the last rank.
             target: likewise, on the last rank; ignored on others.
             reduction: likewise.
+            denominator: likewise, on the last rank; ignored on others.
             loss_scale: likewise; the same on all ranks.
             return_outputs: whether to return the outputs as well, on the last rank.
 
@@ -196,7 +198,7 @@ class Pipe(nn.Module):
             RankError: another rank failed.
             Exception: as :meth:`pipert.Pipe.forward_backward`.
         """
-        step = Step(loss_fn, target, reduction, loss_scale, return_outputs)
+        step = Step(loss_fn, target, reduction, denominator, loss_scale, return_outputs)
         loss, outputs = self._runtime.run(args, kwargs, self._settings, step)
         return (loss, outputs) if return_outputs else loss
 

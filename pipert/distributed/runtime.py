@@ -113,7 +113,7 @@ class Runtime:
             targets = targets if len(targets) == m else targets * m  # a target without rows
             loss_fn: Any = step.loss_fn  # checked by bring, as the scale is
             scale: Any = step.scale
-            loss = loss_of(loss_fn, targets, first.sizes, step.reduction, scale)
+            loss = loss_of(loss_fn, targets, first.sizes, step.reduction, step.denominator, scale)
         context = CallerContext([device] if device.type == "cuda" else [])
         context.set_variable(store.of_task, store.NEW)
         return MiniBatch(
@@ -180,8 +180,8 @@ class Runtime:
                     result = last_result
                 else:
                     dist.broadcast(result, self.site.homes[-1], group=self.site.group)
-                gradients.add(self.tied, result[1])
-            return result[0].to(dtype), outputs
+                gradients.add(self.tied)
+            return result.to(dtype), outputs
         except BaseException:
             gradients.restore()
             raise
@@ -197,36 +197,25 @@ class Runtime:
             raise batch.take_failure()[0] from None  # type: ignore[misc]
 
     def _result(self, batch: MiniBatch) -> tuple[Tensor, torch.dtype, Value]:
-        """Return a tensor of the loss and the factor for gradients, the loss's dtype, the outputs.
+        """Return the loss in double precision, its dtype, and the outputs.
 
         They are placeholders on all ranks but the last.
         """
         dtype = torch.float64
-        result, outputs = torch.ones(2, dtype=torch.float64, device=self.site.device), None
+        result, outputs = torch.ones((), dtype=torch.float64, device=self.site.device), None
         m = len(batch.sizes)
         try:
             if batch.loss is not None and batch.failure is None:
                 if not batch.loss.is_differentiable:
                     raise without_grad()
                 losses = [batch.losses[i].reshape(()) for i in range(m)]
-                result[0] = loss = batch.loss.of_mini_batch(torch.stack(losses))
-                dtype = loss.dtype
-                correction = batch.loss.counts.correction()
-                if correction is not None:
-                    if batch.is_wrapped or batch.is_sharded:
-                        raise TypeError(_UNCOUNTED)
-                    result[1] = correction
+                loss = batch.loss.of_mini_batch(torch.stack(losses))
+                result, dtype = loss.to(result), loss.dtype
             if len(batch.outputs) == m:
                 outputs = gather([batch.outputs[i] for i in range(m)], batch.sizes)
         except Exception as error:
             batch.fail(error, None)
         return result, dtype, outputs
-
-
-_UNCOUNTED = (
-    "loss_fn returned a sum and a count, and gradients are averaged over replicas before all "
-    "counts of a mini-batch are known; use schedule='gpipe', or return the mean of the micro-batch"
-)
 
 
 def _give(inputs: Sequence[Value], leaves: Sequence[Value]) -> None:

@@ -31,7 +31,7 @@ from pipert.model.settings import (
 from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan
 from pipert.seeing.observers import Observer
 from pipert.stage.assembly import Model
-from pipert.stage.loss import LossFunction, scale_of, split_step
+from pipert.stage.loss import LossFunction, denominator_of, scale_of, split_step
 from pipert.stage.step import Step
 from pipert.status import Statistics
 from pipert.timeline.timeline import Record, Timeline
@@ -180,6 +180,7 @@ class Pipelined(Placed):
         target: Value = None,
         schedule: str | Schedule = "1f1b",
         reduction: str = "mean",
+        denominator: float | Tensor | None = None,
         loss_scale: float | Tensor | torch.amp.GradScaler | None = None,
         return_outputs: bool = False,
         timeout: float | None = None,
@@ -205,16 +206,17 @@ class Pipelined(Placed):
             *args: as in :meth:`forward`.
             **kwargs: likewise.
             loss_fn: required; called with the output and the target of each micro-batch, on the
-                last worker; returns a tensor of one element, or a pair: a sum, and the count to
-                divide it by.
+                last worker; returns a tensor of one element.
             target: any pytree; split like the arguments, and moved to the last device.
             schedule: ``'1f1b'`` (default); ``'eager-1f1b'``, which keeps the activations of
                 ``2 * (n - j) - 1`` micro-batches and waits for no copies; ``'interleaved'``, for
                 devices with several partitions; ``'gpipe'``, which fills and drains; or a function,
                 see :func:`pipert.schedules.plan`.
             reduction: ``'mean'`` (default) if ``loss_fn`` takes the mean over the rows: then the
-                loss is that of the mini-batch, however it was split. Where rows count differently,
-                as with ``ignore_index``, return the pair. ``'sum'`` adds the losses up.
+                loss is that of the mini-batch, however it was split. ``'sum'`` adds the losses up.
+            denominator: a number or a tensor of one element; then ``loss_fn`` returns sums, and the
+                loss is their total divided by it. For means over something else than rows, such as
+                ``(target != -100).sum()`` with ``ignore_index``. Default: nothing is divided.
             loss_scale: a factor by which the loss is multiplied before the backward, or the
                 ``GradScaler`` that holds it. Default: not scaled.
             return_outputs: whether to return the outputs as well; default: no.
@@ -227,7 +229,7 @@ class Pipelined(Placed):
         Raises:
             ValueError: as :meth:`forward`; or the schedule or the reduction is unknown.
             TypeError: as :meth:`forward`; or ``loss_fn`` is missing, or returned
-                anything else.
+                anything else; or the denominator is no number.
             RuntimeError: gradients are disabled, or the loss does not require any.
             Exception: as :meth:`forward`; also whatever a layer raises in the backward.
         """
@@ -238,9 +240,10 @@ class Pipelined(Placed):
         refuse_keywords_of(self._entry_module(), keywords, len(args))
         if not self._partitions:
             raise ValueError("a pipe without layers has nothing to go backward through")
+        last = self._devices[-1:]
         inputs, loss = split_step(
             args, kwargs, target, self._chunks, loss_fn, reduction,
-            scale_of(loss_scale, self._devices[-1:]),
+            denominator_of(denominator, last), scale_of(loss_scale, last),
         )  # fmt: skip
         m, n = len(inputs), len(self._partitions)
         chosen = self._checkpoint or ("never" if maker_of(schedule) in BOUNDED else "except_last")

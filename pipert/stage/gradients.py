@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipert._torch import add_in_place, multiply_in_place
+from pipert._torch import add_in_place
 from pipert.autograd.leaves import accumulators
 
 __all__: list[str] = []
@@ -92,17 +92,6 @@ class Gradients:
         if totals:
             add_in_place(totals, added)  # for small tensors a call each would dominate
 
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiply all sums by ``factor``, in place where nobody else holds them."""
-        in_place: dict[torch.device, list[Tensor]] = {}
-        for entry in self._sums.values():
-            if entry.is_own and entry.total.layout == torch.strided:
-                in_place.setdefault(entry.total.device, []).append(entry.total)
-            else:
-                entry.total, entry.is_own = scaled(entry.total, factor), True
-        for device, totals in in_place.items():
-            multiply_in_place(totals, _on(factor, device))
-
     def take(self) -> Arriving:
         """Return each weight with its sum, on the weight's device; forget each as it is copied."""
         taken = []
@@ -170,16 +159,6 @@ def delivery(gradients: Arriving) -> Tensor:
         del held
     end: Tensor = _End.apply(*ends)  # type: ignore[no-untyped-call]
     return end
-
-
-def scaled(gradient: Tensor, factor: float | Tensor) -> Tensor:
-    """Return the product, on the gradient's device and in its dtype."""
-    product: Tensor = gradient * _on(factor, gradient.device)
-    return product
-
-
-def _on(factor: float | Tensor, device: torch.device) -> Any:
-    return factor.to(device) if isinstance(factor, Tensor) else factor
 
 
 def gathered(sums: Iterable[Gradients]) -> Arriving:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,12 +20,11 @@ from pipert.layers.generators import DRAWING
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.schedules.action import FORWARD, Action
-from pipert.stage.counts import Counts
 
 __all__: list[str] = []
 
-LossFunction = Callable[[Any, Any], Tensor | tuple[Tensor, float | Tensor]]
-"""Takes an output and a target; returns the loss, or the sum of losses and their number."""
+LossFunction = Callable[[Any, Any], Tensor]
+"""Takes the output and the target of a micro-batch; returns its loss."""
 
 
 def split_step(
@@ -33,6 +34,7 @@ def split_step(
     chunks: int,
     function: LossFunction | None,
     reduction: str,
+    denominator: float | Tensor | None,
     scale: float | Tensor,
 ) -> tuple[list[Value], Loss]:
     """Return the micro-batches of a step, and the loss of their mini-batch.
@@ -51,7 +53,7 @@ def split_step(
         keywords = dict(micro_batch.kwargs)
         targets.append(keywords.pop(TARGET))
         inputs.append(as_value(micro_batch.args, keywords))
-    return inputs, loss_of(function, targets, sizes, reduction, scale)
+    return inputs, loss_of(function, targets, sizes, reduction, denominator, scale)
 
 
 def check_step(function: Any, reduction: Any) -> LossFunction:
@@ -86,12 +88,44 @@ def loss_of(
     targets: Sequence[Value],
     sizes: Sequence[int],
     reduction: str,
+    denominator: float | Tensor | None,
     scale: float | Tensor,
 ) -> Loss:
     """Return the loss of a mini-batch whose micro-batches have ``sizes`` rows."""
     rows = sum(sizes)
-    shares = [1.0 if reduction == "sum" or not rows else size / rows for size in sizes]
-    return Loss(function, targets, shares, scale, reduction == "mean", sizes)
+    adds_up = reduction == "sum" or denominator is not None or not rows
+    shares = [1.0 if adds_up else size / rows for size in sizes]
+    return Loss(function, targets, shares, scale, denominator, sizes)
+
+
+def denominator_of(
+    denominator: float | Tensor | None, devices: Sequence[torch.device]
+) -> float | Tensor | None:
+    """Return what the sum of losses is divided by: a number, or on a GPU a tensor, not read.
+
+    A tensor on a GPU is copied to the device of the loss by the caller, as in :func:`scale_of`.
+
+    Raises:
+        TypeError: it is no number, or a tensor that requires grad.
+        ValueError: it is negative or not finite, as far as is known without waiting.
+    """
+    if denominator is None:
+        return None
+    is_number = isinstance(denominator, Real)
+    if isinstance(denominator, Tensor):
+        kind = denominator.is_complex() or denominator.is_meta or denominator.requires_grad
+        is_number = denominator.numel() == 1 and not kind
+    if not is_number:
+        raise TypeError(
+            "denominator must be a number or a tensor of one element that requires no grad, such "
+            f"as (target != -100).sum(), got {describe(denominator)}"
+        )
+    if isinstance(denominator, Tensor) and denominator.is_cuda:
+        return denominator.reshape(()).to(devices[0] if devices else denominator.device)
+    number = float(denominator)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"denominator must be finite and not negative, got {number}")
+    return number
 
 
 def scale_of(
@@ -127,11 +161,11 @@ class Loss:
     targets: Sequence[Value]
     """The target of each micro-batch."""
     _shares: Sequence[float]
-    """The weight of each micro-batch's loss in the mini-batch's, if it has no count."""
+    """The weight of each micro-batch's loss in the sum."""
     _scale: float | Tensor
     """The factor for gradients."""
-    _may_count: bool = True
-    """Whether the function may return sums and counts."""
+    _denominator: float | Tensor | None = None
+    """What the sum of all losses is divided by, if it is."""
     sizes: Sequence[int] = ()
     """The number of rows of each micro-batch."""
     is_differentiable: bool = False
@@ -139,81 +173,70 @@ class Loss:
 
     draws: bool = field(init=False)
     """Whether the function draws random numbers, or might."""
-    counts: Counts = field(init=False)
-    """The counts of the micro-batches that have one: all or none."""
-    _computed: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self.draws = not _is_functional(self._function)
-        self.counts = Counts(self._shares)
 
     def compute(self, i: int, place: Place, seed: RunSeed, output: Value, target: Value) -> Tensor:
-        """Compute the loss of micro-batch ``i``, or the sum of its losses.
+        """Compute the loss of micro-batch ``i``.
 
         An error gets a note that says so. Random numbers are those of the loss at this ``place``,
         the last partition's, in a run with this ``seed``.
 
         Raises:
-            TypeError: the function returned neither a tensor of one element nor a pair of such a
-                tensor and a count, or it returned a pair for some micro-batches only.
-            ValueError: the count is not valid.
+            TypeError: the function did not return a real tensor of one element.
         """
         try:
             if not self.draws:
-                return self._checked(i, self._function(output, target))
+                return self._checked(self._function(output, target))
             with Stream(seed, place.number_of_loss(i)), DRAWING.included():
                 loss = self._function(output, target)
-            return self._checked(i, loss)
+            return self._checked(loss)
         except BaseException as error:
             add_note(error, partial(_note, i, place, output, target))
             raise
 
-    def _checked(self, i: int, loss: Any) -> Tensor:
-        """Return the loss of micro-batch ``i``, and note its count."""
-        count = None
-        if isinstance(loss, tuple) and len(loss) == 2:
-            loss, count = loss
+    def _checked(self, loss: Any) -> Tensor:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
+            remedy = "reduce it over the rows of the micro-batch"
+            if isinstance(loss, tuple):
+                remedy = (
+                    "for a mean over what counts, return the sum and give forward_backward the "
+                    "denominator of the mini-batch, such as (target != -100).sum(); for the "
+                    "outputs, return_outputs=True"
+                )
             raise TypeError(
-                f"loss_fn must return a tensor of one element, got {describe(loss)}; reduce it over"
-                " the rows of the micro-batch, or return a sum and the number of its terms"
+                f"loss_fn must return a tensor of one element, got {describe(loss)}; {remedy}"
             )
         if loss.is_complex():
             raise TypeError(f"loss_fn must return a real number, got {describe(loss)}")
-        self._check_that_all_are_alike(count is not None)
-        if count is not None:
-            self.counts.note(i, count, loss.device)
-        self._computed += 1
         self.is_differentiable |= loss.requires_grad
         return loss
 
-    def _check_that_all_are_alike(self, is_counted: bool) -> None:
-        if is_counted and not self._may_count:
-            raise TypeError(
-                "loss_fn returned a sum and a count, whose quotient is a mean; with "
-                "reduction='sum' it must return a tensor of one element"
-            )
-        if self._computed and is_counted != bool(self.counts):
-            raise TypeError(
-                "loss_fn returned a sum and a count for some micro-batches and a tensor alone for "
-                "others; a mini-batch has one kind of mean, so return the pair for each"
-            )
-
     def share_of(self, i: int, loss: Tensor) -> Tensor:
         """Return what micro-batch ``i`` adds to the loss of the mini-batch, or to its sum."""
-        return loss if self.counts else loss * self._shares[i]
+        return loss * self._shares[i]
 
     def of_mini_batch(self, shares: Tensor) -> Tensor:
-        """Return the loss of the mini-batch."""
-        total = shares.sum()
-        return (total / self.counts.total()).to(total.dtype) if self.counts else total
+        """Return the loss of the mini-batch; ``nan`` if nothing counts."""
+        total, denominator = shares.sum(), self._denominator
+        if denominator is None:
+            return total
+        if isinstance(denominator, Tensor):
+            denominator = denominator.to(total.device)
+        return (total / denominator).to(total.dtype)
 
     def gradient_of(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward of micro-batch ``i``'s loss begins."""
-        scale = self._scale
-        if isinstance(scale, Tensor):
-            scale = scale.to(loss.device)
-        factor = scale / self.counts.expected() if self.counts else self._shares[i] * scale
+        factor: Any = self._scale
+        if isinstance(factor, Tensor):
+            factor = factor.to(loss.device)
+        factor = factor * self._shares[i]
+        if isinstance(self._denominator, Tensor):
+            denominator = self._denominator.to(loss.device)
+            factor = factor / (denominator + (denominator == 0))
+        elif self._denominator:  # where nothing counts, the gradients are those of the sum: zeros
+            factor = factor / self._denominator
         return torch.ones_like(loss).mul_(factor)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
 from pipert.batch.joining import gather
-from pipert.stage.gradients import Arriving, Gradients, delivery, gathered, scaled
+from pipert.stage.gradients import Arriving, Gradients, delivery, gathered
 from pipert.stage.loss import Loss
 
 __all__: list[str] = []
@@ -70,7 +70,6 @@ class Step:
             The loss of the mini-batch, without a graph.
         """
         loss = self.loss.of_mini_batch(self._losses())
-        self._correct(sums)
         for_inputs: Arriving = []
         for_weights = gathered(sums)
         for i, xs in enumerate(self.inputs):
@@ -100,22 +99,11 @@ class Step:
             warnings.warn(
                 f"the loss is {named}, and finite for the other {len(losses) - len(found)}. A mean "
                 "of nothing is nan, as of a micro-batch with only ignored targets: let loss_fn "
-                "return a pair (sum, count), and the loss is the mean of what counts in the "
-                "mini-batch",
+                "return a sum, and give forward_backward the denominator, such as "
+                "(target != -100).sum()",
                 RuntimeWarning,
                 stacklevel=5,
             )
-
-    def _correct(self, sums: Sequence[Gradients]) -> None:
-        """Multiply gradients by the correction, if they were divided by an expected count."""
-        correction = self.loss.counts.correction()
-        if correction is None:
-            return
-        for partition_sums in sums:
-            partition_sums.scale(correction)
-        for i, dxs in self.input_gradients.items():
-            corrected = [None if dx is None else scaled(dx, correction) for dx in dxs]
-            self.input_gradients[i] = corrected
 
 
 def _in_turn(for_inputs: Arriving, for_weights: Arriving) -> tuple[Arriving, Arriving]:

@@ -63,11 +63,11 @@ def in_lockstep() -> Iterator[None]:
         make(task, *args)
         numbers[id(task)] = queue.number()
 
-    def receive_next(task: Task, before_waiting: Any) -> Any:
+    def receive_next(task: Task) -> Any:
         turns.block = contextlib.ExitStack()
         turns.block.enter_context(queue.turn(numbers.pop(id(task))))
         turns.block.enter_context(_one_thread())
-        return receive(task, before_waiting)
+        return receive(task)
 
     def send_last(task: Task, result: Any) -> None:
         with turns.block:

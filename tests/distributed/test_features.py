@@ -26,6 +26,7 @@ class Case(NamedTuple):
     target: Any
     loss_fn: Callable[[Any, Any], Any] = F.mse_loss
     reduction: str = "mean"
+    denominator: Any = None
     scale: float | None = None
     deferred: bool | None = False
     kwargs: dict[str, Any] = {}
@@ -82,16 +83,17 @@ def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def counted() -> Case:
-    """A loss of sums and counts, of which micro-batches have different ones."""
+    """A loss that is a mean over tokens, of which micro-batches have different numbers."""
     case = tied()
     target = case.target.clone()
     target[:3, 1:] = -100
-    return case._replace(target=target, loss_fn=_counted_loss)
+    return case._replace(
+        target=target, loss_fn=_sum_of_losses, denominator=(target != -100).sum()
+    )
 
 
-def _counted_loss(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    total = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-    return total, (target != -100).sum()
+def _sum_of_losses(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
 
 
 def norms(deferred: bool) -> Case:
@@ -263,6 +265,7 @@ def results(pipe: Any, case: Case, is_first: bool, is_last: bool) -> dict[str, A
             loss_fn=case.loss_fn,
             target=case.target if is_last else None,
             reduction=case.reduction,
+            denominator=case.denominator if is_last else None,
             loss_scale=case.scale,
             return_outputs=True,
         )

@@ -341,9 +341,8 @@ def _no_grad(y: Tensor, target: Tensor) -> Tensor:
     return F.mse_loss(y.detach(), target)
 
 
-def _sometimes_counts(y: Tensor, target: Tensor) -> Any:
-    loss = y.square().sum()
-    return (loss, 3) if torch.equal(target, batch()[1][:2]) else loss
+def _with_count(y: Tensor, target: Tensor) -> Any:
+    return F.mse_loss(y, target, reduction="sum"), y.numel()
 
 
 ON = distributed.RankError
@@ -354,7 +353,7 @@ CALLS: dict[str, tuple[Any, Any, type[BaseException], type[BaseException], str]]
     ),
     "loss of two elements": (Call(), Call(loss_fn=_two_elements), ON, TypeError, "one element"),
     "loss without grad": (Call(), Call(loss_fn=_no_grad), ON, RuntimeError, "not require grad"),
-    "loss that counts once": (Call(), Call(loss_fn=_sometimes_counts), ON, TypeError, "a sum and"),
+    "loss and count": (Call(), Call(loss_fn=_with_count), ON, TypeError, "the denominator of"),
     "rows differ": (
         Call(), Call(target=batch(6)[1]), ValueError, ValueError, "have 8 and the target on the la",
     ),

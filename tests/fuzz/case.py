@@ -47,7 +47,7 @@ class Step:
     scale_on: str | None = None
     """The device of the loss scale given to ``forward_backward``, if any."""
     counts: bool = False
-    """Whether the loss of ``forward_backward`` is a sum and a count, and so a mean."""
+    """Whether ``forward_backward`` gets a denominator, so that its loss is a mean."""
     loss_there: bool = False
     """Whether the loss of a call is computed on the target's device."""
     late: bool = False

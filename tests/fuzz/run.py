@@ -28,7 +28,6 @@ from tests.fuzz.users import (
     count_of,
     keep,
     loss_of,
-    loss_with_count,
     take,
 )
 
@@ -92,14 +91,15 @@ def _step_of_pipe(case: Case, k: int, pipe: Pipe, batch: Batch, found: Found) ->
             batch.overwrite(target=False)
 
     schedule = schedule_of(case, step, pipe._workers)
-    loss_fn, reduction = (loss_with_count, "mean") if step.counts else (loss_of, "sum")
+    denominator = count_of(batch.target) if step.counts else None
 
     def whole() -> Tensor:
         args, kwargs = batch.arguments(case, step)
         with precision(case):
             loss: Tensor = pipe.forward_backward(
-                *args, loss_fn=functools.partial(loss_fn, batch.always), target=batch.target,
-                schedule=schedule, reduction=reduction, loss_scale=batch.loss_scale, **kwargs,
+                *args, loss_fn=functools.partial(loss_of, batch.always), target=batch.target,
+                schedule=schedule, reduction="sum", denominator=denominator,
+                loss_scale=batch.loss_scale, **kwargs,
             )  # fmt: skip
         return loss
 

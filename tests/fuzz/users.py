@@ -22,7 +22,7 @@ from tests.fuzz.case import Case, Step
 
 __all__ = [
     "Batch", "Found", "allocate", "batches", "chunks_of", "circumstances", "clear_up", "count_of",
-    "keep", "loss_of", "loss_with_count", "take",
+    "keep", "loss_of", "take",
 ]  # fmt: skip
 
 GPUS = 4
@@ -163,11 +163,6 @@ def loss_of(always: Tensor, output: Any, target: Tensor) -> Tensor:
 def count_of(target: Tensor) -> Tensor:
     """Returns the loss's count, which differs between micro-batches of equal size."""
     return len(target) + (target[:, 0] > 0).sum()
-
-
-def loss_with_count(always: Tensor, output: Any, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the loss and the count to divide it by."""
-    return loss_of(always, output, target), count_of(target)
 
 
 @functools.cache

@@ -120,13 +120,6 @@ OF_STEPS = [
         ("tests/step/test_equals_plain.py",),
     ),
     Mutant(
-        "counts-not-corrected", STEP,
-        "gradients of sums stay divided by the count that was expected when the first micro-batch "
-        "went backward",
-        "correction = self.loss.counts.correction()", "correction = None",
-        ("tests/step/test_sums_and_counts.py",),
-    ),
-    Mutant(
         "caller-s-graph-freed", "pipert/stage/backward.py",
         "the first micro-batch that goes backward through a graph of the caller's frees it",
         "retain_graph=bool(behind.others)", "retain_graph=False",

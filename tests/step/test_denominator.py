@@ -1,0 +1,237 @@
+"""Tests the denominator of a step: sums of losses become a mean over what counts."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipert import Pipe
+from tests.contract.ways import MODES, grads_of, linear
+from tests.layers import Apply
+from tests.pipes import pipe_of
+
+ROWS, CLASSES, CHUNKS = 11, 5, 4
+IGNORED = -100
+INF, NAN = float("inf"), float("nan")
+
+schedules = pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "interleaved"])
+modes = pytest.mark.parametrize("checkpoint", MODES)
+
+
+def total(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=IGNORED, reduction="sum")
+
+
+def number_of(target: Tensor) -> Tensor:
+    return (target != IGNORED).sum()
+
+
+def a_model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(linear(6, 8), nn.Tanh(), linear(8, 8), nn.Tanh(), linear(8, CLASSES))
+
+
+def padded(*ignored: int) -> tuple[Tensor, Tensor]:
+    """Makes rows, some with an ignored target; micro-batch 0 has the first three rows."""
+    torch.manual_seed(2)
+    x = torch.randn(ROWS, 6, dtype=torch.float64, requires_grad=True)
+    target = torch.randint(CLASSES, (ROWS,))
+    target[list(ignored)] = IGNORED
+    return x, target
+
+
+def plain(model: nn.Module, x: Tensor, target: Tensor, scale: float = 1.0) -> list[Any]:
+    own, x = copy.deepcopy(model), x.detach().requires_grad_()
+    loss = F.cross_entropy(own(x), target, ignore_index=IGNORED)
+    (loss * scale).backward()  # type: ignore[no-untyped-call]
+    return [loss.detach(), grads_of(own), x.grad]
+
+
+def stepped(model: nn.Sequential, x: Tensor, target: Tensor, **options: Any) -> list[Any]:
+    checkpoint = options.pop("checkpoint", None)
+    options = {"loss_fn": total, "denominator": number_of(target), **options}
+    x = x.detach().requires_grad_()
+    balance = [2, 1, 1, 1] if options.get("schedule") == "interleaved" else [2, 2, 1]
+    with pipe_of(model, balance, chunks=CHUNKS, checkpoint=checkpoint) as pipe:
+        loss = pipe.forward_backward(x, target=target, **options)
+    return [loss, grads_of(model), x.grad]
+
+
+def same(found: Any, expected: Any, **options: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14, equal_nan=True)
+
+
+@schedules
+@modes
+@pytest.mark.parametrize(
+    "ignored", [(), (0, 5), (0, 1, 2, 7), (9, 10), tuple(range(10)), tuple(range(ROWS))]
+)
+def test_loss_and_gradients_are_those_of_the_mean_over_counted_rows(
+    schedule: str, checkpoint: str, ignored: tuple[int, ...]
+) -> None:
+    """Also if a whole micro-batch is ignored, the first or the last, or all of them."""
+    model, (x, target) = a_model(), padded(*ignored)
+    expected = plain(model, x, target)
+    same(stepped(model, x, target, schedule=schedule, checkpoint=checkpoint), expected)
+
+
+@pytest.mark.parametrize("scale", [8.0, torch.tensor(8.0)])
+@schedules
+def test_gradients_are_scaled_and_the_loss_is_not(schedule: str, scale: Any) -> None:
+    model, (x, target) = a_model(), padded(0, 1, 2)
+    expected = plain(model, x, target, 8.0)
+    same(stepped(model, x, target, schedule=schedule, loss_scale=scale), expected)
+
+
+@schedules
+@pytest.mark.parametrize("kind", [int, float, lambda count: count.reshape(1).float()])
+def test_a_denominator_is_a_number_or_a_tensor_of_one_element(schedule: str, kind: Any) -> None:
+    model, (x, target) = a_model(), padded(0, 1)
+    given = kind(number_of(target))
+    found = stepped(model, x, target, denominator=given, schedule=schedule)
+    same(found, plain(model, x, target))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("there", ["cpu", "cuda:0", "cuda:1"])
+def test_a_denominator_may_be_on_any_device_and_changed_afterwards(there: str) -> None:
+    model, (x, target) = a_model(), padded(0, 1, 2)
+    expected = plain(model, x, target)
+    count = number_of(target).to(there)
+    with Pipe(model, [2, 3], devices=["cuda:0", "cuda:1"], chunks=CHUNKS) as pipe:
+        loss = pipe.forward_backward(x, target=target, loss_fn=total, denominator=count)
+        count.fill_(1)
+        found = {name: None if g is None else g.cpu() for name, g in grads_of(model).items()}
+    same([loss.cpu(), found], expected[:2])
+
+
+def test_weights_of_classes_count_as_much_as_they_weigh() -> None:
+    weight = torch.rand(CLASSES, dtype=torch.float64)
+    model, (x, target) = a_model(), padded()
+    own = copy.deepcopy(model)
+    loss = F.cross_entropy(own(x), target, weight)
+    loss.backward()  # type: ignore[no-untyped-call]
+    found = stepped(
+        model, x, target, denominator=weight[target].sum(),
+        loss_fn=lambda y, t: F.cross_entropy(y, t, weight, reduction="sum"),
+    )  # fmt: skip
+    same(found[:2], [loss.detach(), grads_of(own)])
+
+
+def test_one_denominator_for_several_batches_accumulates_their_mean() -> None:
+    model, (x, target) = a_model(), padded(0, 1, 7)
+    loss, expected, _ = plain(model, x, target)
+    parts, found = zip(x.detach().tensor_split([6]), target.tensor_split([6]), strict=True), []
+    with pipe_of(model, [2, 3], chunks=CHUNKS) as pipe:
+        for rows, wanted in parts:
+            found.append(
+                pipe.forward_backward(
+                    rows, target=wanted, loss_fn=total, denominator=number_of(target)
+                )
+            )
+    same([sum(found), grads_of(model)], [loss, expected])
+
+
+class Injected(torch.autograd.Function):
+    """Adds the gradient of a balance loss of its own, however the loss is scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, balance: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, Tensor]:
+        return dx, torch.tensor(0.01, dtype=dx.dtype)
+
+
+@schedules
+def test_a_backward_that_is_not_linear_is_the_plain_module_s(schedule: str) -> None:
+    def inject(x: Tensor) -> Tensor:
+        found: Tensor = Injected.apply(x, x.square().sum())  # type: ignore[no-untyped-call]
+        return found
+
+    model, (x, target) = a_model(), padded(0, 1, 2, 7)
+    model[1] = Apply(inject)
+    same(stepped(model, x, target, schedule=schedule), plain(model, x, target))
+
+
+def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
+    """With the scale of a mean, the sums of 1,000 rows would overflow: 100 * 1000."""
+    seen = []
+
+    def loss_fn(output: Any, target: Tensor) -> Any:
+        output.register_hook(lambda gradient: seen.append(gradient.float().abs().max().item()))
+        return output.float().sum()
+
+    model = nn.Sequential(nn.Linear(2, 1, dtype=torch.float16))
+    x = torch.ones(1000, 2, dtype=torch.float16)
+    with pipe_of(model, chunks=4) as pipe:
+        pipe.forward_backward(
+            x, target=torch.zeros(1000), loss_fn=loss_fn, loss_scale=100.0, denominator=999
+        )
+    assert len(seen) == 4 and max(seen) < 0.2
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# What is refused, and what is warned of -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (-1, ValueError, "finite and not negative, got -1.0"),
+        (NAN, ValueError, "finite and not negative, got nan"),
+        ("3", TypeError, "must be a number or a tensor of one element .* got str"),
+        (torch.ones(1, requires_grad=True), TypeError, "requires no grad"),
+        (torch.ones(2), TypeError, r"one element .* float32\[2\]"),
+        (torch.ones((), device="meta"), TypeError, "must be a number"),
+        (1j, TypeError, "must be a number"),
+    ],
+)
+def test_a_denominator_that_is_none_is_refused(given: Any, error: Any, message: str) -> None:
+    model, (x, target) = a_model(), padded()
+    with pytest.raises(error, match=message):
+        stepped(model, x, target, denominator=given)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_pair_of_a_sum_and_a_count_is_refused_with_the_way_to_give_it() -> None:
+    model, (x, target) = a_model(), padded()
+    with pytest.raises(TypeError, match=r"denominator .* such as \(target != -100\).sum\(\)"):
+        stepped(model, x, target, loss_fn=lambda y, t: (total(y, t), number_of(t)))
+
+
+def test_a_loss_that_is_not_finite_for_some_micro_batches_is_warned_of() -> None:
+    model, (x, target) = a_model(), padded(0, 1, 2)
+    with pytest.warns(RuntimeWarning, match="nan for micro-batch 0, and finite for the other 3"):
+        loss, *_ = stepped(model, x, target, loss_fn=F.cross_entropy, denominator=None)
+    assert loss.isnan()
+
+
+def test_the_warning_shows_the_line_that_takes_the_step() -> None:
+    model, (x, target) = a_model(), padded(0, 1, 2)
+    with pipe_of(model, [5], chunks=CHUNKS) as pipe, pytest.warns(RuntimeWarning) as seen:
+        pipe.forward_backward(x, target=target, loss_fn=F.cross_entropy)
+    assert seen[0].filename == __file__
+
+
+def test_a_warning_that_is_an_error_leaves_every_gradient_alone() -> None:
+    model, (x, target) = a_model(), padded(0, 1, 2)
+    with pytest.raises(RuntimeWarning):  # as they are in these tests
+        stepped(model, x, target, loss_fn=F.cross_entropy, denominator=None)
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("values", [[1.0] * 4, [NAN] * 4, [INF, -INF, NAN, NAN]])
+def test_losses_that_are_all_finite_or_none_are_not_warned_of(values: list[float]) -> None:
+    left = iter(values)
+    model, (x, target) = a_model(), padded()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stepped(model, x, target, loss_fn=lambda y, t: y.sum() * 0 + next(left))
