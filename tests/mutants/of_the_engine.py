@@ -126,6 +126,30 @@ OF_STEPS = [
         ("tests/step/test_graphs_of_the_caller.py",),
     ),
     Mutant(
+        "gradients-share-memory", "pipert/stage/gradients.py",
+        "a gradient of one micro-batch becomes `.grad` though others have its memory, too",
+        "copy=not self.is_own", "copy=False",
+        ("tests/step/test_gradients.py",),
+    ),
+    Mutant(
+        "casts-of-other-threads", "pipert/autograd/leaves.py",
+        "the cast of a weight that autocast shares belongs to another graph than the user's (V2)",
+        "others = [node for node in strange if not is_cast_of_leaf(node)]", "others = strange",
+        ("tests/autograd/test_leaves.py",),
+    ),
+    Mutant(
+        "casts-left-behind", "pipert/driven/tape.py",
+        "a call recomputed under the model's own autocast leaves its casts to the next step",
+        "autocast((False, self._autocast[1]), False)", "autocast(self._autocast, False)",
+        ("tests/contract/test_autocast.py",),
+    ),
+    Mutant(
+        "denominator-lost", "pipert/stage/loss.py",
+        "gradients are not divided by the denominator",
+        "factor = factor / self._denominator", "pass",
+        ("tests/step/test_denominator.py",),
+    ),
+    Mutant(
         "failed-after-its-tasks", RUNTIME,
         "a step whose gradients cannot be delivered counts as successful",
         'told.outcome = "failed"  # but no task has, so none is reported to observers',
