@@ -1,15 +1,18 @@
 """Makes process groups of some of the ranks without the others taking part.
 
-torch (2.13) puts the number of groups that a rank has into the name of such a group. Ranks with
-different numbers, because some share weights or because the caller has groups of his own, would
-wait for each other under different names. So the ranks first exchange their numbers, and those with
-fewer have temporary groups of their own while the name is made.
+torch puts a number into the name of such a group: that of the groups that the rank has (2.13), or
+that of the groups that it ever asked for (2.14). Ranks with different numbers, because some share
+weights or because the caller has groups of his own, would wait for each other under different
+names. In 2.14 the number is also the name of the next group that all ranks make together. So such a
+group gets a name of pipert's own, which depends only on the groups that the same ranks have made.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,25 +24,27 @@ __all__: list[str] = []
 def make_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Make a group with the default group's time limit; called by all of its ranks."""
     c10d: Any = dist.distributed_c10d
-    store, me = c10d._get_default_store(), dist.get_rank()
+    timeout = c10d._get_default_store().timeout
     counts = _made.setdefault(c10d._get_default_group(), Counter())
     listed = ",".join(map(str, ranks))
-    key = f"pipert/groups/{listed}/{counts[listed]}"
-    group_count = len(c10d._world.pg_names)
-    store.set(f"{key}/{me}", str(group_count))
-    most = max([int(store.get(f"{key}/{rank}")) for rank in ranks])
-    temporary = []
-    try:
-        for _ in range(most - group_count):
-            temporary.append(dist.new_group([me], backend="gloo", use_local_synchronization=True))
+    with _named(f"pipert_{counts[listed]}_{hashlib.sha1(listed.encode()).hexdigest()}"):
         group: dist.ProcessGroup = dist.new_group(
-            list(ranks), store.timeout, backend, use_local_synchronization=True
+            list(ranks), timeout, backend, use_local_synchronization=True
         )
-    finally:
-        for one in temporary:
-            dist.destroy_process_group(one)
     counts[listed] += 1
     return group
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Give the process group that is made in the block a name."""
+    c10d: Any = dist.distributed_c10d
+    name_by_number = c10d._process_group_name
+    c10d._process_group_name = lambda *args, **kwargs: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = name_by_number
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()

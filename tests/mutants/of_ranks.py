@@ -83,7 +83,7 @@ BREAKAGES = [
     Mutant(
         "group-of-30-minutes", "pipert/distributed/groups.py",
         "ranks wait for one that does not answer as long as torch's groups do by default",
-        "list(ranks), store.timeout, backend,", "list(ranks), None, backend,", FAULTS,
+        "list(ranks), timeout, backend,", "list(ranks), None, backend,", FAULTS,
     ),
     Mutant(
         "gradient-in-the-bucket", GRADIENTS,
