@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipert import NestedCheckpointError, Pipe, is_recomputing
+from tests.torchscript import uses_torchscript
 
 MODES = ("always", "except_last", "never")
 DOUBLE = torch.float64
@@ -572,7 +573,7 @@ def test_a_choice_that_is_none_is_refused() -> None:
         wrap(nn.Sequential(nn.ReLU()), deferred_batch_norm=choice)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 def test_a_scripted_batchnorm_cannot_be_deferred() -> None:
     module = nn.Sequential(torch.jit.script(nn.BatchNorm1d(3)))
     with pytest.raises(TypeError, match="scripted"):

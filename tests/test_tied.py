@@ -32,6 +32,7 @@ from pipert.stage import assembly
 from pipert.stage.assembly import Layered
 from pipert.stage.copies import Copies as StageCopies
 from tests.pipes import pipe_of
+from tests.torchscript import uses_torchscript
 
 MODES = ["always", "except_last", "never"]
 TOKENS = torch.arange(24).reshape(8, 3) % 7
@@ -510,7 +511,7 @@ def test_a_compiled_layer_beside_the_borrower_is_compiled_once(copies: Copies) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["compiled", "compiled in place", "scripted"])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@uses_torchscript
 def test_layers_that_cannot_be_handed_a_copy_are_refused_by_name(kind: str) -> None:
     first, last = nn.Linear(2, 2), nn.Linear(2, 2)
     last.weight = first.weight

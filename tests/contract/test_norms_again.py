@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipert import Pipe, is_recomputing
 from pipert.layers.drawing import is_compiled
 from tests.contract.ways import CALL, Way, batch, grads_of, linear, mean, same, take_step
+from tests.torchscript import uses_torchscript
 
 SLOT = "_compiled_call_impl"
 RECOMPUTING = [Way(schedule, "always") for schedule in (CALL, "gpipe", "1f1b")]
@@ -273,7 +274,7 @@ def test_a_norm_is_recomputed_after_a_call_in_inference_mode(way: Way) -> None:
 
 
 @each_way
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 def test_a_norm_is_recomputed_in_a_transform(way: Way) -> None:
     class Ensemble(nn.Module):
         def __init__(self) -> None:

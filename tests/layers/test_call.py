@@ -12,6 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
 from tests.layers import Apply
+from tests.torchscript import uses_torchscript
 
 
 class Ask(nn.Module):
@@ -237,7 +238,7 @@ def test_an_error_outside_of_the_layers_has_no_note() -> None:
 # Layers whose parameters are not like others ------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 def test_a_scripted_layer_is_recomputed() -> None:
     plain = nn.Linear(2, 2)
     scripted: Any = torch.jit.script(plain)

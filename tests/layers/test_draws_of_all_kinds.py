@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from pipert import RecomputationError, is_recomputing
 from tests.layers import Apply
 from tests.pipes import pipe_of_layers
+from tests.torchscript import uses_torchscript
 
 Function = Callable[[Tensor], Tensor]
 
@@ -99,7 +100,7 @@ WAYS: dict[str, Callable[[], Function]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 @pytest.mark.parametrize("way", WAYS)
 def test_a_recomputation_draws_the_same_and_the_generator_moves_by_one_draw(
     way: str, one_draw: bytes
@@ -313,7 +314,7 @@ def test_operations_never_used_before_are_known() -> None:
 # Running statistics -------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 @pytest.mark.parametrize("is_scripted", [False, True])
 def test_running_statistics_are_updated_once_by_each_micro_batch(is_scripted: bool) -> None:
     norm = nn.BatchNorm1d(16)

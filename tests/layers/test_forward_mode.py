@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe, TransformError
+from tests.torchscript import uses_torchscript
 
 # torch scripts its own formulas when forward-mode differentiation first needs them.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+pytestmark = uses_torchscript
 
 
 class Directional(nn.Module):

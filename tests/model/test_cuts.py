@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert.model.cuts import Cuts, glue_homes, homes, layers_of
+from tests.torchscript import uses_torchscript
 
 
 class Block(nn.Module):
@@ -187,7 +188,7 @@ def test_a_cut_inside_of_a_compiled_module_is_refused(whole: bool) -> None:
     assert f"is inside {where}, which is compiled" in refused(["decoder.layers.1"], model)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 def test_a_cut_inside_of_a_scripted_module_is_refused() -> None:
     model = Model()
     model.scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4)))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.simulated_gpus.simulation import Simulation
+from tests.torchscript import uses_torchscript
 
 pytestmark = pytest.mark.cuda
 
@@ -138,7 +139,7 @@ def test_a_function_computes_the_same_as_on_the_cpu(name: str) -> None:
         torch.testing.assert_close(b.cpu(), a, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@uses_torchscript
 def test_forward_mode_differentiates() -> None:
     x, tangent = randn(3, 4), randn(4, 3).t()
     found = [

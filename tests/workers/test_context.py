@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from pipert import Pipe, TransformError, is_recomputing
 from tests.contexts import ONE, ROWS, VARIABLE, Block, Hooks, NoNegation, Row, deterministic
+from tests.torchscript import uses_torchscript
 
 rows = pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 rows_with_graph = pytest.mark.parametrize("row", ROWS[2:], ids=lambda row: row.name)
@@ -544,7 +545,7 @@ def in_transform(call: Callable[[Tensor], Tensor], how: str) -> None:
             call(forward_ad.make_dual(x, x))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@uses_torchscript
 @pytest.mark.parametrize("how", ["grad", "jvp", "vmap", "dual"])
 def test_a_transform_of_the_caller_is_refused_by_name(how: str) -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
