@@ -50,9 +50,11 @@ def load(devices: int = 8) -> None:
     """
     if "torch" in sys.modules:
         raise RuntimeError("simulated_gpus.start() must come before `import torch`")
+    from tests.simulated_gpus import without_cuda
     from tests.simulated_gpus.build import library
     from tests.simulated_gpus.simulation import Simulation
 
+    without_cuda.forget_names()
     _running.append(Simulation(library(), devices))
 
 
