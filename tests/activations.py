@@ -8,6 +8,8 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.settling import settle
+
 __all__ = ["Activations", "until"]
 
 
@@ -15,6 +17,7 @@ def until(condition: Callable[[], bool]) -> bool:
     """Polls ``condition`` for a few seconds; returns whether it came true."""
     never = threading.Event()
     for _ in range(300):
+        settle()
         if condition():
             return True
         never.wait(0.01)

@@ -18,6 +18,7 @@ import torch
 from pipert.balance import balance_by_time, layer_times
 from pipert.workers.worker import WorkerThread
 from tests import simulated_gpus
+from tests.settling import settle
 from tests.simulated_gpus.selection import NAME, Selection
 
 # With two threads, each spins for the other: on a busy machine small operations take ten times as
@@ -112,6 +113,7 @@ def worker_threads() -> set[threading.Thread]:
 
 def wait_until_gone(threads: set[threading.Thread], seconds: float = 5.0) -> set[threading.Thread]:
     """Waits for threads to end, ``seconds`` in all; returns those that did not."""
+    settle()
     deadline = time.monotonic() + seconds
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

@@ -22,6 +22,7 @@ import pytest
 from pipert.queues.closable import ClosableQueue, QueueClosed
 from pipert.queues.once import Once
 from tests.faults.places import places
+from tests.settling import settle
 from tests.wakeups import watch
 
 WAIT = 10.0  # s; what should happen at once is given up after it
@@ -404,6 +405,7 @@ def test_a_finalizer_on_another_thread_may_close_the_queue() -> None:
     def drop() -> None:
         waiting.wait(WAIT)
         owners.clear()
+        settle()
 
     watch(queue, waiting.set)
     thread = start(drop)

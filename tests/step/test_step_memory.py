@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from pipert import Pipe, is_recomputing
 from tests.activations import Activations
+from tests.settling import settle
 from tests.skips import popping, stashing
 from tests.step.faulty import acting
 
@@ -318,6 +319,7 @@ def test_a_step_does_not_keep_its_pipe_alive() -> None:
     pipe, threads = weakref.ref(setting.pipe), threading.enumerate()
     workers = [thread for thread in threads if thread.name.startswith("pipert-")]
     del setting, threads
+    settle()
     for thread in workers:
         thread.join(5.0)
     assert pipe() is None and not any(thread.is_alive() for thread in workers)
@@ -333,4 +335,6 @@ def test_the_error_of_a_step_does_not_keep_its_pipe_alive_when_it_is_dropped() -
             one.forward_backward(torch.rand(4, 3), loss_fn=no)
         return weakref.ref(one)
 
-    assert fail(lambda: Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"]))() is None
+    pipe = fail(lambda: Pipe(nn.Sequential(nn.Linear(3, 3)), [1], devices=["cpu"]))
+    settle()
+    assert pipe() is None

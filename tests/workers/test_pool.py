@@ -20,6 +20,7 @@ from pipert import Pipe, PipeClosedError, WorkerDiedError
 from pipert.workers import pool as pool_module
 from pipert.workers.pool import Pool
 from pipert.workers.worker import WorkerThread
+from tests.settling import settle
 
 WAIT = 5.0  # s; what should happen at once is given up after it
 
@@ -111,6 +112,7 @@ def workers() -> set[WorkerThread]:
 
 def end(threads: set[WorkerThread], wait: float = WAIT) -> set[WorkerThread]:
     """Returns the threads that do not end within ``wait`` seconds."""
+    settle()
     deadline = time.monotonic() + wait
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
