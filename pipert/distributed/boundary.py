@@ -26,16 +26,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
 from pipert._typing import Tensors, Value
 from pipert.batch.tensors import describe, tensors_of
 from pipert.stage.shared_memory import Shared, find_shared
 
 __all__: list[str] = []
-
-# Older versions of torch's stages expect a gradient for each tensor that they receive.
-_ALL_REQUIRE_GRAD = TorchVersion(torch.__version__) < "2.13"
 
 
 class Sample(NamedTuple):
@@ -111,7 +107,7 @@ class Boundary:
         self._sent = [_sent_as(dtype, shapes) for dtype, *shapes in columns]
         metas = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self._sent]
         pairs = zip(metas, self._grads, strict=True)
-        self.metas = tuple([t.requires_grad_(grad or _ALL_REQUIRE_GRAD) for t, grad in pairs])
+        self.metas = tuple([t.requires_grad_(grad) for t, grad in pairs])
         """Meta tensors like those that are sent for each micro-batch."""
 
     def pack(self, i: int, value: Value) -> Tensors:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
@@ -17,7 +16,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.torch_version import TorchVersion
 
 from pipert.distributed.torch_stage import Stage
 
@@ -67,8 +65,6 @@ def check_schedule(schedule: Any, n: int, ranks: int, checkpoint: str) -> str:
             f"schedule {schedule!r} has two partitions for each of the {ranks} ranks, but balance "
             f"has {n}"
         )
-    if name in _V_SHAPED and TorchVersion(torch.__version__) < "2.12":
-        raise ValueError(f"schedule {schedule!r} needs torch 2.12 or later")
     if name in _SPLITTING and checkpoint != "never":
         raise ValueError(
             f"schedule {schedule!r} splits each backward in two, which would recompute twice; use "
