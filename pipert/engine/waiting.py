@@ -145,7 +145,7 @@ class Waiting:
         Waits for executing layers, which cannot be interrupted, until the time limit or the third
         interrupt.
         """
-        interrupts, began = 0, monotonic()
+        interrupts, is_told, began = 0, False, monotonic()
         while True:
             try:
                 run.outcome.cancel()
@@ -157,11 +157,12 @@ class Waiting:
                 # Again, since it is unknown how far the interrupted call came. It posts once.
                 self._pool.put(self._clock, posting)
                 if not self._wait(run, posting, threads, 0.0 if interrupts > 1 else timeout):
-                    is_known = run.outcome in self._given_up
                     self._give_up(run, posting)
-                    if not is_known:  # only once, as above
+                    if not is_told:
                         what = "layers of an interrupted call had not returned"
-                        _log.warning("%s", self.timed_out(what, monotonic() - began))
+                        report = self.timed_out(what, monotonic() - began)
+                        is_told = True  # only once, as above
+                        _log.warning("%s", report)
                 return
             except BaseException:  # noqa: B036  the first interrupt is being raised
                 interrupts += 1
