@@ -16,16 +16,31 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
+
+from pipert.errors import UnsupportedTorchError
 
 __all__: list[str] = []
 
+_NEEDED = ("_get_default_store", "_process_group_name")
+
 
 def make_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group with the default group's time limit; called by all of its ranks."""
+    """Make a group with the default group's time limit; called by all of its ranks.
+
+    Raises:
+        UnsupportedTorchError: torch lacks what names such a group.
+    """
     c10d: Any = dist.distributed_c10d
+    if lacking := [name for name in _NEEDED if not hasattr(c10d, name)]:
+        raise UnsupportedTorchError(
+            f"torch {torch.__version__} lacks {', '.join(lacking)} of torch.distributed, without "
+            "which some ranks cannot make a group; README says which versions are tested"
+        )
     timeout = c10d._get_default_store().timeout
-    counts = _made.setdefault(c10d._get_default_group(), Counter())
+    world: dist.ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
+    counts = _made.setdefault(world, Counter())
     listed = ",".join(map(str, ranks))
     with _named(f"pipert_{counts[listed]}_{hashlib.sha1(listed.encode()).hexdigest()}"):
         group: dist.ProcessGroup = dist.new_group(
