@@ -34,7 +34,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -43,7 +42,6 @@ from torch import Tensor
 
 from pipert._torch import is_autocast_on, keeps_graph, top_hooks, will_execute
 from pipert._typing import Tensors, Value
-from pipert.autograd import order
 from pipert.autograd.again import Again, Graph
 from pipert.autograd.engine import differentiate
 from pipert.autograd.function import applied
@@ -99,8 +97,7 @@ class Checkpoint:
             xs, begins, ys, rebuild, nodes = self._again.first(compute, value, self._take)
         finally:
             self._recording = False
-        shares_casts = is_autocast_on() and torch.is_autocast_cache_enabled()
-        if self._again.saves > _FEW and not shares_casts and not torch.is_anomaly_enabled():
+        if self._again.saves > _FEW and not _shares_casts() and not torch.is_anomaly_enabled():
             leaves = origins(ys, begins, nodes)
             if leaves is not None:
                 self._is_pair, self._xs = True, self._again.connections(xs)
@@ -202,6 +199,10 @@ def hooks_of_caller() -> Hooks:
     return found
 
 
+def _shares_casts() -> bool:
+    return is_autocast_on() and torch.is_autocast_cache_enabled()
+
+
 class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -246,6 +247,8 @@ _thread = _Thread()
 class _HookOnSum:
     """A hook on a weight that is not called with partial gradients."""
 
+    __slots__ = ("_hook",)
+
     def __init__(self, hook: Hook) -> None:
         self._hook = hook
 
@@ -278,12 +281,6 @@ class _Recompute(torch.autograd.Function):
 
 
 _apply_checkpoint = applied(_Checkpoint)
-
-CHECKPOINTED: Any = type(
-    _apply_checkpoint(SimpleNamespace(_xs=()), (order.ENTRANCE,), order.ENTRANCE)[0].grad_fn
-)
-"""The class of the nodes that differentiate what was recomputed."""
-
 _apply_recompute = applied(_Recompute)
 
 _SECOND_TIME = (

@@ -110,27 +110,20 @@ class Runtime:
         threads = self._threads()
         with self.counters.open(plan) as told:
             compute_cached(self.model.partitions)
-            step.partitions = self.model.partitions
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
             run = self._new_run(plan, told)
             stages = self.model.assemble(run, leaves, step, stats)
+            self._execute(run, stages, threads, timeout)
             try:
-                self._execute(run, stages, threads, timeout)
-                loss = self._end_of_step(step, stages, told)
-            finally:
-                step.bring_grads_back(adds=False)  # none is aside any more if the step succeeded
+                step.check()
+                sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
+                loss = step.commit(sums)
+            except Exception:
+                told.outcome = "failed"  # but no task has, so none is reported to observers
+                raise
             told.outcome = "succeeded"
             return loss
-
-    def _end_of_step(self, step: Step, stages: Sequence[Stage], told: Told) -> Tensor:
-        try:
-            step.check()
-            step.bring_grads_back(adds=True)
-            return step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
-        except Exception:
-            told.outcome = "failed"  # but no task has, so none is reported to observers
-            raise
 
     def _threads(self) -> list[WorkerThread]:
         """Return the started threads, or raise the reason why they cannot take a run."""

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pipert.autograd import order
 from pipert.autograd.again import Graph
-from pipert.autograd.checkpoint import CHECKPOINTED
 from pipert.autograd.engine import differentiate
-from pipert.autograd.leaves import Behind, is_in_python, leaves_behind
+from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
 from pipert.stage.cut import Cut, Kept
@@ -25,8 +24,6 @@ from pipert.stage.stage import How, Stage, observed
 __all__: list[str] = []
 
 Gradients = Sequence[Tensor | None]
-
-_OWN_NODES = {order.ENTERED, CHECKPOINTED}  # which add to no gradient themselves
 
 
 def backward(stage: Stage) -> How:
@@ -89,13 +86,12 @@ def _differentiate_graph(
     behind = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
-    found = gradients_of(cut, (*graph.xs, *leaves), ys, given, behind)
+    found = gradients_of((*graph.xs, *leaves), ys, given, behind)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
     return dxs, partial(cut.gradients.add, leaves, found[len(graph.xs) :])
 
 
 def gradients_of(
-    cut: Cut,
     wanted: Sequence[Any],
     ys: Sequence[Any],
     dys: Sequence[Tensor],
@@ -104,12 +100,8 @@ def gradients_of(
     """Differentiate ``ys`` by ``wanted`` on this thread.
 
     ``behind`` is the graph behind ``ys``. It is retained if other micro-batches go backward through
-    a part of it, which is the caller's. A function written in Python may run a backward of its own,
-    which adds to ``.grad`` at once; what is there is put aside, so that a step that fails changes
-    none.
+    a part of it, which is the caller's.
     """
-    if is_in_python({*map(type, behind.nodes)} - _OWN_NODES):
-        cut.step.put_grads_aside()
     try:
         return differentiate(ys, wanted, dys, retain_graph=bool(behind.others))
     except BaseException as error:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipert._typing import Tensors, Value
 from pipert.autograd.leaves import leaves_behind
@@ -42,29 +40,6 @@ class Step:
     inputs: list[Tensors] = field(default_factory=list)
     """For each micro-batch, the differentiable tensors of its input, in the caller's graph."""
     input_gradients: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    partitions: Sequence[nn.Module] = ()
-    _aside: list[tuple[Tensor, Tensor | None]] | None = None
-    """The parameters, each with its ``.grad`` from before the step, if that was put aside."""
-    _lock: AbstractContextManager[object] = field(default_factory=threading.RLock)
-
-    def put_grads_aside(self) -> None:
-        """Put the ``.grad`` of all parameters aside, once. Called by any worker."""
-        with self._lock:
-            if self._aside is None:
-                weights = dict.fromkeys(w for part in self.partitions for w in part.parameters())
-                self._aside = [(weight, weight.grad) for weight in weights]
-                for weight in weights:
-                    weight.grad = None
-
-    def bring_grads_back(self, adds: bool) -> None:
-        """Bring back what was put aside; if ``adds``, together with what was added since."""
-        with self._lock, torch.no_grad():
-            aside, self._aside = self._aside, None
-            for weight, before in aside or ():
-                added = weight.grad if adds else None
-                if added is not None and before is not None:
-                    before = before + added
-                weight.grad = added if before is None else before
 
     def check(self) -> None:
         """Gather the outputs, and refuse a loss without gradients, before any is delivered.
@@ -127,7 +102,7 @@ class Step:
                 "return a sum, and give forward_backward the denominator, such as "
                 "(target != -100).sum()",
                 RuntimeWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
 
 

@@ -94,14 +94,14 @@ OF_STEPS = [
     Mutant(
         "gradients-of-a-failed-step", RUNTIME,
         "a step that fails adds the gradients summed so far to `.grad`",
-        "                self._execute(run, stages, threads, timeout)\n                loss =",
+        "            self._execute(run, stages, threads, timeout)\n            try:",
         """\
-                try:
-                    self._execute(run, stages, threads, timeout)
-                except Exception:
-                    step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
-                    raise
-                loss =""",
+            try:
+                self._execute(run, stages, threads, timeout)
+            except Exception:
+                step.commit([stage.cut.gradients for stage in stages if stage.cut is not None])
+                raise
+            try:""",
         ("tests/contract/test_faults.py", "tests/step/test_step_errors.py"),
     ),
     Mutant(
