@@ -95,12 +95,15 @@ def _or(fallback: Any, path: str, owner: Any = None) -> Any:
         return fallback
 
 
-def _nothing(*args: Any) -> None:
-    """Do nothing."""
+with torch.inference_mode(False), torch.enable_grad():  # wherever pipert is imported
+    _leaf = torch.ones(1, device="cpu", requires_grad=True)
+    _node: Any = _leaf.view_as(_leaf).grad_fn
 
 
-_leaf = torch.ones(1, device="cpu", requires_grad=True)
-_node: Any = _leaf.view_as(_leaf).grad_fn
+def _make_node() -> object:
+    with torch.inference_mode(False), torch.enable_grad():
+        return _leaf.view_as(_leaf)
+
 
 # Graphs -------------------------------------------------------------------------------------------
 
@@ -117,9 +120,7 @@ sequence_nr: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 set_sequence_nr: Callable[[Any, int], None] = _needed("torch._C:_FunctionBase._set_sequence_nr")
 """Sets the number of the node of a ``Function``, given its context."""
 
-make_node: Callable[[], object] = _or(
-    lambda: _leaf.view_as(_leaf), "torch._C:_functions.UndefinedGrad"
-)
+make_node: Callable[[], object] = _or(_make_node, "torch._C:_functions.UndefinedGrad")
 """Creates a node of no use, in 0.1 us; the fallback takes ten times as long."""
 
 _needed("_register_hook_dict", _node)
@@ -243,7 +244,7 @@ def forward_level() -> int:
 is_traced_by_jit: Flag = vars(torch.jit)["is_tracing"]  # public, but untyped
 is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbolic_tracing")
 """The fallback lets ``torch.fx`` trace a pipe, which fails in torch."""
-watcher: Get = _or(_nothing, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
+watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
 """What torch.compile watches this thread with. The fallback lets it watch a pipe."""
 
 
@@ -292,5 +293,7 @@ def profiler_is_on() -> bool:
 profiles_this_thread: Flag = _or(lambda: False, "torch._C:_autograd._profiler_enabled")
 Range: Any = _or(profiler.record_function, "torch._C:_profiler._RecordFunctionFast")
 """A range in profiles; the fallback is public, and slower."""
-set_thread_name: Callable[[str], None] = _or(_nothing, "torch.multiprocessing:_set_thread_name")
+set_thread_name: Callable[[str], None] = _or(
+    lambda _: None, "torch.multiprocessing:_set_thread_name"
+)
 """Names the current thread for the operating system."""

@@ -90,13 +90,14 @@ class PipeTrainer(Trainer):  # type: ignore[misc,unused-ignore]
         inputs = self._prepare_inputs(inputs)
         arguments, labels = self._split(inputs)
         total = self._total(labels, num_items_in_batch)
+        adds_up = self.compute_loss_func is not None and num_items_in_batch is not None
         with self.compute_loss_context_manager():
             loss: Tensor = self.pipe.forward_backward(
                 **arguments,
                 loss_fn=self._loss_fn(num_items_in_batch),
                 target=labels,
                 schedule=self._schedule,
-                reduction="mean" if num_items_in_batch is None else "sum",
+                reduction="sum" if adds_up else "mean",
                 denominator=total,
                 loss_scale=self.accelerator.scaler,
             )

@@ -112,6 +112,21 @@ def test_a_pipe_without_any_other_name_is_right() -> None:
         assert found == ["right", "right"], f"{path}: {found}"
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_pipert_may_be_imported_where_gradients_are_disabled(mode: str) -> None:
+    script = f"""
+import torch
+with torch.{mode}():
+    import pipert
+pipe = pipert.Pipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), [1], devices=["cpu"], chunks=2)
+with pipe:
+    pipe.forward_backward(torch.ones(2, 2), loss_fn=lambda y, _: y.sum())
+    assert pipe[0].weight.grad is not None
+"""
+    done = scripts.run(script, fresh=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_all_names_are_there() -> None:
     _torch.refuse_unsupported()
     assert _torch.NEEDED and _torch.OTHERS

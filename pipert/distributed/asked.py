@@ -111,7 +111,8 @@ def bring(
         value = "on a GPU" if isinstance(scale, Tensor) and scale.is_cuda else float(scale)
         shown = None if step.scale is None else value
         kind = f"forward_backward with reduction={step.reduction!r} and loss_scale={shown}"
-        denominator = denominator_of(step.denominator, [site.device])
+        given = step.denominator if len(site.homes) - 1 in modules else None
+        denominator = denominator_of(given, [site.device])
         step = step._replace(loss_fn=loss_fn, denominator=denominator, scale=scale)
     if 0 in modules:
         inputs, sizes = scatter_with_sizes(args, kwargs, settings.chunks)

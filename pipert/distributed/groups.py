@@ -10,9 +10,11 @@ group gets a name of pipert's own, which depends only on the groups that the sam
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from pipert.errors import UnsupportedTorchError
+from pipert.queues.process_lock import ProcessLock
 
 __all__: list[str] = []
 
@@ -52,16 +55,32 @@ def make_group(ranks: Sequence[int], backend: str | None = None) -> dist.Process
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Give the process group that is made in the block a name."""
+    """Give the process group that this thread makes in the block a name."""
     c10d: Any = dist.distributed_c10d
-    name_by_number = c10d._process_group_name
-    c10d._process_group_name = lambda *args, **kwargs: name
+    with _naming.current:
+        if not isinstance(c10d._process_group_name, _Name):
+            c10d._process_group_name = _Name(c10d._process_group_name)
+    _own.name = name
     try:
         yield
     finally:
-        c10d._process_group_name = name_by_number
+        _own.name = None
 
 
+class _Thread(threading.local):
+    name: str | None = None
+    """The name of the group that this thread is making."""
+
+
+class _Name(partial[str]):
+    """Takes the place of torch's function that names groups, for those of pipert's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> str:
+        return super().__call__(*args, **kwargs) if _own.name is None else _own.name
+
+
+_own = _Thread()
+_naming = ProcessLock()
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
 """How many groups of each set of ranks were made under each default group; all of these ranks count
 alike."""

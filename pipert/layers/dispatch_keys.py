@@ -73,8 +73,8 @@ class Key:
             except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
                 raise RuntimeError(
                     f"torch {torch.__version__} does not let pipert give each task random numbers "
-                    f"and running statistics of its own, by the dispatch key {self._name}; use "
-                    "torch 2.13"
+                    f"and running statistics of its own, by the dispatch key {self._name}; README "
+                    "says which versions are tested"
                 ) from error
             self._key = key
 

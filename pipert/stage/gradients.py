@@ -46,7 +46,8 @@ class _Sum:
         """Add ``gradient`` out of place, since others may hold the total."""
         if self.total.layout == gradient.layout == torch.strided:
             # In the memory format of the weight, which may live on another device.
-            result = torch.empty_like(self.weight, device=gradient.device)
+            like = {"dtype": self.total.dtype, "device": gradient.device}
+            result = torch.empty_like(self.weight, **like)  # type: ignore[arg-type]
             self.total = torch.add(self.total, gradient, out=result)
         elif gradient.layout == torch.strided:
             self.total = gradient + self.total  # torch adds sparse to dense, not the other way

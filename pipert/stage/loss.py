@@ -219,12 +219,14 @@ class Loss:
 
     def of_mini_batch(self, shares: Tensor) -> Tensor:
         """Return the loss of the mini-batch; ``nan`` if nothing counts."""
-        total, denominator = shares.sum(), self._denominator
-        if denominator is None:
-            return total
+        denominator = self._denominator
+        # Sums of losses may overflow in half precision where their mean does not.
+        total = shares.sum(dtype=torch.promote_types(shares.dtype, torch.float32))
         if isinstance(denominator, Tensor):
             denominator = denominator.to(total.device)
-        return (total / denominator).to(total.dtype)
+        if denominator is not None:
+            total = total / denominator
+        return total.to(shares.dtype)
 
     def gradient_of(self, i: int, loss: Tensor) -> Tensor:
         """Return the gradient with which the backward of micro-batch ``i``'s loss begins."""

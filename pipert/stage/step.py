@@ -93,7 +93,7 @@ class Step:
         if bool(losses.sum().isfinite()):
             return
         finite = losses.isfinite()
-        if bool(finite.any()):
+        if bool(finite.any()) and not bool(finite.all()):  # else they overflow in their sum
             found = [i for i in range(len(losses)) if not finite[i]]
             named = ", ".join(f"{losses[i]} for micro-batch {i}" for i in found)
             warnings.warn(

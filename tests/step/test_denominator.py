@@ -179,6 +179,16 @@ def test_half_precision_overflows_no_sooner_than_with_a_mean() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_sums_in_half_precision_may_overflow_where_their_mean_does_not() -> None:
+    layer = nn.Linear(1, 1).half()
+    with pipe_of(nn.Sequential(layer), chunks=CHUNKS) as pipe:
+        loss = pipe.forward_backward(
+            torch.ones(4, 1, dtype=torch.float16), target=torch.ones(4), denominator=4,
+            loss_fn=lambda y, t: y.sum() * 0 + 40000.0,
+        )  # fmt: skip
+    assert loss.dtype is torch.float16 and loss == 40000.0
+
+
 # What is refused, and what is warned of -----------------------------------------------------------
 
 

@@ -85,6 +85,15 @@ def test_a_sum_is_laid_out_as_its_weight(
     assert total.stride() == weight.stride() and total.eq(3).all()
 
 
+def test_a_sum_has_the_dtype_of_its_gradients() -> None:
+    """A weight in half precision may want gradients in float32, which must not be rounded."""
+    weight, sums = torch.ones(2, dtype=torch.bfloat16, requires_grad=True), Gradients()
+    for _ in range(4):
+        sums.add([weight], [torch.full((2,), 1.001)])
+    ((_, total),) = sums.take()
+    assert total.dtype is torch.float32 and total.sub(4.004).abs().max() < 1e-6
+
+
 def test_a_weight_that_comes_twice_with_a_micro_batch_has_the_sum_of_all() -> None:
     weight = torch.ones(2, requires_grad=True)
     sums = Gradients()
