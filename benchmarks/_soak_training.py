@@ -46,10 +46,9 @@ def layers() -> nn.Sequential:
     return nn.Sequential(first, *middle, last)
 
 
-def summed(y: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the sum of the losses of the targets that are not ignored, and their number."""
-    total = cross_entropy(y, target, ignore_index=IGNORED, reduction="sum")
-    return total, (target != IGNORED).sum()
+def summed(y: Tensor, target: Tensor) -> Tensor:
+    """Returns the sum of the losses of the targets that are not ignored."""
+    return cross_entropy(y, target, ignore_index=IGNORED, reduction="sum")
 
 
 class Training:
@@ -98,8 +97,10 @@ class Training:
         pipe: Pipe, batch: UserDict[str, Any], target: Tensor, schedule: str | None
     ) -> Tensor:
         if schedule is not None:
-            options: dict[str, Any] = {"loss_fn": summed, "schedule": schedule}
-            found: Tensor = pipe.forward_backward(batch, target=target, **options)
+            found: Tensor = pipe.forward_backward(
+                batch, target=target, loss_fn=summed, denominator=(target != IGNORED).sum(),
+                schedule=schedule,
+            )  # fmt: skip
             return found
         y = pipe(batch)
         loss = cross_entropy(y, target.to(y.device), ignore_index=IGNORED)
