@@ -197,7 +197,7 @@ def test_gradients_are_the_plain_module_s_under_autocast(
         return where.region(where.caller, device.type, dtype)
 
     scaler = GradScaler(device.type, init_scale=256.0) if dtype is torch.float16 else None
-    steps = 20 if request.config.option.sweep else 4
+    steps = 6 if request.config.option.sweep else 4
     with pipe:
         taken = list(train(module, pipe, schedule, region, scaler, steps))
     torch.clear_autocast_cache()
