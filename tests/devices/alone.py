@@ -29,6 +29,8 @@ class Alone(NamedTuple):
     """
 
     weights: int
+    largest: int
+    """Bytes of the largest weight."""
     inputs: dict[int, int]
     """Bytes received, by sending partition: the value, and the skips that this one pops."""
     outputs: dict[int, int]
@@ -127,10 +129,11 @@ class _Probe:
         self.layers.zero_grad(set_to_none=True)
         del batch, edges, outputs
         assert self._live() == before, "the probe itself keeps something"
-        weights = nbytes(list(self.layers.parameters()))
+        weights = list(self.layers.parameters())
         return Alone(
-            weights, self._sources(), sizes, unsaved, saved, forward, quiet, backward, first, step
-        )
+            nbytes(weights), max([w.nbytes for w in weights], default=0), self._sources(), sizes,
+            unsaved, saved, forward, quiet, backward, first, step,
+        )  # fmt: skip
 
     def _sources(self) -> dict[int, int]:
         sources = [self.j - 1, *(s for _, s in self.skips.arriving)]

@@ -11,14 +11,12 @@ that its graph has saved or, if it is checkpointed, of the partition's inputs.
 
 *The running task* is F, R or B, whichever needs most. R and F of a checkpointed micro-batch compute
 on a copy of the inputs. B of a step has the gradients of all weights of the partition beside their
-sums, because torch returns them together; they are added in place.
+sums, because torch returns them together. They are added in place, but for each weight's second
+one: others may have the memory of the first, so there are three of one weight at that moment.
 
 Values *in transit* come on top: outputs that the next device has not copied yet, and gradients. In
 lockstep an output for partition k leaves k - j ticks after it was made, and its gradient arrives
 the same number of ticks before it is needed. This is the difference between the two bounds.
-
-A graph that has saved little is retained until B is over (``stage/release.py``). These predictions
-are for graphs that are not, and tests that use them switch it off.
 
 Bytes count until the host frees them. A GPU's allocator also holds back memory that another stream
 was recorded to use, until that stream is done; the simulation does not count these bytes.
@@ -119,7 +117,7 @@ def _tasks(setting: Setting, part: Alone, alive: int, of_loss: int) -> Iterator[
     if setting.m > 1:
         yield others * kept + part.weights + max(back, again * (not plain))
     if is_step and setting.m > 1:  # the second gradients are there, beside the sums
-        yield others * kept + 2 * part.weights
+        yield others * kept + 2 * part.weights + part.largest
 
 
 def _in_transit(setting: Setting, parts: Sequence[Alone], j: int) -> int:
