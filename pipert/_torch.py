@@ -1,4 +1,4 @@
-"""Every private name of torch that pipert uses, and what happens where torch lacks it.
+"""The private names of torch that pipert uses, and what happens where torch lacks one.
 
 Any release of torch may drop such a name. So each is looked up here, once, at import:
 
@@ -8,7 +8,8 @@ Any release of torch may drop such a name. So each is looked up here, once, at i
 2. Any other name has a *fallback*: a public way that is slower, or one feature less.
 
 ``tests/test_private_names.py`` takes each of them away. Attributes of tensors, modules, nodes and
-storages are read where they are used; here is only noted that they are needed.
+storages are read where they are used; here is only noted that they are needed. Those of process
+groups are in ``distributed/groups.py``.
 """
 
 from __future__ import annotations
@@ -47,9 +48,6 @@ class _Absent:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         refuse_unsupported()
-
-    def __repr__(self) -> str:
-        return f"<{self._name}, which torch {torch.__version__} lacks>"
 
 
 def refuse_unsupported() -> None:
@@ -158,6 +156,10 @@ for _name in (
 ):  # fmt: skip
     _needed(_name, nn.Identity())
 
+_needed("_check_input_dim", nn.BatchNorm1d)
+for _name in ("_local_scalar_dense", "_make_dual"):
+    _needed(_name, torch.ops.aten)
+
 _use_count: Any = _or(None, "_use_count", Tensor)
 _storage_use_count: Any = _or(None, "torch._C:_storage_Use_Count")
 
@@ -246,8 +248,6 @@ is_traced_by_fx: Flag = _or(lambda: False, "torch.fx._symbolic_trace:is_fx_symbo
 """The fallback lets ``torch.fx`` trace a pipe, which fails in torch."""
 watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_callback")
 """What torch.compile watches this thread with. The fallback lets it watch a pipe."""
-
-
 _or(True, "_cache_enabled", parametrize)
 
 
