@@ -19,7 +19,7 @@ from pipert import Pipe
 from pipert.autograd.streams import CopyStreams, compute_stream
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips, routes
-from pipert.stage import in_graph
+from pipert.stage import call_boundary
 from pipert.stage.assembly import Layered
 
 __all__ = ["ALL", "PARTS", "Components", "ComputeStreams", "only", "through_all_between"]
@@ -57,7 +57,7 @@ def only(pipe: Pipe, components: Components) -> Iterator[None]:
     runtime: Any = pipe._runtime
     with ExitStack() as stack:
         if not components.fork_join:
-            stack.enter_context(_replaced(in_graph, "order", _NO_ORDER))
+            stack.enter_context(_replaced(call_boundary, "order", _NO_ORDER))
         if not components.copy_streams:
             stack.enter_context(_replaced(runtime, "_streams", ComputeStreams()))
         if not components.direct_skips:

@@ -22,10 +22,10 @@ from pipert.errors import (
     WorkerDiedError,
 )
 from pipert.layers.call import is_checkpointing, is_recomputing
+from pipert.observe.event import Event
+from pipert.observe.observers import Observer, RunInfo, TaskInfo
 from pipert.pipe import Pipe
 from pipert.pipeline import ModulePipe, pipeline
-from pipert.seeing.event import Event
-from pipert.seeing.observers import Observer, RunInfo, TaskInfo
 from pipert.status import Statistics, TaskStatus, WorkerStatistics
 from pipert.timeline.timeline import Timeline
 

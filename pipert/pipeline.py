@@ -9,8 +9,8 @@ from typing import Any, Self
 from torch import nn
 
 from pipert._typing import Device
+from pipert.any_model.model import AnyModel
 from pipert.balance.by_calls import choose_cuts
-from pipert.driven.model import DrivenModel
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.calls import order_of_calls
@@ -103,8 +103,8 @@ class ModulePipe(Pipelined):
         """
         return list(self._cuts)
 
-    def _model(self) -> DrivenModel:
-        model = DrivenModel(self.module, self._partitions, self._cuts)
+    def _model(self) -> AnyModel:
+        model = AnyModel(self.module, self._partitions, self._cuts)
         self._release = weakref.finalize(self, model.end)
         self._release.atexit = False
         return model
@@ -121,7 +121,7 @@ class ModulePipe(Pipelined):
             super().close(seconds)
         finally:
             model = self._runtime.model
-            assert isinstance(model, DrivenModel)
+            assert isinstance(model, AnyModel)
             model.drivers.stop()
             self._release()  # a finalizer: runs only once, even if it was interrupted
         if not self._runtime.is_inside():  # else other drivers may be waiting for this layer

@@ -47,7 +47,7 @@ except ImportError as error:
         "pipert.prometheus needs the package prometheus_client: pip install prometheus_client"
     ) from error
 
-from pipert.seeing.observers import Observer, RunInfo, TaskInfo
+from pipert.observe.observers import Observer, RunInfo, TaskInfo
 from pipert.status import WAITING, Statistics
 
 __all__ = ["AnyPipe", "PipeMetrics"]

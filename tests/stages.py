@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from pipert import is_recomputing
 from pipert.autograd import streams as stream
 from pipert.autograd.streams import CopyStreams
+from pipert.observe.counters import Counters
+from pipert.observe.recorder import Recording
 from pipert.schedules.action import Action
 from pipert.schedules.plan import plan, plan_call
-from pipert.seeing.counters import Counters
-from pipert.seeing.recorder import Recording
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered as Model
 from pipert.stage.assembly import assemble
-from pipert.stage.cut import leaf_inputs
 from pipert.stage.run import Run
 from pipert.stage.stage import Task
 from pipert.stage.step import Step
+from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 from pipert.workers.worker import NOT_RUN
 
@@ -72,8 +72,8 @@ class Driven:
         if recording is not None:
             counters.start_recording(recording)
         copy_streams = CopyStreams() if streams is None else cast(CopyStreams, streams)
-        told = counters.begin(self.plan)
-        self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, told)
+        notifier = counters.begin(self.plan)
+        self.run = Run(self.plan, devices or n * [CPU], CallerContext(), copy_streams, notifier)
         self.outcome = self.run.outcome
         layers = tuple([nn.Sequential(*partition) for partition in partitions])
         self.stages = assemble(self.run, Model(layers, routes(layers)), inputs, step, None)

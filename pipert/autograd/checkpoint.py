@@ -42,12 +42,12 @@ from torch import Tensor
 
 from pipert._torch import is_autocast_on, keeps_graph, top_hooks, will_execute
 from pipert._typing import Tensors, Value
-from pipert.autograd.again import Again, Graph
 from pipert.autograd.engine import differentiate
 from pipert.autograd.function import applied
 from pipert.autograd.gate import Gate, connect_inputs
 from pipert.autograd.hooks import Forget, Hook, Hooks, refuse
 from pipert.autograd.leaves import origins
+from pipert.autograd.recompute import Graph, Recomputation
 from pipert.batch.tensors import describe
 from pipert.errors import NestedCheckpointError
 
@@ -64,8 +64,8 @@ class Whole(Protocol):
     def recompute(self, on_worker: bool) -> None:
         """Refill all checkpoints of the group."""
 
-    def one(self, again: Again, compute: Callable[[], T]) -> T:
-        """Run ``compute``, which computes ``again``, one of the group, as ``R[i,j]`` would."""
+    def one(self, recomputation: Recomputation, compute: Callable[[], T]) -> T:
+        """Run ``compute``, a ``recomputation`` of the group, as ``R[i,j]`` would."""
 
 
 class Checkpoint:
@@ -74,16 +74,17 @@ class Checkpoint:
     Owned by the graph: by the *Checkpoint* node, or by the unpack hook of ``F``'s graph.
 
     Args:
-        again: computes the task again.
+        recomputation: computes the task again.
         whole: the group it is recomputed with, by :meth:`refill`; ``None`` if it is alone.
     """
 
     __slots__ = (
-        "__weakref__", "_again", "_graph", "_is_pair", "_recording", "_saved", "_whole", "_xs",
+        "__weakref__", "_graph", "_is_pair", "_recomputation", "_recording", "_saved", "_whole",
+        "_xs",
     )  # fmt: skip
 
-    def __init__(self, again: Again, whole: Whole | None = None) -> None:
-        self._again = again
+    def __init__(self, recomputation: Recomputation, whole: Whole | None = None) -> None:
+        self._recomputation = recomputation
         self._whole = whole
         self._graph: Graph | None = None  # R's, until B
         self._saved: dict[int, tuple[Any, int]] = {}  # R's, if F's graph was kept
@@ -94,13 +95,14 @@ class Checkpoint:
         """Run ``compute(value)``, and replace its graph by one node if possible (rules 1 and 4)."""
         self._recording = True
         try:
-            xs, begins, ys, rebuild, nodes = self._again.first(compute, value, self._take)
+            xs, begins, ys, rebuild, nodes = self._recomputation.first(compute, value, self._take)
         finally:
             self._recording = False
-        if self._again.saves > _FEW and not _shares_casts() and not torch.is_anomaly_enabled():
+        is_large = self._recomputation.saves > _FEW
+        if is_large and not _shares_casts() and not torch.is_anomaly_enabled():
             leaves = origins(ys, begins, nodes)
             if leaves is not None:
-                self._is_pair, self._xs = True, self._again.connections(xs)
+                self._is_pair, self._xs = True, self._recomputation.connections(xs)
                 ys = _apply_checkpoint(self, ys, *xs, *leaves)
         return rebuild(ys)
 
@@ -114,14 +116,14 @@ class Checkpoint:
             self._whole.recompute(False)
 
     def _one(self, compute: Callable[[], T]) -> T:
-        return compute() if self._whole is None else self._whole.one(self._again, compute)
+        return compute() if self._whole is None else self._whole.one(self._recomputation, compute)
 
     def refill(self, on_worker: bool) -> None:
         """Compute the task again, and keep what the next backward needs."""
         if self._is_pair:
-            self._graph = self._again.compute(on_worker)
+            self._graph = self._recomputation.compute(on_worker)
         else:
-            self._saved = self._again.saved(on_worker)
+            self._saved = self._recomputation.saved(on_worker)
 
     def differentiate(
         self, dys: Sequence[Tensor | None], leaves: Tensors, needed: Sequence[bool]
@@ -136,7 +138,7 @@ class Checkpoint:
         gate, create_graph = Gate(), torch.is_grad_enabled()
         if create_graph:
             connect = partial(connect_inputs, gate, self._xs)
-            graph = self._one(lambda: self._again.compute(False, connect))
+            graph = self._one(lambda: self._recomputation.compute(False, connect))
         assert graph is not None
         pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
         ys, given = zip(*pairs, strict=True)
@@ -159,12 +161,12 @@ class Checkpoint:
             if self._recording:
                 refuse(number)
             if self._is_pair or self._whole is None:
-                self._saved = self._one(lambda: self._again.saved(False))
+                self._saved = self._one(lambda: self._recomputation.saved(False))
             else:
                 self._whole.recompute(False)
         value, version = self._saved.pop(number)
-        if self._again.hooks is not None:
-            return self._again.hooks[1](value)  # type: ignore[no-any-return]
+        if self._recomputation.hooks is not None:
+            return self._recomputation.hooks[1](value)  # type: ignore[no-any-return]
         tensor: Tensor = value
         if tensor._version != version:
             raise RuntimeError(
@@ -174,7 +176,7 @@ class Checkpoint:
         return tensor
 
     def __repr__(self) -> str:
-        return f"<Checkpoint of {self._again!r}>"
+        return f"<Checkpoint of {self._recomputation!r}>"
 
 
 def hooks_of_caller() -> Hooks:

@@ -33,7 +33,7 @@ from pipert.check.finding import BROKEN, NOT_CHECKED, REPORTED, Finding, Found, 
 from pipert.check.links import links, why_no_links
 from pipert.check.load import Load
 from pipert.check.ways import NEVER, TIMEOUT, Devices
-from pipert.seeing.event import COMPUTE, COPY, FORWARD
+from pipert.observe.event import COMPUTE, COPY, FORWARD
 from pipert.timeline.intervals import length, overlap, times_of, union
 from pipert.timeline.timeline import Timeline
 

@@ -28,7 +28,7 @@ from pipert.distributed.schedules import check_schedule
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.settings import check_checkpoint, check_chunks, whole
 from pipert.model.split import check_balance, check_module, require_balance
-from pipert.seeing.observers import Observer
+from pipert.observe.observers import Observer
 from pipert.skip.verify import verify_skippables
 from pipert.stage.loss import LossFunction
 from pipert.status import Statistics

@@ -19,8 +19,8 @@ import torch
 
 from pipert.distributed.agreement import Control
 from pipert.distributed.runtime import Runtime
-from pipert.seeing.event import BACKWARD, FORWARD, RECOMPUTE, WAIT, Event
-from pipert.seeing.recorder import Recording
+from pipert.observe.event import BACKWARD, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.observe.recorder import Recording
 from pipert.timeline.advice import cores
 from pipert.timeline.timeline import Timeline
 

@@ -35,13 +35,13 @@ from pipert.layers.drawing import draws
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
 from pipert.model.settings import recomputed
+from pipert.observe.counters import Counters
+from pipert.observe.notifier import Notifier
 from pipert.schedules.plan import plan, plan_call
-from pipert.seeing.counters import Counters
-from pipert.seeing.told import Told
 from pipert.skip import store
-from pipert.stage.cut import leaf_inputs
 from pipert.stage.loss import loss_of
 from pipert.stage.step import without_grad
+from pipert.stage.step_boundary import leaf_inputs
 from pipert.workers.context import CallerContext
 
 __all__: list[str] = []
@@ -81,17 +81,17 @@ class Runtime:
         first = brought[self.site.ends[self.site.number][0]]
         m, ranks = len(first.sizes), range(self._n)
         planned = plan_call(m, self._n, ranks) if step is None else plan("gpipe", m, self._n)
-        with self.counters.open(planned) as told:
+        with self.counters.open(planned) as notifier:
             try:
-                batch = self._batch(first, settings, step, targets, told)
+                batch = self._batch(first, settings, step, targets, notifier)
                 stats = DeferredStats([*self.parts.modules.values()]) if settings.deferred else None
                 leaves = inputs if step is None else [leaf_inputs(x) for x in inputs]
                 running = self._running(batch, leaves, stats)
                 prepared = self._shapes.prepare(brought, running, settings, step is not None)
                 loss, outputs = self._go(prepared, running, batch, step is not None)
-                told.outcome = "succeeded"
+                notifier.outcome = "succeeded"
             except Exception:  # an interrupt leaves it cancelled
-                told.outcome = "failed"
+                notifier.outcome = "failed"
                 raise
         if stats is not None:
             stats.commit()
@@ -105,7 +105,7 @@ class Runtime:
         settings: Settings,
         step: Step | None,
         targets: list[Value],
-        told: Told,
+        notifier: Notifier,
     ) -> MiniBatch:
         m, device = len(first.sizes), self.site.device
         loss = None
@@ -119,7 +119,7 @@ class Runtime:
         return MiniBatch(
             first.sizes,
             0 if step is None else recomputed(settings.checkpoint, m),
-            RunSeed(first.seed), told, context, loss,
+            RunSeed(first.seed), notifier, context, loss,
             keep_outputs=step is None or step.keep_outputs,
             is_wrapped=any(self.wrapped[j] is not part for j, part in self.parts.modules.items()),
             is_sharded=self._is_sharded,
@@ -132,7 +132,7 @@ class Runtime:
         running = {}
         for k, (j, module) in enumerate(self.parts.modules.items()):
             place = Place(j, self._n, len(batch.sizes), self.site.device, self.parts.before[j])
-            about = module, place, batch.context, self.parts.skips[j], batch.told
+            about = module, place, batch.context, self.parts.skips[j], batch.notifier
             draws_loss = place.is_last and batch.loss is not None and batch.loss.draws
             layers = Layers(*about)
             if draws_loss or draws(module):

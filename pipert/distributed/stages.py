@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from pipert._typing import Tensors, Value
 from pipert.autograd import order
-from pipert.autograd.again import Again
 from pipert.autograd.checkpoint import Checkpoint
+from pipert.autograd.recompute import Recomputation
 from pipert.batch.tensors import Carried, differentiable, tensors_of
 from pipert.distributed.boundary import Boundary
 from pipert.distributed.gradients import Gradients
@@ -32,12 +32,12 @@ from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import AfterLayer, Layers
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
+from pipert.observe.notifier import Notifier
 from pipert.schedules.action import BACKWARD, FORWARD, Action
-from pipert.seeing.told import Told
 from pipert.skip.routes import PartitionSkips
-from pipert.stage.cut import detached
 from pipert.stage.loss import Loss
 from pipert.stage.shared_memory import Shared, compute_watching
+from pipert.stage.step_boundary import detached
 from pipert.workers.context import NOTHING, CallerContext
 
 __all__: list[str] = []
@@ -71,7 +71,7 @@ class MiniBatch:
     recomputed: int
     """The number of micro-batches, counted from the first, whose layers are recomputed."""
     seed: RunSeed
-    told: Told
+    notifier: Notifier
     context: CallerContext
     loss: Loss | None
     """The loss of a step; only on the rank of the last partition."""
@@ -183,8 +183,8 @@ class Running:
         compute: Callable[[Value], Value]
         compute = partial(self.layers.forward, i, checkpointed, after_layer)
         if checkpointed:
-            again = partial(self.layers.recompute, i)
-            compute = partial(Checkpoint(Again(again, None)).record, compute)
+            replay = partial(self.layers.recompute, i)
+            compute = partial(Checkpoint(Recomputation(replay, None)).record, compute)
         return compute(x)
 
     def backward(self, i: int, go_back: Callable[[], None]) -> bool:
@@ -209,7 +209,7 @@ class Running:
             error = cause
         self.place.note(error, action)
         if self.batch.failure is None:
-            self.batch.told.failed(action, self.place.device, error)
+            self.batch.notifier.failed(action, self.place.device, error)
         self.batch.fail(error, action)
 
     def _zeros(self, tensors: Tensors) -> Tensor | Tensors:
@@ -227,9 +227,9 @@ class Running:
     def _observed(self, action: Action) -> Iterator[AfterLayer]:
         """Compute ``action`` in the block, seen by recordings and observers."""
         self.batch.last = action
-        told = self.batch.told
-        with told.watched(action, self.place.device) as span:
-            yield told.recorder.after_layer(span) if told.recorder and span else None
+        notifier = self.batch.notifier
+        with notifier.watched(action, self.place.device) as span:
+            yield notifier.recorder.after_layer(span) if notifier.recorder and span else None
 
 
 # torch wraps each error of a backward in one that prints all of its inputs, which may be long.

@@ -28,15 +28,15 @@ from pipert.engine.waiting import Waiting
 from pipert.errors import PipeClosedError, ReentrantCallError
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.parametrized import compute_cached
+from pipert.observe.counters import Counters
+from pipert.observe.notifier import Notifier
 from pipert.schedules.plan import Plan, plan_call
-from pipert.seeing.counters import Counters
-from pipert.seeing.told import Told
 from pipert.skip import store
 from pipert.stage.assembly import Model
-from pipert.stage.cut import leaf_inputs
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
+from pipert.stage.step_boundary import leaf_inputs
 from pipert.status import Statistics
 from pipert.workers.context import CallerContext
 from pipert.workers.pool import Pool
@@ -89,10 +89,10 @@ class Runtime:
         begin_numbers(len(inputs))  # so what the caller does next goes backward before turns
         plan = plan_call(len(inputs), len(self.devices), self.workers, recomputed)
         threads = self._threads()
-        with self.counters.open(plan) as told:
-            run = self._new_run(plan, told)
+        with self.counters.open(plan) as notifier:
+            run = self._new_run(plan, notifier)
             self._execute(run, self.model.assemble(run, inputs, None, stats), threads, timeout)
-            told.outcome = "succeeded"
+            notifier.outcome = "succeeded"
             return run.outputs
 
     def step(
@@ -108,11 +108,11 @@ class Runtime:
         Returns the loss. Arguments are as in :meth:`call`.
         """
         threads = self._threads()
-        with self.counters.open(plan) as told:
+        with self.counters.open(plan) as notifier:
             compute_cached(self.model.partitions)
             step.inputs = [differentiable(x)[0] for x in inputs]
             leaves = [leaf_inputs(x) for x in inputs]
-            run = self._new_run(plan, told)
+            run = self._new_run(plan, notifier)
             stages = self.model.assemble(run, leaves, step, stats)
             self._execute(run, stages, threads, timeout)
             try:
@@ -120,9 +120,9 @@ class Runtime:
                 sums = [stage.cut.gradients for stage in stages if stage.cut is not None]
                 loss = step.commit(sums)
             except Exception:
-                told.outcome = "failed"  # but no task has, so none is reported to observers
+                notifier.outcome = "failed"  # but no task has, so none is reported to observers
                 raise
-            told.outcome = "succeeded"
+            notifier.outcome = "succeeded"
             return loss
 
     def _threads(self) -> list[WorkerThread]:
@@ -134,14 +134,14 @@ class Runtime:
             )
         return self.waiting.threads()
 
-    def _new_run(self, plan: Plan, told: Told) -> Run:
+    def _new_run(self, plan: Plan, notifier: Notifier) -> Run:
         on_cuda = {device for device in self.devices if device.type == "cuda"}
         on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
         self._streams.follow_the_caller(on_cuda)
-        return Run(plan, self.devices, context, self._streams, told)
+        return Run(plan, self.devices, context, self._streams, notifier)
 
     def _execute(
         self, run: Run, stages: Sequence[Stage], threads: list[WorkerThread], timeout: float | None
@@ -154,13 +154,13 @@ class Runtime:
             run.end()
             run.return_what_was_read()
             run.seed.settle()
-        told, error = run.told, run.outcome.take_error()
+        notifier, error = run.notifier, run.outcome.take_error()
         if error is None:
             return
         if not (isinstance(error, PipeClosedError) and self.pool.closed):
-            told.outcome = "failed"
+            notifier.outcome = "failed"
             action = run.plan.order[run.outcome.failed_at]
-            told.failed(action, self.devices[action.j], error)
+            notifier.failed(action, self.devices[action.j], error)
         try:
             raise error
         finally:

@@ -26,8 +26,8 @@ from pipert.layers.place import Place, describe_layer
 from pipert.layers.random_numbers import RunSeed, Stream
 from pipert.layers.snapshot import Snapshot
 from pipert.layers.tied import Substitute, Weights
+from pipert.observe.notifier import Notifier
 from pipert.schedules.action import FORWARD, RECOMPUTE, Action
-from pipert.seeing.told import Told
 from pipert.skip.routes import PartitionSkips
 from pipert.skip.store import of_task
 from pipert.workers.context import NOTHING, CallerContext
@@ -75,7 +75,7 @@ class Layers:
         place: where they run, for errors, random numbers and observers.
         context: the caller's.
         skips: those that the partition stashes and pops. If there are any, values are ``Carried``.
-        told: counts and observes recomputations.
+        notifier: counts and observes recomputations.
     """
 
     draws = False
@@ -83,7 +83,7 @@ class Layers:
 
     __slots__ = (
         "_compiled", "_context", "_partition", "_place", "_skips", "_snapshot", "_substitutes",
-        "_told",
+        "_notifier",
     )  # fmt: skip
 
     def __init__(
@@ -92,13 +92,13 @@ class Layers:
         place: Place,
         context: CallerContext,
         skips: PartitionSkips,
-        told: Told,
+        notifier: Notifier,
     ) -> None:
         self._partition = partition
         self._place = place
         self._context = context
         self._skips = skips or None
-        self._told = told
+        self._notifier = notifier
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None
         # On CPU one thread runs the backward of all partitions.
@@ -191,9 +191,9 @@ class Layers:
             on_worker: whether this thread is a worker, under the caller's context already, rather
                 than a thread of autograd.
         """
-        self.again(i, lambda: partial(self.forward, i, False, None, get_value()), check, on_worker)
+        self.replay(i, lambda: partial(self.forward, i, False, None, get_value()), check, on_worker)
 
-    def again(
+    def replay(
         self,
         i: int,
         begin: Callable[[], Callable[[], Value]],
@@ -201,9 +201,10 @@ class Layers:
         on_worker: bool,
     ) -> None:
         """Like :meth:`recompute`, but ``begin`` returns the function that computes the output."""
-        told, context, action = self._told, self._context, Action(RECOMPUTE, i, self._place.j)
-        told.count_recomputation()
-        with told.recomputing(action, self._place.device) if told.is_watched else NOTHING:
+        notifier, context = self._notifier, self._context
+        action = Action(RECOMPUTE, i, self._place.j)
+        notifier.count_recomputation()
+        with notifier.recomputing(action, self._place.device) if notifier.is_watched else NOTHING:
             try:
                 if on_worker:  # as a task, under the caller's context already
                     y = self._compute_again(begin)

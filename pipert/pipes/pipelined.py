@@ -28,8 +28,8 @@ from pipert.model.settings import (
     recomputed,
     refuse_keywords_of,
 )
+from pipert.observe.observers import Observer
 from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan
-from pipert.seeing.observers import Observer
 from pipert.stage.assembly import Model
 from pipert.stage.loss import LossFunction, denominator_of, scale_of, split_step
 from pipert.stage.step import Step

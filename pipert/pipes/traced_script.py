@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pipert.observe.observers import Observer, RunInfo
 from pipert.pipes.pipelined import Pipelined, when_made
-from pipert.seeing.observers import Observer, RunInfo
 from pipert.timeline.timeline import Timeline
 
 __all__: list[str] = []

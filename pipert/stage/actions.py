@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 def _forward(stage: Stage) -> How:
-    if stage.run.told.recorder is None:
+    if stage.run.notifier.recorder is None:
         return forward(stage, compute_layers)
     return recorded_forward(stage)
 

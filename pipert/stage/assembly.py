@@ -21,14 +21,14 @@ from pipert.layers.place import Place, last_layer
 from pipert.layers.tied import Weights, borrowed, hooked
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.actions import ACTIONS, Actions
-from pipert.stage.copies import Copies, CutTransport, InGraphTransport, Transport
-from pipert.stage.cut import Cut
-from pipert.stage.in_graph import InGraph
+from pipert.stage.call_boundary import CallBoundary
+from pipert.stage.copies import CallTransport, Copies, StepTransport, Transport
 from pipert.stage.links import NOWHERE, Link, between, from_caller, to_caller
 from pipert.stage.recorded import RecordedTransport, recorded_link
 from pipert.stage.run import Run
 from pipert.stage.stage import Links, Stage
 from pipert.stage.step import Step
+from pipert.stage.step_boundary import StepBoundary
 
 __all__: list[str] = []
 
@@ -101,36 +101,36 @@ def _layers(
 ) -> Layers:
     draws_loss = step is not None and place.is_last and step.loss.draws
     if draws_loss or draws(partition) or kept_counters.get() is not None:
-        return RandomLayers(run.seed, partition, place, run.context, skips, run.told)
-    return Layers(partition, place, run.context, skips, run.told)
+        return RandomLayers(run.seed, partition, place, run.context, skips, run.notifier)
+    return Layers(partition, place, run.context, skips, run.notifier)
 
 
 def _between(run: Run, receiver: Place) -> Link:
-    link, recorder = between(), run.told.recorder
+    link, recorder = between(), run.notifier.recorder
     if recorder is None or receiver.device.type == "cuda":
         return link
     return recorded_link(link, recorder, receiver)
 
 
 def _transport(run: Run, place: Place, step: Step | None) -> Transport:
-    transport: Transport = CutTransport(place.device)
+    transport: Transport = StepTransport(place.device)
     if step is None:
-        transport = InGraphTransport(place.device)
-    recorder = run.told.recorder
+        transport = CallTransport(place.device)
+    recorder = run.notifier.recorder
     return transport if recorder is None else RecordedTransport(transport, recorder, place)
 
 
 def _ends(
     run: Run, place: Place, copies: Copies, step: Step | None
-) -> InGraph | Cut:
+) -> CallBoundary | StepBoundary:
     if step is None:
         grad, hooks = run.context.grad_enabled, run.context.saved_tensor_hooks
         in_turn = len(set(run.devices)) == 1
         # The last micro-batch goes backward first. It needs a turn where its nodes compete with
         # others: with the caller's in the last partition, with its own where there are no joins.
         forks_last = in_turn and (place.m == 1 or place.is_last)
-        return InGraph(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
-    return Cut(step, run, place, copies)
+        return CallBoundary(place.device, place.m - 1, grad, hooks, copies, in_turn, forks_last)
+    return StepBoundary(step, run, place, copies)
 
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from pipert.autograd import order
-from pipert.autograd.again import Graph
 from pipert.autograd.engine import differentiate
 from pipert.autograd.leaves import Behind, leaves_behind
+from pipert.autograd.recompute import Graph
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
-from pipert.stage.cut import Cut, Kept
 from pipert.stage.stage import How, Stage, observed
+from pipert.stage.step_boundary import Kept, StepBoundary
 
 __all__: list[str] = []
 
@@ -40,17 +40,19 @@ def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
     kept = cut.kept.pop(i, None)
     if kept is None:
         return ()
-    told, dys = stage.run.told, _gather(stage, cut, i, dy, kept)
-    if told.recorder is None:
+    notifier, dys = stage.run.notifier, _gather(stage, cut, i, dy, kept)
+    if notifier.recorder is None:
         dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
     else:
-        with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
+        with notifier.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
             dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
     dxs = _scatter(stage, cut, i, dxs, kept)
     return dxs
 
 
-def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[Tensor | None]:
+def _gather(
+    stage: Stage, cut: StepBoundary, i: int, dy: Gradients, kept: Kept
+) -> list[Tensor | None]:
     """Return the gradient of each output, brought from the stages that used it."""
     if kept.loss is not None:
         return [cut.step.loss.gradient_of(i, kept.loss)]
@@ -63,7 +65,7 @@ def _gather(stage: Stage, cut: Cut, i: int, dy: Gradients, kept: Kept) -> list[T
     return gathered
 
 
-def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
+def _differentiate(cut: StepBoundary, i: int, kept: Kept, dys: Gradients) -> Gradients:
     """Add up the gradients of the weights; return those of the inputs."""
     *loss_graphs, graph = kept.graphs
     for loss_graph in loss_graphs:
@@ -76,7 +78,7 @@ def _differentiate(cut: Cut, i: int, kept: Kept, dys: Gradients) -> Gradients:
 
 
 def _differentiate_graph(
-    cut: Cut, graph: Graph, dys: Gradients
+    cut: StepBoundary, graph: Graph, dys: Gradients
 ) -> tuple[Gradients, Callable[[], None]]:
     """Return the gradients of the graph's inputs, and a function that adds those of its leaves."""
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
@@ -112,7 +114,7 @@ def gradients_of(
         raise
 
 
-def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
+def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
     """Refuse leaves whose hooks would be called once per micro-batch.
 
     Raises:
@@ -128,7 +130,7 @@ def refuse_hooked(cut: Cut, leaves: Iterable[Tensor]) -> None:
             )
 
 
-def _scatter(stage: Stage, cut: Cut, i: int, dxs: Gradients, kept: Kept) -> Gradients:
+def _scatter(stage: Stage, cut: StepBoundary, i: int, dxs: Gradients, kept: Kept) -> Gradients:
     """Send the gradients of skips to the stages that stashed them; return those of the value."""
     start = len(dxs) - sum(kept.arriving)
     value, rest = dxs[:start], dxs[start:]

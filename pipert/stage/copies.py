@@ -43,7 +43,7 @@ class Transport(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class InGraphTransport:
+class CallTransport:
     """A transport whose copies and waits are nodes of the graph, where there is one."""
 
     _device: torch.device
@@ -69,7 +69,7 @@ class InGraphTransport:
 
 
 @dataclass(slots=True, eq=False)
-class CutTransport:
+class StepTransport:
     """A transport outside the graph. Copies of tensors that require grad require grad as well."""
 
     _device: torch.device

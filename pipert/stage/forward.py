@@ -51,8 +51,8 @@ def compute_layers(stage: Stage, i: int, x: Value, after_layer: AfterLayer = Non
         compute = partial(compute_watching, stage.shared, partial(stage.hand_on, i), compute)
     if checkpointed:
         # It outlives the run, so it must reference neither the stage nor the run.
-        again = partial(stage.layers.recompute, i)
-        compute = partial(stage.ends.checkpoint, again, compute)
+        replay = partial(stage.layers.recompute, i)
+        compute = partial(stage.ends.checkpoint, replay, compute)
     if stage.stats is None:
         y = compute(x)
     else:

@@ -18,6 +18,6 @@ def _execute(stage: Stage, i: int, _: Value) -> None:
     cut = stage.cut
     assert cut is not None
     kept = cut.kept.get(i)
-    if kept is not None and kept.again is not None:
-        graph = kept.again.compute(True)
-        cut.kept[i] = kept._replace(graphs=(*kept.graphs, graph), again=None)
+    if kept is not None and kept.recomputation is not None:
+        graph = kept.recomputation.compute(True)
+        cut.kept[i] = kept._replace(graphs=(*kept.graphs, graph), recomputation=None)

@@ -18,10 +18,10 @@ from pipert.autograd import streams
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
+from pipert.observe.backward import makers, watch_node, watch_nodes
+from pipert.observe.event import COPY, WAIT
+from pipert.observe.recorder import Recorder, Span
 from pipert.schedules.action import FORWARD, Action
-from pipert.seeing.backward import makers, watch_node, watch_nodes
-from pipert.seeing.event import COPY, WAIT
-from pipert.seeing.recorder import Recorder, Span
 from pipert.stage.copies import Transport
 from pipert.stage.forward import compute_layers, forward
 from pipert.stage.links import Link
@@ -64,14 +64,14 @@ def recorded_forward(stage: Stage) -> How:
 
 def _compute(after_sending: list[Callable[[], None]], stage: Stage, i: int, x: Value) -> Value:
     """Run ``compute_layers``, and record it and the end of each layer."""
-    told, j, device = stage.run.told, stage.place.j, stage.place.device
+    notifier, j, device = stage.run.notifier, stage.place.j, stage.place.device
     inputs, first = makers(differentiable(x)[0]), node_count()
-    with told.recorded(Action(FORWARD, i, j), device) as span:
-        assert told.recorder is not None
-        y = compute_layers(stage, i, x, told.recorder.after_layer(span))
+    with notifier.recorded(Action(FORWARD, i, j), device) as span:
+        assert notifier.recorder is not None
+        y = compute_layers(stage, i, x, notifier.recorder.after_layer(span))
     if stage.cut is None and stage.run.context.grad_enabled:
         outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
-        watch = partial(watch_nodes, told.recorder, i, j, device, outputs, inputs, made)
+        watch = partial(watch_nodes, notifier.recorder, i, j, device, outputs, inputs, made)
         after_sending.append(watch)
     return y
 

@@ -10,8 +10,8 @@ import torch
 from pipert._typing import Value
 from pipert.autograd.streams import CopyStreams, compute_stream, wait
 from pipert.layers.random_numbers import RunSeed
+from pipert.observe.notifier import Notifier
 from pipert.schedules.plan import Plan
-from pipert.seeing.told import Told
 from pipert.stage.links import SkipLinks
 from pipert.stage.outcome import Outcome
 from pipert.stage.shared_memory import Shared
@@ -29,7 +29,7 @@ class Run:
     """The device of each partition."""
     context: CallerContext
     streams: CopyStreams
-    told: Told
+    notifier: Notifier
     number: int = field(init=False)
     outcome: Outcome = field(init=False)
     seed: RunSeed = field(default_factory=RunSeed)
@@ -45,7 +45,7 @@ class Run:
     """Whether nobody waits for the run any more."""
 
     def __post_init__(self) -> None:
-        self.number = self.told.run.number
+        self.number = self.notifier.run.number
         self.outcome = Outcome(self.plan)
 
     def return_what_was_read(self) -> None:

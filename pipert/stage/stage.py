@@ -7,7 +7,7 @@ The ends of a stage govern how values enter and leave it. Only they differ betwe
 step:
 
 ============  ======================================  ==========================================
-\\             ``InGraph``: a call                     ``Cut``: a step
+\\             ``CallBoundary``: a call                     ``StepBoundary``: a step
 ============  ======================================  ==========================================
 Copy, Wait    nodes, whose backward goes back         copies of the value in ``F``, of the gradient
                                                       in ``B``; both on copy streams
@@ -38,12 +38,12 @@ from pipert.queues.once import Once
 from pipert.schedules.action import Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
-from pipert.stage.cut import Cut
-from pipert.stage.in_graph import InGraph
+from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.links import Link
 from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.stage.shared_memory import Shared, find_shared
+from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.worker import NOT_RUN
 
 __all__: list[str] = []
@@ -87,7 +87,7 @@ class Stage:
     skips: PartitionSkips | None
     """The skips that the partition stashes and pops; ``None`` if there are none."""
     links: Links
-    ends: InGraph | Cut
+    ends: CallBoundary | StepBoundary
     borrowed: Weights
     """The parameters that substitutes stand for; empty once these are lent to the layers."""
     stats: PartitionStats | None
@@ -95,7 +95,7 @@ class Stage:
     how: dict[str, How] = field(default_factory=dict)
     """How to carry out each kind of action."""
     outcome: Outcome = field(init=False)
-    cut: Cut | None = field(init=False)
+    cut: StepBoundary | None = field(init=False)
     """The ends, if they are cut."""
     loss: Callable[[int, Value], Value] | None = field(init=False)
     """Computes the loss, in the last stage of a step."""
@@ -107,7 +107,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.outcome = self.run.outcome
-        self.cut = cut = self.ends if isinstance(self.ends, Cut) else None
+        self.cut = cut = self.ends if isinstance(self.ends, StepBoundary) else None
         self.loss = cut.compute_loss if cut and self.place.is_last else None
         self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
         self._versions = [version(weight) for weight in self.borrowed]
@@ -159,11 +159,11 @@ def observed(stage: Stage, kind: str, execute: Execute) -> Execute:
 
     They are told in the task, so that their calls of the pipe are refused, as its layers' are.
     """
-    return partial(_observed, kind, execute) if stage.run.told.is_observed else execute
+    return partial(_observed, kind, execute) if stage.run.notifier.is_observed else execute
 
 
 def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value) -> Value:
-    with stage.run.told.observed(Action(kind, i, stage.place.j), stage.place.device):
+    with stage.run.notifier.observed(Action(kind, i, stage.place.j), stage.place.device):
         return execute(stage, i, received)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
 
 __all__: list[str] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from pipert.seeing.event import Event
+from pipert.observe.event import Event
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT, Event
 
 __all__: list[str] = []
 

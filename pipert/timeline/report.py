@@ -14,7 +14,7 @@ from textwrap import wrap
 
 import torch
 
-from pipert.seeing.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
+from pipert.observe.event import BACKWARD, COMPUTE, COPY, FORWARD, RECOMPUTE, WAIT, Event
 from pipert.timeline.advice import Advice, Costs, Observations, advise
 from pipert.timeline.intervals import Interval, length, overlap, times_of, union
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from pipert.model.devices import assign_workers
-from pipert.seeing.counters import Counters
-from pipert.seeing.event import KINDS, Event
-from pipert.seeing.recorder import Recording
+from pipert.observe.counters import Counters
+from pipert.observe.event import KINDS, Event
+from pipert.observe.recorder import Recording
 from pipert.timeline.advice import cores
 from pipert.timeline.chrome import chrome_trace
 from pipert.timeline.picture import save_picture

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert._typing import Value
-from pipert.driven.loans import Loans
+from pipert.any_model.loans import Loans
 from pipert.stage.stage import Stage
 from tests.observers import Log
 

@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipert import Pipe, RecomputationError, is_checkpointing, is_recomputing
 from pipert.autograd import checkpoint
-from pipert.autograd.again import Again
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
+from pipert.autograd.recompute import Recomputation
 from tests.pipes import pipe_of_layers
 
 same = torch.testing.assert_close
@@ -60,7 +60,7 @@ class Forgetful(Replay):
 
 def checkpointed(compute: Compute, value: Any, replay: Replay | None = None) -> Tensor:
     """Computes ``compute(value)``, one tensor, as a checkpointed partition does."""
-    checkpoint = Checkpoint(Again(replay or Forgetful(compute), None))
+    checkpoint = Checkpoint(Recomputation(replay or Forgetful(compute), None))
     (y,) = recompute_before((checkpoint.record(compute, value),), checkpoint)
     return y
 
@@ -250,7 +250,7 @@ def test_a_weight_that_is_an_output_keeps_the_graph_and_has_its_gradient() -> No
     def compute(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.sin(), weight
 
-    y, z = Checkpoint(Again(Forgetful(compute), None)).record(compute, leaf())
+    y, z = Checkpoint(Recomputation(Forgetful(compute), None)).record(compute, leaf())
     same(gradient(y * z, weight), leaf().sin())
 
 
@@ -348,7 +348,7 @@ def test_recomputation_comes_before_the_whole_backward() -> None:
 def test_backward_of_one_of_two_outputs_recomputes_once() -> None:
     x = leaf()
     replay = Replay(lambda x: (x.sin(), x.exp()))
-    checkpoint = Checkpoint(Again(replay, None))
+    checkpoint = Checkpoint(Recomputation(replay, None))
     y, _ = recompute_before(checkpoint.record(replay.compute, x), checkpoint)
     gradient(y, x)
     assert replay.calls == 1
@@ -357,7 +357,7 @@ def test_backward_of_one_of_two_outputs_recomputes_once() -> None:
 def test_gradient_of_one_of_two_outputs_is_that_of_the_computation() -> None:
     x = leaf()
     replay = Replay(lambda x: (x.sin(), x.exp()))
-    checkpoint = Checkpoint(Again(replay, None))
+    checkpoint = Checkpoint(Recomputation(replay, None))
     _, y = recompute_before(checkpoint.record(replay.compute, x), checkpoint)
     same(gradient(y, x), x.exp())
 
@@ -486,7 +486,7 @@ def test_gradient_with_a_graph_is_that_of_the_computation_alone(way: Way) -> Non
 
 
 def recorded(compute: Compute, x: Tensor) -> tuple[Tensor, weakref.ref[Checkpoint]]:
-    checkpoint = Checkpoint(Again(Forgetful(compute), None))
+    checkpoint = Checkpoint(Recomputation(Forgetful(compute), None))
     (y,) = recompute_before((checkpoint.record(compute, x),), checkpoint)
     return y, weakref.ref(checkpoint)
 
@@ -635,7 +635,7 @@ def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
         packed.append(tensor)
         return tensor
 
-    checkpoint = Checkpoint(Again(Replay(custom(torch.sin)), (pack, lambda tensor: tensor)))
+    checkpoint = Checkpoint(Recomputation(Replay(custom(torch.sin)), (pack, lambda tensor: tensor)))
     (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
     before = len(packed)
     gradient(y, x)
@@ -645,7 +645,7 @@ def test_hooks_pack_what_is_recomputed_and_not_what_is_saved_first() -> None:
 def test_hooks_unpack_what_they_packed() -> None:
     x = leaf()
     hooks = (lambda tensor: ("packed", tensor * 2), lambda packed: packed[1] / 2)
-    checkpoint = Checkpoint(Again(Replay(custom(torch.sin)), hooks))
+    checkpoint = Checkpoint(Recomputation(Replay(custom(torch.sin)), hooks))
     (y,) = recompute_before((checkpoint.record(custom(torch.sin), x),), checkpoint)
     same(gradient(y, x), x.cos())
 
@@ -701,9 +701,9 @@ def test_refusal_of_another_computation_says_what_to_change() -> None:
 
 
 def test_checkpoint_shows_what_it_holds() -> None:
-    checkpoint = Checkpoint(Again(Replay(torch.sin), None))
+    checkpoint = Checkpoint(Recomputation(Replay(torch.sin), None))
     checkpoint.record(torch.sin, leaf())
-    assert repr(checkpoint) == "<Checkpoint of <Again of 1 inputs>>"
+    assert repr(checkpoint) == "<Checkpoint of <Recomputation of 1 inputs>>"
 
 
 # Inside a pipe.

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Event, Pipe
-from pipert.seeing.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
+from pipert.observe.event import BACKWARD, COPY, FORWARD, RECOMPUTE, WAIT
 from pipert.timeline.timeline import Timeline
 from tests import simulated_gpus
-from tests.any_model.driven_pipe import DrivenPipe
+from tests.any_model.any_model_pipe import AnyModelPipe
 from tests.simulated_gpus.simulation import Simulation
 from tests.skips import popping, stashing
 
@@ -100,7 +100,7 @@ def test_copies_of_a_step_are_hidden(gpus: Simulation, pipe: Pipe) -> None:
     assert gpus.makespan() == pytest.approx(2 * PASS, abs=1)
 
 
-@pytest.mark.parametrize("kind", [Pipe, DrivenPipe])
+@pytest.mark.parametrize("kind", [Pipe, AnyModelPipe])
 def test_a_recomputation_does_not_wait_for_the_copy_of_the_gradient(
     gpus: Simulation, kind: type[Any]
 ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipert import Pipe
 from pipert.stage.copies import Copies
-from pipert.stage.cut import Cut
+from pipert.stage.step_boundary import StepBoundary
 from tests.devices.expected import bounds, for_each
 from tests.devices.lockstep import in_lockstep
 from tests.devices.subjects import SUBJECTS, Parts, Subject, even
@@ -96,14 +96,14 @@ def test_a_graph_that_stays_too_long_is_noticed(
 ) -> None:
     """Each partition keeps the tensors saved for its previous micro-batch."""
     late: dict[int, Any] = {}
-    leave = Cut.leave
+    leave = StepBoundary.leave
 
-    def leave_and_keep(cut: Cut, i: int, y: Any) -> Any:
+    def leave_and_keep(cut: StepBoundary, i: int, y: Any) -> Any:
         left, j = leave(cut, i, y), cut._place.j
         late[j] = [*late.get(j, [])[-1:], saved_behind(cut.kept[i].graphs[0].ys[0].node)]
         return left
 
-    monkeypatch.setattr(Cut, "leave", leave_and_keep)
+    monkeypatch.setattr(StepBoundary, "leave", leave_and_keep)
     assert wrongs(gpus, "gpt", 2, "1f1b", "never")
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from pipert import Event, Observer, RunInfo, Statistics, TaskInfo, distributed
-from pipert.seeing.recorder import Recording
+from pipert.observe.recorder import Recording
 from tests.distributed.launcher import run
 
 N, M = 2, 4
@@ -165,7 +165,7 @@ def test_a_step_that_fails_is_left_out() -> None:
         assert cut == []  # a block that is left by an error is of no rank
 
 
-class Told(Observer):
+class Notifier(Observer):
     def __init__(self) -> None:
         self.names: list[str] = []
 
@@ -184,7 +184,7 @@ class Told(Observer):
 
 def observed(rank: int) -> tuple[list[str], Statistics]:
     pipe = pipe_of([0.0, 0.0], checkpoint="except_last", chunks=2)
-    told = Told()
+    told = Notifier()
     pipe.add_observer(told)
     step(pipe)
     with pytest.raises((RuntimeError, TypeError)):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, is_recomputing
-from pipert.driven.passage import Passage
+from pipert.any_model.passage import Passage
 from pipert.layers.intercepted import here
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Observer, Pipe, PipelineTimeout, ReentrantCallError, TaskInfo
+from pipert.observe.counters import Counters
 from pipert.schedules.plan import plan_call
-from pipert.seeing.counters import Counters
 from tests.activations import until
 from tests.faults.stuck import SHORT, WAIT, Stuck
 from tests.layers import Apply

@@ -6,8 +6,8 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-MOVING, JOURNEY = "pipert/driven/moving.py", "pipert/driven/journey.py"
-STAGES = "pipert/driven/stages.py"
+MOVING, JOURNEY = "pipert/any_model/moving.py", "pipert/any_model/journey.py"
+STAGES = "pipert/any_model/stages.py"
 
 MUTANTS = [
     Mutant(

@@ -59,13 +59,13 @@ OF_GRAPHS = [
         ("tests/contract/test_order_of_sums.py",),
     ),
     Mutant(
-        "inputs-changed-unnoticed", "pipert/autograd/again.py",
+        "inputs-changed-unnoticed", "pipert/autograd/recompute.py",
         "an input modified between forward and recomputation is used for the recomputation",
         "if version(tensor) != before:", "if False:",
         ("tests/autograd/test_checkpoint.py",),
     ),
     Mutant(
-        "inputs-not-cloned", "pipert/autograd/again.py",
+        "inputs-not-cloned", "pipert/autograd/recompute.py",
         "a checkpointed partition gets the input itself, which a first layer may change in place",
         "given.append(tensor.clone())", "given.append(tensor)",
         ("tests/autograd/test_checkpoint.py",),

@@ -9,8 +9,8 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-STAMP, RECORDER = "pipert/seeing/stamp.py", "pipert/seeing/recorder.py"
-BACKWARD, TOLD = "pipert/seeing/backward.py", "pipert/seeing/told.py"
+STAMP, RECORDER = "pipert/observe/stamp.py", "pipert/observe/recorder.py"
+BACKWARD, TOLD = "pipert/observe/backward.py", "pipert/observe/notifier.py"
 STAGE, STEP = "pipert/stage/recorded.py", "pipert/stage/backward.py"
 
 _RECORD = "event.record(stream or torch.cuda.current_stream(device))"
@@ -106,8 +106,8 @@ MUTANTS = [
     ),
     Mutant(
         "forward-by-the-process", STAGE, "the device's clock for a forward",
-        "with told.recorded(Action(FORWARD, i, j), device) as span",
-        "with told.recorded(Action(FORWARD, i, j), _CPU) as span",
+        "with notifier.recorded(Action(FORWARD, i, j), device) as span",
+        "with notifier.recorded(Action(FORWARD, i, j), _CPU) as span",
     ),
     Mutant(
         "layers-by-the-process", RECORDER, "the device's clock for layers",
@@ -115,8 +115,8 @@ MUTANTS = [
     ),
     Mutant(
         "step-backward-by-the-process", STEP, "the device's clock for a backward of a step",
-        "with told.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device)",
-        'with told.recorded(Action(BACKWARD, i, stage.place.j), torch.device("cpu"))',
+        "with notifier.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device)",
+        'with notifier.recorded(Action(BACKWARD, i, stage.place.j), torch.device("cpu"))',
     ),
     Mutant(
         "recomputation-by-the-process", TOLD, "the device's clock for a recomputation",

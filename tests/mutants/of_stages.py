@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 COPIES = "pipert/stage/copies.py"
-IN_GRAPH, CUT = "pipert/stage/in_graph.py", "pipert/stage/cut.py"
+IN_GRAPH, CUT = "pipert/stage/call_boundary.py", "pipert/stage/step_boundary.py"
 BACKWARD = "pipert/stage/backward.py"
 
 _COMPUTE_WAITS = (

@@ -138,7 +138,7 @@ OF_STEPS = [
         ("tests/autograd/test_leaves.py",),
     ),
     Mutant(
-        "casts-left-behind", "pipert/driven/tape.py",
+        "casts-left-behind", "pipert/any_model/tape.py",
         "a call recomputed under the model's own autocast leaves its casts to the next step",
         "autocast((False, self._autocast[1]), False)", "autocast(self._autocast, False)",
         ("tests/contract/test_autocast.py",),
@@ -152,8 +152,8 @@ OF_STEPS = [
     Mutant(
         "failed-after-its-tasks", RUNTIME,
         "a step whose gradients cannot be delivered counts as successful",
-        'told.outcome = "failed"  # but no task has, so none is reported to observers',
-        'told.outcome = "succeeded"',
+        'notifier.outcome = "failed"  # but no task has, so none is reported to observers',
+        'notifier.outcome = "succeeded"',
         ("tests/step/test_step_seen.py",),
     ),
     Mutant(
@@ -164,7 +164,7 @@ OF_STEPS = [
         ("tests/properties/test_any_plan.py", "tests/schedules/test_plan.py"),
     ),
     Mutant(
-        "failing-observer-stays", "pipert/seeing/told.py",
+        "failing-observer-stays", "pipert/observe/notifier.py",
         "an observer that raises still gets every later event, and fills the log",
         "                self._observers.pop(id(observer), None)\n", "",
         ("tests/test_observe.py",),

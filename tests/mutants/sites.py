@@ -38,7 +38,7 @@ OF = {
     "self": {"stream"},
     "recorder": {"begin", "end", "during"},
     "_recorder": {"begin", "end", "during"},
-    "told": {"recorded", "watched"},
+    "notifier": {"recorded", "watched"},
 }
 """Methods that count as such a place if called on a module or variable of the given name."""
 
@@ -48,18 +48,18 @@ REASONS = {
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
     (
-        "pipert/driven/stages.py",
-        "told.watched(action, stage.place.device)",
+        "pipert/any_model/stages.py",
+        "notifier.watched(action, stage.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
         "pipert/distributed/stages.py",
-        "told.watched(action, self.place.device)",
+        "notifier.watched(action, self.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
-        "pipert/driven/recorded.py",
+        "pipert/any_model/recorded.py",
         "stamp(self._places[-1][1])",
-    ): "as that of a layer in seeing/recorder.py, which has a mutant",
-    ("pipert/stage/cut.py", "self.copies.let_others_copy(i)"): "what calls it has a mutant",
+    ): "as that of a layer in observe/recorder.py, which has a mutant",
+    ("pipert/stage/step_boundary.py", "self.copies.let_others_copy(i)"): "its caller has a mutant",
 }
 """The places that need no mutant, with the reason."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert import Pipe
-from pipert.seeing.event import BACKWARD, RECOMPUTE
+from pipert.observe.event import BACKWARD, RECOMPUTE
 from tests import simulated_gpus
 
 pytestmark = pytest.mark.cuda

@@ -16,7 +16,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pipert import Pipe
-from pipert.seeing import ranges
+from pipert.observe import ranges
 
 
 def pipe() -> Pipe:

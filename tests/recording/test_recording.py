@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from pipert import Event, Pipe, Timeline
-from pipert.seeing.recorder import Span
+from pipert.observe.recorder import Span
 from pipert.skip import pop, skippable, stash
 from pipert.stage.recorded import RecordedTransport
 from tests.layers import Apply

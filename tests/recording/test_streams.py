@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pipert import Event
-from pipert.seeing import backward, recorder, stamp
-from pipert.seeing.event import COPY, WAIT
-from pipert.seeing.recorder import Recording
+from pipert.observe import backward, recorder, stamp
+from pipert.observe.event import COPY, WAIT
+from pipert.observe.recorder import Recording
 from tests.stages import CPU, META, FakeStream, FakeStreams, run_between_devices
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pipert.autograd.streams import CopyStreams
+from pipert.observe.counters import Counters
 from pipert.schedules.plan import plan_call
-from pipert.seeing.counters import Counters
 from pipert.stage.run import Run
 from pipert.workers.context import CallerContext
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.seeing.event import COPY
-from pipert.seeing.recorder import Recording
+from pipert.observe.event import COPY
+from pipert.observe.recorder import Recording
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.stage.gradients import Gradients
 from pipert.stage.loss import Loss
@@ -35,7 +35,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, meta: None) -> FakeStreams:
     return FakeStreams(monkeypatch)
 
 
-class DrivenStep(Driven):
+class AnyModelStep(Driven):
     """One micro-batch of a step, with a log of each action's stream operations."""
 
     def __init__(
@@ -68,8 +68,8 @@ class DrivenStep(Driven):
         return [total for _, total in cut.gradients.take()]
 
 
-def two(fake: FakeStreams, **options: Any) -> DrivenStep:
-    return DrivenStep(fake, [fake.layer(0, CPU), fake.layer(1, META)], [CPU, META], **options)
+def two(fake: FakeStreams, **options: Any) -> AnyModelStep:
+    return AnyModelStep(fake, [fake.layer(0, CPU), fake.layer(1, META)], [CPU, META], **options)
 
 
 def test_a_forward_lets_the_copy_wait_for_compute(fake: FakeStreams) -> None:
@@ -139,7 +139,7 @@ def test_copies_of_gradients_are_recorded_with_their_origin(fake: FakeStreams) -
 
 
 def test_arguments_from_elsewhere_are_copied_after_what_computes_them(fake: FakeStreams) -> None:
-    step = DrivenStep(fake, [fake.layer(0, META)], [META])
+    step = AnyModelStep(fake, [fake.layer(0, META)], [META])
     assert step.logs["F[0,0]"][:4] == [
         "<copy cpu 0> waits for <compute cpu>",
         "copy from <copy cpu 0> to <copy meta 0>",
@@ -169,8 +169,8 @@ class Pop(Skippable):
         return x + skip
 
 
-def three(fake: FakeStreams) -> DrivenStep:
-    return DrivenStep(fake, [Stash(), fake.layer(1, META), Pop()], [CPU, META, META])
+def three(fake: FakeStreams) -> AnyModelStep:
+    return AnyModelStep(fake, [Stash(), fake.layer(1, META), Pop()], [CPU, META, META])
 
 
 def test_a_skip_is_copied_straight_to_the_device_where_it_is_popped(fake: FakeStreams) -> None:

@@ -1,6 +1,6 @@
 """Tests how a driven model ends: errors, timeouts, closing, exceptions thrown in from outside.
 
-Guarantees of all pipes are tested by running the tests of ``Pipe`` with ``--driven``.
+Guarantees of all pipes are tested by running the tests of ``Pipe`` with ``--any-model``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from pipert.driven.drivers import Driver
+from pipert.any_model.drivers import Driver
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
 from pipert.layers.dispatch_keys import stashed
 from pipert.pipeline import ModulePipe

@@ -17,9 +17,9 @@ from torch import Tensor
 from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.again import Again, Edges, Graph, Replay, edges_of
 from pipert.autograd.hooks import refuse
 from pipert.autograd.leaves import begin_numbers
+from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, find, registered
 from pipert.batch.tensors import Carried, differentiable
 from pipert.batch.trees import ORDINARY, flatten
@@ -38,7 +38,7 @@ class Kept(NamedTuple):
 
     graphs: tuple[Graph, ...]
     """From the loss or the outputs to the inputs; ``R[i,j]`` adds the graph of the layers."""
-    again: Again | None
+    recomputation: Recomputation | None
     """Recomputes the layers; ``None`` if they are not checkpointed, and after ``R[i,j]``."""
     arriving: tuple[int, ...]
     """The number of differentiable tensors in each arriving skip."""
@@ -55,7 +55,7 @@ class Entered(NamedTuple):
     arriving: tuple[int, ...]
 
 
-class Cut:
+class StepBoundary:
     """The ends of a stage whose graph is cut.
 
     Args:
@@ -66,7 +66,7 @@ class Cut:
     """
 
     __slots__ = (
-        "_again", "_callers", "_entered", "_first", "_hooks", "_is_last", "_place",
+        "_recomputation", "_callers", "_entered", "_first", "_hooks", "_is_last", "_place",
         "_recomputed", "_seed", "copies", "gradients", "kept", "step",
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ class Cut:
         self._seed = run.seed
         self.copies = copies
         self._entered = Entered((), ())
-        self._again: Again | None = None  # of the current micro-batch
+        self._recomputation: Recomputation | None = None  # of the current micro-batch
         self._callers = node_count()  # the caller's nodes have numbers below this
         self._first: int | None = None  # nodes made here have numbers from this on
 
@@ -106,9 +106,9 @@ class Cut:
         self._entered = Entered(edges_of(xs), arriving)
         return rebuild(xs)
 
-    def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
-        self._again = Again(again, self._hooks)
-        _, _, ys, rebuild, _ = self._again.first(compute, x, refuse)
+    def checkpoint(self, replay: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+        self._recomputation = Recomputation(replay, self._hooks)
+        _, _, ys, rebuild, _ = self._recomputation.first(compute, x, refuse)
         if not self._is_last or not ys:
             return rebuild(tuple([y.detach().requires_grad_() for y in ys]))
         ys = order.enter(ys)  # the graph of the loss is kept, and begins here
@@ -117,16 +117,16 @@ class Cut:
 
     def leave(self, i: int, y: Value) -> Value:
         (xs, arriving), self._entered = self._entered, Entered((), ())
-        again, self._again = self._again, None
+        recomputation, self._recomputation = self._recomputation, None
         self.copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
         skips = y.skips if isinstance(y, Carried) else ()
         leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
         if ys:
-            has_graph = again is None or self._is_last
+            has_graph = recomputation is None or self._is_last
             graphs = (Graph(xs, edges_of(ys)),) if has_graph else ()
             loss = ys[0] if self._is_last else None
-            self.kept[i] = Kept(graphs, again, arriving, leaving, loss)
+            self.kept[i] = Kept(graphs, recomputation, arriving, leaving, loss)
         if self._is_last:
             return Carried((), ()) if isinstance(y, Carried) else ()
         if not isinstance(y, Tensor):

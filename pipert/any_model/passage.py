@@ -9,7 +9,7 @@ order::
     lend the turn    ----->  code before the first cut
     wait                     layers of partition 0
                      <-----  a layer of partition 1 is called
-    F[i,0] is done           (worker 1 is told)       ----->  F[i,1] has its input
+    F[i,0] is done           (worker 1 is notifier)       ----->  F[i,1] has its input
                              wait                     <-----  lend the turn
                              that layer, and what follows     wait
                              ... forward returns      ----->  F[i,1] is done, with the output
@@ -46,12 +46,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from pipert._typing import Value
+from pipert.any_model.crossing import Crossing
+from pipert.any_model.layers import Layer, Layers
+from pipert.any_model.loans import POLL, SENT, Loans
+from pipert.any_model.recorded import Recording
+from pipert.any_model.tape import Tape
 from pipert.batch.microbatch import Arguments
-from pipert.driven.crossing import Crossing
-from pipert.driven.layers import Layer, Layers
-from pipert.driven.loans import POLL, SENT, Loans
-from pipert.driven.recorded import Recording
-from pipert.driven.tape import Tape
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
@@ -231,7 +231,7 @@ class Passage:
         self._journey.end(self)
         try:
             self.j = j
-            if stage.run.told.is_observed:
+            if stage.run.notifier.is_observed:
                 self._loans.give_back(stage.place.j, ())
             else:
                 stage.links.y.send(self.i, ())

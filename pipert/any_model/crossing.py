@@ -30,18 +30,18 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Tensors, Value
+from pipert.any_model.asked import refuse_going_back
+from pipert.any_model.glue import DEVICE_METADATA, GRADIENT_REQUESTS, METADATA, OutsideOfGlue
+from pipert.any_model.hooked import GradientHooks, hooks_for
+from pipert.any_model.moving import Moves
+from pipert.any_model.stand_ins import StandIns, refuse_old_base
+from pipert.any_model.swapped import swapped
+from pipert.any_model.tape import Tape
+from pipert.any_model.transforms import outside_of_transforms, refuse_to_cut
 from pipert.autograd import order
-from pipert.autograd.again import edges_of
 from pipert.autograd.order import ENTERED
+from pipert.autograd.recompute import edges_of
 from pipert.batch.tensors import differentiable, tensors_of
-from pipert.driven.asked import refuse_going_back
-from pipert.driven.glue import DEVICE_METADATA, GRADIENT_REQUESTS, METADATA, OutsideOfGlue
-from pipert.driven.hooked import GradientHooks, hooks_for
-from pipert.driven.moving import Moves
-from pipert.driven.stand_ins import StandIns, refuse_old_base
-from pipert.driven.swapped import swapped
-from pipert.driven.tape import Tape
-from pipert.driven.transforms import outside_of_transforms, refuse_to_cut
 from pipert.stage.stage import Stage
 from pipert.workers.context import is_transformed
 

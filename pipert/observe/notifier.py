@@ -16,12 +16,12 @@ from time import perf_counter
 
 import torch
 
+from pipert.observe.backward import interrupt
+from pipert.observe.event import kind_of
+from pipert.observe.observers import Observer, Observers, RunInfo, TaskInfo
+from pipert.observe.ranges import task_range
+from pipert.observe.recorder import Recorder, Span
 from pipert.schedules.action import Action
-from pipert.seeing.backward import interrupt
-from pipert.seeing.event import kind_of
-from pipert.seeing.observers import Observer, Observers, RunInfo, TaskInfo
-from pipert.seeing.ranges import task_range
-from pipert.seeing.recorder import Recorder, Span
 
 __all__: list[str] = []
 
@@ -29,7 +29,7 @@ _log = logging.getLogger("pipert")
 
 
 @dataclass(eq=False)
-class Told:
+class Notifier:
     """Tells observers, recordings and profilers about one run. Thread-safe.
 
     References neither the run nor the pipe: recomputations outlive the run, and maybe the pipe.
@@ -126,4 +126,4 @@ class Told:
         return TaskInfo(self.run.number, action.phase, action.j, action.i, device)
 
     def __repr__(self) -> str:
-        return f"<Told of {self.run}>"
+        return f"<Notifier of {self.run}>"

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipert.any_model.transforms import outside_of_transforms
 from pipert.batch.tensors import version
-from pipert.driven.transforms import outside_of_transforms
 from pipert.layers.drawing import is_compiled
 from pipert.layers.modules import modules_of
 from pipert.layers.tied import Substitute

@@ -11,7 +11,7 @@ from pipert.model.split import check_balance, check_module, require_balance, seq
 from pipert.pipeline import ModulePipe
 from pipert.skip.verify import declarations
 
-__all__ = ["DrivenPipe"]
+__all__ = ["AnyModelPipe"]
 
 
 class Chain(nn.Sequential):
@@ -25,7 +25,7 @@ class Chain(nn.Sequential):
         return value
 
 
-class DrivenPipe(ModulePipe):
+class AnyModelPipe(ModulePipe):
     """A pipe of any model with the interface of ``Pipe``."""
 
     def __init__(self, module: Any, balance: Iterable[int] | None = None, **options: Any) -> None:

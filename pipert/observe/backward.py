@@ -28,11 +28,11 @@ from torch.autograd.graph import Node
 
 from pipert._torch import backward_id, sequence_nr
 from pipert.autograd.leaves import is_cast_of_leaf
+from pipert.observe.event import BACKWARD
+from pipert.observe.ranges import mark
+from pipert.observe.recorder import Recorder, Span
+from pipert.observe.stamp import Stamp, stamp
 from pipert.schedules.action import Action
-from pipert.seeing.event import BACKWARD
-from pipert.seeing.ranges import mark
-from pipert.seeing.recorder import Recorder, Span
-from pipert.seeing.stamp import Stamp, stamp
 
 __all__: list[str] = []
 

@@ -25,13 +25,13 @@ from torch import Tensor, nn
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
+from pipert.any_model.hooked import GradientHooks, hooks_for
+from pipert.any_model.lending import Lending
+from pipert.any_model.tape import Tape
+from pipert.any_model.transforms import outside_of_transforms, refuse_to_move
 from pipert.autograd import order, streams, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.batch.tensors import tensors_of, version
-from pipert.driven.hooked import GradientHooks, hooks_for
-from pipert.driven.lending import Lending
-from pipert.driven.tape import Tape
-from pipert.driven.transforms import outside_of_transforms, refuse_to_move
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.workers.context import is_transformed

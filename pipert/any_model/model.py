@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from torch import nn
 
 from pipert._typing import Value
-from pipert.driven.drivers import Drivers
-from pipert.driven.journey import Journey
-from pipert.driven.layers import Layers
-from pipert.driven.shared import SharedState
-from pipert.driven.stages import actions
+from pipert.any_model.drivers import Drivers
+from pipert.any_model.journey import Journey
+from pipert.any_model.layers import Layers
+from pipert.any_model.shared import SharedState
+from pipert.any_model.stages import actions
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release
 from pipert.model.changes import Changes
 from pipert.skip.routes import routes
 from pipert.stage.assembly import Layered, assemble
-from pipert.stage.in_graph import InGraph
+from pipert.stage.call_boundary import CallBoundary
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.stage.step import Step
@@ -25,7 +25,7 @@ from pipert.stage.step import Step
 __all__: list[str] = []
 
 
-class DrivenModel:
+class AnyModel:
     """A model whose own ``forward`` a pipe runs: its layers, their homes, and its drivers.
 
     Args:
@@ -57,7 +57,7 @@ class DrivenModel:
         for stage in stages:
             stage.borrowed = ()  # the journey lends parameters in the partition that uses them
             stage.ends.copies.come_in |= len(set(run.devices)) > 1
-            if isinstance(stage.ends, InGraph):  # no token is joined: turns alone fix the order
+            if isinstance(stage.ends, CallBoundary):  # no tokens: turns fix the order
                 stage.ends.in_turn = stage.ends.forks_last = True
         journey.draws = any(stage.layers.draws for stage in stages)
         run.at_end = journey.finish

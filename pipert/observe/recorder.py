@@ -18,8 +18,8 @@ from statistics import median
 
 import torch
 
-from pipert.seeing.event import Event
-from pipert.seeing.stamp import Origin, Stamp, stamp
+from pipert.observe.event import Event
+from pipert.observe.stamp import Origin, Stamp, stamp
 
 __all__: list[str] = []
 

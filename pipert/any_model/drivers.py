@@ -15,7 +15,7 @@ import weakref
 
 import torch
 
-from pipert.driven.passage import Passage
+from pipert.any_model.passage import Passage
 from pipert.errors import PipeClosedError
 from pipert.queues.closable import QueueClosed
 from pipert.queues.process_lock import ProcessLock

@@ -23,15 +23,15 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.autograd.again import Again, refuse_changed
+from pipert.any_model.hooked import begin_again
+from pipert.any_model.objects import Objects, handed_back
+from pipert.any_model.swapped import same_object
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.gate import proxy_of
 from pipert.autograd.hooks import Hooks
+from pipert.autograd.recompute import Recomputation, refuse_changed
 from pipert.batch.microbatch import Arguments
 from pipert.batch.tensors import describe, tensors_of, version
-from pipert.driven.hooked import begin_again
-from pipert.driven.objects import Objects, handed_back
-from pipert.driven.swapped import same_object
 from pipert.errors import add_note
 from pipert.layers.call import Layers, checkpointing
 from pipert.workers.context import NOTHING
@@ -122,10 +122,10 @@ class Tape:
         """Recompute all calls: ``R[i,j]``."""
         self._recompute(self._refill, on_worker)
 
-    def one(self, again: Again, compute: Callable[[], T]) -> T:
+    def one(self, recomputation: Recomputation, compute: Callable[[], T]) -> T:
         """Recompute one call by ``compute``, after the earlier calls whose outputs are used."""
         calls = [call for call, _ in self._calls]
-        before = calls[: calls.index(again)]  # type: ignore[arg-type]
+        before = calls[: calls.index(recomputation)]  # type: ignore[arg-type]
         found: list[T] = []
 
         def compute_in_order() -> None:
@@ -139,7 +139,7 @@ class Tape:
 
     def _recompute(self, compute: Callable[[], None], on_worker: bool) -> None:
         try:
-            self._layers.again(self._i, lambda: compute, lambda _: None, on_worker)
+            self._layers.replay(self._i, lambda: compute, lambda _: None, on_worker)
         finally:
             for call, _ in self._calls:
                 call.outputs = None
@@ -166,7 +166,7 @@ class _Output(NamedTuple):
     """Its index among the call's outputs."""
 
 
-class Call(Again):
+class Call(Recomputation):
     """One recorded call of a layer.
 
     Args:
@@ -174,7 +174,7 @@ class Call(Again):
         around: returns the context manager of each call; ``None`` for none.
         note: describes the layer and its arguments, for errors.
         earlier: the outputs of earlier calls, by id.
-        hooks: as in :class:`Again`.
+        hooks: as in :class:`Recomputation`.
     """
 
     __slots__ = (

@@ -13,18 +13,18 @@ from typing import Any
 from torch import Tensor
 
 from pipert._typing import Value
+from pipert.any_model.asked import refuse_through
+from pipert.any_model.crossing import Crossing, Part
+from pipert.any_model.journey import Journey
+from pipert.any_model.loans import SENT
 from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
-from pipert.driven.asked import refuse_through
-from pipert.driven.crossing import Crossing, Part
-from pipert.driven.journey import Journey
-from pipert.driven.loans import SENT
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.actions import Actions
 from pipert.stage.backward import alone, gradients_of, refuse_hooked
-from pipert.stage.cut import Cut
 from pipert.stage.links import NOWHERE
 from pipert.stage.stage import How, Stage, observed
+from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
@@ -67,13 +67,13 @@ def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
     part = crossing.parts.pop(j, None) if crossing is not None else None
     if part is None:
         return ()
-    told, action = stage.run.told, Action(BACKWARD, i, j)
-    with told.watched(action, stage.place.device) if told.is_watched else NOTHING:
+    notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
+    with notifier.watched(action, stage.place.device) if notifier.is_watched else NOTHING:
         stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
     return ()
 
 
-def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Part) -> None:
+def _differentiate(stage: Stage, cut: StepBoundary, i: int, crossing: Crossing, part: Part) -> None:
     """Go back from what later partitions have used to what has entered, and to the weights."""
     j = stage.place.j
     ys: list[Any] = []
@@ -115,7 +115,7 @@ def _differentiate(stage: Stage, cut: Cut, i: int, crossing: Crossing, part: Par
     cut.gradients.add(leaves, found[len(xs) :])
 
 
-def _sum(cut: Cut, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:
+def _sum(cut: StepBoundary, i: int, gradients: list[tuple[Tensor, int]]) -> Tensor | None:
     """Add up the gradients that partitions have sent, each with the partition it comes from."""
     total = None
     for gradient, origin in gradients:

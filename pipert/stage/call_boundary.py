@@ -32,9 +32,9 @@ from torch import Tensor
 
 from pipert._typing import Value
 from pipert.autograd import order, streams
-from pipert.autograd.again import Again, Replay
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.autograd.hooks import Hooks
+from pipert.autograd.recompute import Recomputation, Replay
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import Carried, differentiable
 from pipert.layers.tied import Weights
@@ -44,7 +44,7 @@ __all__: list[str] = []
 
 
 @dataclass(slots=True, eq=False)
-class InGraph:
+class CallBoundary:
     """The ends of a stage whose graph is kept whole."""
 
     _device: torch.device
@@ -74,9 +74,9 @@ class InGraph:
             x = self._join(x)
         return x if copied is None else self._wait_for(i, copied, x)
 
-    def checkpoint(self, again: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
-        """Compute ``x`` without keeping what the backward needs, which ``again`` recomputes."""
-        self._checkpoint = Checkpoint(Again(again, self._hooks))
+    def checkpoint(self, replay: Replay, compute: Callable[[Value], Value], x: Value) -> Value:
+        """Compute ``x`` without keeping what the backward needs, which ``replay`` recomputes."""
+        self._checkpoint = Checkpoint(Recomputation(replay, self._hooks))
         return self._checkpoint.record(compute, x)
 
     def leave(self, i: int, y: Value) -> Value:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Iterator
 from time import perf_counter
 
+from pipert.observe.notifier import Notifier
+from pipert.observe.observers import Observer, Observers, RunInfo
+from pipert.observe.ranges import is_profiled
+from pipert.observe.recorder import Recorder, Recording
 from pipert.queues.process_lock import ProcessLock
 from pipert.schedules.plan import Plan
-from pipert.seeing.observers import Observer, Observers, RunInfo
-from pipert.seeing.ranges import is_profiled
-from pipert.seeing.recorder import Recorder, Recording
-from pipert.seeing.told import Told
 
 __all__: list[str] = []
 
@@ -38,7 +38,7 @@ class Counters:
         self.runs = 0
         self.recomputations = 0
         self.ended: Counter[str] = Counter()  # by outcome
-        self.live: weakref.WeakSet[Told] = weakref.WeakSet()
+        self.live: weakref.WeakSet[Notifier] = weakref.WeakSet()
 
     def _reset_in_child(self) -> None:
         if self._pid != os.getpid():
@@ -47,8 +47,8 @@ class Counters:
     def read(self) -> dict[str, int]:
         """Return the fields of ``status.Statistics`` that are numbers.
 
-        An interrupt may keep the end of a run from being counted. Nobody holds its ``Told`` then;
-        so a run that is neither live nor ended in another way was cancelled.
+        An interrupt may keep the end of a run from being counted. Nobody holds its ``Notifier``
+        then; so a run that is neither live nor ended in another way was cancelled.
         """
         with _counting.current:
             self._reset_in_child()
@@ -63,23 +63,24 @@ class Counters:
             }
 
     @contextlib.contextmanager
-    def open(self, plan: Plan) -> Iterator[Told]:
+    def open(self, plan: Plan) -> Iterator[Notifier]:
         """Count a run of ``plan``, and tell observers when it begins and ends."""
-        told = self.begin(plan)
+        notifier = self.begin(plan)
         started = perf_counter()
         try:
-            told.tell(lambda observer: observer.run_started(told.run))
-            yield told
+            notifier.tell(lambda observer: observer.run_started(notifier.run))
+            yield notifier
         finally:
             seconds = perf_counter() - started
-            if told.recorder is not None and told.outcome != "succeeded":
-                told.recorder.fail()
+            if notifier.recorder is not None and notifier.outcome != "succeeded":
+                notifier.recorder.fail()
             with _counting.current:
-                self.live.discard(told)
-                self.ended[told.outcome] += 1
-            told.tell(lambda observer: observer.run_finished(told.run, seconds, told.outcome))
+                self.live.discard(notifier)
+                self.ended[notifier.outcome] += 1
+            outcome = notifier.outcome
+            notifier.tell(lambda observer: observer.run_finished(notifier.run, seconds, outcome))
 
-    def begin(self, plan: Plan) -> Told:
+    def begin(self, plan: Plan) -> Notifier:
         """Count a run of ``plan`` that is about to begin."""
         profiled = is_profiled()  # before the lock: it may log
         with _counting.current:
@@ -88,10 +89,10 @@ class Counters:
             if self.recordings or profiled:
                 recorder = Recorder(self.runs, self.recordings, is_step)
             info = RunInfo(self.runs, plan.m, plan.n)
-            told = Told(info, self.observers, self._count_recomputation, is_step, recorder)
+            notifier = Notifier(info, self.observers, self._count_recomputation, is_step, recorder)
             self.runs += 1
-            self.live.add(told)
-        return told
+            self.live.add(notifier)
+        return notifier
 
     def add_observer(self, observer: Observer) -> None:
         """Tell ``observer`` about all runs that begin from now on."""

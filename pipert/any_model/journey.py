@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from pipert._torch import node_count
 from pipert._typing import Value
+from pipert.any_model.crossing import Crossing
+from pipert.any_model.drivers import Drivers
+from pipert.any_model.layers import Layer, Layers
+from pipert.any_model.lending import Lending
+from pipert.any_model.moving import Moves
+from pipert.any_model.passage import Passage
+from pipert.any_model.recorded import Recording
+from pipert.any_model.shared import Inspection, SharedState
+from pipert.any_model.swapped import swapped
+from pipert.any_model.tape import Tape
 from pipert.autograd.leaves import begin_numbers
-from pipert.driven.crossing import Crossing
-from pipert.driven.drivers import Drivers
-from pipert.driven.layers import Layer, Layers
-from pipert.driven.lending import Lending
-from pipert.driven.moving import Moves
-from pipert.driven.passage import Passage
-from pipert.driven.recorded import Recording
-from pipert.driven.shared import Inspection, SharedState
-from pipert.driven.swapped import swapped
-from pipert.driven.tape import Tape
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash
@@ -119,8 +119,8 @@ class Journey:
 
     def _pass_through(self, passage: Passage, x: Value) -> Value:
         begin_numbers(self._first_node)
-        if self.run.told.recorder is not None:
-            passage.recording = Recording(passage.i, self.run.told, self.layers)
+        if self.run.notifier.recorder is not None:
+            passage.recording = Recording(passage.i, self.run.notifier, self.layers)
         if self.step is not None or self._moves:
             moves = Moves(passage.i, self.run, self._lending) if self._moves else None
             lends = partial(self._stand_in_for, passage) if self._lending.is_needed else None

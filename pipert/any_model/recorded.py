@@ -16,14 +16,14 @@ from torch.autograd.graph import Node
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
+from pipert.any_model.layers import Layers
 from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.batch.tensors import differentiable
-from pipert.driven.layers import Layers
+from pipert.observe.backward import makers, watch_nodes
+from pipert.observe.notifier import Notifier
+from pipert.observe.recorder import Recorder, Span
+from pipert.observe.stamp import Stamp, stamp
 from pipert.schedules.action import FORWARD, Action
-from pipert.seeing.backward import makers, watch_nodes
-from pipert.seeing.recorder import Recorder, Span
-from pipert.seeing.stamp import Stamp, stamp
-from pipert.seeing.told import Told
 from pipert.stage.stage import Stage
 
 __all__: list[str] = []
@@ -32,11 +32,11 @@ __all__: list[str] = []
 class Recording:
     """The recording of one passage, in a run that is recorded."""
 
-    def __init__(self, i: int, told: Told, layers: Layers) -> None:
+    def __init__(self, i: int, notifier: Notifier, layers: Layers) -> None:
         self._i = i
         self._layers = layers
         self._called: list[tuple[nn.Module, Stamp]] = []
-        self._told = told
+        self._notifier = notifier
         self._starts: list[int] = []
         self._places: list[tuple[int, torch.device]] = []  # the partitions begun, in order
         self._block = ExitStack()
@@ -47,7 +47,7 @@ class Recording:
         place = stage.place
         self._starts.append(node_count())
         self._places.append((place.j, place.device))
-        recorded = self._told.recorded(Action(FORWARD, self._i, place.j), place.device)
+        recorded = self._notifier.recorded(Action(FORWARD, self._i, place.j), place.device)
         self._span = self._block.enter_context(recorded)
 
     def note_layer(self, module: nn.Module) -> None:
@@ -68,7 +68,7 @@ class Recording:
 
     def watch_backward(self, y: Value) -> None:
         """Record the backward of each partition, from the nodes whose outputs later ones use."""
-        recorder = self._told.recorder
+        recorder = self._notifier.recorder
         assert isinstance(recorder, Recorder)
         last = node_count()
         outputs: list[set[Node]] = [set() for _ in self._starts]

@@ -74,7 +74,7 @@ class First(NamedTuple):
     """The numbers of the nodes that the task created."""
 
 
-class Again:
+class Recomputation:
     """All that is needed to compute one task again. References no run, no thread and no graph.
 
     Args:
@@ -256,7 +256,7 @@ class Again:
             )
 
     def __repr__(self) -> str:
-        return f"<Again of {len(self._tensors)} inputs>"
+        return f"<Recomputation of {len(self._tensors)} inputs>"
 
 
 def refuse_changed(tensor: Tensor, before: int) -> None:
