@@ -108,12 +108,12 @@ def products(size: Size, n: int, checkpoint: str | None) -> Iterator[dict[str, C
         rewritten = stack.enter_context(closing(Pipe(layers, balance, **options)))
         cuts = [f"blocks.{k * per}" for k in range(1, n)]
         as_it_is = copy.deepcopy(model)
-        driven = stack.enter_context(closing(pipert.pipeline(as_it_is, cuts, **options)))
+        unchanged = stack.enter_context(closing(pipert.pipeline(as_it_is, cuts, **options)))
         steps: dict[str, Callable[[], Any]] = {}
         steps["plain"] = partial(_afresh, model, "plain", x, target)
         for way in WAYS:
             steps[f"Sequential {way}"] = partial(_afresh, rewritten, way, x, target)
-            steps[f"as it is {way}"] = partial(_afresh, driven, way, x, target)
+            steps[f"as it is {way}"] = partial(_afresh, unchanged, way, x, target)
         yield steps
 
 

@@ -14,7 +14,7 @@ from pipert.balance.by_calls import choose_cuts
 from pipert.layers.batchnorm import check_batch_norm
 from pipert.model.batch_first import warn_if_not_batch_first
 from pipert.model.calls import order_of_calls
-from pipert.model.cuts import Cuts, glue_homes, homes, layers_of
+from pipert.model.cuts import Cuts, homes, homes_outside_of_layers, layers_of
 from pipert.model.device_map import cuts_of_device_map, has_device_map, remove_hooks
 from pipert.model.devices import default_devices, parse_devices
 from pipert.model.partition import Partition
@@ -91,7 +91,7 @@ class ModulePipe(Pipelined):
                 "pass the tensors in the model's own code, or make a Pipe"
             )
         place(self._partitions, self._devices)
-        for path, j in glue_homes(module, layers, cuts, home_of).items():
+        for path, j in homes_outside_of_layers(module, layers, cuts, home_of).items():
             owner, _, name = path.rpartition(".")
             move(module.get_submodule(owner), name, self._devices[j])
 
@@ -122,10 +122,10 @@ class ModulePipe(Pipelined):
         finally:
             model = self._runtime.model
             assert isinstance(model, AnyModel)
-            model.drivers.stop()
+            model.threads.stop()
             self._release()  # a finalizer: runs only once, even if it was interrupted
-        if not self._runtime.is_inside():  # else other drivers may be waiting for this layer
-            model.drivers.join(seconds)
+        if not self._runtime.is_inside():  # else other threads may be waiting for this layer
+            model.threads.join(seconds)
 
     close.__doc__ = Pipelined.close.__doc__
 

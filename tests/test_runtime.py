@@ -231,7 +231,7 @@ def test_a_partition_takes_its_micro_batches_in_order() -> None:
     assert seen == {j: [0, 1, 2, 3, 4] for j in range(3)}
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 def test_each_partition_has_one_thread_that_serves_every_call() -> None:
     threads: set[tuple[int, int]] = set()
     with pipe_of(3, lambda i, j: threads.add((j, threading.get_ident())), chunks=2) as pipe:
@@ -648,7 +648,7 @@ def test_runs_of_two_callers_overlap_in_the_pipeline() -> None:
         assert torch.equal(b.result(), rows(1, first=10))
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 def test_pitfall_13_callers_of_one_pipe_get_their_own_rows() -> None:
     at_once = threading.Barrier(4)
     threads: set[int] = set()

@@ -4,16 +4,15 @@ The layers of an ``nn.Sequential`` can be called one partition at a time. A mode
 cannot: it is one function, whose stack spans all partitions. So each micro-batch runs the whole
 ``forward`` on a thread of its own, which stops at every cut:
 
-* A *layer* is a module that runs as a whole in one partition; its calls are intercepted. The
-  model's own code between layers is *glue*. The first call of a *cut* begins a partition.
-* A *driver* is a thread that holds the stack of one ``forward``. It computes only while a worker,
-  in ``F[i,j]``, *lends* it the turn, so the plan determines order and concurrency.
-* A *passage* is one micro-batch on its way through the model, on one driver. The passages of a run
-  share a *journey*.
-* A *crossing* finds the tensors of earlier partitions that a passage uses, and brings each into the
-  current one: to its device, and in a step with the graph cut there. The tensor that is used in
-  place of the original is its *stand-in*.
-* A *tape* holds the calls of layers that ``R[i,j]`` repeats.
+* A *layer* is a module that runs as a whole in one partition; its calls are intercepted. The first
+  call of a *cut* begins a partition.
+* Each micro-batch has a *micro-batch thread*, which holds the stack of its ``forward``. The thread
+  computes only while a worker, in ``F[i,j]``, *hands off* partition *j* to it, so the plan
+  determines order and concurrency.
+* A *boundary tensor* is used in place of a tensor of an earlier partition: it is on the device of
+  the current one, and in a step the graph is cut there. Such tensors are found when they are used,
+  by layers and by *the model's own code between its layers*, for short its own code.
+* *Checkpointed calls* are the calls of layers that ``R[i,j]`` repeats.
 """
 
 from __future__ import annotations

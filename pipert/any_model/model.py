@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from pipert._typing import Value
-from pipert.any_model.drivers import Drivers
-from pipert.any_model.journey import Journey
-from pipert.any_model.layers import Layers
-from pipert.any_model.shared import SharedState
-from pipert.any_model.stages import actions
+from pipert.any_model.microbatch_thread import MicroBatchThreads
+from pipert.any_model.model_actions import actions
+from pipert.any_model.model_layers import ModelLayers
+from pipert.any_model.model_run import ModelRun
+from pipert.any_model.shared_state import SharedState
 from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.intercepted import intercept, release
 from pipert.model.changes import Changes
@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 class AnyModel:
-    """A model whose own ``forward`` a pipe runs: its layers, their homes, and its drivers.
+    """A model whose own ``forward`` a pipe runs: its layers, their homes, and its threads.
 
     Args:
         module: the model.
@@ -39,8 +39,8 @@ class AnyModel:
     ) -> None:
         self.module = module
         self.partitions = tuple(partitions)
-        self.drivers = Drivers()
-        self.layers = Layers(partitions, cuts)
+        self.threads = MicroBatchThreads()
+        self.layers = ModelLayers(partitions, cuts)
         begun = {name: p._modules[name] for name, p in zip(cuts, partitions[1:], strict=True)}
         self._changes = Changes(module, begun, self.layers)
         self._model = Layered(self.partitions, routes(self.partitions))
@@ -51,19 +51,19 @@ class AnyModel:
         self, run: Run, inputs: list[Value], step: Step | None, stats: DeferredStats | None
     ) -> list[Stage]:
         self._changes.refuse()
-        journey = Journey(run, self.module, self.layers, self.drivers, step, self._shared)
-        journey.stats = None if stats is None else stats.partitions[0]
-        stages = assemble(run, self._model, inputs, step, None, actions(journey))
+        model_run = ModelRun(run, self.module, self.layers, self.threads, step, self._shared)
+        model_run.stats = None if stats is None else stats.partitions[0]
+        stages = assemble(run, self._model, inputs, step, None, actions(model_run))
         for stage in stages:
-            stage.borrowed = ()  # the journey lends parameters in the partition that uses them
+            stage.borrowed = ()  # they are copied in the partition that uses them
             stage.ends.copies.come_in |= len(set(run.devices)) > 1
             if isinstance(stage.ends, CallBoundary):  # no tokens: turns fix the order
                 stage.ends.in_turn = stage.ends.forks_last = True
-        journey.draws = any(stage.layers.draws for stage in stages)
-        run.at_end = journey.finish
+        model_run.draws = any(stage.layers.draws for stage in stages)
+        run.at_end = model_run.finish
         return stages
 
     def end(self) -> None:
-        """Stop intercepting calls, and stop the drivers. Called once."""
-        self.drivers.stop()
+        """Stop intercepting calls, and stop the threads. Called once."""
+        self.threads.stop()
         release(self.layers)

@@ -3,7 +3,7 @@
 A *cut* is a module: the first call of cut *j* begins partition *j + 1*. Partition 0 begins with
 the model. A partition consists of *layers*: the maximal modules that are called and have no cut
 strictly inside. The modules around layers are *containers*: a module with a cut inside, whose own
-code is *glue* and runs in the partition that is current, or a module that is never called, such as
+code runs in the partition that is current, or a module that is never called, such as
 a ``ModuleList``.
 
 A layer's *home* is the partition in which it is called first. Its parameters live there, wherever
@@ -238,7 +238,7 @@ def _check_order(cuts: Sequence[str], called: Sequence[str]) -> None:
         )
 
 
-def glue_homes(
+def homes_outside_of_layers(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
     cuts: Sequence[str],
@@ -246,9 +246,9 @@ def glue_homes(
 ) -> dict[str, int]:
     """Return the partition of each parameter and buffer that belongs to no layer, by its name.
 
-    They belong to containers, such as a model's own ``pos_embed``, and it is unknown when glue uses
-    them. So their home is the partition that is current when their container is called, which is 0
-    for the model; other partitions can use copies.
+    They belong to containers, such as a model's own ``pos_embed``, and it is unknown when the
+    container's own code uses them. So their home is the partition that is current when the
+    container is called, which is 0 for the model; other partitions can use copies.
 
     Args:
         model, layers, cuts: as in :func:`layers_of` and its result.

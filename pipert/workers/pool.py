@@ -169,7 +169,7 @@ class Pool:
         It begins with the called layer: the frames above it are the same for all.
         """
         for thread in self._threads[worker : worker + 1]:
-            stack = stack_of(thread.lends_to or thread)
+            stack = stack_of(thread.executed_by or thread)
             in_layer = list(itertools.dropwhile(lambda f: f.filename.startswith(_OURS), stack))
             return "".join(traceback.format_list(in_layer or stack))
         return ""

@@ -72,7 +72,7 @@ class WorkerThread(threading.Thread):
         args = in_queue, device, activity
         super().__init__(target=work, args=args, name=name, daemon=True)
         self.in_queue = in_queue
-        self.lends_to: threading.Thread | None = None
+        self.executed_by: threading.Thread | None = None
         """The thread that executes this one's task for it, for those who look at its stack."""
 
     def serves(self) -> bool:

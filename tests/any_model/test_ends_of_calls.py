@@ -1,4 +1,4 @@
-"""Tests how a driven model ends: errors, timeouts, closing, exceptions thrown in from outside.
+"""Tests how any model ends: errors, timeouts, closing, exceptions thrown in from outside.
 
 Guarantees of all pipes are tested by running the tests of ``Pipe`` with ``--any-model``.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import pipert
-from pipert.any_model.drivers import Driver
+from pipert.any_model.microbatch_thread import MicroBatchThread
 from pipert.errors import PipelineTimeout, PipertError, WorkerBusyError
 from pipert.layers.dispatch_keys import stashed
 from pipert.pipeline import ModulePipe
@@ -37,11 +37,11 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(3, 3), Second()
-        self.glue: Callable[[Tensor], Any] = nothing
+        self.own_code: Callable[[Tensor], Any] = nothing
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        self.glue(x)
+        self.own_code(x)
         y: Tensor = self.second(x)
         return y
 
@@ -71,8 +71,8 @@ def is_right(pipe: Any, model: Model) -> bool:
     return torch.allclose(pipe(X), model(X))
 
 
-def drivers() -> set[Driver]:
-    return {thread for thread in threading.enumerate() if isinstance(thread, Driver)}
+def microbatch_threads() -> set[MicroBatchThread]:
+    return {thread for thread in threading.enumerate() if isinstance(thread, MicroBatchThread)}
 
 
 def fail(x: Any) -> Any:
@@ -80,14 +80,14 @@ def fail(x: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("where", ["glue", "layer", "loss"])
+@pytest.mark.parametrize("where", ["own code", "layer", "loss"])
 @pytest.mark.parametrize("way", ["call", "step"])
 def test_an_error_says_where_it_occurred_and_leaves_no_tensor_alive(where: str, way: str) -> None:
     if (where, way) == ("loss", "call"):
         pytest.skip("a call has none")
     model = Model()
     seen: list[weakref.ref[Tensor]] = []
-    model.glue = lambda x: seen.append(weakref.ref(x)) or (where == "glue" and fail(x))
+    model.own_code = lambda x: seen.append(weakref.ref(x)) or (where == "own code" and fail(x))
     model.second.act = lambda x: where == "layer" and fail(x)
     loss = total if where != "loss" else lambda y, target: fail(y)
     with pipe_of(model) as pipe:
@@ -96,23 +96,23 @@ def test_an_error_says_where_it_occurred_and_leaves_no_tensor_alive(where: str, 
                 pipe(X)
             else:
                 pipe.forward_backward(X, loss_fn=loss)
-        j = int(where != "glue")
+        j = int(where != "own code")
         assert caught.value.__notes__[0].startswith(f"in forward F[0,{j}]: partition {j} on cpu")
         del caught
         assert seen and until(lambda: all(ref() is None for ref in seen))
-        model.glue = model.second.act = nothing
+        model.own_code = model.second.act = nothing
         assert is_right(pipe, model)
 
 
-def test_a_timeout_shows_the_drivers_stack_and_leaves_the_pipe_usable() -> None:
+def test_a_timeout_shows_the_stack_of_a_micro_batch_and_leaves_the_pipe_usable() -> None:
     model, go_on = Model(), threading.Event()
 
-    def hangs_in_glue(x: Tensor) -> None:
+    def hangs_in_own_code(x: Tensor) -> None:
         go_on.wait()
 
-    model.glue = hangs_in_glue
+    model.own_code = hangs_in_own_code
     with pipe_of(model) as pipe:
-        with pytest.raises(PipelineTimeout, match="in hangs_in_glue"):
+        with pytest.raises(PipelineTimeout, match="in hangs_in_own_code"):
             pipe(X, timeout=0.1)
         with pytest.raises(WorkerBusyError):
             pipe(X)
@@ -121,26 +121,26 @@ def test_a_timeout_shows_the_drivers_stack_and_leaves_the_pipe_usable() -> None:
         assert is_right(pipe, model)
 
 
-@pytest.mark.parametrize("where", ["glue", "layer"])
+@pytest.mark.parametrize("where", ["own code", "layer"])
 def test_a_forward_may_close_the_pipe(where: str) -> None:
     model = Model()
     pipe = pipe_of(model)
-    if where == "glue":
-        model.glue = lambda x: pipe.close()
+    if where == "own code":
+        model.own_code = lambda x: pipe.close()
     else:
         model.second.act = lambda x: pipe.close()
     with pytest.raises(pipert.PipeClosedError):
         pipe(X)
-    assert not wait_until_gone({*drivers()})
+    assert not wait_until_gone({*microbatch_threads()})
 
 
-def test_dropping_a_pipe_ends_its_drivers_without_the_garbage_collector(no_gc: None) -> None:
+def test_dropping_a_pipe_ends_its_threads_without_the_garbage_collector(no_gc: None) -> None:
     model = Model()
     pipe = pipe_of(model)
     pipe(X)
-    assert drivers()
+    assert microbatch_threads()
     del pipe
-    assert not wait_until_gone({*drivers()})
+    assert not wait_until_gone({*microbatch_threads()})
 
 
 def test_a_wrong_timeout_of_close_changes_nothing() -> None:
@@ -151,27 +151,27 @@ def test_a_wrong_timeout_of_close_changes_nothing() -> None:
         assert is_right(pipe, model)
 
 
-@pytest.mark.parametrize("where", ["glue", "layer"])
-def test_an_exception_thrown_into_a_driver_is_raised_and_the_next_call_is_right(where: str) -> None:
+@pytest.mark.parametrize("where", ["own code", "layer"])
+def test_an_exception_thrown_into_a_thread_is_raised_and_the_next_call_is_right(where: str) -> None:
     model = Model()
 
     def hit(x: Tensor) -> None:
         ident = ctypes.c_ulong(threading.get_ident())
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(ArithmeticError))
 
-    if where == "glue":
-        model.glue = hit
+    if where == "own code":
+        model.own_code = hit
     else:
         model.second.act = hit
     with pipe_of(model) as pipe:
         with pytest.raises(ArithmeticError):
             pipe(X)
-        model.glue = model.second.act = nothing
+        model.own_code = model.second.act = nothing
         assert is_right(pipe, model)
 
 
-def test_an_exception_thrown_into_a_waiting_driver_is_raised() -> None:
-    """It is raised when the driver takes the next turn, which is returned nevertheless."""
+def test_an_exception_thrown_into_a_waiting_thread_is_raised() -> None:
+    """It is raised when the thread takes the next partition, which is handed back nevertheless."""
     model, passed, due = Model(), threading.Semaphore(0), [True]
 
     def hit_the_others(x: Tensor) -> None:
@@ -180,15 +180,15 @@ def test_an_exception_thrown_into_a_waiting_driver_is_raised() -> None:
         due.clear()
         for _ in range(2):
             assert passed.acquire(timeout=10)  # both are in the middle of their forward
-        for driver in drivers():
-            if driver is not threading.current_thread():
-                ident, error = ctypes.c_ulong(driver.ident or 0), ctypes.py_object(ArithmeticError)
+        for thread in microbatch_threads():
+            if thread is not threading.current_thread():
+                ident, error = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(ArithmeticError)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)
 
     with pipe_of(model) as pipe:
-        pipe.chunks = 2  # no driver is at rest: that would die with the next task
+        pipe.chunks = 2  # no thread is at rest: that would die with the next task
         pipe(X)
-        model.glue = lambda x: passed.release()
+        model.own_code = lambda x: passed.release()
         model.second.act = hit_the_others
         with pytest.raises((ArithmeticError, pipert.WorkerDiedError)):
             pipe(X)
@@ -201,7 +201,7 @@ class Swallows(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        self.glue(x)
+        self.own_code(x)
         for _ in range(3):
             try:
                 x = self.second(x)
@@ -213,24 +213,24 @@ class Swallows(Model):
 def test_a_forward_that_catches_its_unwinding_is_unwound_again() -> None:
     model = Swallows()
     calls: list[bool] = []
-    model.glue = lambda x: calls.append(True) or (len(calls) == 3 and fail(x))
+    model.own_code = lambda x: calls.append(True) or (len(calls) == 3 and fail(x))
     with pipe_of(model) as pipe:
         with pytest.raises(ArithmeticError):
             pipe(X)
-        model.glue = nothing
+        model.own_code = nothing
         assert is_right(pipe, model)
 
 
-def test_an_idle_driver_keeps_nothing_of_its_last_passage() -> None:
+def test_an_idle_thread_keeps_nothing_of_its_last_micro_batch() -> None:
     model = Model()
     seen: list[Any] = []
     with pipe_of(model) as pipe:
         pipe.forward_backward(X, loss_fn=total)
         gc.collect()
-        assert until(lambda: all(driver.passage is None for driver in drivers()))
-        for driver in drivers():
-            driver.in_queue.put(Looks(seen))
-        assert until(lambda: len(seen) == len(drivers()) > 0)
+        assert until(lambda: all(thread.microbatch is None for thread in microbatch_threads()))
+        for thread in microbatch_threads():
+            thread.in_queue.put(Looks(seen))
+        assert until(lambda: len(seen) == len(microbatch_threads()) > 0)
     assert set(seen) == {(None, True, True)}
 
 

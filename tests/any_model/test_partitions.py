@@ -31,10 +31,10 @@ def test_a_partition_begins_with_the_first_call_of_its_cut(family: Family) -> No
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            passage: Any = here.interceptor
-            if passage is None:  # it is computed again, by itself
+            microbatch: Any = here.interceptor
+            if microbatch is None:  # it is computed again, by itself
                 return
-            found.setdefault(passage.i, []).append((name, passage.j))
+            found.setdefault(microbatch.i, []).append((name, microbatch.j))
 
         return hook
 

@@ -30,7 +30,7 @@ class Where(NamedTuple):
     """Where autocast is entered, and whether it caches."""
 
     caller: bool = False
-    glue: bool = False
+    own_code: bool = False
     layers: bool = False
     caches: bool = True
 
@@ -44,10 +44,10 @@ CALLER = Where(caller=True)
 WHERE = {
     "caller": CALLER,
     "caller without cache": Where(caller=True, caches=False),
-    "glue": Where(glue=True),
+    "own code": Where(own_code=True),
     "layers": Where(layers=True),
     "caller and layers": Where(caller=True, layers=True),
-    "caller and glue": Where(caller=True, glue=True),
+    "caller and own code": Where(caller=True, own_code=True),
 }
 
 
@@ -59,7 +59,7 @@ class How(NamedTuple):
 
 
 HOWS = [How("any model", where) for where in WHERE]
-HOWS += [How("layers", where) for where in WHERE if not WHERE[where].glue]
+HOWS += [How("layers", where) for where in WHERE if not WHERE[where].own_code]
 
 
 class Block(nn.Module):
@@ -89,7 +89,7 @@ class Model(nn.Module):
         self._where, self._dtype = where, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        with self._where.region(self._where.glue, x.device.type, self._dtype):
+        with self._where.region(self._where.own_code, x.device.type, self._dtype):
             for block in self.blocks:
                 x = block(x)
         return x.float()

@@ -156,7 +156,7 @@ def of(timeline: Timeline, *kinds: str) -> list[Event]:
     return [event for event in timeline.events if event.kind in kinds]
 
 
-@pytest.mark.layered  # a driven F waits for its copies inside
+@pytest.mark.layered  # any model's F waits for its copies inside
 @ways
 def test_tasks_and_copies_are_recorded_by_the_device_s_clock(pipe: Pipe, train: Train) -> None:
     with pipe.record() as timeline:

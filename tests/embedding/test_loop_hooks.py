@@ -109,7 +109,7 @@ def test_a_layers_hook_is_called_for_each_micro_batch_and_recomputation(
     assert (calls[False], calls[True], rows) == (3, again, [3, 2, 2])
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 def test_a_layers_forward_hook_runs_on_the_worker() -> None:
     module = nn.Sequential(nn.Linear(6, 3), nn.Tanh()).double()
     threads: set[str] = set()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipert import Pipe, is_recomputing
-from pipert.any_model.passage import Passage
+from pipert.any_model.microbatch_forward import MicroBatchForward
 from pipert.layers.intercepted import here
 from pipert.skip import Skippable, pop, skippable, stash
 from pipert.workers.worker import WorkerThread
@@ -66,8 +66,8 @@ class Site:
 
 
 def partition_here() -> int:
-    """Returns the partition whose worker, or borrower of its turn, this thread is; else -1."""
-    if isinstance(here.interceptor, Passage):
+    """Returns the partition whose worker, or micro-batch thread, this thread is; else -1."""
+    if isinstance(here.interceptor, MicroBatchForward):
         return here.interceptor.j
     name = threading.current_thread().name
     return int(name.rpartition("-")[2]) if name.startswith("pipert-cpu-") else -1
@@ -240,9 +240,9 @@ class Setting:
         self.forward(self.pipe)[:, 1:].square().sum().backward()
 
     def threads(self) -> set[threading.Thread]:
-        """Returns the threads started since the pipe was made, except drivers."""
+        """Returns the threads started since the pipe was made, except those of micro-batches."""
         new = set(threading.enumerate()) - self._threads
-        return {thread for thread in new if not thread.name.startswith("pipert-driver")}
+        return {thread for thread in new if not thread.name.startswith("pipert-microbatch")}
 
     def wrongs_afterwards(self) -> Iterator[str]:
         """Yields what is wrong after a failed run whose error was dropped."""

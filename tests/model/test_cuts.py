@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipert.model.cuts import Cuts, glue_homes, homes, layers_of
+from pipert.model.cuts import Cuts, homes, homes_outside_of_layers, layers_of
 from tests.torchscript import uses_torchscript
 
 
@@ -310,14 +310,14 @@ def test_a_cut_before_everything_is_refused() -> None:
 # What belongs to no layer
 
 
-def glue(cuts: list[str]) -> dict[str, int]:
+def outside(cuts: list[str]) -> dict[str, int]:
     model = Model()
     layers = layers_of(model, cuts)
-    return glue_homes(model, layers, cuts, homes(layers, cuts, ORDER))
+    return homes_outside_of_layers(model, layers, cuts, homes(layers, cuts, ORDER))
 
 
 def test_the_models_own_parameters_live_in_partition_0() -> None:
-    assert glue(["head"]) == {"offset": 0, "mask": 0}
+    assert outside(["head"]) == {"offset": 0, "mask": 0}
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_the_models_own_parameters_live_in_partition_0() -> None:
 def test_a_containers_own_parameters_live_where_it_is_called(
     cuts: list[str], home: int
 ) -> None:
-    assert glue(cuts)["decoder.scale"] == home
+    assert outside(cuts)["decoder.scale"] == home
 
 
 def test_a_later_containers_own_parameters_live_in_a_later_partition() -> None:
@@ -344,7 +344,7 @@ def test_a_later_containers_own_parameters_live_in_a_later_partition() -> None:
     border = ["first.layers.1", "second.rotary", "second.norm"]
     for cuts, home in ((inside, 2), (border, 1)):
         layers = layers_of(model, cuts)
-        found = glue_homes(model, layers, cuts, homes(layers, cuts, order))
+        found = homes_outside_of_layers(model, layers, cuts, homes(layers, cuts, order))
         assert found == {"first.scale": 0, "second.scale": home, "second.prompts.0": home}
 
 
@@ -356,7 +356,8 @@ def test_every_parameter_and_buffer_is_a_layers_or_has_a_home_of_its_own(cuts: l
     model.decoder.again = model.embed
     layers = layers_of(model, cuts)
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    own = {id(tensors[name]) for name in glue_homes(model, layers, cuts, homes(layers, cuts))}
+    found = homes_outside_of_layers(model, layers, cuts, homes(layers, cuts))
+    own = {id(tensors[name]) for name in found}
     inside = {id(t) for layer in layers.values() for t in (*layer.parameters(), *layer.buffers())}
     assert not own & inside
     assert own | inside == set(map(id, tensors.values()))

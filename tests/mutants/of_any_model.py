@@ -6,67 +6,67 @@ from tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
 
-MOVING, JOURNEY = "pipert/any_model/moving.py", "pipert/any_model/journey.py"
-STAGES = "pipert/any_model/stages.py"
+COPIES, RUN = "pipert/any_model/tensor_copies.py", "pipert/any_model/model_run.py"
+ACTIONS = "pipert/any_model/model_actions.py"
 
 MUTANTS = [
     Mutant(
-        "driver-on-first-device", JOURNEY, "the partition's device as its driver's current one",
+        "thread-on-first-device", RUN, "the partition's device as its thread's current one",
         "torch.cuda.set_device(stage.place.device)", "pass",
     ),
     Mutant(
-        "moved-not-after-end", MOVING,
+        "moved-not-after-end", COPIES,
         "the copy stream's wait, at a partition's end, for its computation",
         "self._stage.ends.copies.let_others_copy(self._i)", "pass",
     ),
     Mutant(
-        "inputs-not-after-copy", MOVING, "a first partition's wait for the copies of its inputs",
+        "inputs-not-after-copy", COPIES, "a first partition's wait for the copies of its inputs",
         "self._wait_for(*self._stage.ends.copies.bring(self._i, x, None))",
         "self._stage.ends.copies.bring(self._i, x, None)[0]",
     ),
     Mutant(
-        "moved-not-after-copy", MOVING,
+        "moved-not-after-copy", COPIES,
         "the wait for the copy by the partition that moves a tensor",
         "self._wait_for(*self._stage.ends.copies.bring(self._i, (tensor,), origin))",
         "self._stage.ends.copies.bring(self._i, (tensor,), origin)[0]",
     ),
     Mutant(
-        "moved-waits-backwards", MOVING,
+        "moved-waits-backwards", COPIES,
         "compute's wait for the copy: the copy waits for compute instead",
         "transport.wait(self._i, value, compute, copied)",
         "transport.wait(self._i, value, copied, compute)",
     ),
     Mutant(
-        "moved-waits-on-default", MOVING, "the stream on which the partition computes",
+        "moved-waits-on-default", COPIES, "the stream on which the partition computes",
         "compute = streams.compute_stream(self._stage.place.device)\n",
         "compute = torch.cuda.default_stream(self._stage.place.device)\n",
     ),
     Mutant(
-        "made-elsewhere-not-waited-for", MOVING,
+        "made-elsewhere-not-waited-for", COPIES,
         "a copy's wait for a tensor that the same partition made on another device",
         "streams.wait(source, streams.compute_stream(tensor.device))", "pass",
     ),
     Mutant(
-        "made-elsewhere-by-another", MOVING, "the copy stream of the micro-batch",
+        "made-elsewhere-by-another", COPIES, "the copy stream of the micro-batch",
         "source = self._run.streams.get(tensor.device, self._i)",
         "source = self._run.streams.get(tensor.device, self._i + 1)",
     ),
     Mutant(
-        "gradient-not-after-copy", MOVING, "a partition's wait for the gradient of a moved tensor",
+        "gradient-not-after-copy", COPIES, "a partition's wait for the gradient of a moved tensor",
         "(tensor,) = transfer.wait_back((tensor,), copying, compute)", "pass",
     ),
     Mutant(
-        "gradient-of-another", MOVING, "the copy stream that brings a gradient back",
+        "gradient-of-another", COPIES, "the copy stream that brings a gradient back",
         "copying = self._run.streams.get(tensor.device, self._i)",
         "copying = self._run.streams.get(tensor.device, self._i + 1)",
     ),
     Mutant(
-        "gradient-waits-on-default", MOVING, "the stream that waits for a gradient",
+        "gradient-waits-on-default", COPIES, "the stream that waits for a gradient",
         "compute = streams.compute_stream(tensor.device)",
         "compute = torch.cuda.default_stream(tensor.device)",
     ),
     Mutant(
-        "driven-gradients-not-after-backward", STAGES,
+        "any-model-gradients-not-after-backward", ACTIONS,
         "in a step, the wait of a gradient's copy for its computation",
         "cut.let_others_copy(i)", "pass",
     ),

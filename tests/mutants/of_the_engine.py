@@ -138,7 +138,7 @@ OF_STEPS = [
         ("tests/autograd/test_leaves.py",),
     ),
     Mutant(
-        "casts-left-behind", "pipert/any_model/tape.py",
+        "casts-left-behind", "pipert/any_model/checkpointed_calls.py",
         "a call recomputed under the model's own autocast leaves its casts to the next step",
         "autocast((False, self._autocast[1]), False)", "autocast(self._autocast, False)",
         ("tests/contract/test_autocast.py",),

@@ -48,7 +48,7 @@ REASONS = {
         "recorder.during(WAIT, i, place.j, place.device)",
     ): "on CPU alone, by the process's clock",
     (
-        "pipert/any_model/stages.py",
+        "pipert/any_model/model_actions.py",
         "notifier.watched(action, stage.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
@@ -56,7 +56,7 @@ REASONS = {
         "notifier.watched(action, self.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
-        "pipert/any_model/recorded.py",
+        "pipert/any_model/forward_recording.py",
         "stamp(self._places[-1][1])",
     ): "as that of a layer in observe/recorder.py, which has a mutant",
     ("pipert/stage/step_boundary.py", "self.copies.let_others_copy(i)"): "its caller has a mutant",

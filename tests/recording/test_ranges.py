@@ -40,7 +40,7 @@ def trace(path: Path, all_threads: bool = True) -> list[dict[str, Any]]:
 PLACES = [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 @pytest.mark.slow
 def test_each_task_is_in_the_trace_once_on_the_thread_that_ran_it(tmp_path: Path) -> None:
     events = trace(tmp_path / "trace.json")

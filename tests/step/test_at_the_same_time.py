@@ -97,13 +97,13 @@ def test_two_partitions_go_backward_at_the_same_time(schedule: str, one: Task, o
     assert meet(schedule, one, other) == BOTH
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_partitions_go_forward_at_the_same_time(schedule: str) -> None:
     assert meet(schedule, ("F", 1, 0), ("F", 0, 1)) == BOTH
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 def test_one_partition_goes_forward_while_another_goes_backward() -> None:
     assert meet("1f1b", ("F", 2, 0), ("B", 1, 1)) == BOTH
 
@@ -126,7 +126,7 @@ def test_four_partitions_go_backward_at_the_same_time() -> None:
     assert found == [f"pipert-cpu-{j}" for j in range(4)]
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("checkpoint", ["always", "never"])
 def test_each_task_runs_on_the_worker_of_its_partition(schedule: str, checkpoint: str) -> None:
@@ -149,7 +149,7 @@ def test_each_task_runs_on_the_worker_of_its_partition(schedule: str, checkpoint
     assert seen == {task: {f"pipert-cpu-{task[2]}"} for task in tasks}
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 def test_the_loss_is_computed_on_the_last_worker() -> None:
     threads = []
 

@@ -386,7 +386,7 @@ def trace(path: Path) -> list[dict[str, Any]]:
     return [event for event in events if event.get("ph") == "X"]
 
 
-@pytest.mark.layered  # names threads; a driver runs the layers
+@pytest.mark.layered  # names threads, not those of micro-batches
 @pytest.mark.slow
 def test_each_task_is_a_range_on_its_worker_with_its_operations_inside(tmp_path: Path) -> None:
     events = trace(tmp_path / "trace.json")

@@ -1,4 +1,4 @@
-"""Tests loans of turns: who is told when, and errors that come meanwhile."""
+"""Tests hand-offs: who is told when, and errors that come meanwhile."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import pipert
 from pipert._typing import Value
-from pipert.any_model.loans import Loans
+from pipert.any_model.hand_off import HandOff
 from pipert.stage.stage import Stage
 from tests.observers import Log
 
@@ -21,15 +21,15 @@ def test_the_next_partition_does_not_wait_for_a_worker_to_wake(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun, waited = threading.Event(), []
-    lend = Loans.lend
+    hand_off = HandOff.hand_off
 
-    def lend_for_long(self: Loans, stage: Stage, is_lost: Callable[[], bool]) -> Any:
-        value = lend(self, stage, is_lost)
+    def hand_off_for_long(self: HandOff, stage: Stage, is_lost: Callable[[], bool]) -> Any:
+        value = hand_off(self, stage, is_lost)
         if stage.place.j == 0:
             waited.append(begun.wait(10))
         return value
 
-    monkeypatch.setattr(Loans, "lend", lend_for_long)
+    monkeypatch.setattr(HandOff, "hand_off", hand_off_for_long)
     model = Model()
     model.second.register_forward_pre_hook(lambda *_: begun.set())
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
@@ -40,15 +40,15 @@ def test_the_next_partition_does_not_wait_for_a_worker_to_wake(
 def test_observers_see_a_partition_end_before_the_next_begins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    log, lend = Log(), Loans.lend
+    log, hand_off = Log(), HandOff.hand_off
 
-    def lend_for_long(self: Loans, stage: Stage, is_lost: Callable[[], bool]) -> Any:
-        value = lend(self, stage, is_lost)
+    def hand_off_for_long(self: HandOff, stage: Stage, is_lost: Callable[[], bool]) -> Any:
+        value = hand_off(self, stage, is_lost)
         if stage.place.j == 0:
             threading.Event().wait(0.1)  # the next would begin meanwhile
         return value
 
-    monkeypatch.setattr(Loans, "lend", lend_for_long)
+    monkeypatch.setattr(HandOff, "hand_off", hand_off_for_long)
     with pipert.pipeline(Model(), ["second"], devices=["cpu"] * 2, chunks=1) as pipe:
         pipe.add_observer(log)
         pipe(torch.ones(1, 3))
@@ -57,20 +57,20 @@ def test_observers_see_a_partition_end_before_the_next_begins(
     assert told == [(started, 0), (finished, 0), (started, 1), (finished, 1)]
 
 
-@pytest.mark.parametrize("when", ["before", "returned"])
+@pytest.mark.parametrize("when", ["before", "handed back"])
 @pytest.mark.parametrize("caught", [False, True])
-def test_an_exception_thrown_into_a_driver_that_returns_a_turn_is_raised(
+def test_an_exception_thrown_into_a_thread_that_hands_back_is_raised(
     when: str, caught: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    give_back = Loans.give_back
+    hand_back = HandOff.hand_back
 
-    def fail_once(self: Loans, j: int, value: Value) -> None:
-        monkeypatch.setattr(Loans, "give_back", give_back)
-        if when == "returned":
-            give_back(self, j, value)
+    def fail_once(self: HandOff, j: int, value: Value) -> None:
+        monkeypatch.setattr(HandOff, "hand_back", hand_back)
+        if when == "handed back":
+            hand_back(self, j, value)
         raise ZeroDivisionError
 
-    monkeypatch.setattr(Loans, "give_back", fail_once)
+    monkeypatch.setattr(HandOff, "hand_back", fail_once)
     model = Catching() if caught else Model()
     with pipert.pipeline(model, ["second"], devices=["cpu"] * 2, chunks=2) as pipe:
         with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Glue, a model's own code between its layers: which of its calls are inspected, and when."""
+"""Which calls of torch functions a function mode of the model's own code inspects, and when."""
 
 from __future__ import annotations
 
@@ -41,30 +41,30 @@ GRADIENT_REQUESTS = frozenset({
 """Functions that request gradients. All but the first run a backward at once."""
 
 
-class Inspector(Protocol):
-    """A function mode that inspects calls while ``is_glue`` is true."""
+class Mode(Protocol):
+    """A function mode that inspects calls while ``is_on`` is true."""
 
-    is_glue: bool
+    is_on: bool
 
 
-class OutsideOfGlue:
-    """A block in which a crossing inspects nothing. A class for speed: each call enters one."""
+class Paused:
+    """A block in which a mode inspects nothing. A class for speed: each call enters one."""
 
-    __slots__ = ("_crossing", "_was_glue", "_was_on_top")
+    __slots__ = ("_mode", "_was_on", "_was_on_top")
 
-    def __init__(self, crossing: Inspector) -> None:
-        self._crossing = crossing
+    def __init__(self, mode: Mode) -> None:
+        self._mode = mode
 
     def __enter__(self) -> None:
         depth = function_mode_count()
-        self._was_on_top = depth > 0 and function_mode_at(depth - 1) is self._crossing
+        self._was_on_top = depth > 0 and function_mode_at(depth - 1) is self._mode
         if self._was_on_top:
             pop_function_mode()
         else:
-            self._was_glue, self._crossing.is_glue = self._crossing.is_glue, False
+            self._was_on, self._mode.is_on = self._mode.is_on, False
 
     def __exit__(self, *_: object) -> None:
         if self._was_on_top:
-            push_function_mode(self._crossing)
+            push_function_mode(self._mode)
         else:
-            self._crossing.is_glue = self._was_glue
+            self._mode.is_on = self._was_on

@@ -1,6 +1,6 @@
 """Copies tensors to the device of the partition that uses them.
 
-A tensor that glue or a layer of partition *j* uses, and that is on the device of another partition
+A tensor that partition *j* uses, and that is on the device of another partition
 *k*, is copied once for partition *j*, over the copy streams of both devices (section 3.2.3 of the
 paper):
 
@@ -10,7 +10,7 @@ paper):
   tensor that skips partitions triggers no recomputation: its gradient may arrive long before.
 * When a partition ends, the copy stream of its device waits for what it has computed, so a copy
   waits for that and not for what the device computes later.
-* Parameters are lent instead: copied once per run and partition, like tied weights.
+* Parameters are copied once per run and partition, like tied weights.
 
 A tensor that is on no device of the pipe, such as lengths on the CPU, stays there.
 """
@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
-from pipert.any_model.hooked import GradientHooks, hooks_for
-from pipert.any_model.lending import Lending
-from pipert.any_model.tape import Tape
-from pipert.any_model.transforms import outside_of_transforms, refuse_to_move
+from pipert.any_model.checkpointed_calls import CheckpointedCalls
+from pipert.any_model.func_transforms import outside_of_transforms, refuse_to_move
+from pipert.any_model.hooks_on_arguments import GradientHooks, hooks_for
+from pipert.any_model.parameter_copies import ParameterCopies
 from pipert.autograd import order, streams, transfer
 from pipert.autograd.checkpoint import Checkpoint, recompute_before
 from pipert.batch.tensors import tensors_of, version
@@ -39,7 +39,7 @@ from pipert.workers.context import is_transformed
 __all__: list[str] = []
 
 
-class _Copy(NamedTuple):
+class _TensorCopy(NamedTuple):
     """A copy, and the versions that it and its original had when it was made."""
 
     tensor: Tensor
@@ -51,28 +51,28 @@ class _Copy(NamedTuple):
         return version(self.copy) != self.copy_version
 
 
-class Moves:
+class TensorCopies:
     """Brings tensors of micro-batch ``i`` to the device of the current partition."""
 
-    def __init__(self, i: int, run: Run, lending: Lending) -> None:
+    def __init__(self, i: int, run: Run, parameter_copies: ParameterCopies) -> None:
         self._i = i
         self._run = run
         self._devices = list(dict.fromkeys(run.devices))
-        self._lending = lending
-        self._copies: dict[int, _Copy] = {}  # of the current partition, by the id of the original
-        self._changed: dict[int, _Copy] = {}  # copies that earlier partitions have changed
+        self._parameter_copies = parameter_copies
+        self._copies: dict[int, _TensorCopy] = {}  # the partition's, by the id of the original
+        self._changed: dict[int, _TensorCopy] = {}  # copies that earlier partitions have changed
         self._hooks: list[GradientHooks] = []  # of the copies
         self._stage: Stage
         self._start = 0
         self._nodes_before = range(0)  # the numbers of the nodes of the partition before
-        self._tape: Tape | None = None  # of the current partition
+        self._calls: CheckpointedCalls | None = None  # of the current partition
         self._checkpoint_before: weakref.ref[Checkpoint] | None = None  # of the partition before
 
-    def begin(self, stage: Stage, tape: Tape | None) -> None:
-        """Begin a partition whose calls of layers are recorded on ``tape``."""
+    def begin(self, stage: Stage, calls: CheckpointedCalls | None) -> None:
+        """Begin a partition whose calls of layers are recorded on ``calls``."""
         self._stage = stage
         self._nodes_before, self._start = range(self._start, node_count()), node_count()
-        self._tape = tape
+        self._calls = calls
 
     def end(self) -> None:
         """End the partition. A copy that it has changed in place replaces its tensor for good."""
@@ -81,9 +81,9 @@ class Moves:
             hooks.tie()
         self._hooks.clear()
         self._copies.clear()
-        first = None if self._tape is None else self._tape.first()
+        first = None if self._calls is None else self._calls.first()
         self._checkpoint_before = None if first is None else weakref.ref(first)
-        self._tape = None
+        self._calls = None
         if len(self._devices) > 1:
             self._stage.ends.copies.let_others_copy(self._i)
 
@@ -115,7 +115,7 @@ class Moves:
     def bring(self, tensor: Tensor) -> Tensor:
         """Return the partition's copy of ``tensor`` on its device; in a step, detached."""
         if isinstance(tensor, nn.Parameter):
-            return self._lending.stand_in_for(self._stage, self._i, tensor)
+            return self._parameter_copies.copy_of(self._stage, self._i, tensor)
         known = self._copies.get(id(tensor))
         if known is not None and known.tensor_version == version(tensor):
             return known.copy
@@ -129,7 +129,7 @@ class Moves:
         if moved.requires_grad:
             self._hooks.append(hooks_for(tensor))
             self._hooks[-1].give(moved)
-        self._copies[id(tensor)] = _Copy(tensor, moved, version(tensor), version(moved))
+        self._copies[id(tensor)] = _TensorCopy(tensor, moved, version(tensor), version(moved))
         return moved
 
     def bring_in_graph(self, tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from pipert.batch.trees import ORDINARY
 __all__: list[str] = []
 
 
-def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Return ``value`` with each tensor replaced by ``bring(tensor)``, in containers as well.
 
     Lists and dicts, those derived from them, and registered dataclasses stay the same objects,
@@ -27,21 +27,21 @@ def swapped(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
         return bring(value)
     kind = type(value)
     if kind is tuple:
-        return tuple([swapped(item, bring) for item in value])
+        return tuple([map_tensors(item, bring) for item in value])
     if kind is list:
-        value[:] = [swapped(item, bring) for item in value]
+        value[:] = [map_tensors(item, bring) for item in value]
     elif kind is dict:
-        value.update({key: swapped(item, bring) for key, item in value.items()})
+        value.update({key: map_tensors(item, bring) for key, item in value.items()})
     elif isinstance(value, list | deque):
-        _swap_in(value, enumerate(value), bring)
+        _map_items(value, enumerate(value), bring)
     elif isinstance(value, dict | UserDict):
-        _swap_in(value, value.items(), bring)
+        _map_items(value, value.items(), bring)
     elif kind not in _without_tensors:
-        return _swapped_tree(value, bring)
+        return _map_tree(value, bring)
     return value
 
 
-def same_object(value: Any, rebuilt: Any) -> Any:
+def in_same_object(value: Any, rebuilt: Any) -> Any:
     """Return ``value`` with the tensors of ``rebuilt``, which is a copy with other tensors.
 
     A list that a layer was given and returns stays the caller's.
@@ -50,22 +50,22 @@ def same_object(value: Any, rebuilt: Any) -> Any:
         return rebuilt
     others = zip(tensors_of(value)[0], tensors_of(rebuilt)[0], strict=True)
     other_of = {id(tensor): other for tensor, other in others}
-    return swapped(value, lambda tensor: other_of[id(tensor)])
+    return map_tensors(value, lambda tensor: other_of[id(tensor)])
 
 
-def _swap_in(
+def _map_items(
     value: Any, items: Iterable[tuple[Any, Any]], bring: Callable[[Tensor], Tensor]
 ) -> None:
     for key, item in list(items):
-        if (brought := swapped(item, bring)) is not item:
+        if (brought := map_tensors(item, bring)) is not item:
             value[key] = brought
 
 
-def _swapped_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
+def _map_tree(value: Any, bring: Callable[[Tensor], Tensor]) -> Any:
     """Do the same for a registered pytree, or a mapping other than a dict."""
     if type(value) in SUPPORTED_NODES and is_dataclass(value) and not _is_frozen(value):
         for name in [one.name for one in fields(value) if hasattr(value, one.name)]:
-            if (brought := swapped(getattr(value, name), bring)) is not getattr(value, name):
+            if (brought := map_tensors(getattr(value, name), bring)) is not getattr(value, name):
                 setattr(value, name, brought)
         return value
     tensors, rebuild = tensors_of(value)

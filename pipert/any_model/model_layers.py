@@ -1,4 +1,4 @@
-"""The layers of a driven model, and the *home* of each: the partition that it is placed in."""
+"""The layers of a model with its own ``forward``, and the *home* of each: its partition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipert.stage.stage import Stage
 __all__: list[str] = []
 
 
-class Layer(NamedTuple):
+class ModelLayer(NamedTuple):
     """A module that is called as a whole, in one partition."""
 
     module: nn.Module
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
     argument's graph must contain the in-place operation itself."""
 
 
-class Layers(dict[nn.Module, Layer]):
+class ModelLayers(dict[nn.Module, ModelLayer]):
     """The layers, by module.
 
     Modules are not always called in the order of their registration: a table of rotary embeddings
@@ -46,7 +46,7 @@ class Layers(dict[nn.Module, Layer]):
         begins = {name: j for j, name in enumerate(cuts, 1)}
         super().__init__(
             {
-                layer: Layer(
+                layer: ModelLayer(
                     layer, describe_layer(name, layer), j, begins.get(name, 0), _is_in_place(layer)
                 )
                 for j, partition in enumerate(partitions)
@@ -57,7 +57,7 @@ class Layers(dict[nn.Module, Layer]):
         self._called: set[nn.Module] = set()
         self._used: set[int] = set()  # ids of the parameters and buffers of called layers
 
-    def move_on_first_call(self, layer: Layer, stage: Stage) -> None:
+    def move_on_first_call(self, layer: ModelLayer, stage: Stage) -> None:
         """Move a layer to the device of ``stage`` before its first call ever.
 
         That call is normally made by micro-batch 0, before others enter the partition.

@@ -19,7 +19,7 @@ from pipert.batch.trees import ORDINARY
 __all__: list[str] = []
 
 
-class Objects:
+class ArgumentObjects:
     """The objects among the arguments of a call, with the tensors in them before the call.
 
     Args:
@@ -55,7 +55,7 @@ def handed_back(given: Iterable[Any], copies: Iterable[Any]) -> Iterator[None]:
     Raises:
         RuntimeError: the layer has changed another object.
     """
-    objects = Objects(copies)
+    objects = ArgumentObjects(copies)
     before = [(own, copy, _items(copy)) for own, copy in _pairs(given, copies)]
     yield
     objects.refuse_changes()

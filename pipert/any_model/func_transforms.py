@@ -1,4 +1,4 @@
-"""Handles crossings inside transforms of torch.func that a model's own code calls.
+"""Brings tensors inside transforms of torch.func that a model's own code calls.
 
 A tensor that the transform does not track, such as one in a closure, is not wrapped, and crosses
 as it would outside. A tensor that it tracks is wrapped, and crosses unseen: the graph is cut there

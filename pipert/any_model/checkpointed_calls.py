@@ -1,15 +1,15 @@
-"""Checkpointing of a driven model: the calls of layers are recorded, and recomputed together.
+"""Checkpoints a model with its own ``forward``: layers' calls are recorded and recomputed together.
 
 The standard way is to run the forward again. A ``forward`` whose stack spans all partitions cannot
 be run from the middle, so the calls of layers are recomputed instead: ``R[i,j]`` repeats those of
-partition *j* in order. The glue between them keeps the tensors it saves, as without checkpointing.
+partition *j* in order. The model's own code keeps the tensors it saves, as without checkpointing.
 An argument that is the unchanged output of an earlier call in the same partition is not kept, but
 taken from the repetition of that call. So a chain of layers keeps only what a partition of an
 ``nn.Sequential`` keeps: its first input.
 
 A layer that changes its argument in place cannot be repeated. One that declares so (by
 ``inplace=True``, or an ``nn.Sequential`` that begins with such a layer) is not recorded, and keeps
-the tensors it saves, like glue. Others are refused.
+the tensors it saves, like the model's own code. Others are refused.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, NamedTuple, TypeVar
 from torch import Tensor
 
 from pipert._typing import Tensors, Value
-from pipert.any_model.hooked import begin_again
-from pipert.any_model.objects import Objects, handed_back
-from pipert.any_model.swapped import same_object
+from pipert.any_model.argument_objects import ArgumentObjects, handed_back
+from pipert.any_model.hooks_on_arguments import begin_again
+from pipert.any_model.map_tensors import in_same_object
 from pipert.autograd.checkpoint import Checkpoint
 from pipert.autograd.gate import proxy_of
 from pipert.autograd.hooks import Hooks
@@ -45,11 +45,11 @@ Compute = Callable[..., Value]
 Around = Callable[[], AbstractContextManager[object]] | None
 
 
-class Tape:
+class CheckpointedCalls:
     """The recorded calls of layers in partition *j*, of a checkpointed micro-batch.
 
     Owned by the graph; references neither the run nor a queue. Calls reference earlier calls, and
-    checkpoints reference the tape, so there is no cycle.
+    checkpoints reference this object, so there is no cycle.
 
     Args:
         layers: the layers of the partition.
@@ -63,8 +63,8 @@ class Tape:
         self._layers = layers
         self._i = i
         self._hooks = hooks
-        self._calls: list[tuple[Call, weakref.ref[Checkpoint]]] = []
-        self._outputs: dict[int, _Output] | None = {}
+        self._calls: list[tuple[CheckpointedCall, weakref.ref[Checkpoint]]] = []
+        self._outputs: dict[int, _CallOutput] | None = {}
 
     def call(
         self, layer: str, compute: Compute, around: Around, args: Any, kwargs: dict[str, Any]
@@ -83,10 +83,10 @@ class Tape:
         outputs = self._outputs
         assert outputs is not None
         note = partial(self._layers.note_of_call, self._i, layer)
-        call = Call(compute, around, note, outputs, self._hooks)
+        call = CheckpointedCall(compute, around, note, outputs, self._hooks)
         checkpoint = Checkpoint(call, self)
         given = Arguments(args, kwargs) if kwargs else args  # a plain tuple is flattened faster
-        objects = Objects((*args, *kwargs.values()))
+        objects = ArgumentObjects((*args, *kwargs.values()))
 
         returned: list[Value] = []
 
@@ -101,12 +101,12 @@ class Tape:
 
         with checkpointing():
             y = checkpoint.record(first_time, given)
-        y = same_object(returned.pop(), y)
+        y = in_same_object(returned.pop(), y)
         call.refuse_changes()
         objects.refuse_changes()
         self._calls.append((call, weakref.ref(checkpoint)))
         for k, tensor in enumerate(tensors_of(y)[0]):
-            outputs[id(tensor)] = _Output(weakref.ref(tensor), version(tensor), call, k)
+            outputs[id(tensor)] = _CallOutput(weakref.ref(tensor), version(tensor), call, k)
         return y
 
     def end(self) -> None:
@@ -153,20 +153,20 @@ class Tape:
                 call.compute(True)
 
     def __repr__(self) -> str:
-        return f"<Tape of {len(self._calls)} calls of micro-batch {self._i}>"
+        return f"<CheckpointedCalls of {len(self._calls)} calls of micro-batch {self._i}>"
 
 
-class _Output(NamedTuple):
+class _CallOutput(NamedTuple):
     """An output tensor of a call."""
 
     tensor: weakref.ref[Tensor]
     version: int
-    call: Call
+    call: CheckpointedCall
     k: int
     """Its index among the call's outputs."""
 
 
-class Call(Recomputation):
+class CheckpointedCall(Recomputation):
     """One recorded call of a layer.
 
     Args:
@@ -187,7 +187,7 @@ class Call(Recomputation):
         compute: Compute,
         around: Around,
         note: Callable[[Any, dict[str, Any]], str],
-        earlier: dict[int, _Output],
+        earlier: dict[int, _CallOutput],
         hooks: Hooks,
     ) -> None:
         super().__init__(None, hooks)
@@ -196,7 +196,7 @@ class Call(Recomputation):
         self._note = note
         self._earlier = earlier
         self._autocast: Autocast = get_autocast()
-        self._origins: list[tuple[Call, int] | None] = []
+        self._origins: list[tuple[CheckpointedCall, int] | None] = []
         """The call that made each argument, and the output's index; ``None`` for others."""
         self._watched: list[tuple[Tensor, int]] = []  # the arguments, with their versions
         self._retaining: list[tuple[int, Tensor]] = []  # arguments that retain their gradients
@@ -232,7 +232,7 @@ class Call(Recomputation):
     ) -> None:
         value = get_value()
         try:
-            with self._autocast_of_glue():
+            with self._autocast_of_call():
                 y = self.call_layer(value)
         except BaseException as error:
             add_note(error, partial(self._note, *_arguments(value)))
@@ -241,7 +241,7 @@ class Call(Recomputation):
             self.outputs = tuple([tensor.detach() for tensor in tensors_of(y)[0]])
         check(y)
 
-    def _autocast_of_glue(self) -> AbstractContextManager[object]:
+    def _autocast_of_call(self) -> AbstractContextManager[object]:
         """Return a block with the autocast of this call; without a cache, as nobody clears it."""
         is_same = get_autocast() == self._autocast
         return NOTHING if is_same else autocast((False, self._autocast[1]), False)
@@ -293,7 +293,7 @@ class Call(Recomputation):
         return tuple(tensors)
 
     def __repr__(self) -> str:
-        return f"<Call of {self._compute!r}>"
+        return f"<CheckpointedCall of {self._compute!r}>"
 
 
 def _arguments(value: Value) -> tuple[Any, dict[str, Any]]:

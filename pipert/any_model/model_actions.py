@@ -1,4 +1,6 @@
-"""The actions of a driven model: ``F[i,j]`` lends a turn, ``R[i,j]`` repeats calls of layers.
+"""The actions of a model with its own ``forward``.
+
+``F[i,j]`` hands off its partition to a micro-batch thread, ``R[i,j]`` repeats calls of layers.
 
 In a step ``B[i,j]`` differentiates the graph of one partition, from the loss and the gradients that
 later partitions have sent.
@@ -13,10 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.any_model.asked import refuse_through
-from pipert.any_model.crossing import Crossing, Part
-from pipert.any_model.journey import Journey
-from pipert.any_model.loans import SENT
+from pipert.any_model.hand_off import SENT
+from pipert.any_model.inner_gradients import refuse_through
+from pipert.any_model.intercept import Intercept, PartitionGraph
+from pipert.any_model.model_run import ModelRun
 from pipert.autograd import order
 from pipert.autograd.leaves import leaves_behind
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
@@ -30,21 +32,21 @@ from pipert.workers.context import NOTHING
 __all__: list[str] = []
 
 
-def actions(journey: Journey) -> Actions:
-    """Return how the stages of ``journey`` carry out each kind of action."""
+def actions(model_run: ModelRun) -> Actions:
+    """Return how the stages of ``model_run`` carry out each kind of action."""
 
     def forward(stage: Stage) -> How:
-        body = observed(stage, FORWARD, journey.lend)
+        body = observed(stage, FORWARD, model_run.hand_off)
         send = partial(_send, stage.links.y.send)
         return How(stage.links.x.receive, stage.run.context.on_worker, body, send)
 
     def recompute(stage: Stage) -> How:
-        body = partial(_recompute, journey)
+        body = partial(_recompute, model_run)
         return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send)
 
     def backward(stage: Stage) -> How:
         context = stage.run.context.going_back_on_worker
-        body = partial(_backward, journey)
+        body = partial(_backward, model_run)
         return How(stage.links.dy.receive, context, body, stage.links.dx.send)
 
     return {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
@@ -55,25 +57,27 @@ def _send(send: Callable[[int, Value], None], i: int, y: Value) -> None:
         send(i, y)
 
 
-def _recompute(journey: Journey, stage: Stage, i: int, _: Value) -> None:
-    tape = journey.tapes.pop((i, stage.place.j), None)
-    if tape is not None:
-        tape.recompute(True)
+def _recompute(model_run: ModelRun, stage: Stage, i: int, _: Value) -> None:
+    calls = model_run.checkpointed.pop((i, stage.place.j), None)
+    if calls is not None:
+        calls.recompute(True)
 
 
-def _backward(journey: Journey, stage: Stage, i: int, _: Value) -> Value:
-    crossing, cut, j = journey.crossings.get(i), stage.cut, stage.place.j
+def _backward(model_run: ModelRun, stage: Stage, i: int, _: Value) -> Value:
+    intercept, cut, j = model_run.intercepts.get(i), stage.cut, stage.place.j
     assert cut is not None
-    part = crossing.parts.pop(j, None) if crossing is not None else None
+    part = intercept.parts.pop(j, None) if intercept is not None else None
     if part is None:
         return ()
     notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
     with notifier.watched(action, stage.place.device) if notifier.is_watched else NOTHING:
-        stage.layers.backward(i, _differentiate, stage, cut, i, crossing, part)
+        stage.layers.backward(i, _differentiate, stage, cut, i, intercept, part)
     return ()
 
 
-def _differentiate(stage: Stage, cut: StepBoundary, i: int, crossing: Crossing, part: Part) -> None:
+def _differentiate(
+    stage: Stage, cut: StepBoundary, i: int, intercept: Intercept, part: PartitionGraph
+) -> None:
     """Go back from what later partitions have used to what has entered, and to the weights."""
     j = stage.place.j
     ys: list[Any] = []
@@ -95,7 +99,7 @@ def _differentiate(stage: Stage, cut: StepBoundary, i: int, crossing: Crossing, 
         ours = range(part.first, part.last)
         ends = [y.node for y in ys]
         behind = leaves_behind(ends, [order.ENTRANCE], ours)
-        unseen = crossing.enter_unseen(part, behind.others, behind.nodes)
+        unseen = intercept.enter_unseen(part, behind.others, behind.nodes)
         if unseen:
             xs += unseen
             behind = leaves_behind(ends, [order.ENTRANCE], ours, [edge.node for edge in unseen])

@@ -49,7 +49,7 @@ def refuse_going_back(
 
 
 def refuse_through(unseen: Iterable[GradientEdge], leaves: Iterable[Tensor]) -> None:
-    """Refuse a backward that would run through an unseen crossing into an earlier partition.
+    """Refuse a backward that would run through an unseen boundary into an earlier partition.
 
     Autograd executes every node on the way to a wanted gradient. Where that way leads through an
     earlier partition, whose own backward executes the same nodes, gradients would be counted twice.

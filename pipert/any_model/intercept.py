@@ -1,25 +1,24 @@
 """Brings tensors from partition to partition, wherever the model uses them.
 
 Nothing lists what a partition passes to a later one: arguments of layers, but also whatever the
-model's own code between them (its *glue*) has kept in a variable. So tensors are inspected when
-they are used: in the arguments of an intercepted call, and in those of each torch function that
-glue calls. One thread makes and numbers all nodes of a micro-batch (but see rules 2 and 3 of
-``autograd.leaves``). So a tensor whose node has a lower number than those of the current partition
-was made by an earlier one, and *crosses*:
+model's own code between its layers (for short, its own code) has kept in a variable. So tensors are
+inspected when they are used: in the arguments of an intercepted call, and in those of each torch
+function that its own code calls. One thread makes and numbers all nodes of a micro-batch (but see
+rules 2 and 3 of ``autograd.leaves``). So a tensor whose node has a lower number than those of the
+current partition was made by an earlier one, and *enters* the current one:
 
-* In a step the graph is cut there. A *stand-in* is used, with the tensor's values but not its
-  graph; ``B[i,j]`` keeps its gradient for the ``B`` of the partition that made the tensor.
+* In a step the graph is cut there. A *boundary tensor* is used, with the tensor's values but not
+  its graph; ``B[i,j]`` keeps its gradient for the ``B`` of the partition that made the tensor.
 * If it is on another device, it is copied over the copy streams of both devices; in a call, inside
   the graph.
 
-A tensor crosses into a partition once, however often it is used there.
+A tensor enters a partition once, however often it is used there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +29,14 @@ from torch.overrides import TorchFunctionMode
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Tensors, Value
-from pipert.any_model.asked import refuse_going_back
-from pipert.any_model.glue import DEVICE_METADATA, GRADIENT_REQUESTS, METADATA, OutsideOfGlue
-from pipert.any_model.hooked import GradientHooks, hooks_for
-from pipert.any_model.moving import Moves
-from pipert.any_model.stand_ins import StandIns, refuse_old_base
-from pipert.any_model.swapped import swapped
-from pipert.any_model.tape import Tape
-from pipert.any_model.transforms import outside_of_transforms, refuse_to_cut
+from pipert.any_model.boundary_tensors import BoundaryTensors, refuse_old_base
+from pipert.any_model.checkpointed_calls import CheckpointedCalls
+from pipert.any_model.func_transforms import outside_of_transforms, refuse_to_cut
+from pipert.any_model.function_mode import DEVICE_METADATA, GRADIENT_REQUESTS, METADATA
+from pipert.any_model.hooks_on_arguments import GradientHooks, hooks_for
+from pipert.any_model.inner_gradients import refuse_going_back
+from pipert.any_model.map_tensors import map_tensors
+from pipert.any_model.tensor_copies import TensorCopies
 from pipert.autograd import order
 from pipert.autograd.order import ENTERED
 from pipert.autograd.recompute import edges_of
@@ -49,18 +48,18 @@ __all__: list[str] = []
 
 
 @dataclass(slots=True, eq=False)
-class Source:
+class SourceTensor:
     """A tensor that later partitions use, and the gradients that they have sent back."""
 
     edge: GradientEdge | None
     """The tensor's place in the graph; ``None`` for an input of the model."""
     hooks: GradientHooks | None = None
-    """The hooks of its stand-ins."""
+    """The hooks of its boundary tensors."""
     gradients: list[tuple[Tensor, int]] = field(default_factory=list)
     """Each with the partition that sent it."""
 
 
-class Part:
+class PartitionGraph:
     """The record of ``F[i,j]`` that ``B[i,j]`` needs."""
 
     __slots__ = ("entries", "first", "last", "loss", "sources")
@@ -68,56 +67,59 @@ class Part:
     def __init__(self, first: int) -> None:
         self.first = self.last = first
         """The nodes of the part are numbered ``range(first, last)``."""
-        self.entries: list[tuple[GradientEdge, Source]] = []
+        self.entries: list[tuple[GradientEdge, SourceTensor]] = []
         """The edge at which each tensor of an earlier partition entered, and its source."""
-        self.sources: dict[tuple[Node, int], Source] = {}
+        self.sources: dict[tuple[Node, int], SourceTensor] = {}
         """The tensors made in the part and used by later ones, by place in the graph."""
         self.loss: Tensor | None = None
 
 
-class Crossing(TorchFunctionMode):
-    """The crossings of one micro-batch: a function mode that sees the torch functions of glue.
+class Intercept(TorchFunctionMode):
+    """A function mode that brings tensors to where one micro-batch is.
 
-    Used by the driver of the micro-batch, and later by the workers that carry out its ``B[i,j]``.
+    Used by the thread of the micro-batch, and later by the workers that carry out its ``B[i,j]``.
 
     Args:
         cuts: whether the graph is cut, as in a step.
         moves: brings tensors to other devices; ``None`` if all devices are the CPU.
-        lends: returns a parameter's stand-in, or itself; ``None`` if no parameter has one.
+        parameter_copy: returns a parameter's copy, or itself; ``None`` if no parameter has one.
     """
 
     def __init__(
-        self, cuts: bool, moves: Moves | None, lends: Callable[[nn.Parameter], Tensor] | None
+        self,
+        cuts: bool,
+        moves: TensorCopies | None,
+        parameter_copy: Callable[[nn.Parameter], Tensor] | None,
     ) -> None:
         super().__init__()
         self._moves = moves
-        self._lends = lends
+        self._parameter_copy = parameter_copy
         self._not_inspected = METADATA if moves is None else METADATA - DEVICE_METADATA
-        self.parts: dict[int, Part] = {}
+        self.parts: dict[int, PartitionGraph] = {}
         self._cuts = cuts
         self._starts: list[int] = []  # the number of the first node of each partition entered
         self._order: list[int] = []  # the partitions entered
         self._start = 0
-        self._part: Part = Part(0)
-        self._stand_ins = StandIns()
-        self.is_glue = True
+        self._part: PartitionGraph = PartitionGraph(0)
+        self._boundary = BoundaryTensors()
+        self.is_on = True
         self.mark = object()
         """Marks the nodes at which partitions' graphs begin as this micro-batch's."""
 
-    def begin(self, stage: Stage, tape: Tape | None) -> None:
-        """Begin a partition whose calls of layers are recorded on ``tape``."""
+    def begin(self, stage: Stage, calls: CheckpointedCalls | None) -> None:
+        """Begin a partition whose calls of layers are recorded on ``calls``."""
         self._start = node_count()
-        self._part = self.parts[stage.place.j] = Part(self._start)
+        self._part = self.parts[stage.place.j] = PartitionGraph(self._start)
         self._starts.append(self._start)
         self._order.append(stage.place.j)
         if self._moves is not None:
-            self._moves.begin(stage, tape)
+            self._moves.begin(stage, calls)
 
     def end(self) -> None:
-        """End the partition: its stand-ins are not used again, and only ``B`` needs its graph."""
+        """End the partition: its boundary tensors are not used again."""
         self._part.last = node_count()
-        self._part = Part(0)
-        self._stand_ins.end(self._start)
+        self._part = PartitionGraph(0)
+        self._boundary.end(self._start)
         if self._moves is not None:
             self._moves.end()
 
@@ -129,18 +131,18 @@ class Crossing(TorchFunctionMode):
         if not xs or not self._cuts:
             return x
         entered = self._mark(order.enter(xs))
-        self._part.entries += [(edge, Source(None)) for edge in edges_of(entered)]
+        self._part.entries += [(edge, SourceTensor(None)) for edge in edges_of(entered)]
         return rebuild(entered)
 
     def bring_all(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return the arguments of a call with each tensor brought into the current partition."""
-        brought = tuple([swapped(value, self.bring) for value in args])
-        return brought, {name: swapped(value, self.bring) for name, value in kwargs.items()}
+        brought = tuple([map_tensors(value, self.bring) for value in args])
+        return brought, {name: map_tensors(value, self.bring) for name, value in kwargs.items()}
 
     def bring(self, tensor: Tensor) -> Tensor:
         """Return the tensor to use for ``tensor`` in the current partition."""
-        if self._lends is not None and isinstance(tensor, nn.Parameter):
-            return self._lends(tensor)
+        if self._parameter_copy is not None and isinstance(tensor, nn.Parameter):
+            return self._parameter_copy(tensor)
         if not self._cuts:
             return self._on_device(tensor)
         node = tensor.grad_fn
@@ -150,30 +152,30 @@ class Crossing(TorchFunctionMode):
                 if tensor._is_view():
                     refuse_old_base(tensor, range(self._starts[0], self._start))
             elif number >= self._starts[0]:  # else the caller made it
-                return self._stand_in(tensor, node, number)
+                return self._at_boundary(tensor, node, number)
         return tensor if self._moves is None else self._with_its_graph(tensor)
 
-    def _stand_in(self, tensor: Tensor, node: Node, number: int) -> Tensor:
-        """Return the stand-in for an earlier partition's tensor, whose node has this number."""
+    def _at_boundary(self, tensor: Tensor, node: Node, number: int) -> Tensor:
+        """Return the boundary tensor for a tensor of another partition, by its node's number."""
         key = node, tensor.output_nr
-        entered = self._stand_ins.find(key)
+        entered = self._boundary.find(key)
         if entered is not None:
             return entered
-        if (changed := self._stand_ins.changed(key)) is not None:
+        if (changed := self._boundary.changed(key)) is not None:
             return self.bring(changed)
         if is_transformed():
             refuse_to_cut(tensor)
             with outside_of_transforms():
-                return self._stand_in(tensor, node, number)
-        self._stand_ins.refuse_stale(tensor, number)
+                return self._at_boundary(tensor, node, number)
+        self._boundary.refuse_stale(tensor, number)
         entered = self._enter(tensor, key, self._made_in(number))
-        self._stand_ins.add(key, tensor, entered)
+        self._boundary.add(key, tensor, entered)
         return entered
 
-    def _enter(self, tensor: Tensor, key: tuple[Node, int], made_in: Part) -> Tensor:
+    def _enter(self, tensor: Tensor, key: tuple[Node, int], made_in: PartitionGraph) -> Tensor:
         source = made_in.sources.get(key)
         if source is None:
-            source = made_in.sources[key] = Source(order.edge_of(tensor), hooks_for(tensor))
+            source = made_in.sources[key] = SourceTensor(order.edge_of(tensor), hooks_for(tensor))
         with torch.enable_grad():  # the model may use it again with gradients enabled
             (entered,) = self._mark(order.enter((self._on_device(tensor),)))
         self._part.entries.append((order.edge_of(entered), source))
@@ -197,21 +199,17 @@ class Crossing(TorchFunctionMode):
         return moves.bring_in_graph(tensor)
 
     def _with_whole_gradient(self, tensor: Tensor) -> Tensor:
-        """Return the tensor whose gradient is summed over all partitions, not a stand-in."""
+        """Return the tensor whose gradient is summed over all partitions, not a boundary tensor."""
         if self._cuts:
-            return self._stand_ins.latest(tensor)
+            return self._boundary.latest(tensor)
         return tensor if self._moves is None else self._moves.latest(tensor)
-
-    def outside_of_glue(self) -> AbstractContextManager[None]:
-        """Return a block in which nothing is inspected, for a layer's own functions."""
-        return OutsideOfGlue(self)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # once for all micro-batches: nothing crosses
+        if torch.compiler.is_dynamo_compiling():  # once for all micro-batches: nothing enters
             return func(*args, **kwargs or {})
-        if func in self._not_inspected or not self.is_glue:
+        if func in self._not_inspected or not self.is_on:
             return func(*args, **kwargs or {})
         if func in GRADIENT_REQUESTS:
             prepare = self._to_retain if func is Tensor.retain_grad else self._to_go_back
@@ -223,7 +221,7 @@ class Crossing(TorchFunctionMode):
         return result
 
     def _to_retain(self, tensor: Tensor) -> Any:
-        """Return the arguments of ``retain_grad``, with no stand-in in place of the tensor."""
+        """Return the arguments of ``retain_grad``, with the tensor that gets the whole gradient."""
         find = self.bring if isinstance(tensor, nn.Parameter) else self._with_whole_gradient
         return (find(tensor),), {}
 
@@ -234,7 +232,7 @@ class Crossing(TorchFunctionMode):
             cut = {edge.node: source.edge for edge, source in entries}
             by = None if inputs is None else tensors_of(inputs)[0]
             refuse_going_back(tensors_of(outputs)[0], by, self.bring, cut)
-        inputs = swapped(inputs, self.bring if self._cuts else self._with_whole_gradient)
+        inputs = map_tensors(inputs, self.bring if self._cuts else self._with_whole_gradient)
         (outputs,), kwargs = self.bring_all((outputs,), kwargs)
         return (outputs,), {**kwargs, "inputs": inputs}
 
@@ -252,9 +250,9 @@ class Crossing(TorchFunctionMode):
         return entered
 
     def enter_unseen(
-        self, part: Part, others: Sequence[Node], nodes: set[Node]
+        self, part: PartitionGraph, others: Sequence[Node], nodes: set[Node]
     ) -> list[GradientEdge]:
-        """Cut the graph where tensors of earlier partitions have crossed unseen.
+        """Cut the graph where tensors of earlier partitions have entered unseen.
 
         They do so through custom autograd functions, compiled code, objects and closures.
 
@@ -267,8 +265,8 @@ class Crossing(TorchFunctionMode):
             The edges where the graph is now cut; they are added to the entries of the part.
 
         Raises:
-            RuntimeError: the graph leads into that of another micro-batch or call, or a stand-in
-                for such a tensor was changed in place.
+            RuntimeError: the graph leads into that of another micro-batch or call, or the boundary
+                tensor for such a tensor was changed in place.
         """
         for node in nodes:
             if type(node) is ENTERED and getattr(node, "mark", self.mark) is not self.mark:
@@ -279,16 +277,16 @@ class Crossing(TorchFunctionMode):
         for node in nodes - earlier - {None} if earlier else ():
             for key in node.next_functions:
                 if key[0] in earlier:
-                    self._stand_ins.refuse_unseen(key, node)  # type: ignore[arg-type]
+                    self._boundary.refuse_unseen(key, node)  # type: ignore[arg-type]
                     edges[key] = None
         found = []
         for place in edges:
             edge, sources = GradientEdge(*place), self._made_in(sequence_nr(place[0])).sources
-            found.append((edge, sources.setdefault(place, Source(edge))))
+            found.append((edge, sources.setdefault(place, SourceTensor(edge))))
         part.entries += found
         return [edge for edge, _ in found]
 
-    def _made_in(self, number: int) -> Part:
+    def _made_in(self, number: int) -> PartitionGraph:
         """Return the part in which the node with this number was made."""
         return self.parts[self._order[bisect_right(self._starts, number) - 1]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipert.any_model.transforms import outside_of_transforms
+from pipert.any_model.func_transforms import outside_of_transforms
 from pipert.batch.tensors import version
 from pipert.layers.drawing import is_compiled
 from pipert.layers.modules import modules_of
@@ -22,8 +22,8 @@ from pipert.stage.stage import Stage
 __all__: list[str] = []
 
 
-class Lending:
-    """The stand-ins for parameters in one run. Those of a partition are used only in its turns.
+class ParameterCopies:
+    """The copies of parameters in one run. Those of a partition are used only while it runs.
 
     Args:
         module: the model.
@@ -36,18 +36,18 @@ class Lending:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._substitutes: dict[tuple[Any, ...], Substitute | None] = {}
         self.is_needed = moves or (is_step and _has_hooks(module))
-        """Whether any parameter may need a stand-in, as far as the caller can tell."""
+        """Whether any parameter may need a copy, as far as the caller can tell."""
         weights = module.parameters() if self.is_needed else ()
         self._versions = {id(w): version(w) for w in weights}
 
     def _is_replaced(self, stage: Stage, weight: Tensor) -> bool:
-        """Return whether a parameter has a stand-in in the partition of ``stage``."""
+        """Return whether a parameter has a copy in the partition of ``stage``."""
         return weight.device != stage.place.device or (
             self._is_step and bool(weight._backward_hooks)
         )
 
-    def stand_in_for(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
-        """Return the stand-in for ``weight`` in the partition of ``stage``, or itself."""
+    def copy_of(self, stage: Stage, i: int, weight: nn.Parameter) -> Tensor:
+        """Return the copy of ``weight`` in the partition of ``stage``, or itself."""
         if not self._is_replaced(stage, weight):
             return weight
         key = stage.place.j, id(weight)
@@ -60,7 +60,7 @@ class Lending:
     def wrap(
         self, stage: Stage, i: int, layers: Sequence[nn.Module], call: Callable[..., Any]
     ) -> Callable[..., Any]:
-        """Return ``call``, made to use the stand-ins for parameters of ``layers``.
+        """Return ``call``, made to use the copies of parameters of ``layers``.
 
         Args:
             stage: the stage of the current partition.
@@ -81,7 +81,7 @@ class Lending:
                     "has a hook, and cannot be given a copy in its place; choose cuts that put the "
                     "layers that share it on one device, or leave this layer uncompiled"
                 )
-            copies = [self.stand_in_for(stage, i, weight) for weight in weights]
+            copies = [self.copy_of(stage, i, weight) for weight in weights]
             before = [self._versions[id(weight)] for weight in weights]
             self._substitutes[key] = Substitute(weights, copies, before) if weights else None
         substitute = self._substitutes[key]

@@ -1,14 +1,14 @@
-"""Stand-ins for tensors of earlier partitions, and what happens when one is changed in place.
+"""Boundary tensors, which stand for those of earlier partitions, and changes of them in place.
 
-Where a tensor ``x`` of an earlier partition is used, it is replaced by its *stand-in* ``s``, which
-has its values and another graph. The model still holds ``x``, whose graph does not know what is
-done to ``s``::
+Where a tensor ``x`` of an earlier partition is used, it is replaced by its *boundary tensor* ``s``,
+which has its values and another graph. The model still holds ``x``, whose graph does not know what
+is done to ``s``::
 
     x[:, 4:] = y      in partition 1: s is changed, and with it the values of x, but not its graph
     z = f(x)          in partition 2
 
 1. In the partition that has changed it, ``x`` is still replaced by ``s``.
-2. In a later partition ``x`` is replaced by a stand-in for ``s``, as the change has left it.
+2. In a later partition ``x`` is replaced by a boundary tensor for ``s``, as the change has left it.
 3. The graph of *another* tensor that shares the memory, such as a view, knows nothing of ``s``: if
    it is used after the change, it is refused. Without a pipe, autograd would track the change,
    because it is made to ``x`` itself.
@@ -32,8 +32,8 @@ Key = tuple[Node, int]
 """A tensor's place in the graph."""
 
 
-class _StandIn:
-    """A stand-in, with its version and node when it was made and when it was last used."""
+class _BoundaryTensor:
+    """A boundary tensor, with its version and node when it was made and when it was last used."""
 
     __slots__ = (
         "first_node", "first_version", "last_node", "last_version", "memory", "since", "tensor",
@@ -50,16 +50,16 @@ class _StandIn:
         return self.tensor._version != self.first_version
 
 
-class StandIns:
-    """The stand-ins of one micro-batch."""
+class BoundaryTensors:
+    """The boundary tensors of one micro-batch."""
 
     def __init__(self) -> None:
-        self._current: dict[Key, _StandIn] = {}  # the current partition's
-        self._changed: dict[Key, _StandIn] = {}  # those that earlier partitions have changed
+        self._current: dict[Key, _BoundaryTensor] = {}  # the current partition's
+        self._changed: dict[Key, _BoundaryTensor] = {}  # those that earlier partitions have changed
         self._changes: dict[int, int] = {}  # first node of the partition that changed each memory
 
     def find(self, key: Key) -> Tensor | None:
-        """Return the stand-in that a tensor already has in this partition (rule 1)."""
+        """Return the boundary tensor that a tensor already has in this partition (rule 1)."""
         found = self._current.get(key)
         if found is None:
             return None
@@ -71,12 +71,12 @@ class StandIns:
         return tensor
 
     def changed(self, key: Key) -> Tensor | None:
-        """Return the stand-in that an earlier partition has changed, if any (rule 2)."""
+        """Return the boundary tensor that an earlier partition has changed, if any (rule 2)."""
         found = self._changed.get(key)
         return None if found is None else found.tensor
 
     def latest(self, tensor: Tensor) -> Tensor:
-        """Return the stand-in that holds the tensor's latest change, or the tensor itself."""
+        """Return the boundary tensor with the tensor's latest change, or the tensor itself."""
         while (node := tensor.grad_fn) is not None:
             key = node, tensor.output_nr
             found = self._current.get(key) or self._changed.get(key)
@@ -86,7 +86,7 @@ class StandIns:
         return tensor
 
     def refuse_unseen(self, key: Key, user: Node) -> None:
-        """Refuse a node that used a tensor unseen when it had a stand-in that was changed.
+        """Refuse a node that used a tensor unseen when it had a boundary tensor that was changed.
 
         It is refused even if the change came after the use. The user was made by this thread, which
         alone holds the tensor, so its number can be compared.
@@ -109,9 +109,9 @@ class StandIns:
         ):
             raise _another_name()
 
-    def add(self, key: Key, tensor: Tensor, stand_in: Tensor) -> None:
-        """Replace ``tensor`` by ``stand_in`` from now on."""
-        self._current[key] = _StandIn(tensor, stand_in)
+    def add(self, key: Key, tensor: Tensor, entered: Tensor) -> None:
+        """Replace ``tensor`` by ``entered`` from now on."""
+        self._current[key] = _BoundaryTensor(tensor, entered)
 
     def end(self, start: int) -> None:
         """End the partition, whose nodes are numbered from ``start``."""
@@ -124,7 +124,7 @@ class StandIns:
         self._current.clear()
 
     def _refuse_overlapping(self) -> None:
-        """Refuse a change of one of two stand-ins that share memory (rule 4)."""
+        """Refuse a change of one of two boundary tensors that share memory (rule 4)."""
         changed = [one for one in self._current.values() if one.has_changed()]
         for one in changed:
             if one.tensor.grad_fn is one.first_node:

@@ -15,7 +15,7 @@ from tests.any_model.family import ROWS, Family
 from tests.any_model.piped import CHUNKS, How, in_each_how, step
 from tests.any_model.reference import first_rows, reference
 from tests.any_model.same import assert_same
-from tests.any_model.test_glue import (
+from tests.any_model.test_own_code import (
     MODELS,
     ApplyingAFunction,
     CheckpointingItself,

@@ -82,7 +82,7 @@ class SharedState:
 
 
 class Inspection:
-    """Compares what the micro-batches of one run set on modules. Used by the run's drivers."""
+    """Compares what the micro-batches of one run set on modules. Used by the run's threads."""
 
     def __init__(self, shared: SharedState) -> None:
         self._shared = shared

@@ -1,10 +1,10 @@
 """Makes hooks that a layer registers on its arguments see the whole gradient, once.
 
-A layer may get a stand-in for a tensor of an earlier partition. The gradient of the stand-in is
-only part of the tensor's, since other partitions may use the tensor, too. ``register_hook`` adds
-the hook to a dict of the tensor, which autograd knows. So the stand-ins of one tensor share a dict
-that autograd does not know. It is tied to the tensor's own node later: in a step, before that node
-goes backward; in a call, when the partition ends.
+A layer may get a boundary tensor for a tensor of an earlier partition. The boundary tensor's
+gradient is only part of the tensor's, since other partitions may use the tensor, too.
+``register_hook`` adds the hook to a dict of the tensor, which autograd knows. So the boundary
+tensors of one tensor share a dict that autograd does not know. It is tied to the tensor's own node
+later: in a step, before that node goes backward; in a call, when the partition ends.
 
 A recomputed layer registers its hooks again; only those of its first computation are called.
 """
@@ -31,19 +31,19 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 class GradientHooks(OrderedDict[int, Hook]):
-    """The hooks on the stand-ins of one tensor, keyed by the numbers of their handles."""
+    """The hooks on the boundary tensors of one tensor, keyed by the numbers of their handles."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
         self.edge: GradientEdge | None = order.edge_of(tensor)
         """The tensor's place in its graph; ``None`` once the hooks are tied to it."""
         self._tensor = weakref.ref(tensor)
-        self._stand_ins: list[weakref.ref[Tensor]] = []
+        self._boundary: list[weakref.ref[Tensor]] = []
 
-    def give(self, stand_in: Tensor) -> None:
-        """Make ``stand_in`` register its hooks in this dict."""
-        stand_in._backward_hooks = self
-        self._stand_ins.append(weakref.ref(stand_in))
+    def give(self, entered: Tensor) -> None:
+        """Make ``entered`` register its hooks in this dict."""
+        entered._backward_hooks = self
+        self._boundary.append(weakref.ref(entered))
 
     def tie(self) -> None:
         """Register the hooks, if any, on the tensor's own gradient. Idempotent."""
@@ -63,12 +63,12 @@ class GradientHooks(OrderedDict[int, Hook]):
         node._register_hook_dict(carrier)
 
     def _retain(self) -> None:
-        """If a stand-in retains its gradient, let each, and the tensor, retain the whole one."""
-        tensor, alive = self._tensor(), [weak() for weak in self._stand_ins]
+        """If one retains its gradient, let each, and the original, retain the whole one."""
+        tensor, alive = self._tensor(), [weak() for weak in self._boundary]
         unchanged = [x for x in alive if x is not None and _hooks_of(x) is self]
-        if any(stand_in.retains_grad for stand_in in unchanged):
-            for stand_in in unchanged:
-                copy_gradient(stand_in, stand_in)
+        if any(entered.retains_grad for entered in unchanged):
+            for entered in unchanged:
+                copy_gradient(entered, entered)
             if tensor is not None:
                 tensor.retain_grad()
 
@@ -80,7 +80,7 @@ class GradientHooks(OrderedDict[int, Hook]):
 
 
 def hooks_for(tensor: Tensor) -> GradientHooks:
-    """Return the hooks for a stand-in of ``tensor``, which may be a stand-in itself."""
+    """Return the hooks for a boundary tensor of ``tensor``, which may be one itself."""
     hooks = _hooks_of(tensor)
     return hooks if isinstance(hooks, GradientHooks) else GradientHooks(tensor)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pipert
 from tests.any_model.family import ROWS, Family, Made
 from tests.any_model.piped import How, assert_equal, results
-from tests.any_model.test_glue import Exp, each_how
+from tests.any_model.test_own_code import Exp, each_how
 
 NAMES = ["base", "view", "view of the base"]
 

@@ -1,7 +1,7 @@
-"""Records a passage, and shows it to profilers: each ``F[i,j]``, and in a call each ``B[i,j]``.
+"""Records a micro-batch, and shows it to profilers: each ``F[i,j]``, and in a call each ``B[i,j]``.
 
 In a call ``B[i,j]`` is autograd's own walk through the nodes that were made in ``F[i,j]``. They are
-identified by their numbers: one driver makes all nodes of a micro-batch, partition by partition,
+identified by their numbers: one thread makes all nodes of a micro-batch, partition by partition,
 but for the casts of weights, which are left out (``autograd.leaves``, rule 2).
 """
 
@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from pipert._torch import node_count, sequence_nr
 from pipert._typing import Value
-from pipert.any_model.layers import Layers
+from pipert.any_model.model_layers import ModelLayers
 from pipert.autograd.leaves import is_cast_of_leaf
 from pipert.batch.tensors import differentiable
 from pipert.observe.backward import makers, watch_nodes
@@ -29,10 +29,10 @@ from pipert.stage.stage import Stage
 __all__: list[str] = []
 
 
-class Recording:
-    """The recording of one passage, in a run that is recorded."""
+class ForwardRecording:
+    """The recording of one micro-batch, in a run that is recorded."""
 
-    def __init__(self, i: int, notifier: Notifier, layers: Layers) -> None:
+    def __init__(self, i: int, notifier: Notifier, layers: ModelLayers) -> None:
         self._i = i
         self._layers = layers
         self._called: list[tuple[nn.Module, Stamp]] = []

@@ -1,0 +1,286 @@
+"""One micro-batch on its way through the model, from partition to partition.
+
+The model's own ``forward`` runs once for each micro-batch, from beginning to end, on a thread of
+its own. It proceeds only while a worker hands off its partition to it, which ``F[i,j]`` does in the
+plan's order::
+
+    worker 0 (F[i,0])        thread of micro-batch i          worker 1 (F[i,1])
+    -----------------        -----------------------          -----------------
+    hand off         ----->  code before the first cut
+    wait                     layers of partition 0
+                     <-----  a layer of partition 1 is called
+    F[i,0] is done           (worker 1 is told)      ----->   F[i,1] has its input
+                             wait                    <-----   hand off
+                             that layer, and what follows     wait
+                             ... forward returns     ----->   F[i,1] is done, with the output
+
+The thread itself tells worker 1, which need not wait until worker 0 has woken up. Only if there are
+observers does worker 0 tell it: they see ``F[i,j]`` end before ``F[i,j+1]`` begins.
+
+Guarantees:
+
+* **H1** a micro-batch thread executes only between a hand-off and its return. Each partition is
+  handed back once, whatever the ``forward`` raises, and even if the worker no longer waits. A
+  thread that is ended from outside hands it back too, and a dead one is noticed.
+* **H2** a micro-batch never goes back: partition *j* begins when its cut is called, and a layer
+  runs in the partition that is current, whatever its home. ``F[i,j]`` hands off if the micro-batch
+  waits for partition *j*; if it waits for a later one, or has ended, ``F[i,j]`` does nothing.
+* **H3** an error is raised by the ``F`` that has handed off. A ``forward`` that will get no further
+  partition is unwound: the call in which it waits raises :class:`Unwound`, which is no
+  ``Exception``; code that catches it is unwound again at its next layer. When the call returns,
+  raises or is interrupted, each ``forward`` has ended (**R2**), except in a run that was given up
+  while a ``forward`` was in the middle of a partition: it is unwound at its next wait, and its
+  worker is busy until then.
+* **H4** an idle micro-batch thread references nothing of its last micro-batch, and none of its
+  context is in effect. A thread whose ``forward`` was broken off ends, since the state of its
+  context is unknown.
+* **H5** micro-batch threads end with the pipe, and when it is closed. A forked child starts its
+  own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+from torch import nn
+
+from pipert._typing import Value
+from pipert.any_model.checkpointed_calls import CheckpointedCalls
+from pipert.any_model.forward_recording import ForwardRecording
+from pipert.any_model.hand_off import POLL, SENT, HandOff
+from pipert.any_model.intercept import Intercept
+from pipert.any_model.model_layers import ModelLayer, ModelLayers
+from pipert.batch.microbatch import Arguments
+from pipert.errors import PipeClosedError, PipertError, add_note
+from pipert.layers.intercepted import here
+from pipert.queues.latch import Latch
+from pipert.queues.once import Once
+from pipert.schedules.action import FORWARD, Action
+from pipert.stage.run import Run
+from pipert.stage.stage import Stage
+from pipert.workers.worker import NOT_RUN, WorkerThread
+
+__all__: list[str] = []
+
+
+class Unwound(BaseException):
+    """Raised inside a ``forward`` whose run is over, to end it."""
+
+
+class Surroundings(Protocol):
+    """What is done around the parts of a ``forward``."""
+
+    run: Run
+    n: int
+    module: nn.Module
+    layers: ModelLayers
+
+    def pass_through(self, microbatch: MicroBatchForward, x: Value) -> Value:
+        """Run the model; return what the last stage sends."""
+
+    def begin(self, microbatch: MicroBatchForward) -> None:
+        """Begin the partition that has been handed off."""
+
+    def end(self, microbatch: MicroBatchForward) -> None:
+        """End the partition that is about to be handed back."""
+
+    def call(
+        self,
+        microbatch: MicroBatchForward,
+        layer: ModelLayer,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Call a layer in the current partition."""
+
+
+class MicroBatchForward:
+    """Micro-batch ``i`` on its way through the model: the ``Task`` of its thread."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        i: int,
+        x: Value,
+        release: Callable[[MicroBatchForward], None],
+    ) -> None:
+        self.what = surroundings.run.number, None
+        self.i = i
+        self._pid = os.getpid()
+        self.j = 0
+        """The partition that it is in or waits for; *n* once ``forward`` has returned."""
+        self.thread: WorkerThread | None = None
+        self.was_broken_off = True
+        self._surroundings = surroundings
+        self._x = x
+        self._release = release  # takes back the thread
+        self.intercept: Intercept | None = None
+        self.checkpointed: CheckpointedCalls | None = None
+        """Those of the current partition, if the micro-batch is checkpointed."""
+        self.recording: ForwardRecording | None = None
+        """Set if the run is recorded."""
+        self.called = 0  # layers, so far
+        self._stage: Stage | None = None
+        self._hand_off = HandOff(surroundings.n)
+        self._ended = Latch(1)
+        self._unsettled = Once((self.i,))
+        self._is_in_layer = False
+
+    # On a worker.
+
+    def hand_off(self, stage: Stage) -> Value:
+        """Hand off partition *j* for ``F[i,j]``, and wait until it is handed back (H1, H2).
+
+        Returns the model's output if ``forward`` has returned; else an empty tuple, or ``SENT``.
+        """
+        if self.j > stage.place.j:
+            return ()
+        return self._hand_off.hand_off(stage, self._is_lost)
+
+    def _is_lost(self) -> bool:
+        """Return whether nothing can be handed back: ``forward`` has ended, or its thread has."""
+        thread = self.thread
+        return self._ended.is_open() or thread is None or not thread.is_alive()
+
+    # In the caller, when the run is over.
+
+    def unwind(self) -> None:
+        """End the ``forward``: nothing further is handed off. Thread-safe and idempotent."""
+        self._hand_off.end()
+
+    def wait(self) -> None:
+        """Wait until the ``forward`` has ended, and discard what it left behind."""
+        while not self._ended.wait(POLL) and not self._is_lost():
+            pass
+        self._hand_off.drop()  # an error that no worker received: its frames reference this
+
+    # On its thread.
+
+    def receive(self) -> Any:
+        stage = self._hand_off.take()
+        return NOT_RUN if stage is None else stage
+
+    def execute(self, stage: Stage) -> Any:
+        self._stage = stage
+        context = self._surroundings.run.context
+        try:
+            with context.on_worker:
+                value = context.variables.copy().run(self._run)
+            self.was_broken_off = False
+        except Unwound:  # received only by a worker that was just about to hand off
+            self._fail(PipeClosedError("the pipe was closed during the call"))
+        except BaseException as error:  # noqa: B036  raised again on the worker
+            self._fail(error)
+        else:
+            self._hand_off.hand_back(self._surroundings.n - 1, value)
+            self.j, self._stage = self._surroundings.n, None
+        return ()
+
+    def _fail(self, error: BaseException) -> None:
+        # An error from outside may come between two hand-offs:
+        # both workers get it, and if one of them does not wait, its copy is dropped.
+        stage, self._stage = self._stage, None
+        for j in {self.j} if stage is None else {self.j, stage.place.j}:
+            if j < self._surroundings.n:
+                self._hand_off.fail(j, error)
+
+    def _run(self) -> Value:
+        x, self._x = self._x, None
+        here.interceptor = self
+        try:
+            return self._surroundings.pass_through(self, x)
+        except BaseException as error:
+            if self._stage is not None:
+                self._stage.place.note(error, Action(FORWARD, self.i, self.j))
+            if type(error).__module__.startswith("torch._dynamo"):
+                add_note(error, lambda: _COMPILED)
+            raise
+        finally:
+            here.interceptor = None
+            if self.recording is not None:
+                self.recording.end()
+
+    def forward(self, x: Value) -> Value:
+        """Call the model, go on to the last partition, and return the output."""
+        module = self._surroundings.module
+        y = module(*x.args, **x.kwargs) if isinstance(x, Arguments) else module(x)
+        if self.j < self._surroundings.n - 1:
+            self._go_on_to(self._surroundings.n - 1)
+        return y
+
+    def call(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a layer; if it is the cut of a later partition, go on to that first."""
+        surroundings = self._surroundings
+        layer = surroundings.layers.get(module)
+        if self._is_in_layer or layer is None:
+            return call(*args, **kwargs)
+        if layer.begins > self.j:
+            self._go_on_to(layer.begins)
+        elif self._stage is None:
+            raise Unwound  # again: the model has caught the last one
+        self._is_in_layer = True
+        try:
+            return surroundings.call(self, layer, call, args, kwargs)
+        except BaseException as error:
+            layers = self.stage.layers
+            add_note(error, partial(layers.note_of_call, self.i, layer.name, args, kwargs))
+            raise
+        finally:
+            self._is_in_layer = False
+
+    def _go_on_to(self, j: int) -> None:
+        """Hand back the current partition, and wait for partition ``j``."""
+        if os.getpid() != self._pid:  # P5: no worker hands off there
+            raise PipertError("a child that was forked in a forward cannot go on through the pipe")
+        stage = self.stage
+        self._surroundings.end(self)
+        try:
+            self.j = j
+            if stage.run.notifier.is_observed:
+                self._hand_off.hand_back(stage.place.j, ())
+            else:
+                stage.links.y.send(self.i, ())
+                self._hand_off.hand_back(stage.place.j, SENT)
+            self._stage = None
+            self._stage = self._hand_off.take()
+        except BaseException as error:  # from outside, and the model may catch it
+            self._fail(error)
+            raise
+        self._surroundings.begin(self)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that has handed off the current partition."""
+        if self._stage is None:
+            raise Unwound
+        return self._stage
+
+    def send(self, result: Any) -> None:
+        self._settle()
+
+    def abandon(self, error: BaseException) -> None:
+        """Fail with ``error``: the thread was ended from outside, or never took the micro-batch."""
+        self._fail(error)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._unsettled.take() is not None:
+            self.intercept = self.checkpointed = self.recording = None
+            self._release(self)
+            self._ended.arrive()
+
+    def __repr__(self) -> str:
+        return f"<MicroBatchForward of micro-batch {self.i}, at partition {self.j}>"
+
+
+_COMPILED = (
+    "if torch.compile has made a function that the model's own code calls between its layers: "
+    "nothing is brought to the device of a partition for it; make it a module, or leave it "
+    "uncompiled"
+)
