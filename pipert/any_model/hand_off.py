@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
@@ -14,13 +13,6 @@ __all__: list[str] = []
 
 POLL = 0.5  # s; how often a thread that waits for another checks that it is alive
 
-
-class _Sent(enum.Enum):
-    SENT = "sent"
-
-
-SENT = _Sent.SENT
-"""Handed back in place of a value, when the micro-batch thread itself has told the next stage."""
 
 _Answer = tuple[Value, BaseException | None]
 _HandedBack = SimpleQueue[_Answer]

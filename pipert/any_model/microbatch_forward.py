@@ -50,7 +50,7 @@ from torch import nn
 from pipert._typing import Value
 from pipert.any_model.checkpointed_calls import CheckpointedCalls
 from pipert.any_model.forward_recording import ForwardRecording
-from pipert.any_model.hand_off import POLL, SENT, HandOff
+from pipert.any_model.hand_off import POLL, HandOff
 from pipert.any_model.intercept import Intercept
 from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.batch.microbatch import Arguments
@@ -59,6 +59,7 @@ from pipert.layers.intercepted import here
 from pipert.queues.latch import Latch
 from pipert.queues.once import Once
 from pipert.schedules.action import FORWARD, Action
+from pipert.stage.links import SENT
 from pipert.stage.run import Run
 from pipert.stage.stage import Stage
 from pipert.workers.worker import NOT_RUN, WorkerThread

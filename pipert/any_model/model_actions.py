@@ -8,14 +8,13 @@ later partitions have sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.any_model.hand_off import SENT
 from pipert.any_model.inner_gradients import refuse_through
 from pipert.any_model.intercept import Intercept, PartitionGraph
 from pipert.any_model.model_run import ModelRun
@@ -24,8 +23,7 @@ from pipert.autograd.leaves import leaves_behind
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.actions import Actions
 from pipert.stage.backward import alone, gradients_of, refuse_hooked
-from pipert.stage.links import NOWHERE
-from pipert.stage.stage import How, Stage, observed
+from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import StepBoundary
 from pipert.workers.context import NOTHING
 
@@ -33,28 +31,12 @@ __all__: list[str] = []
 
 
 def actions(model_run: ModelRun) -> Actions:
-    """Return how the stages of ``model_run`` carry out each kind of action."""
-
-    def forward(stage: Stage) -> How:
-        body = observed(stage, FORWARD, model_run.hand_off)
-        send = partial(_send, stage.links.y.send)
-        return How(stage.links.x.receive, stage.run.context.on_worker, body, send)
-
-    def recompute(stage: Stage) -> How:
-        body = partial(_recompute, model_run)
-        return How(NOWHERE.receive, stage.run.context.on_worker, body, NOWHERE.send)
-
-    def backward(stage: Stage) -> How:
-        context = stage.run.context.going_back_on_worker
-        body = partial(_backward, model_run)
-        return How(stage.links.dy.receive, context, body, stage.links.dx.send)
-
-    return {FORWARD: forward, RECOMPUTE: recompute, BACKWARD: backward}
-
-
-def _send(send: Callable[[int, Value], None], i: int, y: Value) -> None:
-    if y is not SENT:
-        send(i, y)
+    """Return the functions that carry out each kind of action of the stages of ``model_run``."""
+    return {
+        FORWARD: model_run.hand_off,
+        RECOMPUTE: partial(_recompute, model_run),
+        BACKWARD: partial(_backward, model_run),
+    }
 
 
 def _recompute(model_run: ModelRun, stage: Stage, i: int, _: Value) -> None:
@@ -70,7 +52,8 @@ def _backward(model_run: ModelRun, stage: Stage, i: int, _: Value) -> Value:
     if part is None:
         return ()
     notifier, action = stage.run.notifier, Action(BACKWARD, i, j)
-    with notifier.watched(action, stage.place.device) if notifier.is_watched else NOTHING:
+    recorded = notifier.recorder is not None
+    with notifier.recorded(action, stage.place.device) if recorded else NOTHING:
         stage.layers.backward(i, _differentiate, stage, cut, i, intercept, part)
     return ()
 

@@ -91,7 +91,9 @@ def assemble(
         partition_stats = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step)
         stage = Stage(run, place, layers, skips or None, links, ends, weights[j], partition_stats)
-        stage.how = {kind: actions[kind](stage) for kind in run.plan.occurring_kinds}
+        stage.how = {
+            kind: stage.how_to(kind, actions[kind]) for kind in run.plan.occurring_kinds
+        }
         stages.append(stage)
     return stages
 

@@ -1,7 +1,4 @@
-"""Carries out ``B[i,j]`` of a step: turns the gradients of outputs into those of inputs.
-
-In a call, ``B[i,j]`` is autograd's own walk along the graph.
-"""
+"""Differentiates a stage in ``B[i,j]`` of a step: gathers, differentiates, scatters gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from pipert.autograd.leaves import Behind, leaves_behind
 from pipert.autograd.recompute import Graph
 from pipert.layers.nested_checkpoint import refuse_reentrant_checkpoint
 from pipert.schedules.action import BACKWARD, Action
-from pipert.stage.stage import How, Stage, observed
+from pipert.stage.stage import Stage
 from pipert.stage.step_boundary import Kept, StepBoundary
 
 __all__: list[str] = []
@@ -26,31 +23,7 @@ __all__: list[str] = []
 Gradients = Sequence[Tensor | None]
 
 
-def backward(stage: Stage) -> How:
-    """Return how ``stage`` carries out ``B``."""
-    body = observed(stage, BACKWARD, _backward)
-    context = stage.run.context.going_back_on_worker
-    return How(stage.links.dy.receive, context, body, stage.links.dx.send)
-
-
-def _backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
-    """Gather the gradients of outputs, differentiate, and scatter the gradients of inputs."""
-    cut = stage.cut
-    assert cut is not None
-    kept = cut.kept.pop(i, None)
-    if kept is None:
-        return ()
-    notifier, dys = stage.run.notifier, _gather(stage, cut, i, dy, kept)
-    if notifier.recorder is None:
-        dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
-    else:
-        with notifier.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
-            dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
-    dxs = _scatter(stage, cut, i, dxs, kept)
-    return dxs
-
-
-def _gather(
+def gather(
     stage: Stage, cut: StepBoundary, i: int, dy: Gradients, kept: Kept
 ) -> list[Tensor | None]:
     """Return the gradient of each output, brought from the stages that used it."""
@@ -65,8 +38,21 @@ def _gather(
     return gathered
 
 
+def differentiate_stage(
+    stage: Stage, cut: StepBoundary, i: int, kept: Kept, dys: Gradients
+) -> Gradients:
+    """Return the gradients of the inputs; add those of the weights to the sums. Record it."""
+    notifier = stage.run.notifier
+    dxs: Gradients
+    if notifier.recorder is None:
+        dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
+    else:
+        with notifier.recorded(Action(BACKWARD, i, stage.place.j), stage.place.device):
+            dxs = stage.layers.backward(i, _differentiate, cut, i, kept, dys)
+    return dxs
+
+
 def _differentiate(cut: StepBoundary, i: int, kept: Kept, dys: Gradients) -> Gradients:
-    """Add up the gradients of the weights; return those of the inputs."""
     *loss_graphs, graph = kept.graphs
     for loss_graph in loss_graphs:
         dys, add = _differentiate_graph(cut, loss_graph, dys)
@@ -130,7 +116,7 @@ def refuse_hooked(cut: StepBoundary, leaves: Iterable[Tensor]) -> None:
             )
 
 
-def _scatter(stage: Stage, cut: StepBoundary, i: int, dxs: Gradients, kept: Kept) -> Gradients:
+def scatter(stage: Stage, cut: StepBoundary, i: int, dxs: Gradients, kept: Kept) -> Gradients:
     """Send the gradients of skips to the stages that stashed them; return those of the value."""
     start = len(dxs) - sum(kept.arriving)
     value, rest = dxs[:start], dxs[start:]

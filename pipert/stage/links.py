@@ -10,6 +10,7 @@ all at once, are received by number.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,11 +25,19 @@ from pipert.workers.worker import NOT_RUN
 __all__: list[str] = []
 
 
+class _Sent(enum.Enum):
+    SENT = "sent"
+
+
+SENT = _Sent.SENT
+"""Takes the place of a value that has been sent already, by whoever computed it."""
+
+
 class Link(NamedTuple):
     """A link that carries one value per micro-batch."""
 
     send: Callable[[int, Value], None]
-    """Sends the value of a micro-batch, or ``NOT_RUN``. Never blocks."""
+    """Sends the value of a micro-batch, or ``NOT_RUN``; ignores ``SENT``. Never blocks."""
     receive: Callable[[int], Value]
     """Waits for the value of a micro-batch. Returns ``NOT_RUN`` if there will be none."""
     close: Callable[[], object]
@@ -44,6 +53,8 @@ def between() -> Link:
     queue: ClosableQueue[Value] = ClosableQueue()
 
     def send(i: int, value: Value) -> None:
+        if value is SENT:
+            return
         try:
             queue.put(value)
         except QueueClosed:

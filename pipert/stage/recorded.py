@@ -1,31 +1,26 @@
-"""Wraps the parts of a stage whose run is recorded or profiled.
+"""Wraps the links and copies of a stage whose run is recorded or profiled.
 
-The computation is the same: only hooks are added to the graph.
+They do the same: only hooks are added to the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipert._torch import node_count
 from pipert._typing import Tensors, Value
 from pipert.autograd import streams
 from pipert.autograd.transfer import Stream
 from pipert.batch.tensors import differentiable
 from pipert.layers.place import Place
-from pipert.observe.backward import makers, watch_node, watch_nodes
+from pipert.observe.backward import watch_node
 from pipert.observe.event import COPY, WAIT
 from pipert.observe.recorder import Recorder, Span
-from pipert.schedules.action import FORWARD, Action
 from pipert.stage.copies import Transport
-from pipert.stage.forward import compute_layers, forward
 from pipert.stage.links import Link
-from pipert.stage.stage import How, Stage
 
 __all__: list[str] = []
 
@@ -43,37 +38,6 @@ def recorded_link(link: Link, recorder: Recorder, place: Place) -> Link:
             return link.receive(i)
 
     return link._replace(receive=receive)
-
-
-def recorded_forward(stage: Stage) -> How:
-    """Return how ``stage`` carries out ``F`` and records it, in a call together with ``B``.
-
-    There ``B`` is not a task, but its nodes are watched. The walk that finds them comes after the
-    output has been sent, so that no stage waits for it.
-    """
-    after_sending: list[Callable[[], None]] = []
-    how = forward(stage, partial(_compute, after_sending))
-
-    def send(i: int, value: Value) -> None:
-        how.send(i, value)
-        while after_sending:
-            after_sending.pop()()
-
-    return how._replace(send=send)
-
-
-def _compute(after_sending: list[Callable[[], None]], stage: Stage, i: int, x: Value) -> Value:
-    """Run ``compute_layers``, and record it and the end of each layer."""
-    notifier, j, device = stage.run.notifier, stage.place.j, stage.place.device
-    inputs, first = makers(differentiable(x)[0]), node_count()
-    with notifier.recorded(Action(FORWARD, i, j), device) as span:
-        assert notifier.recorder is not None
-        y = compute_layers(stage, i, x, notifier.recorder.after_layer(span))
-    if stage.cut is None and stage.run.context.grad_enabled:
-        outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
-        watch = partial(watch_nodes, notifier.recorder, i, j, device, outputs, inputs, made)
-        after_sending.append(watch)
-    return y
 
 
 @dataclass(slots=True, eq=False)

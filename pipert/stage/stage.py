@@ -1,7 +1,7 @@
 """Carries out the actions of one partition in one run.
 
-A worker takes each action of a stage as a :class:`Task`, and carries it out as the row of its kind
-says (``actions``): receive from a link, execute, send over a link.
+A worker takes each action of a stage as a :class:`Task`: it receives the input from a link, calls
+the function of ``actions`` that carries it out, and sends the result over a link.
 
 The ends of a stage govern how values enter and leave it. Only they differ between a call and a
 step:
@@ -28,18 +28,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from pipert._typing import Value
-from pipert.batch.tensors import version
+from pipert.batch.tensors import Carried, version
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
 from pipert.queues.once import Once
-from pipert.schedules.action import Action
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
 from pipert.stage.call_boundary import CallBoundary
-from pipert.stage.links import Link
+from pipert.stage.links import NOWHERE, Link
 from pipert.stage.outcome import Outcome
 from pipert.stage.run import Run
 from pipert.stage.shared_memory import Shared, find_shared
@@ -59,8 +61,7 @@ class How(NamedTuple):
     context: AbstractContextManager[None]
     """The context of ``execute``, beside the caller's context variables."""
     execute: Execute
-    """Takes the stage, the micro-batch and the input; returns the result. Must not reference the
-    stage itself, or the run would keep its tensors until the next garbage collection."""
+    """Takes the stage, the micro-batch and the input; returns the result."""
     send: Callable[[int, Value], None]
     """Takes the micro-batch and the result, or ``NOT_RUN``. Never blocks."""
 
@@ -103,6 +104,8 @@ class Stage:
     """The number of micro-batches, from the first, that are checkpointed."""
     shared: Shared = field(default_factory=dict)
     """The tensors of the current micro-batch's input that share memory."""
+    after_sending: list[Callable[[], None]] = field(default_factory=list)
+    """What is left to do for a recording once the current action's result is sent."""
     _versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -122,14 +125,41 @@ class Stage:
         """The skips that this stage stashes for others, each with a stage that pops it."""
         return () if self.skips is None else self.skips.leaving
 
+    def how_to(self, kind: str, execute: Execute) -> How:
+        """Return how to carry out actions of ``kind``, which ``execute`` computes."""
+        context = self.run.context
+        if self.run.notifier.is_observed and kind != RECOMPUTE:  # which tells of itself
+            execute = partial(_observed, kind, execute)
+        if kind == FORWARD:
+            return How(self.links.x.receive, context.on_worker, execute, self.links.y.send)
+        if kind == BACKWARD:
+            going_back = context.going_back_on_worker
+            return How(self.links.dy.receive, going_back, execute, self.links.dx.send)
+        return How(NOWHERE.receive, context.on_worker, execute, NOWHERE.send)
+
     def borrow(self, i: int) -> None:
         """Lend the layers the substitutes for parameters; once per run."""
         weights, self.borrowed = self.borrowed, ()
         self.layers.lend(weights, self.ends.borrow(i, weights), self._versions)
 
-    def find_shared(self, i: int, x: Value) -> None:
-        """Find the tensors in the input of micro-batch ``i`` that share memory."""
+    def with_arriving_skips(self, i: int, x: Value) -> Value:
+        """Return input ``x`` with the skips that arrive, if any; find what shares memory in it."""
+        if self.skips is not None:
+            skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
+            x = Carried(x, tuple(skips))
+        elif isinstance(x, Tensor):
+            return x
         self.shared = find_shared(x) | self.run.handed_on.pop((i, self.place.j), {})
+        return x
+
+    def without_leaving_skips(self, i: int, y: Value) -> Value:
+        """Send the skips that leave with output ``y`` to the stages that pop them; return it."""
+        if self.skips is None:
+            return y
+        y, leaving = y
+        for (key, k), value in zip(self.leaving, leaving, strict=True):
+            self.run.skips.send(key, i, k, value)
+        return y
 
     def hand_on(self, i: int, shared: Shared) -> None:
         """Tell the next stage which tensors would share memory, had this stage not copied them."""
@@ -154,15 +184,8 @@ class Stage:
         return f"<Stage of {self.place}, {self.outcome!r}>"
 
 
-def observed(stage: Stage, kind: str, execute: Execute) -> Execute:
-    """Return ``execute``, told to observers as an action of ``kind`` if the run has any.
-
-    They are told in the task, so that their calls of the pipe are refused, as its layers' are.
-    """
-    return partial(_observed, kind, execute) if stage.run.notifier.is_observed else execute
-
-
 def _observed(kind: str, execute: Execute, stage: Stage, i: int, received: Value) -> Value:
+    # Observers are told in the task, so that their calls of the pipe are refused, as layers' are.
     with stage.run.notifier.observed(Action(kind, i, stage.place.j), stage.place.device):
         return execute(stage, i, received)
 
@@ -207,8 +230,10 @@ class Task:
         return result
 
     def send(self, result: Any) -> None:
-        run = self._stage.run
+        run, later = self._stage.run, self._stage.after_sending
         self._how.send(self._action.i, NOT_RUN if run.dropped else result)
+        while later:
+            later.pop()()
         if run.dropped:
             self._stage.drop()  # again: this action may have been executing the first time
         self._due.pop().settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+from collections.abc import Callable
 from typing import cast
 
 import pytest
@@ -37,6 +38,7 @@ class FakeStage:
         self.sent: list[tuple[int, object]] = []
         how = How(lambda i: (), contextlib.nullcontext(), self.execute, self.send)
         self.how = {"F": how}
+        self.after_sending: list[Callable[[], None]] = []
 
     def execute(self, stage: object, i: int, received: object) -> str:
         self.ran.append(i)

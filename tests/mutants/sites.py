@@ -49,7 +49,7 @@ REASONS = {
     ): "on CPU alone, by the process's clock",
     (
         "pipert/any_model/model_actions.py",
-        "notifier.watched(action, stage.place.device)",
+        "notifier.recorded(action, stage.place.device)",
     ): "records; see the mutants of stage/recorded.py",
     (
         "pipert/distributed/stages.py",

@@ -11,23 +11,19 @@ from pipert import Observer, Pipe, TaskInfo
 from pipert.schedules import Action, one_f_one_b, plan
 from pipert.schedules.action import RULES, Rule, Size
 from pipert.stage.actions import ACTIONS
-from pipert.stage.links import NOWHERE
-from pipert.stage.stage import How, Stage
+from pipert.stage.stage import Stage
 from tests.contract.ways import batch, grads_of, linear, mean, same
 
 done: list[tuple[str, int, int]] = []
+KINDS = "forward", "nothing", "done", "backward"  # an observer is told of "nothing" as it begins
 
 
 def after_forward(action: Action, size: Size) -> Iterable[Action]:
     return [Action("F", action.i, action.j)]
 
 
-def do_nothing(stage: Stage) -> How:
-    return How(NOWHERE.receive, stage.run.context.on_worker, _note, NOWHERE.send)
-
-
-def _note(stage: Stage, i: int, _: object) -> None:
-    done.append(("nothing", i, stage.place.j))
+def do_nothing(stage: Stage, i: int, _: object) -> None:
+    done.append(("done", i, stage.place.j))
 
 
 def with_pauses(m: int, n: int, placement: tuple[int, ...]) -> Iterator[list[Action]]:
@@ -62,9 +58,9 @@ def test_an_action_of_ones_own_runs_between_forward_and_backward(checkpoint: str
         same(grads_of(pipe), gradients)
         for i in range(4):
             for j in range(2):
-                where = [done.index((kind, i, j)) for kind in ("forward", "nothing", "backward")]
+                where = [done.index((kind, i, j)) for kind in KINDS]
                 assert where == sorted(where)
-        assert [kind for kind, _, _ in done].count("nothing") == 8
+        assert [kind for kind, _, _ in done].count("done") == 8
 
 
 def test_a_plan_shows_an_own_action() -> None:
@@ -88,9 +84,8 @@ def test_the_failure_of_an_own_action_names_it() -> None:
     def fail(stage: Stage, i: int, _: object) -> None:
         raise KeyError(i)
 
-    how = do_nothing
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(ACTIONS, "N", lambda stage: how(stage)._replace(execute=fail))
+        patch.setitem(ACTIONS, "N", fail)
         module = torch.nn.Sequential(linear(3, 3), linear(3, 3))
         with Pipe(module, [1, 1], devices=["cpu"] * 2, chunks=2) as pipe:
             with pytest.raises(KeyError) as caught:
