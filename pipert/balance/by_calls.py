@@ -7,19 +7,18 @@ cut, unless the element takes more than a partition's share.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from torch import nn
 
 from pipert._typing import Device, Value
-from pipert.balance.by_cost import balance_by_cost, check_count
-from pipert.balance.by_time import check_timeout, rounds_of
+from pipert.balance.by_cost import balance_by_cost, check_partitions
+from pipert.balance.by_time import medians
 from pipert.balance.call_times import block_times
-from pipert.balance.probe import check_not_meta, measuring_device
+from pipert.balance.probe import measuring_device
 from pipert.layers.drawing import is_compiled_itself
-from pipert.model.calls import arguments_of, check_initialised
+from pipert.model.calls import arguments_of
 from pipert.model.cuts import is_called, layers_of
 
 __all__: list[str] = []
@@ -35,41 +34,27 @@ def choose_cuts(
     timeout: float = 1.0,
     device: Device | None = None,
 ) -> list[str]:
-    """Returns the cuts that minimise the slowest partition's time.
+    """Returns the names of the modules at which to cut, so that the slowest partition is fastest.
 
     Candidates are the elements of the model's outermost ``ModuleList``s, or of its ``Sequential``s
     if it has none, or else its children; other modules with parameters beside these, such as an
     embedding and a head; and the modules inside a candidate that takes longer than a partition
-    should. The time of each runs from its first call to that of the next one, forward and backward,
-    including the model's own code. The first one's also includes everything before its call.
-
-    Copies of layers are measured one at a time, so one device can measure a model that fits on none
-    (``call_times.py``). Parameters, gradients, buffers, mode and torch's random state stay
-    unchanged; forward hooks run.
+    should.
 
     Args:
-        model: on any device, in the mode to measure.
+        model: on any device, in the mode to measure; stays unchanged, see :func:`block_times`.
         partitions: the number of devices.
-        example: the arguments of one micro-batch, on any device: a dict (any mapping) of keyword
-            arguments, a tuple of positional ones, or the only argument.
+        example: the arguments of one micro-batch, see :func:`arguments_of`.
         timeout: seconds to spend, after two or more forwards to warm up.
         device: where to measure. Default: the first CUDA device, or the CPU if there is none.
 
-    Returns:
-        The names of ``partitions - 1`` modules, in the order of their first calls.
-
     Raises:
-        ValueError: the model calls fewer candidates than there are partitions; ``partitions`` is
-            less than 1, ``timeout`` is negative, the device does not exist, or a parameter has no
-            value yet.
-        TypeError: ``partitions`` is not an integer.
+        ValueError: the model calls fewer candidates than there are partitions, or an argument is
+            wrong, or a parameter has no value yet.
         Exception: whatever the model raises, with a note that names the layer.
     """
-    n = check_count(partitions)
-    check_timeout(timeout)
-    where = measuring_device(device)
-    check_initialised(model)
-    check_not_meta(model, where)
+    n = check_partitions(partitions)
+    where = measuring_device(device, model)
     if n == 1:
         return []
     arguments = arguments_of(example)
@@ -85,8 +70,7 @@ def choose_cuts(
             f"partitions must be at most {len(names)}, got {n}: the example calls so many modules "
             f"at which the model can be cut, {names}; use fewer partitions, or pass cuts"
         )
-    rounds = rounds_of(lambda: measure(cuts), timeout)
-    times = [statistics.median([times[name] for times in rounds]) for name in names]
+    times = medians(lambda: map(measure(cuts).__getitem__, names), timeout)
     return [names[k] for k in accumulate(balance_by_cost(times, n)[:-1])]
 
 

@@ -1,4 +1,4 @@
-"""Balances layers by the memory they need."""
+"""Measures sizes: the memory that layers need, to balance it, and what crosses between them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from pipert.balance.probe import Probe, micro_batches, probe_layers
 from pipert.batch.tensors import Carried, tensors_of
 from pipert.model.settings import check_chunks
 from pipert.model.split import check_module
+from pipert.skip.namespace import Key
 
-__all__ = ["LayerSize", "balance_by_size", "layer_sizes"]
+__all__ = ["LayerSize", "balance_by_size", "crossing_sizes", "layer_sizes"]
 
 
 class LayerSize(NamedTuple):
@@ -87,8 +88,8 @@ def layer_sizes(
     """Measures the memory that each layer needs, tensor by tensor.
 
     The result is nearly the same on any device; kernels of different devices may save different
-    tensors, such as masks. Copies of the layers run, without hooks: the module, its gradients,
-    buffers and mode, and torch's random state stay unchanged.
+    tensors, such as masks. Copies of the layers run, with the layers' forward hooks: the
+    module, its gradients, buffers and mode, and torch's random state stay unchanged.
 
     Args:
         module: on any device. May have skips, layers that work in place and any pytree between
@@ -106,18 +107,67 @@ def layer_sizes(
         Exception: whatever a layer raises, with a note that names the layer.
     """
     first = micro_batches(sample, check_chunks(chunks))[0]
-    measured = probe_layers(module, first, device, _measure)
     known: set[Tensor] = set()
     sizes = []
-    for layer, size in zip(module, measured, strict=True):
+    for layer, measured in zip(module, probe_layers(module, first, device, _measure), strict=True):
         own = {*layer.parameters(), *layer.buffers()} - known
         known |= own
         trained = sum(t.nbytes for t in own if t.requires_grad)
+        size = measured.size
         sizes.append(size._replace(parameters=sum(t.nbytes for t in own), trained=trained))
     return sizes
 
 
-def _measure(probe: Probe) -> tuple[LayerSize, Carried]:
+def crossing_sizes(
+    module: nn.Sequential, sample: Value, *, device: Device | None = None
+) -> list[int]:
+    """Measures, for each layer, the bytes that cross to its partition if the cut is before it.
+
+    These are the output of the layer before, and each skip that is stashed before the cut and
+    popped behind it, as a :class:`pipert.distributed.Pipe` sends them; in a :class:`pipert.Pipe`
+    skips go straight to the partition that pops them. The gradients of tensors that require grad
+    take as many bytes again. Nothing crosses before the first layer.
+
+    >>> times = layer_times(module, sample)  # doctest: +SKIP
+    >>> crossing = [2 * b / 1e9 for b in crossing_sizes(module, sample)]  # doctest: +SKIP
+    >>> balance = balance_by_cost(times, 2, crossing=crossing)  # doctest: +SKIP
+
+    Args:
+        module, device: see :func:`layer_sizes`.
+        sample: the first layer's input, as large as one micro-batch, on any device: any pytree, or
+            :class:`Arguments` if it takes several.
+
+    Returns:
+        The bytes before each layer, for ``balance_by_cost(crossing=...)``.
+
+    Raises:
+        ValueError, TypeError, Exception: as for :func:`layer_sizes`.
+    """
+    (value,) = micro_batches(sample, 1)
+    layers = probe_layers(module, value, device, _measure)
+    last_pop = {key: k for k, layer in enumerate(layers) for key in layer.popped}
+    sizes = [0] * len(layers)
+    for k, layer in enumerate(layers[:-1]):
+        sizes[k + 1] += layer.output
+        for key, size in layer.stashed.items():
+            for cut in range(k + 1, last_pop[key] + 1):
+                sizes[cut] += size
+    return sizes
+
+
+class _Measured(NamedTuple):
+    """What is left behind by a layer, and what it hands to later layers."""
+
+    size: LayerSize
+    """Without its parameters."""
+    output: int
+    """The bytes of its output."""
+    stashed: dict[Key, int]
+    """The bytes of each skip that it stashes."""
+    popped: list[Key]
+
+
+def _measure(probe: Probe) -> tuple[_Measured, Carried]:
     inputs = probe.inputs()
     saved: list[Tensor] = []
 
@@ -132,10 +182,17 @@ def _measure(probe: Probe) -> tuple[LayerSize, Carried]:
     left = _storages((saved, output))
     activations = sum(size for storage, size in left.items() if storage not in existing)
     size = LayerSize(0, 0, activations, sum(arrived.values()), sum(popped.values()))
-    return size, output
+    skips = zip(probe.skips.leaving, output.skips, strict=True)
+    stashed = {key: _bytes(value) for (key, _), value in skips}
+    keys = [key for key, _ in probe.skips.arriving]
+    return _Measured(size, _bytes(output.value), stashed, keys), output
 
 
 def _storages(value: Value) -> dict[int, int]:
     """Returns the bytes of each storage behind the tensors of ``value``."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(value)[0]]
     return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _bytes(value: Value) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(value)[0])

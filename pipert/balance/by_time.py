@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -57,8 +57,8 @@ def layer_times(
 
     The measurement cycles through the layers, so that a disturbance affects all alike. Each round
     runs a layer once to warm up and once to time it; the result is the median over the rounds.
-    Copies of the layers run, without hooks: the module, its gradients, buffers and mode, and
-    torch's random state stay unchanged.
+    Copies of the layers run, with the layers' forward hooks: the module, its gradients, buffers and
+    mode, and torch's random state stay unchanged.
 
     Args:
         module: on any device, in the mode to measure. May have skips, layers that work in place and
@@ -75,44 +75,43 @@ def layer_times(
             uninitialised lazy parameters.
         Exception: whatever a layer raises, with a note that names the layer.
     """
-    check_timeout(timeout)
     (value,) = micro_batches(sample, 1)
-    rounds = rounds_of(lambda: probe_layers(module, value, device, _time), timeout)
-    return [statistics.median(times) for times in zip(*rounds, strict=True)]
+    return medians(lambda: probe_layers(module, value, device, _time), timeout)
 
 
-def check_timeout(timeout: float) -> None:
-    """Checks that ``timeout`` is a time that can be spent."""
+def medians(measure: Callable[[], Iterable[float]], timeout: float) -> list[float]:
+    """Calls ``measure``, once or more, for ``timeout`` seconds; returns medians of its times."""
     if not timeout >= 0:
         raise ValueError(f"timeout must be a number of seconds, 0 or more, got {timeout!r}")
-
-
-def rounds_of(measure: Callable[[], T], timeout: float) -> list[T]:
-    """Calls ``measure``, once or more, for ``timeout`` seconds; returns all results."""
     deadline = perf_counter() + timeout
     rounds = [measure()]
     while perf_counter() < deadline:
         rounds.append(measure())
-    return rounds
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _time(probe: Probe) -> tuple[float, Carried]:
-    _time_once(probe)
-    return _time_once(probe)
+    for _ in range(2):  # the first time to warm up
+        timed = forward_and_backward(probe.forward, probe.inputs(), probe.layer, probe.device)
+    return timed
 
 
-def _time_once(probe: Probe) -> tuple[float, Carried]:
-    probe.layer.zero_grad(set_to_none=True)
-    inputs = probe.inputs()
-    started = now(probe.device)
-    output = probe.forward(inputs)
-    forward = now(probe.device) - started
+def forward_and_backward(
+    forward: Callable[[Any], T], inputs: Value, layer: nn.Module, device: torch.device
+) -> tuple[float, T]:
+    """Measures a forward, and a backward from ones to its inputs and parameters that need grad."""
+    started = now(device)
+    output = forward(inputs)
+    seconds = now(device) - started
     roots, _ = differentiable(output)
-    grads = [torch.ones_like(root) for root in roots]
-    started = now(probe.device)
-    if roots:
-        torch.autograd.backward(roots, grads)
-    return forward + now(probe.device) - started, output
+    wanted = [*differentiable(inputs)[0], *[p for p in layer.parameters() if p.requires_grad]]
+    if roots and wanted:
+        ones = [torch.ones_like(root) for root in roots]
+        started = now(device)
+        # Only to these: a cache may lead to other layers, whose backward has already run.
+        torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        seconds += now(device) - started
+    return seconds, output
 
 
 def now(device: torch.device) -> float:

@@ -70,7 +70,7 @@ def test_a_layer_that_begins_no_block_counts_for_the_one_that_is_current() -> No
 
 
 def test_code_before_the_first_block_counts_for_it() -> None:
-    assert times(lambda m, x: m.c(m.b(m.a(spend(x, 100, 0)))), "c") == {"c": 163}
+    assert times(lambda m, x: m.c(m.b(m.a(spend(x, 100, 0)))), "c") == {"c": 363}
 
 
 def test_a_layer_that_is_called_again_counts_where_it_is_called() -> None:
@@ -88,30 +88,15 @@ def test_a_model_that_calls_no_layer_has_no_blocks() -> None:
 # The model's own code
 
 
-def test_own_code_counts_for_the_block_before_it_forward_and_backward() -> None:
+def test_own_code_counts_for_the_block_before_it_three_times() -> None:
+    """Its backward counts as twice its forward."""
+
     def how(m: Calls, x: Tensor) -> Tensor:
-        x = m.a(spend(x * m.own, 100, 200))
-        x = m.b(spend(spend(x, 1000, 2000), 0, 4000))
-        return spend(m.c(x), 10000, 20000)
+        x = m.a(spend(x * m.own, 100, 0))
+        x = m.b(spend(x, 1000, 0))
+        return spend(m.c(x), 10000, 0)
 
-    assert times(how) == {"a": 7303, "b": 12, "c": 30048}
-
-
-def test_own_code_that_skips_blocks_counts_where_it_is() -> None:
-    def how(m: Calls, x: Tensor) -> Tensor:
-        early = spend(m.a(x), 100, 200)
-        late = m.c(m.b(m.a(x)))
-        return spend(early + late, 1000, 2000)
-
-    assert times(how) == {"a": 306, "b": 12, "c": 3048}
-
-
-def test_own_code_goes_back_to_parameters_of_layers() -> None:
-    assert times(lambda m, x: m.b(m.a(x)) + spend(m.a.weight * 1, 0, 200)) == {"a": 3, "b": 212}
-
-
-def test_own_code_without_a_gradient_has_no_backward() -> None:
-    assert times(lambda m, x: m.a(spend(x, 100, 200))) == {"a": 103}
+    assert times(how) == {"a": 3303, "b": 12, "c": 30048}
 
 
 def test_only_layers_run_backward_if_there_is_no_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +104,6 @@ def test_only_layers_run_backward_if_there_is_no_own_code(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.autograd, "grad", backward)
     assert times(lambda m, x: (m.c(m.b(m.a(x))), 3)) == {"a": 3, "b": 12, "c": 48}
     assert backward.call_count == 3
-
-
-def test_any_kind_of_output_goes_back() -> None:
-    out: Any = lambda m, x: {"loss": (spend(m.a(x), 0, 200),), "other": [3]}  # noqa: E731
-    assert times(out) == {"a": 203}
 
 
 # Backwards
@@ -148,7 +128,7 @@ def test_a_frozen_layer_has_a_backward_only_if_its_input_needs_one() -> None:
 
 def test_an_example_that_needs_a_gradient_gets_none() -> None:
     x = torch.ones(2, 3, requires_grad=True)
-    assert times(lambda m, x: m.a(spend(x, 0, 100)), x=x) == {"a": 103}
+    assert times(lambda m, x: m.a(x), x=x) == {"a": 3}
     assert x.grad is None
 
 
@@ -230,9 +210,9 @@ def test_measuring_leaves_the_model_unchanged() -> None:
     hooked: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda grad, name=name: hooked.append(name))
-    model.b.register_full_backward_hook(lambda *_: hooked.append("b"))
     tensors = [*model.parameters(), *model.buffers()]
     before, state = [t.clone() for t in tensors], torch.get_rng_state()
+    model.b.register_full_backward_hook(lambda *_: hooked.append("b"))
     times(model)
     after = [*model.parameters(), *model.buffers()]
     for tensor, old, new in zip(tensors, before, after, strict=True):
@@ -280,10 +260,10 @@ def test_a_model_is_measured_on_a_device_it_is_not_on() -> None:
 
     def how(m: Calls, x: Tensor) -> Tensor:
         mask = torch.ones(3, device=m.own.device) * torch.arange(3)
-        x = m.b(spend(m.a(x * m.own + mask), 100, 200))
+        x = m.b(spend(m.a(x * m.own + mask), 100, 0))
         x = nn.functional.linear(x, torch.stack([m.a.weight, m.own]))
         seen.append(x.device)
-        return spend(x, 1000, 2000)
+        return spend(x, 1000, 0)
 
     model = Calls(how)
     layers = {name: getattr(model, name) for name in "abc"}

@@ -124,11 +124,11 @@ OF_MEASURES = [
     Mutant(
         "own-code-for-nothing", "pipert/balance/call_times.py",
         "the backward of a loss inside the model counts for no partition",
-        "        self._note_roots(output)\n", "",
+        "_WITH_BACKWARD * (now", "(now",
         ("tests/balance/test_call_times.py",),
     ),
     Mutant(
-        "back-to-other-layers", "pipert/balance/call_times.py",
+        "back-to-other-layers", "pipert/balance/by_time.py",
         "the backward of a layer that uses what another layer has kept goes on through that layer, "
         "too, and fails",
         "torch.autograd.grad(roots, wanted, ones, allow_unused=True)",
@@ -138,7 +138,7 @@ OF_MEASURES = [
     Mutant(
         "search-ends-early", "pipert/balance/blocks.py",
         "the search for a balance ends before it has found the best one",
-        "            refused.append(block)\n", "",
+        "least > found[0]:", "least > 0:",
         ("tests/balance/test_by_cost.py",),
     ),
     Mutant(
