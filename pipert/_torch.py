@@ -17,6 +17,7 @@ from __future__ import annotations
 import importlib
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -237,10 +238,8 @@ outside_of_transforms: Get = _needed(
 _needed("_current_level", forward_ad)
 
 
-def forward_level() -> int:
-    """Return the level of forward-mode differentiation of the process; -1 if there is none."""
-    level: int = forward_ad._current_level
-    return level
+forward_level: Callable[[], int] = partial(getattr, forward_ad, "_current_level", -1)
+"""The level of forward-mode differentiation of the process; -1 if there is none."""
 
 
 is_traced_by_jit: Flag = vars(torch.jit)["is_tracing"]  # public, but untyped
@@ -251,9 +250,8 @@ watcher: Get = _or(lambda: None, "torch._C:_dynamo.eval_frame.get_eval_frame_cal
 _or(True, "_cache_enabled", parametrize)
 
 
-def is_caching_parametrizations() -> bool:
-    """Whether ``torch.nn.utils.parametrize.cached`` may be on."""
-    return bool(getattr(parametrize, "_cache_enabled", True))
+is_caching_parametrizations: Flag = partial(getattr, parametrize, "_cache_enabled", True)
+"""Whether ``torch.nn.utils.parametrize.cached`` may be on."""
 
 
 # Dispatch keys and thread-local objects -----------------------------------------------------------
@@ -285,9 +283,8 @@ unstash: Callable[[str], None] | None = _or(None, "torch._C:_remove_obj_from_tls
 _or(False, "_is_profiler_enabled", profiler)
 
 
-def profiler_is_on() -> bool:
-    """Return whether ``torch.profiler`` is on in the process; if torch differs, it is not."""
-    return bool(getattr(profiler, "_is_profiler_enabled", False))
+profiler_is_on: Flag = partial(getattr, profiler, "_is_profiler_enabled", False)
+"""Whether ``torch.profiler`` is on in the process; if torch differs, it is not."""
 
 
 profiles_this_thread: Flag = _or(lambda: False, "torch._C:_autograd._profiler_enabled")

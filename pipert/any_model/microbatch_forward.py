@@ -56,8 +56,8 @@ from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.batch.microbatch import Arguments
 from pipert.errors import PipeClosedError, PipertError, add_note
 from pipert.layers.intercepted import here
+from pipert.queues.closable import Once
 from pipert.queues.latch import Latch
-from pipert.queues.once import Once
 from pipert.schedules.action import FORWARD, Action
 from pipert.stage.links import SENT
 from pipert.stage.run import Run

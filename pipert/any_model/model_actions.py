@@ -98,7 +98,7 @@ def _differentiate(
             source.gradients.append((alone(dx), j))
     if j == 0:
         cut.step.input_gradients[i] = inputs
-    cut.let_others_copy(i)
+    cut.copies.let_others_copy(i)
     cut.gradients.add(leaves, found[len(xs) :])
 
 

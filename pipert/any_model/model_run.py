@@ -29,7 +29,7 @@ from pipert.any_model.model_layers import ModelLayer, ModelLayers
 from pipert.any_model.parameter_copies import ParameterCopies
 from pipert.any_model.shared_state import Inspection, SharedState
 from pipert.any_model.tensor_copies import TensorCopies
-from pipert.autograd.leaves import begin_numbers
+from pipert.autograd.order import begin_numbers
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.buffers import KEEPING, kept_counters
 from pipert.layers.dispatch_keys import stash

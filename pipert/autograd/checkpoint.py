@@ -37,19 +37,17 @@ from itertools import compress
 from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
-from pipert._torch import is_autocast_on, keeps_graph, top_hooks, will_execute
+from pipert._torch import is_autocast_on, keeps_graph, will_execute
 from pipert._typing import Tensors, Value
 from pipert.autograd.engine import differentiate
 from pipert.autograd.function import applied
 from pipert.autograd.gate import Gate, connect_inputs
-from pipert.autograd.hooks import Forget, Hook, Hooks, refuse
+from pipert.autograd.hooks import Hook, refuse
 from pipert.autograd.leaves import origins
 from pipert.autograd.recompute import Graph, Recomputation
 from pipert.batch.tensors import describe
-from pipert.errors import NestedCheckpointError
 
 __all__: list[str] = []
 
@@ -177,28 +175,6 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {self._recomputation!r}>"
-
-
-def hooks_of_caller() -> Hooks:
-    """Returns the user's innermost saved-tensor hooks, skipping pipert's own.
-
-    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Pipert's belong
-    to this task alone: the threads of the inner run would mix up their order, so its graph is kept
-    unchanged. The hooks of torch's checkpoint depend on order, too, and are refused.
-    """
-    hooks: Any = top_hooks(True)
-    if hooks is None:
-        return None
-    if isinstance(hooks[0], Forget):
-        return hooks[0].hooks
-    if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
-        raise NestedCheckpointError(
-            "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
-            "their order; several threads save in no fixed one. Use the pipe's own checkpoint="
-            "'always', or use_reentrant=True"
-        )
-    found: tuple[Any, Any] = hooks
-    return found
 
 
 def _shares_casts() -> bool:

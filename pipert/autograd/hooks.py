@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from pipert._torch import pop_hooks, push_hooks, top_hooks
-from pipert.errors import RecomputationError
+from pipert.errors import NestedCheckpointError, RecomputationError
 
 __all__: list[str] = []
 
@@ -52,6 +54,28 @@ def refuse_transform(error: RuntimeError) -> None:
 def are_hooks_on() -> bool:
     """Whether this thread has saved-tensor hooks, pipert's own or the caller's."""
     return top_hooks(True) is not None
+
+
+def hooks_of_caller() -> Hooks:
+    """Return the user's innermost saved-tensor hooks, skipping pipert's own.
+
+    A run that a layer starts in ``F[i,j]`` or ``R[i,j]`` adopts the user's hooks. Pipert's belong
+    to this task alone: the threads of the inner run would mix up their order, so its graph is kept
+    unchanged. The hooks of torch's checkpoint depend on order, too, and are refused.
+    """
+    hooks: Any = top_hooks(True)
+    if hooks is None:
+        return None
+    if isinstance(hooks[0], Forget):
+        return hooks[0].hooks
+    if getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__:
+        raise NestedCheckpointError(
+            "a pipe was called inside torch.utils.checkpoint, which tells saved tensors apart by "
+            "their order; several threads save in no fixed one. Use the pipe's own checkpoint="
+            "'always', or use_reentrant=True"
+        )
+    found: tuple[Any, Any] = hooks
+    return found
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ computed, such as a learned temperature. Sequence numbers tell the nodes apart, 
 counts its own. So (**V2**):
 
 1. A thread that builds graphs starts beyond any number that a caller has used
-   (:func:`begin_numbers`).
+   (:func:`.begin_numbers`).
 2. Autocast casts a weight once and caches it for all threads, so a graph may hold the cast of
    another micro-batch's thread, with any number. Such a node saves nothing and leads to a leaf
    alone (:func:`is_cast_of_leaf`): any number of backward passes may go through it at once, and it
@@ -26,7 +26,8 @@ lookup need the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from pipert._torch import AccumulateGrad, make_node, node_count, sequence_nr
+from pipert._torch import AccumulateGrad, sequence_nr
 
 __all__: list[str] = []
 
@@ -46,20 +47,6 @@ def accumulators(tensors: Iterable[Tensor]) -> list[Tensor]:
         return []
     with torch.enable_grad():
         return [leaf.view_as(leaf) for leaf in leaves]
-
-
-def begin_numbers(after: int) -> int:
-    """Advances the current thread's sequence numbers to ``after``; returns the next node's number.
-
-    A thread that is far behind gets closer with each call instead of catching up at once.
-    """
-    most = _SLOW if torch.is_anomaly_enabled() else _FAST
-    for _ in range(min(after - node_count(), most)):
-        make_node()
-    return node_count()
-
-
-_FAST, _SLOW = 1_000_000, 1_000  # nodes in 0.1 s; under anomaly detection each records a stack
 
 
 def is_cast_of_leaf(node: Any) -> bool:
@@ -99,8 +86,9 @@ def leaves_behind(
     roots: list[Any] = [*dict.fromkeys(ends)]
     seen: set[Any] = {*roots, *stop, None}
     accumulating = AccumulateGrad  # a local name, as the loop takes half a microsecond a node
-    accumulators = [node for node in roots if type(node) is accumulating]
-    found = [node for node in roots if type(node) is not accumulating]
+    accumulators, found = list[Any](), list[Any]()
+    for node in roots:
+        (accumulators if type(node) is accumulating else found).append(node)
     for node in found:  # which grows
         for child, _ in node.next_functions:
             if child not in seen:
@@ -111,11 +99,14 @@ def leaves_behind(
     if ours is not None and found and not (min(numbers) in ours and max(numbers) in ours):
         strange = [node for node, number in zip(found, numbers, strict=True) if number not in ours]
         others = [node for node in strange if not is_cast_of_leaf(node)]
-    variables = [node.variable for node in accumulators]
+    variables = list(map(_variable, accumulators))
     leaves = dict(zip(map(id, variables), variables, strict=True))
     for leaf in known:
         leaves.pop(id(leaf), None)
     return Behind([leaf for leaf in leaves.values() if leaf.requires_grad], others, seen)
+
+
+_variable: Callable[[Any], Tensor] = attrgetter("variable")
 
 
 def origins(ys: Iterable[Tensor], begins: Iterable[Node], made: range) -> list[Tensor] | None:

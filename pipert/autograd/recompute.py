@@ -56,7 +56,7 @@ class Graph(NamedTuple):
 
 def edges_of(tensors: Tensors) -> Edges:
     """Return the tensors' positions in the graph, which keep it alive without the tensors."""
-    return tuple([order.edge_of(tensor) for tensor in tensors])
+    return tuple(map(order.edge_of, tensors))
 
 
 class First(NamedTuple):

@@ -72,10 +72,10 @@ def compute_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def devices_with_own_streams() -> set[torch.device]:
-    """Return the CUDA devices whose current stream in this thread is not the default one."""
-    # The calls below would initialise CUDA.
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return set()
+    """Return the CUDA devices whose current stream in this thread is not the default one.
+
+    Initialises CUDA.
+    """
     devices = [torch.device("cuda", k) for k in range(torch.cuda.device_count())]
     default = torch.cuda.default_stream
     return {device for device in devices if compute_stream(device) != default(device)}

@@ -26,7 +26,7 @@ def gather(outputs: list[Value], sizes: Sequence[int] = ()) -> Value:
     all of them, an output must have the same multiple of that number.
     """
     first = outputs[0]
-    if isinstance(first, Tensor) and all(isinstance(output, Tensor) for output in outputs):
+    if isinstance(first, Tensor) and all([isinstance(output, Tensor) for output in outputs]):
         return _join(outputs, outputs, 0, sizes)
     leaves, spec = flatten(first, is_whole)
     columns = [[leaf] for leaf in leaves]
@@ -47,13 +47,13 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
     first = column[0]
     if len(column) == 1 and not isinstance(first, Tensor):
         return first
-    if all(isinstance(leaf, Tensor) for leaf in column):
-        if len(column) > 1 and any(leaf.is_nested for leaf in column):
+    if all([isinstance(leaf, Tensor) for leaf in column]):
+        if len(column) > 1 and any([leaf.is_nested for leaf in column]):
             raise ValueError(
                 f"{_path(outputs[0], k)} is a nested tensor, which pipert cannot join; let the last"
                 " layer return its padded rows, or use one chunk"
             )
-        if sizes and len(column) > 1 and all(leaf.dim() > 0 for leaf in column):
+        if sizes and len(column) > 1 and all([leaf.dim() > 0 for leaf in column]):
             _require_rows(column, outputs, k, sizes)
         kinds = {(leaf.dim() > 0, leaf.shape[1:], leaf.dtype, leaf.device) for leaf in column}
         if len(kinds) > 1:
@@ -66,7 +66,7 @@ def _join(column: list[Any], outputs: list[Value], k: int, sizes: Sequence[int])
         if len(column) == 1 and first.dim() > 0:
             return first
         # The last layer may have enabled gradients itself.
-        has_graph = any(leaf.requires_grad for leaf in column)
+        has_graph = any([leaf.requires_grad for leaf in column])
         with torch.set_grad_enabled(torch.is_grad_enabled() or has_graph):
             return torch.stack(column) if first.dim() == 0 else torch.cat(column)
     _refuse_hidden_output(column, outputs, k)

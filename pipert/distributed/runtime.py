@@ -34,10 +34,9 @@ from pipert.layers.call import Layers, RandomLayers
 from pipert.layers.drawing import draws
 from pipert.layers.place import Place
 from pipert.layers.random_numbers import RunSeed
-from pipert.model.settings import recomputed
 from pipert.observe.counters import Counters
 from pipert.observe.notifier import Notifier
-from pipert.schedules.plan import plan, plan_call
+from pipert.schedules.plan import plan, plan_call, recomputed
 from pipert.skip import store
 from pipert.stage.loss import loss_of
 from pipert.stage.step import without_grad

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipert.queues.once import Once
+from pipert.queues.closable import Once
 from pipert.stage.stage import Stage
 from pipert.stage.stage import Task as StageTask
 from pipert.workers.worker import Task

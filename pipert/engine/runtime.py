@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipert._typing import Value
-from pipert.autograd.leaves import begin_numbers
+from pipert.autograd.order import begin_numbers
 from pipert.autograd.streams import CopyStreams, devices_with_own_streams
 from pipert.batch.tensors import differentiable
 from pipert.engine.clock import Posting
@@ -136,11 +136,13 @@ class Runtime:
 
     def _new_run(self, plan: Plan, notifier: Notifier) -> Run:
         on_cuda = {device for device in self.devices if device.type == "cuda"}
-        on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            on_cuda.update(devices_with_own_streams())  # arguments and targets may be anywhere
         context = CallerContext(list(on_cuda), self._cpu_workers)
         context.set_variable(_inside, (*_inside.get(), self._identity))
         context.set_variable(store.of_task, store.NEW)
-        self._streams.follow_the_caller(on_cuda)
+        if on_cuda:
+            self._streams.follow_the_caller(on_cuda)
         return Run(plan, self.devices, context, self._streams, notifier)
 
     def _execute(

@@ -71,6 +71,8 @@ class Waiting:
 
         Such a task that is only queued, behind another call's healthy task, does not matter.
         """
+        if not self._given_up:
+            return []
         for outcome, (pid, _) in list(self._given_up.items()):
             if outcome.is_settled() or pid != os.getpid():
                 self._given_up.pop(outcome, None)

@@ -97,7 +97,7 @@ class Layers:
         self._partition = partition
         self._place = place
         self._context = context
-        self._skips = skips or None
+        self._skips = skips if skips.pops else None
         self._notifier = notifier
         self._substitutes: dict[nn.Module, Substitute] = {}
         self._snapshot: Snapshot | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipert._torch import refuse_unsupported
-from pipert.autograd.leaves import begin_numbers
+from pipert.autograd.order import begin_numbers
 from pipert.layers.buffers import KEEPING
 from pipert.layers.compiling import not_traced
 from pipert.layers.generators import DRAWING

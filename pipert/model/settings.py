@@ -37,11 +37,6 @@ def check_checkpoint(checkpoint: Any) -> str | None:
     return None if checkpoint is None else str(checkpoint)
 
 
-def recomputed(checkpoint: str, m: int) -> int:
-    """Return how many of ``m`` micro-batches, counted from the first, are recomputed."""
-    return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
-
-
 def whole(number: Any, what: str, advice: str = "") -> int:
     """Return ``number`` as an int; refuse anything else, such as ``2.0`` or ``"2"``."""
     try:

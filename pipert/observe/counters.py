@@ -68,7 +68,8 @@ class Counters:
         notifier = self.begin(plan)
         started = perf_counter()
         try:
-            notifier.tell(lambda observer: observer.run_started(notifier.run))
+            if notifier.is_observed:
+                notifier.tell(lambda observer: observer.run_started(notifier.run))
             yield notifier
         finally:
             seconds = perf_counter() - started
@@ -77,8 +78,9 @@ class Counters:
             with _counting.current:
                 self.live.discard(notifier)
                 self.ended[notifier.outcome] += 1
-            outcome = notifier.outcome
-            notifier.tell(lambda observer: observer.run_finished(notifier.run, seconds, outcome))
+            if notifier.is_observed:
+                run, outcome = notifier.run, notifier.outcome
+                notifier.tell(lambda observer: observer.run_finished(run, seconds, outcome))
 
     def begin(self, plan: Plan) -> Notifier:
         """Count a run of ``plan`` that is about to begin."""

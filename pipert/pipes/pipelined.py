@@ -22,14 +22,9 @@ from pipert.layers.batchnorm import DeferredStats
 from pipert.layers.call import is_recomputing
 from pipert.layers.compiling import refuse_compilation
 from pipert.model.placed import Placed
-from pipert.model.settings import (
-    check_timeout,
-    note_arguments,
-    recomputed,
-    refuse_keywords_of,
-)
+from pipert.model.settings import check_timeout, note_arguments, refuse_keywords_of
 from pipert.observe.observers import Observer
-from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan
+from pipert.schedules.plan import BOUNDED, Schedule, maker_of, plan, recomputed
 from pipert.stage.assembly import Model
 from pipert.stage.loss import LossFunction, denominator_of, scale_of, split_step
 from pipert.stage.step import Step
@@ -101,7 +96,8 @@ class Pipelined(Placed):
         refuse_compilation()
         refuse_transforms()
         seconds = self._timeout if timeout is None else check_timeout(timeout)
-        refuse_keywords_of(self._entry_module(), {"timeout": timeout}, len(args))
+        if timeout is not None:
+            refuse_keywords_of(self._entry_module(), {"timeout": timeout}, len(args))
         if not self._partitions:
             if len(args) != 1 or kwargs:
                 raise TypeError("a pipe without layers takes one positional argument")

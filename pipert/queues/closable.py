@@ -26,11 +26,27 @@ from collections import deque
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from pipert.queues.once import Once
-
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+
+class Once(list[T]):
+    """A list of one item. Whoever empties it owns the item, and ``list.pop`` is atomic.
+
+    >>> once = Once(["item"])
+    >>> once.take(), once.take()
+    (('item',), None)
+    """
+
+    __slots__ = ()
+
+    def take(self) -> tuple[T] | None:
+        """Take the item, in a tuple; ``None`` if it was taken already."""
+        try:
+            return (self.pop(),)
+        except IndexError:
+            return None
 
 
 class QueueClosed(Exception):

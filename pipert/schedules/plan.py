@@ -195,6 +195,11 @@ def plan(
     return _plan(_made(maker, m, n, placement), m, n, placement, recomputed, STEP)
 
 
+def recomputed(checkpoint: str, m: int) -> int:
+    """Return how many of ``m`` micro-batches, counted from the first, are recomputed."""
+    return {"always": m, "except_last": m - 1, "never": 0}[checkpoint]
+
+
 def maker_of(schedule: str | Schedule) -> Schedule:
     """Return the function that makes a schedule, which may be given by its name."""
     if isinstance(schedule, str):

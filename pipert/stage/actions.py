@@ -14,12 +14,20 @@ own walk along it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
+from torch import Tensor
+
+from pipert._torch import node_count
 from pipert._typing import Value
-from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE
+from pipert.batch.tensors import differentiable
+from pipert.layers.call import AfterLayer
+from pipert.observe.backward import makers, watch_nodes
+from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.stage.backward import Gradients, differentiate_stage, gather, scatter
-from pipert.stage.forward import compute
+from pipert.stage.shared_memory import compute_watching
 from pipert.stage.stage import Execute, Stage
+from pipert.workers.context import NOTHING
 
 __all__: list[str] = []
 
@@ -28,11 +36,26 @@ def forward(stage: Stage, i: int, x: Value) -> Value:
     """Carry out ``F[i,j]``: turn the input of the stage into its output."""
     if stage.borrowed:
         stage.borrow(i)  # parameters that live on other devices
-    x = stage.with_arriving_skips(i, x)
+    if stage.skips is not None or not isinstance(x, Tensor):
+        x = stage.with_arriving_skips(i, x)
     x = stage.ends.enter(i, x)  # copied here; in a call tied to F[i-1,j], in a step cut off
-    y = compute(stage, i, x)  # the layers, checkpointed or not, and the loss
+    is_recorded = stage.run.notifier.recorder is not None
+    y = compute_recorded(stage, i, x) if is_recorded else compute(stage, i, x)
     y = stage.ends.leave(i, y)  # in a call with a node for R[i,j]; in a step cut off
-    return stage.without_leaving_skips(i, y)
+    return y if stage.skips is None else stage.without_leaving_skips(i, y)
+
+
+def compute(stage: Stage, i: int, x: Value, after_layer: AfterLayer = None) -> Value:
+    """Compute the layers, checkpointed or not, and in the last stage of a step the loss."""
+    layers = partial(_watched, stage) if stage.shared else stage.layers.forward
+    with NOTHING if stage.stats is None else stage.stats.collecting():
+        if i >= stage.recomputed:
+            y = layers(i, False, after_layer, x)
+        else:
+            # It outlives the run, so it must reference neither the stage nor the run.
+            replay = partial(stage.layers.recompute, i)
+            y = stage.ends.checkpoint(replay, partial(layers, i, True, after_layer), x)
+    return y if stage.loss is None else stage.loss(i, y)
 
 
 def recompute(stage: Stage, i: int, _: Value) -> None:
@@ -55,6 +78,33 @@ def backward(stage: Stage, i: int, dy: Gradients) -> Gradients:
     dys = gather(stage, cut, i, dy, kept)  # of the output and of leaving skips, or of the loss
     dxs = differentiate_stage(stage, cut, i, kept, dys)  # sums up those of the weights
     return scatter(stage, cut, i, dxs, kept)  # those of arriving skips go straight back
+
+
+def _watched(
+    stage: Stage, i: int, checkpointed: bool, after_layer: AfterLayer, x: Value
+) -> Value:
+    """Compute the layers; refuse changes of tensors in ``x`` that share memory."""
+    forward = partial(stage.layers.forward, i, checkpointed, after_layer)
+    return compute_watching(stage.shared, partial(stage.hand_on, i), forward, x)
+
+
+def compute_recorded(stage: Stage, i: int, x: Value) -> Value:
+    """Compute the layers, and record that.
+
+    In a call the nodes of ``B[i,j]`` are watched as well, since it is no task. The walk that finds
+    them comes after the output has been sent, so that no stage waits for it.
+    """
+    notifier, recorder = stage.run.notifier, stage.run.notifier.recorder
+    assert recorder is not None
+    j, device = stage.place.j, stage.place.device
+    inputs, first = makers(differentiable(x)[0]), node_count()
+    with notifier.recorded(Action(FORWARD, i, j), device) as span:
+        y = compute(stage, i, x, recorder.after_layer(span))
+    if stage.cut is None and stage.run.context.grad_enabled:
+        outputs, made = makers(differentiable(y)[0]) - inputs, range(first, node_count())
+        watch = partial(watch_nodes, recorder, i, j, device, outputs, inputs, made)
+        stage.after_sending.append(watch)
+    return y
 
 
 Actions = Mapping[str, Execute]

@@ -90,7 +90,8 @@ def assemble(
         copies = Copies(run, j, skips, _transport(run, place, step))
         partition_stats = stats.partitions[j] if stats else None
         ends = _ends(run, place, copies, step)
-        stage = Stage(run, place, layers, skips or None, links, ends, weights[j], partition_stats)
+        own = skips if skips.pops else None
+        stage = Stage(run, place, layers, own, links, ends, weights[j], partition_stats)
         stage.how = {
             kind: stage.how_to(kind, actions[kind]) for kind in run.plan.occurring_kinds
         }
@@ -137,7 +138,9 @@ def _ends(
 
 def _borrowed(run: Run, model: Layered, step: Step | None) -> Sequence[Weights]:
     """Return the parameters of each partition for which a substitute is used."""
-    elsewhere = borrowed(model.partitions, run.devices)
+    elsewhere: Sequence[Weights] = [()] * len(model.partitions)
+    if len(set(run.devices)) > 1:
+        elsewhere = borrowed(model.partitions, run.devices)
     if step is None:
         return elsewhere
     pairs = zip(model.partitions, elsewhere, strict=True)

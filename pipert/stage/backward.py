@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,30 +53,31 @@ def differentiate_stage(
 
 
 def _differentiate(cut: StepBoundary, i: int, kept: Kept, dys: Gradients) -> Gradients:
-    *loss_graphs, graph = kept.graphs
-    for loss_graph in loss_graphs:
-        dys, add = _differentiate_graph(cut, loss_graph, dys)
-        add()
-    dxs, add = _differentiate_graph(cut, graph, dys)
-    cut.let_others_copy(i)  # before the sums: the copy needs none of them
-    add()
-    return dxs
+    for graph in kept.graphs:  # that of the loss first
+        dys, leaves, gradients = _differentiate_graph(cut, graph, dys)
+        if graph is kept.graphs[-1]:
+            cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them
+        cut.gradients.add(leaves, gradients)
+    return dys
 
 
 def _differentiate_graph(
     cut: StepBoundary, graph: Graph, dys: Gradients
-) -> tuple[Gradients, Callable[[], None]]:
-    """Return the gradients of the graph's inputs, and a function that adds those of its leaves."""
+) -> tuple[Gradients, Sequence[Tensor], Gradients]:
+    """Return the gradients of the graph's inputs; its leaves, and their gradients."""
     pairs = [(y, dy) for y, dy in zip(graph.ys, dys, strict=True) if dy is not None]
     if not pairs:
-        return (None,) * len(graph.xs), partial(cut.gradients.add, (), ())
+        return (None,) * len(graph.xs), (), ()
     ys, given = zip(*pairs, strict=True)
-    behind = leaves_behind([y.node for y in ys], [order.ENTRANCE], cut.numbers())
+    behind = leaves_behind(map(_node, ys), [order.ENTRANCE], cut.numbers())
     leaves = behind.leaves
     refuse_hooked(cut, leaves)
     found = gradients_of((*graph.xs, *leaves), ys, given, behind)
     dxs = tuple([None if dx is None else alone(dx) for dx in found[: len(graph.xs)]])
-    return dxs, partial(cut.gradients.add, leaves, found[len(graph.xs) :])
+    return dxs, leaves, found[len(graph.xs) :]
+
+
+_node: Callable[[Any], Any] = attrgetter("node")
 
 
 def gradients_of(

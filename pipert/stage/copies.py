@@ -100,11 +100,11 @@ class Copies:
         self._skips = skips
         self.transport = transport
         self._previous = j - 1 if j > 0 else None
-        sources = [*range(j)[-1:], *(k for _, k in skips.arriving)]
-        readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]
+        sources = [*range(j)[-1:], *[k for _, k in skips.arriving]]
+        readers = [*range(len(run.devices))[j + 1 : j + 2], *[k for _, k in skips.leaving]]
         # Whether values come, or may come, from other devices, and whether others copy from here.
-        self.come_in = j == 0 or any(run.devices[k] != self._device for k in sources)
-        self.go_out = any(run.devices[k] != self._device for k in readers)
+        self.come_in = j == 0 or any([run.devices[k] != self._device for k in sources])
+        self.go_out = any([run.devices[k] != self._device for k in readers])
 
     def stream(self, i: int) -> Stream:
         """Return the copy stream of micro-batch ``i`` on this device; ``None`` on CPU."""
@@ -133,7 +133,7 @@ class Copies:
         """
         home = self._device
         source_device = None if origin is None else self._run.devices[origin]
-        if source_device == home:
+        if source_device == home or (isinstance(x, Tensor) and x.device == home):
             return x, None
 
         def moves(tensor: Tensor) -> bool:

@@ -38,10 +38,6 @@ class _Sum:
     is_own: bool = False
     """Whether the total was computed here, so that nobody else has its memory."""
 
-    def takes_in_place(self, gradient: Tensor) -> bool:
-        """Whether ``gradient`` can be added to the total in place."""
-        return self.is_own and self.total.layout == gradient.layout == torch.strided
-
     def add(self, gradient: Tensor) -> None:
         """Add ``gradient`` out of place, since others may hold the total."""
         if self.total.layout == gradient.layout == torch.strided:
@@ -85,7 +81,7 @@ class Gradients:
             entry = self._sums.get(id(weight))
             if entry is None:
                 self._sums[id(weight)] = _Sum(weight, gradient)
-            elif entry.takes_in_place(gradient):
+            elif entry.is_own and entry.total.layout == gradient.layout == torch.strided:
                 totals.append(entry.total)
                 added.append(gradient)
             else:

@@ -28,15 +28,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from pipert._typing import Value
 from pipert.batch.tensors import Carried, version
 from pipert.layers.batchnorm import PartitionStats
 from pipert.layers.call import Layers
 from pipert.layers.place import Place
 from pipert.layers.tied import Weights
-from pipert.queues.once import Once
+from pipert.queues.closable import Once
 from pipert.schedules.action import BACKWARD, FORWARD, RECOMPUTE, Action
 from pipert.skip.namespace import Key
 from pipert.skip.routes import PartitionSkips
@@ -104,6 +102,10 @@ class Stage:
     """The number of micro-batches, from the first, that are checkpointed."""
     shared: Shared = field(default_factory=dict)
     """The tensors of the current micro-batch's input that share memory."""
+    arriving: tuple[tuple[Key, int], ...] = ()
+    """The skips that this stage pops from others, each with the stage that stashes it."""
+    leaving: tuple[tuple[Key, int], ...] = ()
+    """The skips that this stage stashes for others, each with a stage that pops it."""
     after_sending: list[Callable[[], None]] = field(default_factory=list)
     """What is left to do for a recording once the current action's result is sent."""
     _versions: list[int] = field(init=False)
@@ -113,17 +115,9 @@ class Stage:
         self.cut = cut = self.ends if isinstance(self.ends, StepBoundary) else None
         self.loss = cut.compute_loss if cut and self.place.is_last else None
         self.recomputed = self.run.plan.recomputed if self.run.context.grad_enabled else 0
+        if self.skips is not None:
+            self.arriving, self.leaving = self.skips.arriving, self.skips.leaving
         self._versions = [version(weight) for weight in self.borrowed]
-
-    @property
-    def arriving(self) -> tuple[tuple[Key, int], ...]:
-        """The skips that this stage pops from others, each with the stage that stashes it."""
-        return () if self.skips is None else self.skips.arriving
-
-    @property
-    def leaving(self) -> tuple[tuple[Key, int], ...]:
-        """The skips that this stage stashes for others, each with a stage that pops it."""
-        return () if self.skips is None else self.skips.leaving
 
     def how_to(self, kind: str, execute: Execute) -> How:
         """Return how to carry out actions of ``kind``, which ``execute`` computes."""
@@ -147,15 +141,11 @@ class Stage:
         if self.skips is not None:
             skips = [self.run.skips.receive(key, i, self.place.j) for key, _ in self.arriving]
             x = Carried(x, tuple(skips))
-        elif isinstance(x, Tensor):
-            return x
         self.shared = find_shared(x) | self.run.handed_on.pop((i, self.place.j), {})
         return x
 
     def without_leaving_skips(self, i: int, y: Value) -> Value:
         """Send the skips that leave with output ``y`` to the stages that pop them; return it."""
-        if self.skips is None:
-            return y
         y, leaving = y
         for (key, k), value in zip(self.leaving, leaving, strict=True):
             self.run.skips.send(key, i, k, value)

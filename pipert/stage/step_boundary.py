@@ -18,7 +18,7 @@ from pipert._torch import node_count
 from pipert._typing import Value
 from pipert.autograd import order, streams
 from pipert.autograd.hooks import refuse
-from pipert.autograd.leaves import begin_numbers
+from pipert.autograd.order import begin_numbers
 from pipert.autograd.recompute import Edges, Graph, Recomputation, Replay, edges_of
 from pipert.batch.hidden import CLOSED_TO_GRAPHS, find, registered
 from pipert.batch.tensors import Carried, differentiable
@@ -66,8 +66,8 @@ class StepBoundary:
     """
 
     __slots__ = (
-        "_recomputation", "_callers", "_entered", "_first", "_hooks", "_is_last", "_place",
-        "_recomputed", "_seed", "copies", "gradients", "kept", "step",
+        "_callers", "_devices", "_entered", "_first", "_hooks", "_is_last", "_place",
+        "_recomputation", "_recomputed", "_seed", "copies", "gradients", "kept", "step",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +78,7 @@ class StepBoundary:
         self.kept: dict[int, Kept] = {}
         self._is_last = place.is_last
         self._place = place
+        self._devices = run.devices
         self._recomputed = run.plan.recomputed
         self._hooks = run.context.saved_tensor_hooks
         self._seed = run.seed
@@ -96,8 +97,7 @@ class StepBoundary:
         if copied is not None:
             compute = streams.compute_stream(self._place.device)
             self.copies.transport.wait(i, x, compute, copied)
-        skips = x.skips if isinstance(x, Carried) else ()
-        arriving = tuple([len(differentiable(skip)[0]) for skip in skips])
+        arriving = _counts(x.skips) if isinstance(x, Carried) else ()
         xs, rebuild = differentiable(x)
         if not xs or i < self._recomputed:  # checkpointed layers get copies
             self._entered = Entered((), arriving)
@@ -120,8 +120,7 @@ class StepBoundary:
         recomputation, self._recomputation = self._recomputation, None
         self.copies.let_others_copy(i)
         ys, rebuild = differentiable(y)
-        skips = y.skips if isinstance(y, Carried) else ()
-        leaving = tuple([len(differentiable(skip)[0]) for skip in skips])
+        leaving = _counts(y.skips) if isinstance(y, Carried) else ()
         if ys:
             has_graph = recomputation is None or self._is_last
             graphs = (Graph(xs, edges_of(ys)),) if has_graph else ()
@@ -139,12 +138,14 @@ class StepBoundary:
         if isinstance(y, Carried):
             y, skips = y
         step_loss, device = self.step.loss, self._place.device
-        target, copied = self.copies.bring(i, leaf_inputs(step_loss.targets[i]), None)
+        originals = differentiable(step_loss.targets[i])[0]
+        target = leaf_inputs(step_loss.targets[i]) if originals else step_loss.targets[i]
+        target, copied = self.copies.bring(i, target, None)
         if copied is not None:
             compute = streams.compute_stream(device)
             self.copies.transport.wait(i, target, compute, copied)
-        originals = differentiable(step_loss.targets[i])[0]
-        self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
+        if originals:
+            self.gradients.stand_ins.update(zip(differentiable(target)[0], originals, strict=True))
         loss = step_loss.compute(i, self._place, self._seed, y, target)
         if self.step.keep_outputs:
             self.step.outputs[i] = detached(y)
@@ -172,6 +173,8 @@ class StepBoundary:
         self, i: int, gradients: Sequence[Tensor | None], origin: int
     ) -> list[Tensor | None]:
         """Bring gradients to this device from partition ``origin``."""
+        if self._devices[origin] == self._place.device:
+            return list(gradients)
         present = tuple([gradient for gradient in gradients if gradient is not None])
         moved, copied = self.copies.bring(i, present, origin)
         if copied is not None:
@@ -184,14 +187,15 @@ class StepBoundary:
         """Return the numbers of nodes made here, without any that a node of the caller may have."""
         return range(max(self._first or 0, self._callers), node_count())
 
-    def let_others_copy(self, i: int) -> None:
-        """Let other stages copy the gradients that this stage has computed."""
-        self.copies.let_others_copy(i)
-
     def drop(self) -> None:
         self.kept.clear()
         self.gradients.clear()
         self.step.drop()
+
+
+def _counts(skips: Sequence[Value]) -> tuple[int, ...]:
+    """Return the number of differentiable tensors in each skip."""
+    return tuple([len(differentiable(skip)[0]) for skip in skips])
 
 
 def _refuse_hidden_graph(y: Value) -> None:

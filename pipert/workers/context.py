@@ -38,7 +38,7 @@ from typing import Any, TypeVar
 import torch
 
 from pipert._torch import forward_level, set_grad, transform
-from pipert.autograd.checkpoint import hooks_of_caller
+from pipert.autograd.hooks import hooks_of_caller
 from pipert.errors import TransformError
 from pipert.workers.thread_state import (
     NEW_THREAD_AUTOCAST,
@@ -99,6 +99,8 @@ class CallerContext:
     def __init__(self, devices: Sequence[torch.device] = (), cpu_workers: int = 0) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
+        self.grad_enabled = self._grad and not self._inference
+        """Whether a graph is to be built."""
         self._autocast = get_autocast()
         self._functions = function_modes()
         self._dispatches = dispatch_modes()
@@ -111,11 +113,6 @@ class CallerContext:
         self._is_plain = self._autocast == NEW_THREAD_AUTOCAST and not (
             self._inference or self.saved_tensor_hooks or self._has_modes
         )
-
-    @property
-    def grad_enabled(self) -> bool:
-        """Whether a graph is to be built."""
-        return self._grad and not self._inference
 
     def set_variable(self, variable: contextvars.ContextVar[T], value: T) -> None:
         """Set ``variable`` for the tasks, not for the caller. Call it before the first task."""

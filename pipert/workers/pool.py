@@ -102,7 +102,7 @@ class Pool:
         if (
             not self._closed
             and len(self._threads) == len(self._names)
-            and all(thread.serves() for thread in self._threads)
+            and all([thread.serves() for thread in self._threads])
         ):
             return list(self._threads)
         with self._lock:

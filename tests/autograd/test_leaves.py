@@ -12,11 +12,11 @@ from torch.autograd.graph import GradientEdge
 
 from pipert._torch import node_count
 from pipert.autograd.leaves import (
-    begin_numbers,
     is_cast_of_leaf,
     leaves_behind,
     origins,
 )
+from pipert.autograd.order import begin_numbers
 from tests import scripts
 
 SCRIPT = """

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from pipert import Pipe, is_recomputing
 from pipert._torch import node_count
 from pipert.autograd import order
-from pipert.autograd.leaves import begin_numbers
-from pipert.autograd.order import edge_of, enter
+from pipert.autograd.order import begin_numbers, edge_of, enter
 from tests.callers import Caller
 
 MODES = ["always", "except_last", "never"]

@@ -68,6 +68,6 @@ MUTANTS = [
     Mutant(
         "any-model-gradients-not-after-backward", ACTIONS,
         "in a step, the wait of a gradient's copy for its computation",
-        "cut.let_others_copy(i)", "pass",
+        "cut.copies.let_others_copy(i)", "pass",
     ),
 ]

@@ -105,7 +105,7 @@ MUTANTS = [
         "compute = streams.compute_stream(self._place.device)", "compute = None",
     ),
     Mutant(
-        "forward-by-the-process", "pipert/stage/forward.py", "the device's clock for a forward",
+        "forward-by-the-process", "pipert/stage/actions.py", "the device's clock for a forward",
         "with notifier.recorded(Action(FORWARD, i, j), device) as span",
         'with notifier.recorded(Action(FORWARD, i, j), torch.device("cpu")) as span',
     ),

@@ -18,7 +18,7 @@ _COPY_WAITS = (
     "compute = streams.compute_stream(self._device)\n"
     "                y = self.copies.transport.wait(i, y, copying, compute)"
 )
-_READERS = "readers = [*range(len(run.devices))[j + 1 : j + 2], *(k for _, k in skips.leaving)]"
+_READERS = "readers = [*range(len(run.devices))[j + 1 : j + 2], *[k for _, k in skips.leaving]]"
 _LOSS_WAITS = (
     "compute = streams.compute_stream(device)\n"
     "            self.copies.transport.wait(i, target, compute, copied)"
@@ -41,7 +41,7 @@ OF_COPIES = [
     Mutant(
         "values-are-not-copied", COPIES,
         "the copy's wait if only the value is copied from the device",
-        _READERS, "readers = [*(k for _, k in skips.leaving)]",
+        _READERS, "readers = [*[k for _, k in skips.leaving]]",
     ),
     Mutant(
         "own-stream-of-another", COPIES, "the copy stream of this micro-batch, on this device",
@@ -223,7 +223,7 @@ OF_STEPS = [
     ),
     Mutant(
         "gradient-not-after-compute", BACKWARD, "the wait of a gradient's copy for compute",
-        "cut.let_others_copy(i)  # before the sums: the copy needs none of them", "pass",
+        "cut.copies.let_others_copy(i)  # before the sums: the copy needs none of them", "pass",
     ),
     Mutant(
         "step-no-wait", COPIES, "compute's waits for copies: of values, targets and gradients",

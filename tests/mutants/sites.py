@@ -59,7 +59,6 @@ REASONS = {
         "pipert/any_model/forward_recording.py",
         "stamp(self._places[-1][1])",
     ): "as that of a layer in observe/recorder.py, which has a mutant",
-    ("pipert/stage/step_boundary.py", "self.copies.let_others_copy(i)"): "its caller has a mutant",
 }
 """The places that need no mutant, with the reason."""
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from pipert.queues.closable import ClosableQueue, QueueClosed
-from pipert.queues.once import Once
+from pipert.queues.closable import ClosableQueue, Once, QueueClosed
 from tests.faults.places import places
 from tests.settling import settle
 from tests.wakeups import watch

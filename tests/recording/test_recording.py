@@ -359,7 +359,7 @@ def test_a_report_leaves_out_a_step_that_failed_when_all_but_its_last_task_were_
 def test_a_pipe_that_is_not_recorded_has_plain_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr(RecordedTransport, "__init__", lambda *args: made.append(args))
-    for name in ("assembly.recorded_link", "forward.makers"):
+    for name in ("assembly.recorded_link", "actions.makers"):
         monkeypatch.setattr(f"pipert.stage.{name}", lambda *args: made.append(args))
     with pipe_of(model()) as pipe:
         with pipe.record():

@@ -14,7 +14,8 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from pipert import Pipe
 from pipert._torch import node_count
-from pipert.autograd.leaves import begin_numbers, leaves_behind
+from pipert.autograd.leaves import leaves_behind
+from pipert.autograd.order import begin_numbers
 from tests.contract.ways import (
     Way,
     batch,
