@@ -13,47 +13,35 @@ from collections.abc import Iterator
 
 import torch
 
-from pipert.check.finding import NOT_CHECKED, Finding, Found, Measurement, judged
-from pipert.check.load import Load
+from pipert.check.finding import NOT_CHECKED, REPORTED, Finding, judged
+from pipert.check.models import Case
 from pipert.check.ways import CALL, SCHEDULES, WAYS, Devices, Trial, Way
 
 __all__: list[str] = []
 
 BELOW = 0.9
-LAYERS = 8  # per partition
 MODES_MEAN = "a mode does not save the memory that it is there for: models that should fit may not"
 FLAT_MEANS = "each step leaves something behind: a training runs out of memory sooner or later"
 
-Peaks = dict[Way, list[int]]
 
-
-def check(devices: Devices, load: Load, steps: int) -> Iterator[Found]:
+def check(devices: Devices, case: Case, steps: int) -> Iterator[Finding]:
     """Check each way's peaks on each GPU, and the memory left after each of ``steps`` steps."""
     if not devices.gpus:
         yield Finding("peak memory", NOT_CHECKED, "no CUDA device: torch does not count on a CPU")
         return
-    with devices.trial(load.model()) as trial:
+    with devices.trial(case) as trial:
         for schedule in SCHEDULES:  # one-time allocations: workspaces of libraries, streams
             _peaks(trial, Way(schedule, "except_last"), devices)
         peaks = {way: _peaks(trial, way, devices) for way in WAYS}
-        columns = ("schedule", "checkpoint", *map(str, devices.gpus))
-        rows = [(*way, *(f"{size / 2**20:.1f}" for size in sizes)) for way, sizes in peaks.items()]
-        title = "Peak memory of a step beyond the weights, MiB"
-        yield Measurement(title, columns, tuple(rows))
-        calls = [(Way(s, "always"), Way(s, "never")) for s in (CALL, "gpipe")]
-        seen = "'always' below 'never' on each GPU, with loss.backward() and gpipe"
-        above = _above(calls, peaks, devices)
-        yield judged("peak memory of 'always'", above, seen, MODES_MEAN)
-        others = [(Way("1f1b", "never"), Way(other, "never")) for other in ("gpipe", CALL)]
-        seen = "1f1b below gpipe and loss.backward() on each GPU, without checkpointing"
-        above = _above(others, peaks, devices)
-        yield judged("peak memory of 1f1b", above, seen, MODES_MEAN)
+        for way, sizes in peaks.items():
+            needed = ", ".join(f"{size / 2**20:.1f}" for size in sizes)
+            seen = f"{needed} MiB beyond the weights, on the GPUs in order"
+            yield Finding(f"peak memory of {way}", REPORTED, seen)
+        pairs = [(Way(s, "always"), Way(s, "never")) for s in (CALL, "gpipe")]
+        pairs += [(Way("1f1b", "never"), Way(s, "never")) for s in (CALL, "gpipe")]
+        seen = "'always' needs less than 'never', and 1f1b less than the others, on each GPU"
+        yield judged("peak memory", _above(pairs, peaks, devices), seen, MODES_MEAN)
         yield _check_flat(trial, devices, steps)
-
-
-def load_for_memory(n: int, width: int, rows: int) -> Load:
-    """Makes a load with ``m >= 2 * n``, so that '1f1b' keeps at most half as much as 'gpipe'."""
-    return Load(n, max(8, 2 * n), LAYERS, width, rows)
 
 
 def _peaks(trial: Trial, way: Way, devices: Devices) -> list[int]:
@@ -69,7 +57,9 @@ def _peaks(trial: Trial, way: Way, devices: Devices) -> list[int]:
     return [peak - start for peak, start in zip(peaks, before, strict=True)]
 
 
-def _above(pairs: list[tuple[Way, Way]], peaks: Peaks, devices: Devices) -> list[str]:
+def _above(
+    pairs: list[tuple[Way, Way]], peaks: dict[Way, list[int]], devices: Devices
+) -> list[str]:
     """Returns the faults: where a pair's first way does not need less memory than its second."""
     return [
         f"{device}: {less} needs {a / 2**20:.1f} MiB, {more} {b / 2**20:.1f}"

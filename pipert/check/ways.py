@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from time import perf_counter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from pipert.check.models import Loss, Model
+from pipert.check.models import Case
 from pipert.pipe import Pipe
 
 __all__: list[str] = []
@@ -46,21 +48,21 @@ class Trial:
     x: Tensor
     """A leaf that requires grad if it can; the first partition would have less work without."""
     target: Tensor
-    loss_fn: Loss
 
     def step(self, way: Way, outputs: bool = False) -> tuple[Tensor, Tensor | None]:
         """Runs forward and backward; returns the loss and, on request, outputs, without a graph."""
         self.pipe.checkpoint = way.checkpoint
         if way.schedule == CALL:
-            return step(self.pipe, self.x, self.target, self.loss_fn)
+            return step(self.pipe, self.x, self.target)
         found = self.pipe.forward_backward(
-            self.x, target=self.target, loss_fn=self.loss_fn, schedule=way.schedule,
+            self.x, target=self.target, loss_fn=mse_loss, schedule=way.schedule,
             return_outputs=outputs,
         )  # fmt: skip
         return found if outputs else (found, None)
 
     def results(self, way: Way) -> Results:
-        """Clears all gradients and runs a step; returns its output, its loss and all gradients."""
+        """Runs a step from a seed; returns its output, its loss and all gradients."""
+        torch.manual_seed(7)
         self.pipe.zero_grad()
         self.x.grad = None
         loss, output = self.step(way, outputs=True)
@@ -83,32 +85,28 @@ class Devices:
         """The CUDA devices, each once."""
         return tuple(dict.fromkeys(d for d in self.partitions if d.type == "cuda"))
 
-    @property
-    def differ(self) -> bool:
-        """Whether each partition has its own device; every CPU worker counts as a device."""
-        return self.partitions.count(torch.device("cpu")) + len(self.gpus) == self.n
-
     def synchronize(self) -> None:
         """Waits until all GPUs are idle."""
         for device in self.gpus:
             torch.cuda.synchronize(device)
 
-    def pipe(self, layers: nn.Sequential, chunks: int) -> Pipe:
-        """Makes a pipe on these devices, whose partitions' sizes differ by at most one layer."""
-        balance = even(len(layers), self.n)
-        return Pipe(layers, balance, devices=self.partitions, chunks=chunks, timeout=TIMEOUT)
+    def timed(self, task: Callable[[], object]) -> float:
+        """Returns the seconds that ``task`` takes from idle to idle."""
+        self.synchronize()
+        started = perf_counter()
+        task()
+        self.synchronize()
+        return perf_counter() - started
 
     @contextlib.contextmanager
-    def trial(self, model: Model) -> Iterator[Trial]:
-        """Puts ``model`` into a pipe on these devices."""
-        x = leaf(model.x, self.partitions[0])
-        with self.pipe(model.layers, model.chunks) as pipe:
-            yield Trial(pipe, x, model.target.to(self.partitions[-1]), model.loss_fn)
-
-
-def even(layers: int, n: int) -> list[int]:
-    """Divides ``layers`` into ``n`` parts whose sizes differ by at most one."""
-    return [layers // n + (j < layers % n) for j in range(n)]
+    def trial(self, case: Case) -> Iterator[Trial]:
+        """Puts a model into a pipe on these devices."""
+        x = leaf(case.x, self.partitions[0])
+        layers, n = len(case.layers), self.n
+        even = [layers // n + (j < layers % n) for j in range(n)]
+        pipe = Pipe(case.layers, even, devices=self.partitions, chunks=case.chunks, timeout=TIMEOUT)
+        with pipe:
+            yield Trial(pipe, x, case.target.to(self.partitions[-1]))
 
 
 def leaf(x: Tensor, device: torch.device) -> Tensor:
@@ -116,10 +114,10 @@ def leaf(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device, copy=True).requires_grad_(x.is_floating_point())
 
 
-def step(module: nn.Module, x: Tensor, target: Tensor, loss_fn: Loss) -> tuple[Tensor, Tensor]:
+def step(module: nn.Module, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Runs forward and ``loss.backward()``; returns loss and output, detached."""
     output = module(x)
-    loss = loss_fn(output, target)
+    loss = mse_loss(output, target)
     torch.autograd.backward(loss)
     return loss.detach(), output.detach()
 

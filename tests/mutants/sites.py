@@ -59,6 +59,10 @@ REASONS = {
         "pipert/any_model/forward_recording.py",
         "stamp(self._places[-1][1])",
     ): "as that of a layer in observe/recorder.py, which has a mutant",
+    (
+        "pipert/check/ways.py",
+        "torch.cuda.synchronize(device)",
+    ): "before the host's clock is read; only a real GPU would still be busy",
 }
 """The places that need no mutant, with the reason."""
 

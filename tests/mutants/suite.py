@@ -39,7 +39,6 @@ FIRST = {
     "pipert/observe/": (
         "tests/cuda/test_copies_overlap.py", "tests/recording/test_pieces_on_a_gpu.py",
     ),
-    "pipert/check/": ("tests/check/test_check_on_gpus.py",),
     "pipert/balance/": ("tests/balance/test_probe.py", "tests/balance/test_by_time.py"),
     "pipert/model/calls.py": ("tests/model/test_calls.py",),
     "pipert/layers/generators.py": ("tests/cuda/test_cuda.py",),

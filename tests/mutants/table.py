@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.mutants import (
     of_any_model,
-    of_check,
     of_foundations,
     of_models,
     of_ranks,
@@ -23,7 +22,6 @@ MUTANTS = [
     *of_stages.MUTANTS,
     *of_recording.MUTANTS,
     *of_workers.MUTANTS,
-    *of_check.MUTANTS,
 ]
 """Mutants of the uses of streams, events and devices, which simulated GPUs show."""
 
